@@ -1,0 +1,223 @@
+"""The engine contract: token ids in, a stream of deltas out, and nothing left behind.
+
+async with engine:                                   # start, stop
+    async with engine.stream(request) as deltas:     # waits for a place; the request is gone on leaving the block
+        async for delta in deltas: ...
+    deltas.rest, deltas.finish                       # what was drained while leaving, also when an exception passed
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from runner.options import Constraint, Sampling
+from runner.tokens.log import VersionSpan
+from runner.tokens.template import ChatTemplate
+from runner.tokens.tokenizer import Tokenizer
+
+__all__ = [
+    "Delta",
+    "DeltaStream",
+    "Engine",
+    "EngineStats",
+    "Finish",
+    "FinishReason",
+    "GenerationRequest",
+    "Session",
+]
+
+
+class FinishReason(enum.StrEnum):
+    """Why a turn ended."""
+
+    STOP = "stop"  # a stop id or a stop string; which one is in `stop`
+    LENGTH = "length"  # `max_tokens`
+    CONTEXT = "context"  # no room left in the context
+    ABORT = "abort"  # cut by us: a limit, a cancellation
+    REPETITION = "repetition"  # the engine saw the model repeat itself
+    ERROR = "error"  # the engine failed
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a stream ended.
+
+    Attributes:
+        reason: stop and length are never merged; the engine says LENGTH, the caller tells CONTEXT from it by counting.
+        stop: the stop id or stop string that caused it, or the text of an error.
+        versions: weight versions of the ids of this stream, as spans that count from its first sampled id.
+        cached_tokens: ids of the prompt that the engine's prefix cache held; None where it does not say.
+    """
+
+    reason: FinishReason
+    stop: int | str | None = None
+    versions: tuple[VersionSpan, ...] = ()
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One or more ids as they were streamed; zero only where `finish` is set.
+
+    Attributes:
+        token_ids: in order of sampling.
+        logprobs: log-probability of each id in nats, or None where the engine gives none.
+        finish: set on the last delta of a stream.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float] | None = None
+    finish: Finish | None = None
+
+
+@dataclass(slots=True)
+class Session:
+    """The engine-side state of one conversation's growing token sequence; made by `Engine.session()`.
+
+    Attributes:
+        late: its next request goes before any first one. An episode's very first request is not late.
+        tokens: ids of the engine's cache that are kept for it: its length and its next `max_tokens`.
+        closed: it holds no room any more.
+    """
+
+    late: bool = False
+    tokens: int = 0
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One turn to be sampled.
+
+    Attributes:
+        name: names the turn in errors and logs: episode, agent, turn.
+        prompt: every id the model is to see. Not copied by the caller: an engine that keeps it must copy it.
+        sampling: every field set; its `stop` strings are not the engine's business.
+        stop_ids: ids that end the turn; the one that did is the last id of the stream.
+        seed: of this turn's random numbers; None leaves it to the engine.
+        session: the conversation it belongs to; None for a single request, which counts as first.
+        constraint: what may be sampled.
+        acts_on_deltas: somebody acts on single deltas, so they come one id at a time.
+        extra: for tests, such as {"force": ids}.
+    """
+
+    name: str
+    prompt: Sequence[int]
+    sampling: Sampling
+    stop_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    session: Session | None = None
+    constraint: Constraint | None = None
+    acts_on_deltas: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What the engine is doing now, by its scheduler's own count.
+
+    Attributes:
+        open: requests that the engine has and has not finished.
+        waiting: requests at our gate.
+        first_waiting: of those, first requests of an episode.
+        live_sessions: conversations that hold room in the cache.
+        kv_usage: fraction of the KV cache in use, or None.
+        sampled_tokens: ids sampled since the engine started.
+    """
+
+    open: int
+    waiting: int = 0
+    first_waiting: int = 0
+    live_sessions: int = 0
+    kv_usage: float | None = None
+    sampled_tokens: int = 0
+
+
+class DeltaStream(ABC):
+    """The deltas of one request; use it as `async with` around `async for`.
+
+    Entering waits for a place in the engine and sends the request. Leaving, in whatever way, ends the request
+    within a bounded shield and keeps what had been sampled: `rest` holds the deltas that were not read, `finish`
+    how the stream ended (ABORT where it was cut).
+
+    Raises (entering or iterating):
+        RequestRejected: the engine refuses this request.
+        EngineDead: the engine is gone.
+    """
+
+    rest: list[Delta]
+    finish: Finish | None
+
+    @abstractmethod
+    async def __aenter__(self) -> Self: ...
+
+    @abstractmethod
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def __aiter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    async def __anext__(self) -> Delta: ...
+
+
+class Engine(ABC):
+    """Turns token ids into a stream of deltas.
+
+    Attributes (set once it is entered):
+        tokenizer: an instance of the runner's own.
+        template: the chat template that belongs to the model.
+        context: the most ids a prompt and what is sampled on it may have together.
+        places: requests that run at once; further ones wait at the gate.
+        stop_ids: ids that end a turn of this model (EOS, generation_config's list).
+        running: it was entered and not left.
+    """
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    context: int
+    places: int
+    stop_ids: tuple[int, ...]
+    running: bool = False
+
+    @abstractmethod
+    async def __aenter__(self) -> Self: ...
+
+    @abstractmethod
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    @abstractmethod
+    def stream(self, request: GenerationRequest) -> DeltaStream:
+        """The deltas of one request; nothing happens before the block is entered."""
+
+    def session(self, *, late: bool = False) -> Session:
+        """A handle for one conversation; `close_session` gives its room back."""
+        return Session(late=late)
+
+    def close_session(self, session: Session) -> None:
+        """Give the session's room back; twice is allowed."""
+        session.closed = True
+
+    @abstractmethod
+    def stats(self) -> EngineStats: ...
+
+    @abstractmethod
+    async def health(self) -> None:
+        """Return when the engine can answer.
+
+        Raises:
+            EngineDead: it cannot, with the cause.
+        """
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What a run's header keeps of the engine, as JSON: kind, model, versions, arguments, who stamps versions."""

@@ -1,0 +1,158 @@
+"""Every error of deltarunner, in one tree.
+
+DeltarunnerError                 catch this to catch all of them
+├── BadInput                     something given to us cannot be used; the message names it and the fix
+│   ├── BadOption                an option, limit or setting
+│   ├── BadEnvironment           an environment class: unknown, no reward, a wrong tool signature
+│   ├── BadTask                  a task: no id, an id twice, unknown keys
+│   ├── BadModel                 a model that cannot be found or loaded
+│   └── BadTemplate              a chat template that cannot serve the run
+├── RunFileError                 the run file
+│   ├── ConfigurationChanged     the file holds a run of another configuration
+│   ├── NewerRunFile             the file was written by a newer version
+│   └── StorageFailed            the disk is full, the folder read-only, the file no run file
+├── EngineError                  the engine; retried, never the episode's fault
+│   ├── EngineDead               no request can be answered any more
+│   ├── RequestRejected          this one request was refused
+│   └── EngineStalled            admitted, then silent for `stall_seconds`
+├── RunStopped                   the run ended before its work did
+│   ├── TooManyFailures          the error-rate circuit breaker
+│   └── RunStuck                 nothing happened any more; names who waits for what
+├── EpisodeOver                  raised to a `rollout` when its episode can speak no more; may be left uncaught
+└── ToolError                    raised by a tool: its text is what the model reads
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "BadEnvironment",
+    "BadInput",
+    "BadModel",
+    "BadOption",
+    "BadTask",
+    "BadTemplate",
+    "ConfigurationChanged",
+    "DeltarunnerError",
+    "EngineDead",
+    "EngineError",
+    "EngineStalled",
+    "EpisodeOver",
+    "NewerRunFile",
+    "RequestRejected",
+    "RunFileError",
+    "RunStopped",
+    "RunStuck",
+    "StorageFailed",
+    "TooManyFailures",
+    "ToolError",
+]
+
+
+class DeltarunnerError(Exception):
+    """The base of every error that deltarunner raises on purpose.
+
+    `exit_code` is what the command line ends with when the error reaches it.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+
+class BadInput(DeltarunnerError):
+    """Something given to deltarunner cannot be used; the message names the thing and the fix."""
+
+    exit_code = 2
+
+
+class BadOption(BadInput, ValueError):
+    """An option, a limit or a setting that cannot be."""
+
+
+class BadEnvironment(BadInput):
+    """An environment that cannot be found or cannot be played."""
+
+    exit_code = 3
+
+
+class BadTask(BadInput):
+    """A task that cannot be played: no id, an id twice, keys that nothing reads."""
+
+    exit_code = 4
+
+
+class BadModel(BadInput):
+    """A model that cannot be found or loaded."""
+
+    exit_code = 5
+
+
+class BadTemplate(BadInput):
+    """A chat template that cannot serve the run; names the property that is missing."""
+
+    exit_code = 6
+
+
+class RunFileError(DeltarunnerError):
+    """The run file cannot be used as asked; what it holds is untouched."""
+
+    exit_code = 7
+
+
+class ConfigurationChanged(RunFileError):
+    """The file holds a run of another configuration; the message lists what differs."""
+
+
+class NewerRunFile(RunFileError):
+    """The file was written by a newer version of deltarunner."""
+
+
+class StorageFailed(RunFileError):
+    """The file cannot be opened or written; what was announced is in it."""
+
+    exit_code = 8
+
+
+class EngineError(DeltarunnerError):
+    """The engine failed; the episode is not to blame and may be played again."""
+
+    exit_code = 9
+
+
+class EngineDead(EngineError):
+    """The engine can answer no request any more."""
+
+
+class RequestRejected(EngineError):
+    """The engine refused this one request."""
+
+
+class EngineStalled(EngineError):
+    """The engine admitted a request and then sent nothing for `stall_seconds`."""
+
+
+class RunStopped(DeltarunnerError):
+    """The run ended before its work did; what was finished is kept."""
+
+    exit_code = 10
+
+
+class TooManyFailures(RunStopped):
+    """More episodes failed than the run's `breaker` allows."""
+
+
+class RunStuck(RunStopped):
+    """Nothing happened any more; the message names who waits for what."""
+
+    exit_code = 11
+
+
+class EpisodeOver(DeltarunnerError):
+    """The episode can speak no more: a limit was reached, or its tokens or its engine failed.
+
+    Raised by `Conversation.generate`. Leaving `rollout` with it is normal.
+    """
+
+
+class ToolError(DeltarunnerError):
+    """Raise it in a tool: the model reads its text as the tool's result, and play goes on."""

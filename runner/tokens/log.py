@@ -1,0 +1,79 @@
+"""The token log: the append-only record of every id of an episode's segment and where it came from."""
+
+from __future__ import annotations
+
+import enum
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Source", "TokenLog", "VersionSpan"]
+
+
+class Source(enum.IntEnum):
+    """Where an id came from. Only SAMPLED ids are trained on."""
+
+    PROMPT = 0  # the first render of the segment
+    BRIDGE = 1  # what the template put between two sampled turns, new messages included
+    SAMPLED = 2  # what the model sampled in this segment
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Ids `start` to `end` (exclusive) were sampled with weights `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class TokenLog:
+    """Every id of one segment, with parallel arrays; no object per id is kept.
+
+    Attributes:
+        ids: token ids, shape [length], int32.
+        logprobs: log-probability of each sampled id in nats, NaN for ids that were not sampled or where the
+            engine gave none; shape [length], float32.
+        sources: a `Source` for each id; shape [length], int8.
+        versions: the weight versions of the sampled ids, as spans in order.
+    """
+
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    sources: array[int] = field(default_factory=lambda: array("b"))
+    versions: list[VersionSpan] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def append_prompt(self, ids: Iterable[int], source: Source) -> None:
+        """Append ids that nobody sampled: the first prompt or a bridge."""
+        before = len(self.ids)
+        self.ids.extend(ids)
+        added = len(self.ids) - before
+        self.logprobs.extend(array("f", [math.nan]) * added)
+        self.sources.extend(array("b", [source]) * added)
+
+    def append_sampled(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+        """Append ids as the engine sampled them, with a log-probability for each, or None where it gave none."""
+        if logprobs is not None and len(logprobs) != len(ids):
+            raise ValueError(f"{len(ids)} ids came with {len(logprobs)} log-probabilities")
+        self.ids.extend(ids)
+        self.logprobs.extend(logprobs if logprobs is not None else array("f", [math.nan]) * len(ids))
+        self.sources.extend(array("b", [Source.SAMPLED]) * len(ids))
+
+    def stamp(self, spans: Iterable[VersionSpan], start: int) -> None:
+        """Record weight versions; the spans count from `start`, the first id of the turn."""
+        self.versions.extend(VersionSpan(span.version, start + span.start, start + span.end) for span in spans)
+
+    def mask(self) -> array[int]:
+        """The loss mask: 1 for ids sampled in this segment, else 0; shape [length], int8."""
+        return array("b", (self.sources.tobytes().translate(_MASK)))
+
+    def sampled_count(self) -> int:
+        return self.sources.tobytes().count(bytes([Source.SAMPLED]))
+
+
+_MASK = bytes(1 if value == Source.SAMPLED else 0 for value in range(256))
