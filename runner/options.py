@@ -131,7 +131,8 @@ class Sampling(_Layered):
         self._require("top_p", 0, exclusive=True, maximum=1)
         self._require("top_k", 0, whole=True)
         self._require("min_p", 0, maximum=1)
-        if isinstance(self.stop, str) or (self.stop is not UNSET and not all(self.stop)):
+        stop: Any = self.stop
+        if isinstance(stop, str) or (stop is not UNSET and not all(stop)):
             raise BadOption(f"Sampling(stop={self.stop!r}): give a tuple of strings, none of them empty.")
         constraints = [name for name in ("schema", "regex", "choice") if getattr(self, name) not in (UNSET, None)]
         if len(constraints) > 1:
@@ -209,7 +210,7 @@ class Limits(_Layered):
     def lifted(self) -> Limits:
         """The same limits with every clock off, for a debugger."""
         clocks = {f.name: None for f in dataclasses.fields(self) if f.name.endswith("seconds")}
-        return dataclasses.replace(self, **clocks)  # type: ignore[arg-type]  # None is a value of each of them
+        return dataclasses.replace(self, **clocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
