@@ -1,0 +1,290 @@
+"""Chat templates: loaded, compiled in a sandbox, and rendered with a frozen clock."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from runner.errors import BadTemplate
+from runner.messages import canonical_json
+
+__all__ = ["ChatTemplate", "Renderer", "TemplateRaised", "ToolProperty", "missing_tool_property", "require_tools"]
+
+MessageView: TypeAlias = Mapping[str, Any]
+"""A message as a template reads it, in OpenAI's shape."""
+
+ToolSchema: TypeAlias = Mapping[str, Any]
+"""A tool as a template reads it: {"type": "function", "function": {"name", "description", "parameters"}}."""
+
+
+class TemplateRaised(BadTemplate):
+    """The template refused these messages, or failed on them; the message is the template's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """The text of a chat template and the names it expects, such as `bos_token`.
+
+    Attributes:
+        text: jinja2 source.
+        name: what people call it: a bundled name, a file, or the model it came with.
+        variables: strings that the template reads by name, mostly the vocabulary's control tokens.
+    """
+
+    text: str
+    name: str
+    variables: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> Self:
+        """The template bundled under that name, or the one in that file.
+
+        Raises:
+            BadTemplate: there is no such template, or it is not valid jinja2.
+        """
+        bundled = _bundled()
+        path = bundled.get(name_or_path) if isinstance(name_or_path, str) else None
+        source = path or Path(name_or_path)
+        try:
+            text = source.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            names = ", ".join(sorted(bundled))
+            raise BadTemplate(
+                f"template {str(name_or_path)!r} cannot be read ({error}): "
+                f"give one of the bundled names ({names}) or the path of a .jinja file"
+            ) from error
+        template = cls(text, name=str(name_or_path))
+        template.renderer()
+        return template
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash that names the text and its variables."""
+        content = canonical_json([self.text, sorted(self.variables.items())])
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def with_variables(self, variables: Mapping[str, str]) -> Self:
+        """The same template for a vocabulary whose control tokens are `variables`."""
+        return replace(self, variables={**self.variables, **variables})
+
+    def renderer(self, options: Mapping[str, Any] | None = None, now: datetime | None = None) -> Renderer:
+        """A renderer with the template's `options` (`enable_thinking`, ...) and its clock stopped at `now`.
+
+        Raises:
+            BadTemplate: the text is not valid jinja2.
+        """
+        return Renderer(self, dict(options or {}), now or datetime.now())
+
+
+@dataclass(frozen=True, slots=True)
+class Renderer:
+    """A template with its options and its clock fixed, so that one conversation always renders to one text.
+
+    Attributes:
+        template: what is rendered.
+        options: names that the template reads, such as `enable_thinking`.
+        now: the time that the template sees.
+        text_arguments: the template wants the arguments of a tool call as JSON text, not as an object; probed.
+    """
+
+    template: ChatTemplate
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    now: datetime = field(default_factory=datetime.now)
+    text_arguments: bool = field(init=False, default=False)
+    _compiled: jinja2.Template = field(init=False, repr=False, compare=False)
+    _context: dict[str, Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        context = {**self.template.variables, **self.options, "strftime_now": self.now.strftime}
+        object.__setattr__(self, "_compiled", _compile(self.template.text, self.template.name))
+        object.__setattr__(self, "_context", context)
+        object.__setattr__(self, "text_arguments", _wants_text_arguments(self))
+
+    def render(
+        self, messages: Sequence[MessageView], *, tools: Sequence[ToolSchema] = (), generation_prompt: bool = True
+    ) -> str:
+        """The text of `messages`; the template sees None for empty `tools`.
+
+        Raises:
+            TemplateRaised: the template refuses these messages, or fails on them.
+        """
+        if self.text_arguments:
+            messages = [_with_text_arguments(message) for message in messages]
+        try:
+            return self._compiled.render(
+                self._context, messages=messages, tools=tools or None, add_generation_prompt=generation_prompt
+            )
+        # What a template may raise: its own refusals, and whatever its expressions meet in a message.
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise TemplateRaised(f"template {self.template.name!r} raised: {error}") from error
+        except RecursionError as error:
+            raise TemplateRaised(f"template {self.template.name!r} never ends on these messages") from error
+
+
+class ToolProperty(enum.StrEnum):
+    """What a template must do for an environment with tools."""
+
+    DEFINITIONS = "tool_definitions"  # the model is shown the tools
+    CALLS = "tool_calls"  # an assistant turn shows its calls, names and arguments
+    RESULTS = "tool_results"  # the model is shown what a tool returned
+
+
+_MISSING = {
+    ToolProperty.DEFINITIONS: "it does not show the tools to the model",
+    ToolProperty.CALLS: "it drops the calls of an assistant turn",
+    ToolProperty.RESULTS: "it drops the results of a tool",
+}
+
+
+def missing_tool_property(renderer: Renderer) -> ToolProperty | None:
+    """The first thing that the template does not do for an environment with tools, found by rendering."""
+    try:
+        shown = renderer.render(_PROBE[:1], tools=[_PROBE_TOOL])
+    except TemplateRaised:
+        return ToolProperty.DEFINITIONS
+    if _TOOL not in shown:
+        return ToolProperty.DEFINITIONS
+    for messages, needles, missing in (
+        (_PROBE[:2], (_TOOL, _ARGUMENT, _VALUE), ToolProperty.CALLS),
+        (_PROBE, (_RESULT,), ToolProperty.RESULTS),
+    ):
+        try:
+            # The definition names the tool too, so the call is looked for in a render without it.
+            text = renderer.render(messages, generation_prompt=False)
+        except TemplateRaised:
+            return missing
+        if not all(needle in text for needle in needles):
+            return missing
+    return None
+
+
+def require_tools(renderer: Renderer) -> None:
+    """Refuse a template that cannot carry tools.
+
+    Raises:
+        BadTemplate: names the missing property and the fix.
+    """
+    missing = missing_tool_property(renderer)
+    if missing is not None:
+        raise BadTemplate(
+            f"template {renderer.template.name!r} cannot serve an environment with tools ({missing}): "
+            f"{_MISSING[missing]}. Give --template pythonic, --template hermes, or the path of a .jinja file."
+        )
+
+
+# Names that no template writes of itself. The id has nine letters and digits, since Mistral's templates insist.
+_TOOL, _ARGUMENT, _VALUE, _RESULT, _CALL_ID = "probetool", "probekey", "probevalue", "proberesult", "probe0001"
+_PROBE_TOOL: ToolSchema = {
+    "type": "function",
+    "function": {
+        "name": _TOOL,
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {_ARGUMENT: {"type": "string"}}, "required": [_ARGUMENT]},
+    },
+}
+_PROBE: list[MessageView] = [
+    {"role": "user", "content": "A question."},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": _CALL_ID, "type": "function", "function": {"name": _TOOL, "arguments": {_ARGUMENT: _VALUE}}}
+        ],
+    },
+    {"role": "tool", "content": _RESULT, "tool_call_id": _CALL_ID, "name": _TOOL},
+]
+
+
+def _wants_text_arguments(renderer: Renderer) -> bool:
+    as_text = [_with_text_arguments(message) for message in _PROBE]
+    return not _shows_arguments(renderer, _PROBE) and _shows_arguments(renderer, as_text)
+
+
+def _shows_arguments(renderer: Renderer, messages: Sequence[MessageView]) -> bool:
+    try:
+        return _VALUE in renderer.render(messages, tools=[_PROBE_TOOL])
+    except TemplateRaised:
+        return False
+
+
+def _with_text_arguments(message: MessageView) -> MessageView:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_with_text(call) for call in calls]} if calls else message
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else canonical_json(arguments)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+class _Generation(jinja2.ext.Extension):
+    """Accepts `{% generation %}`, which marks assistant text for trainers that render; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it as an instance variable
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+_PLAIN_JSON = json.JSONEncoder(ensure_ascii=False)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    if not ensure_ascii and indent is None and separators is None and not sort_keys:
+        return _PLAIN_JSON.encode(value)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """The sandbox of transformers' `apply_chat_template`, so that a template means here what it means there."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+@functools.lru_cache(maxsize=64)
+def _compile(text: str, name: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise BadTemplate(
+            f"template {name!r} is not valid jinja2, line {error.lineno}: {error.message}; correct it there"
+        ) from error
+
+
+def _bundled() -> dict[str, Path]:
+    """The templates that come with the package: inside it in a wheel, beside it in a checkout."""
+    package = Path(__file__).parent.parent
+    folder = next((f for f in (package / "templates", package.parent / "templates") if f.is_dir()), None)
+    return {path.stem: path for path in folder.glob("*.jinja")} if folder else {}
