@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -13,10 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from runner.errors import BadModel
+from runner.errors import BadModel, BadTemplate
+from runner.tokens.template import ChatTemplate
 
-__all__ = ["DEMO_MODEL", "ModelSource", "demo_model", "resolve_model"]
+__all__ = ["DEMO_MODEL", "ModelSource", "chat_template", "demo_model", "resolve_model", "stop_ids"]
 
 DEMO_MODEL = "smollm2-135m"
 """SmolLM2-135M-Instruct (Apache-2.0), small enough for two cores and strong enough for the calculator."""
@@ -94,6 +97,65 @@ def _hub_folder(model_id: str, say: Say) -> Path:
         reason = str(error).strip().partition("\n")[0]
         raise BadModel(f"Hugging Face did not give {model_id!r}: {reason} {_CHOICES}") from error
     return _folder(model_id, folder).folder
+
+
+def chat_template(source: ModelSource, given: str | Path | ChatTemplate | None = None) -> ChatTemplate:
+    """The chat template of a model: the one given, or the bundled one that serves it, or its own.
+
+    Args:
+        source: the model; its control tokens become the template's variables.
+        given: a bundled name, a file, or a template.
+
+    Raises:
+        BadTemplate: there is none, or it cannot be read.
+    """
+    settings = _json(source.folder / "tokenizer_config.json")
+    wanted = given or source.template
+    if wanted is None:
+        template = ChatTemplate(_own_template(source, settings), name=source.name)
+    else:
+        template = wanted if isinstance(wanted, ChatTemplate) else ChatTemplate.load(wanted)
+    return template.with_variables({**_control_tokens(settings), **template.variables})
+
+
+def _own_template(source: ModelSource, settings: dict[str, Any]) -> str:
+    file = source.folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    text = settings.get("chat_template")
+    if isinstance(text, list):  # several by name, of which "default" is for conversations
+        text = next((entry["template"] for entry in text if entry["name"] == "default"), None)
+    if not isinstance(text, str):
+        raise BadTemplate(
+            f"The model {source.name!r} comes without a chat template: give one, `--template pythonic`, "
+            "`--template hermes` or a .jinja file."
+        )
+    return text
+
+
+def _control_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    named = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: token for name, token in named.items() if isinstance(token, str)}
+
+
+def stop_ids(source: ModelSource, eos_id: int | None) -> tuple[int, ...]:
+    """The ids that end a turn: the tokenizer's `eos_id`, then those of generation_config.json, or else config.json."""
+    listed = _json(source.folder / "generation_config.json").get("eos_token_id")
+    if listed is None:
+        listed = _json(source.folder / "config.json").get("eos_token_id")
+    further = listed if isinstance(listed, list) else [listed]
+    return tuple(dict.fromkeys(token for token in (eos_id, *further) if token is not None))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadModel(f"{path} is no JSON: {error}. {_CHOICES}") from error
+    return content if isinstance(content, dict) else {}
 
 
 def demo_model(*, say: Say = _silent) -> Path:

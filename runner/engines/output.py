@@ -1,0 +1,58 @@
+"""Keeps an engine's noise off the terminal: what any library or process writes goes to a log file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from runner.errors import StorageFailed
+
+__all__ = ["Terminal", "quiet_output"]
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """Where output went before; what is meant to be seen is written here."""
+
+    stdout: TextIO
+    stderr: TextIO
+
+
+@contextmanager
+def quiet_output(path: Path) -> Iterator[Terminal]:
+    """Append everything written to descriptors 1 and 2 to the file `path`, and give back the terminal.
+
+    Descriptors, since an engine writes from C++ and from processes of its own, which inherit them. Put back on leaving.
+
+    Raises:
+        StorageFailed: the file cannot be written.
+    """
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            log = stack.enter_context(path.open("ab"))
+        except OSError as error:
+            raise StorageFailed(f"The log {path} cannot be written: {error}. Name another file or folder.") from error
+        yield Terminal(
+            stdout=stack.enter_context(_redirected(1, sys.stdout, log.fileno())),
+            stderr=stack.enter_context(_redirected(2, sys.stderr, log.fileno())),
+        )
+
+
+@contextmanager
+def _redirected(descriptor: int, stream: TextIO, target: int) -> Iterator[TextIO]:
+    stream.flush()
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    with os.fdopen(os.dup(descriptor), "w", buffering=1, encoding=encoding, errors="replace") as terminal:
+        os.dup2(target, descriptor)
+        try:
+            yield terminal
+        finally:
+            stream.flush()
+            terminal.flush()
+            os.dup2(terminal.fileno(), descriptor)

@@ -1,0 +1,262 @@
+"""Starts vLLM's `AsyncLLM` in a worker thread, so that everything else goes on meanwhile, and stops it for good."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from runner.engines import orphans
+from runner.engines.vllm_settings import VllmSettings, choose_settings
+from runner.errors import BadInput, BadModel, BadOption
+from runner.models import ModelSource
+
+__all__ = ["SchedulerCount", "VllmProcess"]
+
+_STOP_SECONDS = 1.0  # vLLM's default takes 3.4 s for an engine that has nothing to do
+_VARIABLES = threading.Lock()  # the environment belongs to the process: one engine starts at a time
+
+
+class SchedulerCount:
+    """Open requests by the scheduler's own count; the front end's says 0 for one that leaked in the engine's core."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, int] = {}
+        self._usage: dict[int, float] = {}
+        self._changed: anyio.Event | None = None
+
+    @property
+    def open(self) -> int:
+        """Requests that the scheduler runs or has waiting."""
+        return sum(self._open.values())
+
+    @property
+    def kv_usage(self) -> float | None:
+        """Fraction of the KV cache in use, of the fullest core."""
+        return max(self._usage.values(), default=None)
+
+    def record(self, core: int, stats: Any) -> None:
+        """Keep what a core's scheduler said after a step."""
+        waiting = stats.num_waiting_reqs + getattr(stats, "num_skipped_waiting_reqs", 0)
+        self._open[core] = stats.num_running_reqs + waiting
+        self._usage[core] = stats.kv_cache_usage
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
+
+    async def until_idle(self) -> None:
+        """Return when the scheduler has no open request."""
+        while self.open:
+            self._changed = self._changed or anyio.Event()
+            await self._changed.wait()
+
+    def logger(self) -> type:
+        """The class that vLLM makes its statistics logger of."""
+        from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+        count = self
+
+        # vLLM adds a Prometheus logger, which fills histograms for every token, unless one of this class is there.
+        class Logger(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is not typed
+            def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
+                self.engine_indexes = engine_indexes
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *rest: Any, **named: Any) -> None:
+                if scheduler_stats is not None:
+                    count.record(named.get("engine_idx", 0), scheduler_stats)
+
+            def log(self) -> None: ...
+            def log_engine_initialized(self) -> None: ...
+            def record_sleep_state(self, *rest: Any, **named: Any) -> None: ...
+            def record_admission_rejection(self, reason: str) -> None: ...
+
+        return Logger
+
+
+@dataclass(slots=True)
+class VllmProcess:
+    """vLLM's engine and its processes, from start to stop.
+
+    Attributes:
+        source: the model.
+        given: engine arguments of the user.
+        count: the scheduler's count.
+        llm: the `AsyncLLM`, once it was started.
+        settings: what it was started with.
+        cores: the processes of the engine's cores.
+    """
+
+    source: ModelSource
+    given: Mapping[str, Any]
+    count: SchedulerCount = field(default_factory=SchedulerCount)
+    llm: Any = None
+    settings: VllmSettings | None = None
+    cores: list[BaseProcess] = field(default_factory=list)
+    _failures: Path | None = None
+    _given_up: bool = False
+    _others: list[BaseProcess] | None = None  # cores that were there before; set while ours are starting
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    async def start(self) -> Any:
+        """The `AsyncLLM`, started in a worker thread.
+
+        Cancelling ends the processes that were started.
+
+        Raises:
+            BadModel: vLLM cannot load the model; says why.
+            BadOption: an engine argument that cannot be.
+        """
+        try:
+            await anyio.to_thread.run_sync(self._start, abandon_on_cancel=True)
+            # Cached by vLLM, which would ask at the first request, and wait for ever if the core died just then.
+            await self.llm.get_supported_tasks()
+        except BaseException:
+            await self.stop()
+            raise
+        return self.llm
+
+    async def stop(self) -> None:
+        """End every process; twice is allowed."""
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._stop)
+            handler = getattr(self.llm, "output_handler", None)
+            self.llm = None
+            if handler is not None:
+                await asyncio.wait({handler})
+
+    def cause_of_death(self) -> str:
+        """Why the engine died, in one line."""
+        noted = orphans.read_failure(self._failures) if self._failures else None
+        if noted is not None:
+            return noted
+        codes = [process.exitcode for process in self.cores if process.exitcode]
+        if codes and codes[0] < 0:
+            return f"its process was ended by {signal.Signals(-codes[0]).name}"
+        return f"its process ended with exit code {codes[0]}" if codes else "its process says nothing; see the log"
+
+    def _start(self) -> None:
+        self._failures = _new_file()
+        with _VARIABLES:
+            self._others = _cores()
+            try:
+                self.llm = self._construct()
+            except BadInput:
+                raise
+            except Exception as error:  # vLLM raises anything; each is about this model and these arguments
+                cause = orphans.read_failure(self._failures) or _one_line(error)
+                raise BadModel(f"vLLM cannot run the model {self.source.name!r}: {cause}") from error
+            finally:
+                self.cores, self._others = self._started(), None
+        with self._lock:
+            abandoned = self._given_up
+        if abandoned:
+            self._stop()
+
+    def _construct(self) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # vLLM's own affairs
+            arguments = self._arguments()
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            assert self.settings is not None
+            # First, since the tracker's own start unblocks the interrupt.
+            resource_tracker.ensure_running()
+            with _environment(self._variables(self.settings.environment)), _no_interrupts():
+                self._raise_if_given_up()
+                return AsyncLLM.from_engine_args(
+                    arguments, usage_context=UsageContext.LLM_CLASS, stat_loggers=[self.count.logger()]
+                )
+
+    def _arguments(self) -> Any:
+        try:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.platforms import current_platform
+        except ImportError as error:
+            raise BadInput(
+                f"vLLM cannot be imported ({error}): pip install 'deltarunner[cpu]' or 'deltarunner[gpu]'"
+            ) from error
+        known = frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs))
+        self.settings = choose_settings(self.given, cpu=current_platform.is_cpu(), known=known)
+        try:
+            return AsyncEngineArgs(model=self.source.location, **self.settings.arguments)
+        except (TypeError, ValueError) as error:
+            raise BadOption(f"VllmEngine: vLLM refuses an engine argument: {_one_line(error)}") from error
+
+    def _variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return {**environment, orphans.PARENT: orphans.own_name(), orphans.FAILURES: str(self._failures)}
+
+    def _raise_if_given_up(self) -> None:
+        with self._lock:
+            if self._given_up:
+                raise BadModel(f"the start of {self.source.name!r} was cancelled")
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._given_up = True
+        if self.llm is not None:
+            named = {"timeout": _STOP_SECONDS} if "timeout" in inspect.signature(self.llm.shutdown).parameters else {}
+            self.llm.shutdown(**named)
+        # Still starting: without its processes vLLM's constructor fails, and cleans up after itself.
+        for process in self._started():
+            process.kill()
+        if self._failures is not None:
+            self._failures.unlink(missing_ok=True)
+
+    def _started(self) -> list[BaseProcess]:
+        others = self._others
+        return [] if others is None else [process for process in _cores() if process not in others]
+
+
+def _new_file() -> Path:
+    descriptor, name = tempfile.mkstemp(prefix="deltarunner-engine-", suffix=".failures")
+    os.close(descriptor)
+    return Path(name)
+
+
+def _cores() -> list[BaseProcess]:
+    return [process for process in multiprocessing.active_children() if process.name.startswith("EngineCore")]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """What this thread starts does not see the terminal's Ctrl-C: the mask is inherited."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
