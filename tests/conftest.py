@@ -1,9 +1,16 @@
-"""Fixtures that tests share."""
+"""Fixtures that tests share: the demo model, and one real engine for all tests that need one.
 
+A test that takes `engine` plays on the real engine, on asyncio, on the one event loop that owns it. Such tests come
+last, behind those that start engines of their own, so that one engine is alive at a time and no other test meets its
+event loop; whoever takes `doomed_engine` may kill it and comes after everybody.
+"""
+
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from runner.engines.vllm import VllmEngine
 from runner.models import demo_model
 
 
@@ -11,3 +18,40 @@ from runner.models import demo_model
 def demo_model_folder() -> Path:
     """The demo model's folder; converted at its first use."""
     return demo_model(say=print)
+
+
+@pytest.fixture(scope="session")
+async def engine(demo_model_folder: Path, anyio_backend: str) -> AsyncIterator[VllmEngine]:
+    """The real engine on the demo model, with places for 16."""
+    async with VllmEngine("smollm2-135m", max_num_seqs=16, max_model_len=4096) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def doomed_engine(engine: VllmEngine) -> VllmEngine:
+    """The same engine, for a test that kills it."""
+    return engine
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "engine" in metafunc.fixturenames:
+        # As a mark, since pytest would parametrise the plugin's own fixture of that name otherwise.
+        metafunc.definition.add_marker(pytest.mark.parametrize("anyio_backend", ["asyncio"], scope="session"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "engine" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.engine)
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    fixtures = getattr(item, "fixturenames", ())
+    if "doomed_engine" in fixtures:
+        return 3
+    if "engine" in fixtures:
+        return 2
+    return 1 if item.get_closest_marker("engine") else 0

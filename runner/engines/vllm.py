@@ -146,6 +146,10 @@ class VllmEngine(Engine):
         """Return when the scheduler has no open request."""
         await self._process.count.until_idle()
 
+    def processes(self) -> list[int]:
+        """Process ids of the engine's cores."""
+        return [core.pid for core in self._process.cores if core.pid is not None]
+
     def is_alive(self) -> bool:
         """Whether requests can be answered, as far as is known."""
         return self.running and self._death is None and not self._llm.errored
