@@ -33,6 +33,11 @@ def doomed_engine(engine: VllmEngine) -> VllmEngine:
     return engine
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # vLLM leaves its sockets' context to the garbage collector, which may come by in any later test.
+    config.addinivalue_line("filterwarnings", "ignore:Unclosed context <zmq:ResourceWarning")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "engine" in metafunc.fixturenames:

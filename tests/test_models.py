@@ -10,8 +10,9 @@ import anyio.to_thread
 import pytest
 
 from runner import models
-from runner.errors import BadModel
-from runner.models import demo_model, resolve_model
+from runner.errors import BadModel, BadTemplate
+from runner.models import ModelSource, chat_template, demo_model, resolve_model, stop_ids
+from runner.tokens.template import ChatTemplate
 
 
 def test_demo_model_is_complete_and_knows_its_stop_id(demo_model_folder: Path) -> None:
@@ -110,3 +111,61 @@ def test_an_unknown_id_names_what_hugging_face_said(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(BadModel, match=r"did not give 'smolm2-135m': .*or smollm2-135m"):
         resolve_model("smolm2-135m")
+
+
+def model_of(folder: Path, **files: object) -> ModelSource:
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return ModelSource("some/model", "some/model", folder)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": [9, 2]}, {"eos_token_id": 4}, (2, 9)),
+        ({"eos_token_id": 9}, {}, (2, 9)),
+        ({}, {"eos_token_id": 4}, (2, 4)),
+        ({}, {}, (2,)),
+    ],
+    ids=["list", "one", "config", "tokenizer only"],
+)
+def test_stop_ids_are_the_tokenizers_and_the_models(
+    tmp_path: Path, generation: object, config: object, expected: tuple[int, ...]
+) -> None:
+    assert stop_ids(model_of(tmp_path, generation_config=generation, config=config), 2) == expected
+
+
+def test_a_models_own_template_knows_its_control_tokens(tmp_path: Path) -> None:
+    tokens = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "{{ bos_token }}{{ eos_token }}"}
+    template = chat_template(model_of(tmp_path, tokenizer_config=tokens))
+    assert template.name == "some/model"
+    assert template.renderer().render([]) == "<s></s>"
+
+
+def test_a_template_file_of_the_model_goes_before_its_settings(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    template = chat_template(model_of(tmp_path, tokenizer_config={"chat_template": "from the settings"}))
+    assert template.text == "from the file"
+
+
+def test_of_several_templates_the_default_is_for_conversations(tmp_path: Path) -> None:
+    several = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
+    assert chat_template(model_of(tmp_path, tokenizer_config={"chat_template": several})).text == "yes"
+
+
+def test_a_given_template_goes_before_the_models(demo_model_folder: Path) -> None:
+    source = resolve_model("smollm2-135m")
+    assert chat_template(source).name == "pythonic"
+    assert chat_template(source, "hermes").name == "hermes"
+    assert chat_template(source, ChatTemplate("text", name="mine")).variables["eos_token"] == "<|im_end|>"
+
+
+def test_a_model_without_a_template_names_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(BadTemplate, match="--template"):
+        chat_template(model_of(tmp_path, tokenizer_config={}))
+
+
+def test_a_broken_file_of_a_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(BadModel, match=r"generation_config\.json is no JSON"):
+        stop_ids(model_of(tmp_path), 2)

@@ -216,6 +216,8 @@ class VllmProcess:
         # Still starting: without its processes vLLM's constructor fails, and cleans up after itself.
         for process in self._started():
             process.kill()
+        for process in self.cores:
+            process.join(_STOP_SECONDS)  # else it stays a zombie for as long as we live
         if self._failures is not None:
             self._failures.unlink(missing_ok=True)
 

@@ -1,0 +1,102 @@
+"""The watch inside an engine's processes: it ends them when their parent is gone, and only then."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from runner.engines import orphans
+
+WATCHDOG = 60.0
+
+CHILD = """
+import sys
+from runner.engines.orphans import watch_parent
+
+watch_parent()
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+def child_of(parent: str | None) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name != orphans.PARENT}
+    if parent is not None:
+        environment[orphans.PARENT] = parent
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def name_of(pid: int) -> str:
+    return f"{pid}:{orphans._stat(pid)[orphans._STARTED]}"
+
+
+def test_a_process_ends_when_its_parent_is_killed_even_before_anybody_reaped_it() -> None:
+    with subprocess.Popen(["sleep", "1000"]) as parent, child_of(name_of(parent.pid)) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
+        parent.kill()
+        assert child.wait(WATCHDOG) == 1
+
+
+def test_a_process_whose_parent_went_while_it_started_ends() -> None:
+    with subprocess.Popen(["sleep", "1000"]) as parent:
+        name = name_of(parent.pid)
+        parent.kill()
+    with child_of(name) as child:
+        assert child.wait(WATCHDOG) == 1
+
+
+def test_another_process_that_took_the_id_is_not_the_parent() -> None:
+    with child_of(f"{os.getpid()}:1") as child:
+        assert child.wait(WATCHDOG) == 1
+
+
+@pytest.mark.parametrize("parent", [None, orphans.own_name()], ids=["not ours", "parent alive"])
+def test_a_process_with_nothing_to_fear_ends_by_itself_only(parent: str | None) -> None:
+    with child_of(parent) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
+        child.communicate("", WATCHDOG)
+        assert child.returncode == 0
+
+
+@pytest.mark.parametrize("parent", [None, orphans.own_name()], ids=["not ours", "the parent itself"])
+def test_no_thread_where_there_is_nothing_to_watch(parent: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(orphans.PARENT, raising=False)
+    if parent is not None:
+        monkeypatch.setenv(orphans.PARENT, parent)
+    before = threading.enumerate()
+    orphans.watch_parent()
+    assert threading.enumerate() == before
+
+
+def test_the_first_failure_of_a_process_is_noted_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "failures"
+    logger = logging.Logger("vllm of this test")
+    logger.addHandler(orphans._FailureNotes(str(path)))
+    for cause, words in [("out of\nmemory", "WorkerProc failed to start."), ("later", "EngineCore failed to start.")]:
+        try:
+            raise ValueError(cause)
+        except ValueError:
+            logger.exception(words)
+    logger.error("EngineCore, without an exception")
+    assert orphans.read_failure(path) == "ValueError: out of memory"
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_no_failure_is_noted_where_none_was(tmp_path: Path) -> None:
+    assert orphans.read_failure(tmp_path / "none") is None
+    (tmp_path / "empty").touch()
+    assert orphans.read_failure(tmp_path / "empty") is None
+
+
+def test_importing_the_watch_is_light() -> None:
+    code = "import sys, runner.engines.orphans; print(sorted({'vllm', 'torch', 'anyio', 'jinja2'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

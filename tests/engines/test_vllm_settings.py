@@ -1,0 +1,124 @@
+"""What is asked of vLLM, without vLLM."""
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+
+from runner.engines.base import GenerationRequest
+from runner.engines.vllm_settings import choose_settings, constraint_arguments, sampling_arguments
+from runner.errors import BadOption
+from runner.options import Constraint, ConstraintKind, Sampling
+
+KNOWN = frozenset(
+    [
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "block_size",
+        "enforce_eager",
+        "logprobs_mode",
+        "disable_log_stats",
+        "tensor_parallel_size",
+        "dtype",
+        "model",
+    ]
+)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("VLLM_"):
+            monkeypatch.delenv(name)
+
+
+def test_a_cpu_engine_binds_all_cores_takes_blocks_of_32_and_runs_eager() -> None:
+    settings = choose_settings({}, cpu=True, known=KNOWN)
+    assert settings.arguments["block_size"] == 32
+    assert settings.arguments["enforce_eager"] is True
+    cores = {int(core) for core in settings.environment["VLLM_CPU_OMP_THREADS_BIND"].split(",")}
+    assert cores == os.sched_getaffinity(0)
+    assert int(settings.environment["VLLM_CPU_KVCACHE_SPACE"]) >= 1
+
+
+def test_a_gpu_engine_is_left_its_own_blocks() -> None:
+    settings = choose_settings({}, cpu=False, known=KNOWN)
+    assert {"block_size", "enforce_eager"}.isdisjoint(settings.arguments)
+    assert settings.environment == {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+
+
+@pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "gpu"])
+def test_sizes_and_logprobs_are_set_on_purpose(cpu: bool) -> None:
+    settings = choose_settings({}, cpu=cpu, known=KNOWN)
+    assert settings.arguments["logprobs_mode"] == "processed_logprobs"
+    assert {"max_num_seqs", "max_num_batched_tokens"} <= set(settings.arguments)
+    assert settings.chosen == {**settings.arguments, **settings.environment}
+
+
+def test_what_the_user_gives_wins_and_is_not_called_chosen() -> None:
+    settings = choose_settings({"block_size": 64, "dtype": "float32"}, cpu=True, known=KNOWN)
+    assert (settings.arguments["block_size"], settings.arguments["dtype"]) == (64, "float32")
+    assert {"block_size", "dtype"}.isdisjoint(settings.chosen)
+
+
+def test_a_variable_the_user_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "12")
+    settings = choose_settings({}, cpu=True, known=KNOWN)
+    assert "VLLM_CPU_KVCACHE_SPACE" not in settings.environment | settings.chosen
+
+
+def test_several_workers_are_bound_by_vllm() -> None:
+    settings = choose_settings({"tensor_parallel_size": 2}, cpu=True, known=KNOWN)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in settings.environment
+
+
+def test_an_older_vllm_is_not_given_what_it_does_not_know() -> None:
+    settings = choose_settings({}, cpu=False, known=KNOWN - {"logprobs_mode"})
+    assert "logprobs_mode" not in settings.arguments
+
+
+@pytest.mark.parametrize("name", ["model", "stream_interval", "max_seqs"])
+def test_arguments_that_cannot_be_are_refused_by_name(name: str) -> None:
+    with pytest.raises(BadOption, match=name):
+        choose_settings({name: 1}, cpu=True, known=KNOWN)
+
+
+def arguments_of(
+    *, known: frozenset[str] = frozenset({"stream_interval", "skip_clone"}), **fields: Any
+) -> dict[str, Any]:
+    sampling = dataclasses.replace(Sampling.defaults(), stop_ids=(7, 2))
+    request = GenerationRequest(name="one", prompt=[1], sampling=sampling, stop_ids=(2, 5), **fields)
+    return sampling_arguments(request, stream_interval=8, known=known)
+
+
+def test_exactly_the_ids_given_end_a_turn() -> None:
+    arguments = arguments_of()
+    assert arguments["stop_token_ids"] == [2, 5, 7]
+    assert arguments["ignore_eos"] is True
+
+
+def test_ids_come_one_at_a_time_where_somebody_acts_on_them() -> None:
+    assert arguments_of()["stream_interval"] == 8
+    assert arguments_of(acts_on_deltas=True)["stream_interval"] == 1
+    assert "stream_interval" not in arguments_of(known=frozenset())
+
+
+def test_forced_ids_reach_the_engine() -> None:
+    assert arguments_of(extra={"force": [1, 2]})["extra_args"] == {"force": [1, 2]}
+    assert arguments_of()["extra_args"] is None
+
+
+@pytest.mark.parametrize(
+    ("constraint", "expected"),
+    [
+        (Constraint(ConstraintKind.JSON, '{"type": "object"}'), {"json": '{"type": "object"}'}),
+        (Constraint(ConstraintKind.REGEX, "a+"), {"regex": "a+"}),
+        (Constraint(ConstraintKind.GRAMMAR, "root ::= x"), {"grammar": "root ::= x"}),
+        (Constraint(ConstraintKind.CHOICE, '["a", "b"]'), {"choice": ["a", "b"]}),
+        (Constraint(ConstraintKind.STRUCTURAL_TAG, "{}"), {"structural_tag": "{}"}),
+    ],
+    ids=lambda value: value.kind.value if isinstance(value, Constraint) else "",
+)
+def test_each_kind_of_constraint_has_its_place(constraint: Constraint, expected: dict[str, Any]) -> None:
+    assert constraint_arguments(constraint) == expected
