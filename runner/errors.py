@@ -20,6 +20,7 @@ DeltarunnerError                 catch this to catch all of them
 │   └── RunStuck                 nothing happened any more; names who waits for what
 ├── EpisodeOver                  raised to a `rollout` when its episode can speak no more; may be left uncaught
 └── ToolError                    raised by a tool: its text is what the model reads
+    └── WrongArguments           the model called a tool with arguments that do not fit
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ __all__ = [
     "StorageFailed",
     "TooManyFailures",
     "ToolError",
+    "WrongArguments",
 ]
 
 
@@ -156,3 +158,7 @@ class EpisodeOver(DeltarunnerError):
 
 class ToolError(DeltarunnerError):
     """Raise it in a tool: the model reads its text as the tool's result, and play goes on."""
+
+
+class WrongArguments(ToolError):
+    """The model called a tool with arguments that do not fit; its text tells the model which and why."""

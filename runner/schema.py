@@ -1,0 +1,367 @@
+"""Schemas of tools: from signature and docstring to JSON schema, from a model's arguments to Python values."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired, Required, TypeAlias, get_args, get_origin, get_type_hints
+
+import docstring_parser
+from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+from typing_extensions import TypedDict
+
+from runner import wording
+from runner.errors import BadEnvironment
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+__all__ = ["Check", "FunctionSchema", "JsonSchema", "check_by_schema", "function_schema"]
+
+JsonSchema: TypeAlias = dict[str, Any]
+
+Check: TypeAlias = Callable[[Mapping[str, Any]], "dict[str, Any] | list[str]"]
+"""Arguments as a model gave them -> arguments to call with, or what is wrong with them, one clause per problem."""
+
+_UNSUPPORTED = (PydanticUserError, PydanticSchemaGenerationError, PydanticUndefinedAnnotation)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionSchema:
+    """What a function's signature and docstring say.
+
+    Attributes:
+        description: the docstring without its sections.
+        parameters: a JSON schema of type object, in the order of the signature.
+        returns: JSON schema of what is returned, or None where the signature does not say.
+        check: validates and converts arguments.
+    """
+
+    description: str
+    parameters: JsonSchema
+    returns: JsonSchema | None
+    check: Check
+
+
+def function_schema(
+    function: Callable[..., Any],
+    where: str,
+    *,
+    method: bool = False,
+    namespace: Mapping[str, Any] | None = None,
+    description: str | None = None,
+) -> FunctionSchema:
+    """The schema of a function that a model may call.
+
+    Args:
+        function: the function; of a method the first parameter is left out.
+        where: what errors call it, such as "Calculator.add".
+        method: it is a method, not yet bound.
+        namespace: further names that its annotations may use.
+        description: used instead of the docstring's.
+
+    Raises:
+        BadEnvironment: the signature cannot be shown to a model; names the parameter and the fix.
+    """
+    parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
+    hints = _hints(function, where, namespace)
+    _check_parameters(parameters, hints, where)
+    docstring = docstring_parser.google.parse(inspect.getdoc(function) or "")
+    text = (description or docstring.description or "").strip()
+    if not text:
+        raise BadEnvironment(f"{where} is a tool without a docstring: its first line tells the model what it does.")
+    notes = {note.arg_name: note.description or "" for note in docstring.params}
+    known = [parameter.name for parameter in parameters]
+    for name in notes.keys() - set(known):
+        listed = ", ".join(known) or "none"
+        raise BadEnvironment(f"{where}: its docstring describes {name!r}, but its parameters are: {listed}. Rename it.")
+    adapter = _arguments_adapter(parameters, hints, where)
+    return FunctionSchema(
+        description=text,
+        parameters=_parameters_schema(adapter, parameters, notes),
+        returns=_returns_schema(hints),
+        check=_Typed(adapter),
+    )
+
+
+def check_by_schema(parameters: JsonSchema, where: str) -> Check:
+    """A check of arguments against a JSON schema; nothing is converted.
+
+    Raises:
+        BadEnvironment: it is no valid JSON schema of type object.
+    """
+    if parameters.get("type") != "object":
+        raise BadEnvironment(f'{where}: parameters must be a JSON schema with "type": "object".')
+    validator = _validator(json.dumps(parameters), where)
+
+    def check(raw: Mapping[str, Any]) -> dict[str, Any] | list[str]:
+        return _schema_problems(validator.iter_errors(dict(raw))) or dict(raw)
+
+    return check
+
+
+def _hints(function: Callable[..., Any], where: str, namespace: Mapping[str, Any] | None) -> dict[str, Any]:
+    target: Any = inspect.unwrap(function)
+    target = target if inspect.isroutine(target) else type(target).__call__
+    try:
+        return get_type_hints(target, localns=dict(namespace or {}), include_extras=True)
+    except NameError as error:
+        raise BadEnvironment(
+            f"{where}: its annotations name {error.name!r}, which is not defined there: define or import it at module "
+            "level, above the class."
+        ) from None
+    except (TypeError, SyntaxError) as error:
+        raise BadEnvironment(f"{where}: its annotations cannot be evaluated: {error}.") from None
+
+
+def _check_parameters(parameters: Iterable[inspect.Parameter], hints: Mapping[str, Any], where: str) -> None:
+    for parameter in parameters:
+        at = f"{where}, parameter {parameter.name!r}:"
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise BadEnvironment(f"{at} a model cannot fill {parameter}: write out the parameters, or take one list.")
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise BadEnvironment(f"{at} models name their arguments: remove the / from the signature.")
+        if parameter.name not in hints:
+            raise BadEnvironment(f"{at} it has no type: annotate it, for example {parameter.name}: int.")
+
+
+def _arguments_adapter(
+    parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any], where: str
+) -> TypeAdapter[dict[str, Any]]:
+    fields = {p.name: _field(hints[p.name], p.default is p.empty) for p in parameters}
+    # A typed dict, not a model: its keys may be called anything, also `schema`, `copy` or `_x`.
+    typed_dict: Any = TypedDict  # made at run time, which a type checker cannot follow
+    arguments: Any = typed_dict("Arguments", fields)
+    arguments.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+    try:
+        adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
+        adapter.json_schema()
+    except _UNSUPPORTED:
+        for parameter in parameters:
+            _check_supported(hints[parameter.name], f"{where}, parameter {parameter.name!r}:")
+        raise
+    return adapter
+
+
+def _check_supported(hint: Any, at: str) -> None:
+    try:
+        TypeAdapter(hint).json_schema()
+    except _UNSUPPORTED:
+        name = getattr(hint, "__name__", None) or str(hint)
+        raise BadEnvironment(
+            f"{at} a model cannot write a {name}: use int, float, bool, str, Literal, Enum, list, dict, tuple, a "
+            "dataclass, a TypedDict or a pydantic model."
+        ) from None
+
+
+def _field(hint: Any, required: bool) -> Any:
+    if get_origin(hint) is Annotated:
+        kind, *notes = get_args(hint)
+        described = [Field(description=note) if isinstance(note, str) else note for note in notes]
+        hint = Annotated[(kind, *described)]
+    return Required[hint] if required else NotRequired[hint]
+
+
+def _parameters_schema(
+    adapter: TypeAdapter[dict[str, Any]], parameters: Sequence[inspect.Parameter], notes: Mapping[str, str]
+) -> JsonSchema:
+    generated = without_titles(adapter.json_schema())
+    properties: JsonSchema = generated.get("properties", {})
+    for parameter in parameters:
+        schema = properties[parameter.name]
+        if notes.get(parameter.name):
+            schema.setdefault("description", notes[parameter.name])
+        if parameter.default is not parameter.empty:
+            schema.update(_default(parameter.default))
+    # Without additionalProperties: the check forbids others, and every token of it would be in every prompt.
+    ordered = {"type": "object", "properties": properties}
+    return ordered | {key: generated[key] for key in ("required", "$defs") if key in generated}
+
+
+def _default(value: Any) -> JsonSchema:
+    try:
+        return {"default": to_jsonable_python(value)}
+    except PydanticSerializationError:
+        return {}  # a default that JSON cannot say still applies when the argument is left out
+
+
+def _returns_schema(hints: Mapping[str, Any]) -> JsonSchema | None:
+    if hints.get("return") is None or hints["return"] is type(None):
+        return None
+    try:
+        schema: JsonSchema = without_titles(TypeAdapter(hints["return"]).json_schema(mode="serialization"))
+    except _UNSUPPORTED:
+        return None  # what a tool returns becomes text in any case; the schema is for the reader
+    return schema
+
+
+def without_titles(schema: Any) -> Any:
+    """The JSON schema without the titles that pydantic makes from names; properties called "title" stay."""
+    if isinstance(schema, list):
+        return [without_titles(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _without_titles_below(key, value) for key, value in schema.items() if key != "title"}
+
+
+def _without_titles_below(key: str, value: Any) -> Any:
+    if key in ("properties", "patternProperties", "$defs", "dependentSchemas"):
+        return {name: without_titles(schema) for name, schema in value.items()}
+    if key in ("default", "enum", "const", "examples"):
+        return value
+    return without_titles(value)
+
+
+# What a model must write for a type, by pydantic's name of the error. Types that are not here keep pydantic's words.
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "a boolean",
+    "none_required": "null",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "set_type": "a list",
+    "frozen_set_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "dataclass_type": "an object",
+    "dataclass_exact_type": "an object",
+    "literal_error": "{expected}",
+    "enum": "{expected}",
+    "greater_than": "above {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "below {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "multiple_of": "a multiple of {multiple_of:g}",
+    "string_too_short": "at least {min_length} characters long",
+    "string_too_long": "at most {max_length} characters long",
+    "string_pattern_mismatch": "of the pattern {pattern}",
+    "too_short": "at least {min_length} long",
+    "too_long": "at most {max_length} long",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Typed:
+    """Checks arguments by type hints."""
+
+    adapter: TypeAdapter[dict[str, Any]]
+
+    def __call__(self, raw: Mapping[str, Any]) -> dict[str, Any] | list[str]:
+        try:
+            text = json.dumps(raw, allow_nan=False)
+        except ValueError:
+            return [wording.not_finite()]
+        # Strict, since "3" for an int is a slip that training should see and remove; only an int for a float passes,
+        # which is the same number. From JSON, since strict Python values would have to be tuples and enum members.
+        try:
+            return self.adapter.validate_json(text, strict=True)
+        except ValidationError as error:
+            return _problems(error.errors(include_url=False), raw)
+
+
+def _problems(errors: Iterable[ErrorDetails], raw: Mapping[str, Any]) -> list[str]:
+    """One clause per place: the alternatives of a union that all failed are one problem."""
+    expected: dict[tuple[str, str], list[str]] = {}
+    clauses: dict[str, None] = {}
+    for error in errors:
+        path = _path(error["loc"], raw)
+        if error["type"] == "missing":
+            clauses[wording.missing(_path(error["loc"], raw, missing=True))] = None
+        elif error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            clauses[wording.not_a_parameter(path)] = None
+        else:
+            expected.setdefault((path, _shown(error["input"])), []).append(_expectation(error))
+    clauses |= dict.fromkeys(wording.must_be(path, kinds, got) for (path, got), kinds in expected.items())
+    return list(clauses)
+
+
+def _expectation(error: ErrorDetails) -> str:
+    template = _EXPECTED.get(error["type"])
+    if template is not None:
+        return template.format(**error.get("ctx", {}))
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Input should ").removeprefix("be ")
+    return message[:1].lower() + message[1:]
+
+
+def _path(location: Sequence[int | str], raw: Any, *, missing: bool = False) -> str:
+    """The place as the model wrote it. Names that pydantic gives to the alternatives of a union are no part of it."""
+    path = ""
+    for index, step in enumerate(location):
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif (isinstance(raw, Mapping) and step in raw) or (missing and index == len(location) - 1):
+            path += f".{step}" if path else step
+        else:
+            continue
+        raw = _below(raw, step)
+    return path or "the arguments"
+
+
+def _below(value: Any, step: int | str) -> Any:
+    try:
+        return value[step]
+    except (LookupError, TypeError):
+        return None
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+@lru_cache(maxsize=256)
+def _validator(parameters: str, where: str) -> Any:
+    from jsonschema import SchemaError, validators
+
+    schema = json.loads(parameters)
+    validator = validators.validator_for(schema, default=validators.validator_for({}))
+    try:
+        validator.check_schema(schema)
+    except SchemaError as error:
+        raise BadEnvironment(f"{where}: parameters is no valid JSON schema: {error.message}.") from None
+    return validator(schema)
+
+
+_JSON_TYPES = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "a string",
+    "boolean": "a boolean",
+    "null": "null",
+    "array": "a list",
+    "object": "an object",
+}
+
+
+def _schema_problems(errors: Iterable[Any]) -> list[str]:
+    clauses: dict[str, None] = {}
+    for error in errors:
+        path = re.sub(r"^\.", "", "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in error.absolute_path))
+        clauses |= dict.fromkeys(_schema_clauses(error, path))
+    return list(clauses)
+
+
+def _schema_clauses(error: Any, path: str) -> list[str]:
+    inside = f"{path}." if path else ""
+    if error.validator == "required":
+        return [wording.missing(inside + name) for name in error.validator_value if name not in error.instance]
+    if error.validator == "additionalProperties" and error.validator_value is False:
+        known = error.schema.get("properties", {})
+        return [wording.not_a_parameter(inside + name) for name in error.instance if name not in known]
+    if error.validator == "type":
+        kinds = [error.validator_value] if isinstance(error.validator_value, str) else error.validator_value
+        return [wording.must_be(path, [_JSON_TYPES[kind] for kind in kinds], _shown(error.instance))]
+    if error.validator in ("enum", "const"):
+        values = error.validator_value if error.validator == "enum" else [error.validator_value]
+        return [wording.must_be(path, [_shown(value) for value in values], _shown(error.instance))]
+    return [f"{path or 'the arguments'}: {error.message}"]
