@@ -42,6 +42,11 @@ class Outcome(enum.StrEnum):
     def failed(self) -> bool:
         return not self.scored and self is not Outcome.CANCELLED
 
+    @property
+    def cut_short(self) -> bool:
+        """It is played again by the next run of the same configuration."""
+        return self in (Outcome.CANCELLED, Outcome.ENGINE_ERROR)
+
 
 _SCORED = frozenset(
     {Outcome.COMPLETED, Outcome.TURN_LIMIT, Outcome.TOKEN_LIMIT, Outcome.CONTEXT_LIMIT, Outcome.TIME_LIMIT}
@@ -104,6 +109,7 @@ class Turn:
         cached_tokens: ids of the prompt that the engine's prefix cache held, or None.
         junction: how its prompt was made from the turn before; None for the first of a segment.
         timings: where its time went.
+        dropped: ids that were sampled past a stop string and are not in the log.
     """
 
     agent: str
@@ -122,6 +128,7 @@ class Turn:
     cached_tokens: int | None = None
     junction: Junction | None = None
     timings: Timings = field(default_factory=Timings)
+    dropped: int = 0
     reward: float = 0.0
 
     @property

@@ -1,0 +1,108 @@
+"""The allowance: what an episode may still use, and how it ended once it may use no more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+import anyio
+import anyio.lowlevel
+
+from runner.clocks import Clock
+from runner.errors import EpisodeOver
+from runner.options import Limits
+from runner.trajectory import Outcome, Turn
+
+__all__ = ["Allowance", "Ending"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an episode ended: its outcome, the field of `Limits` that fired, whose limit it was, what went wrong."""
+
+    outcome: Outcome
+    limit: str = ""
+    agent: str = ""
+    error: str = ""
+
+
+class Allowance:
+    """What the conversations of one episode share: turns, sampled ids, and the one ending.
+
+    The first ending that is latched stays. `generate` after it cancels the play, so that nobody can swallow it by
+    accident.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.turns = 0
+        self.tokens = 0
+        self.ending: Ending | None = None
+        self.play = Clock()
+        self.ended_by_author = False
+        self.last_turn: Turn | None = None
+        self._context_refused: set[str] = set()
+
+    def tokens_left(self) -> int | None:
+        """Ids that the trained conversations may still sample, or None for no limit."""
+        return None if self.limits.tokens is None else self.limits.tokens - self.tokens
+
+    async def before_turn(self, agent: str, *, trained: bool) -> None:
+        """Raise EpisodeOver if this agent may not speak now."""
+        if self.ending is not None:
+            self.play.scope.cancel()
+            await anyio.lowlevel.checkpoint()
+            raise EpisodeOver(self._text(self.ending))
+        if self.ended_by_author:
+            raise EpisodeOver("the environment ended the episode")
+        if not trained:
+            return
+        if self.limits.turns is not None and self.turns >= self.limits.turns:
+            self.over(Ending(Outcome.TURN_LIMIT, "turns", agent))
+        left = self.tokens_left()
+        if left is not None and left <= 0:
+            self.over(Ending(Outcome.TOKEN_LIMIT, "tokens", agent))
+
+    def spend(self, turn: Turn, *, trained: bool) -> None:
+        """Count a turn."""
+        if trained:
+            self.turns += 1
+            self.tokens += turn.end - turn.start
+            self.last_turn = turn
+
+    def latch(self, ending: Ending) -> None:
+        """Keep this ending, unless there is one already."""
+        self.ending = self.ending or ending
+
+    def over(self, ending: Ending) -> NoReturn:
+        """Latch the ending and raise it to the rollout."""
+        self.latch(ending)
+        raise EpisodeOver(self._text(ending))
+
+    def context_full(self, agent: str, error: str, *, trained: bool) -> NoReturn:
+        """No room in the context: raised at once, latched only at the second time without a `replace` between."""
+        ending = Ending(Outcome.CONTEXT_LIMIT, "context", agent, error)
+        if not trained:
+            ending = Ending(Outcome.ENV_ERROR, "context", agent, f"agent {agent!r}: {error}")
+            self.latch(ending)
+        elif agent in self._context_refused:
+            self.latch(ending)
+        self._context_refused.add(agent)
+        raise ContextFull(self._text(ending), ending)
+
+    def context_rewritten(self, agent: str) -> None:
+        """The author replaced what was too long; it may be tried again."""
+        self._context_refused.discard(agent)
+
+    @staticmethod
+    def _text(ending: Ending) -> str:
+        whose = f" (agent {ending.agent!r})" if ending.agent else ""
+        return ending.error or f"{ending.outcome.value}: {ending.limit}{whose}"
+
+
+class ContextFull(EpisodeOver):
+    """The conversation does not fit the context; `replace` it and go on, or leave."""
+
+    def __init__(self, text: str, ending: Ending) -> None:
+        super().__init__(text)
+        self.ending = ending

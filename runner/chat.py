@@ -1,0 +1,46 @@
+"""A chat model: an engine together with the template, the bridge and the tool format that a run uses with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from runner.engines.base import Engine
+from runner.messages import Message
+from runner.parsing.base import ToolFormat, detect_format
+from runner.tokens.bridge import Bridger
+from runner.tokens.template import Renderer, require_tools
+
+__all__ = ["ChatModel"]
+
+
+class ChatModel:
+    """Speaks for one or more agents of a run.
+
+    Attributes:
+        engine: where its tokens are sampled.
+        renderer: the engine's template, with the run's options and frozen clock.
+        bridger: makes the ids of appended messages.
+        tool_format: how it writes tool calls; None where its template carries none that we know.
+        stop_ids: ids that end its turns.
+    """
+
+    def __init__(self, engine: Engine, *, options: Mapping[str, Any], now: datetime) -> None:
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
+        self.renderer: Renderer = engine.template.renderer(options=options, now=now)
+        self.stop_ids = tuple(engine.stop_ids)
+        self.bridger = Bridger(engine.tokenizer, self.renderer, self.stop_ids)
+        self.tool_format: ToolFormat | None = detect_format(self._render_probe)
+
+    def require_tools(self) -> None:
+        """Refuse an engine whose template cannot carry tools.
+
+        Raises:
+            BadTemplate: names the missing property and the fix.
+        """
+        require_tools(self.renderer)
+
+    def _render_probe(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
+        return self.renderer.render(messages, tools=tools, generation_prompt=False)

@@ -1,0 +1,75 @@
+"""What all episodes of a run share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from runner.chat import ChatModel
+from runner.errors import BadOption
+from runner.options import Limits, Sampling
+from runner.scoring import Scorer
+from runner.threads import Workers
+
+if TYPE_CHECKING:
+    from runner.environment import Environment
+
+__all__ = ["RunContext"]
+
+
+@dataclass(slots=True, kw_only=True)
+class RunContext:
+    """Nothing of it is global: two runs on one loop share an engine at most.
+
+    Attributes:
+        environment: the object the author constructed.
+        chat: the model that speaks for every agent that is placed nowhere else.
+        elsewhere: the models of agents that are; those agents are not trained.
+        sampling: the run's own, with unset fields.
+        limits: every field set.
+        scorers: with the run's weights.
+        seed: the run's.
+        workers: its threads.
+        shared: what `lifespan()` yielded.
+    """
+
+    environment: Environment[Any]
+    chat: ChatModel
+    elsewhere: Mapping[str, ChatModel] = field(default_factory=dict)
+    sampling: Sampling
+    limits: Limits
+    scorers: tuple[Scorer, ...]
+    seed: int
+    workers: Workers
+    shared: Any = None
+    _limiters: dict[str, anyio.CapacityLimiter] = field(default_factory=dict)
+
+    def chat_of(self, agent: str) -> ChatModel:
+        return self.elsewhere.get(agent, self.chat)
+
+    def sampling_of(self, *, train: bool, conversation: Sampling | None) -> Sampling:
+        """Every field set: the conversation's, the run's for trained agents, the class's, the defaults."""
+        layers = [conversation, self.sampling if train else None, self.environment.sampling, Sampling.defaults()]
+        resolved = Sampling()
+        for layer in layers:
+            if layer is not None:
+                resolved = resolved.over(layer)
+        return resolved
+
+    def limiter(self, name: str, limit: int) -> anyio.CapacityLimiter:
+        """The run's limiter of that name.
+
+        Raises:
+            BadOption: it was made with another limit.
+        """
+        limiter = self._limiters.get(name)
+        if limiter is None:
+            limiter = self._limiters[name] = anyio.CapacityLimiter(limit)
+        if limiter.total_tokens != limit:
+            raise BadOption(
+                f"limiter({name!r}, {limit}): it was opened with {limiter.total_tokens} before; use one limit."
+            )
+        return limiter

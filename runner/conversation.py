@@ -1,0 +1,403 @@
+"""A conversation: the messages view, the token log and the engine session of one agent."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from runner.allowance import Allowance, Ending
+from runner.chat import ChatModel
+from runner.engines.base import FinishReason, GenerationRequest
+from runner.errors import BadOption
+from runner.messages import Message, Prompt, as_messages
+from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice
+from runner.parsing.reasoning import split_reasoning
+from runner.sampling import Sample, sample
+from runner.tokens.bridge import Unbridgeable
+from runner.tokens.junction import Junction
+from runner.tokens.log import Source
+from runner.tokens.template import TemplateRaised
+from runner.tools import Tool
+from runner.trajectory import Outcome, Segment, Trajectory, Turn
+
+__all__ = ["Conversation", "ConversationSetting"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationSetting:
+    """What a conversation gets from its episode.
+
+    Attributes:
+        chat: the model that speaks.
+        allowance: what the episode may still use.
+        episode: its id, for errors and logs.
+        sampling: every field set; `generate(sampling=)` goes over it.
+        tool_choice: read before every turn.
+        seed: of a turn, by its number.
+        call_tools: answers a turn's calls.
+        doing: told what the conversation waits for, for the live display.
+    """
+
+    chat: ChatModel
+    allowance: Allowance
+    episode: str
+    sampling: Sampling
+    tool_choice: Callable[[], ToolChoice]
+    seed: Callable[[int], int]
+    call_tools: Callable[[Conversation, Turn], Awaitable[list[Message]]]
+    doing: Callable[[str], None]
+
+
+class Conversation:
+    """What one agent sees and says. Messages are a view; the token log is the truth.
+
+    Attributes:
+        name: the agent.
+        train: its sampled ids become a trajectory to be trained on.
+        tools: what may be called now.
+        turns: in order.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        setting: ConversationSetting,
+        *,
+        train: bool,
+        tools: Sequence[Tool] = (),
+        messages: Sequence[Message] = (),
+        late: bool = False,
+    ) -> None:
+        self.name = name
+        self.train = train
+        self.tools = list(tools)
+        self.turns: list[Turn] = []
+        self._setting = setting
+        self._segments: list[Segment] = []
+        self._queued: list[Message] = list(messages)
+        self._segment: Segment | None = None  # None until the next prompt is rendered from the start
+        self._cause = "start"
+        self._calls = 0
+        self._busy = False
+        self._session = setting.chat.engine.session(late=late)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages so far, queued ones included; a copy."""
+        return [*(self._segment.messages if self._segment else ()), *self._queued]
+
+    @property
+    def context(self) -> int:
+        """Ids that this conversation may hold."""
+        limit = self._setting.allowance.limits.context
+        engine = self._setting.chat.engine.context
+        return engine if limit is None else min(limit, engine)
+
+    def add(self, *messages: Prompt) -> None:
+        """Queue messages; the next `generate` puts the run of them before the model.
+
+        Raises:
+            TypeError: one is no message.
+        """
+        for message in messages:
+            self._queued.extend(as_messages(message))
+
+    async def generate(self, *, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None) -> Turn:
+        """Let the agent speak.
+
+        With nothing added since the last turn, a turn that was cut is continued; its text and its calls are then
+        those of the whole.
+
+        Args:
+            sampling: goes over the run's and the environment's, field by field.
+            tool_choice: goes over the environment's.
+
+        Raises:
+            EpisodeOver: a limit was reached, or the tokens or the engine failed; leaving `rollout` with it is normal.
+            RuntimeError: nothing was added, or another `generate` of this conversation is running.
+        """
+        with self._speaking():
+            allowance = self._setting.allowance
+            await allowance.before_turn(self.name, trained=self.train)
+            prepared = self._prepare()
+            if len(prepared.prompt) >= self.context:
+                self._refuse_length(len(prepared.prompt))
+            request, ceiling = self._request(prepared, sampling, tool_choice)
+            into = Sample(prepared.segment.log)
+            try:
+                self._setting.doing(f"{self.name}: engine")
+                await sample(
+                    into,
+                    self._setting.chat.engine,
+                    request,
+                    new_ids=prepared.new_ids,
+                    source=prepared.source,
+                    tokenizer=self._setting.chat.tokenizer,
+                    stall_seconds=allowance.limits.stall_seconds,
+                )
+            finally:
+                turn = self._record(prepared, request, into, ceiling) if into.admitted else None
+            if into.error is not None:
+                allowance.over(Ending(Outcome.ENGINE_ERROR, agent=self.name, error=str(into.error)))
+            assert turn is not None
+            return turn
+
+    async def call_tools(self, turn: Turn) -> list[Message]:
+        """Run the turn's calls: one result for each, in order.
+
+        A call that does not parse is answered by a user message after the tool messages.
+        """
+        return await self._setting.call_tools(self, turn)
+
+    async def remaining(self, *messages: Prompt) -> int:
+        """Ids left in the context, also if these messages were added; negative where they do not fit.
+
+        Raises:
+            EpisodeOver: there is no exact bridge to them.
+        """
+        queued = list(self._queued)
+        try:
+            self.add(*messages)
+            if self._segment is not None and not self._queued:
+                return self.context - len(self._segment.log)
+            return self.context - len(self._prepare().prompt)
+        finally:
+            self._queued = queued
+
+    def replace(self, messages: Prompt | None = None, *, tools: Sequence[Tool] | None = None) -> None:
+        """Change what was seen: the only way to. A new segment starts at the next `generate`, mask 0 throughout.
+
+        Args:
+            messages: the whole history from now on; None keeps it.
+            tools: what may be called from now on; None keeps them.
+        """
+        history = self.messages if messages is None else as_messages(messages)
+        self._retire()
+        self._queued = history
+        self._cause = "environment"
+        if tools is not None:
+            self.tools = list(tools)
+        self._setting.allowance.context_rewritten(self.name)
+
+    def close(self) -> None:
+        """Give the engine's room back."""
+        self._setting.chat.engine.close_session(self._session)
+
+    def into_trajectory(self, trajectory: Trajectory) -> None:
+        """Hand the token logs over."""
+        self._retire(unseen=len(self._queued))
+        trajectory.segments = self._segments
+        trajectory.turns = self.turns
+
+    def _retire(self, unseen: int = 0) -> None:
+        segment = self._segment
+        if segment is None and unseen:
+            segment = Segment(cause=self._cause)
+            self._segments.append(segment)
+        if segment is not None and unseen:
+            segment.messages.extend(self._queued)
+            segment.unseen = unseen
+        self._segment = None
+
+    @contextmanager
+    def _speaking(self) -> Iterator[None]:
+        if self._busy:
+            raise RuntimeError(
+                f"conversation {self.name!r} is already generating: two turns of one agent cannot be sampled at once. "
+                f"Open a second one: self.episode.conversation('another name')."
+            )
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def _prepare(self) -> _Prepared:
+        self._refuse_bytes()
+        try:
+            if self._segment is None:
+                return self._first_prompt()
+            if self._queued:
+                return self._bridged(self._segment)
+            return self._continued(self._segment)
+        except (Unbridgeable, TemplateRaised) as error:
+            self._token_error(str(error))
+
+    def _token_error(self, text: str) -> NoReturn:
+        ending = Ending(Outcome.TOKEN_ERROR, agent=self.name, error=text)
+        if not self.train:
+            ending = Ending(Outcome.ENV_ERROR, agent=self.name, error=f"agent {self.name!r}: {text}")
+        self._setting.allowance.over(ending)
+
+    def _first_prompt(self) -> _Prepared:
+        if not self._queued:
+            raise RuntimeError(f"conversation {self.name!r} has no message yet: add() one, or give it a prompt.")
+        ids = self._setting.chat.bridger.first_prompt(self._queued, self._schemas())
+        segment = Segment(cause=self._cause)
+        return _Prepared(segment, array("i", ids), ids, Source.PROMPT, None)
+
+    def _bridged(self, segment: Segment) -> _Prepared:
+        last = self.turns[-1]
+        stop = last.stop if last.finish is FinishReason.STOP and isinstance(last.stop, int) else None
+        bridge = self._setting.chat.bridger.bridge(
+            segment.messages, self._queued, self._schemas(), sampled=last.token_ids, stop=stop
+        )
+        junction = bridge.junction
+        if last.dropped:
+            junction = replace(junction, dropped=last.dropped, cause="stop_string")
+        return _Prepared(segment, segment.log.ids + array("i", bridge.ids), bridge.ids, Source.BRIDGE, junction)
+
+    def _continued(self, segment: Segment) -> _Prepared:
+        if self.turns[-1].finish is FinishReason.STOP:
+            raise RuntimeError(f"nothing was added to conversation {self.name!r} since its last turn: add() an answer.")
+        return _Prepared(segment, segment.log.ids, (), Source.BRIDGE, None, continued=True)
+
+    def _schemas(self) -> list[dict[str, Any]]:
+        return [tool.as_openai() for tool in self.tools]
+
+    def _refuse_bytes(self) -> None:
+        """What cannot fit by its size alone is refused before it is encoded."""
+        most = self.context * self._setting.chat.tokenizer.longest_token
+        size = sum(len(message["content"]) for message in self._queued)
+        if size > most:
+            text = f"messages of {size} characters cannot fit the context of {self.context} ids"
+            self._setting.allowance.context_full(self.name, text, trained=self.train)
+
+    def _refuse_length(self, length: int) -> None:
+        text = f"{length} ids do not fit the context of {self.context}"
+        self._setting.allowance.context_full(self.name, text, trained=self.train)
+
+    def _request(
+        self, prepared: _Prepared, sampling: Sampling | None, tool_choice: ToolChoice | None
+    ) -> tuple[GenerationRequest, str]:
+        """The request, and the name of what `max_tokens` it got stands for."""
+        chat = self._setting.chat
+        settings = self._setting.sampling if sampling is None else sampling.over(self._setting.sampling)
+        ceilings = {"max_tokens": settings.max_tokens, "context": self.context - len(prepared.prompt)}
+        left = self._setting.allowance.tokens_left() if self.train else None
+        if left is not None:
+            ceilings["tokens"] = left
+        ceiling = min(ceilings, key=ceilings.__getitem__)
+        request = GenerationRequest(
+            name=f"{self._setting.episode}/{self.name}/{len(self.turns)}",
+            prompt=prepared.prompt,
+            sampling=replace(settings, max_tokens=ceilings[ceiling]),
+            stop_ids=tuple(dict.fromkeys((*chat.stop_ids, *settings.stop_ids))),
+            seed=self._setting.seed(len(self.turns)),
+            session=self._session,
+            constraint=self._constraint(settings, self._choice(tool_choice)),
+            acts_on_deltas=bool(settings.stop),
+        )
+        prepared.tool_choice = self._choice(tool_choice)
+        return request, ceiling
+
+    def _choice(self, tool_choice: ToolChoice | None) -> ToolChoice:
+        if not self.tools:
+            return "none"
+        return tool_choice if tool_choice is not None else self._setting.tool_choice()
+
+    def _constraint(self, settings: Sampling, tool_choice: ToolChoice) -> Constraint | None:
+        tool_format = self._setting.chat.tool_format
+        enforced = tool_format.constraint(self.tools, tool_choice) if tool_format and self.tools else None
+        given = _given_constraint(settings)
+        if enforced and given:
+            raise BadOption(
+                f"tool_choice={tool_choice!r} and Sampling({given.kind.value}=...) both constrain the same turn: "
+                f"give generate(tool_choice='none') where the text itself is constrained."
+            )
+        return enforced or given
+
+    def _record(self, prepared: _Prepared, request: GenerationRequest, into: Sample, ceiling: str) -> Turn:
+        segment = prepared.segment
+        if self._segment is None:
+            self._segment = segment
+            self._segments.append(segment)
+        segment.messages.extend(self._queued)
+        self._queued = []
+        turn = Turn(
+            agent=self.name,
+            number=len(self.turns),
+            log=segment.log,
+            start=into.start,
+            end=into.end,
+            finish=into.finish,
+            stop=into.stop,
+            segment=len(self._segments) - 1,
+            seed=request.seed,
+            constraint=request.constraint,
+            cached_tokens=into.cached_tokens,
+            junction=prepared.junction,
+            timings=into.timings,
+        )
+        turn.dropped = into.dropped
+        if turn.finish is FinishReason.LENGTH:
+            turn.stop = ceiling
+            if ceiling == "context":
+                turn.finish = FinishReason.CONTEXT
+        self._read(turn, prepared, into.text)
+        self.turns.append(turn)
+        self._setting.allowance.spend(turn, trained=self.train)
+        return turn
+
+    def _read(self, turn: Turn, prepared: _Prepared, text: str | None) -> None:
+        """Fill in the view: what the sampled ids say."""
+        segment, chat = prepared.segment, self._setting.chat
+        begin = turn.start
+        if prepared.continued:
+            segment.messages.pop()
+            begin = self._spoken_from
+            self._calls = self._calls_before
+            if text is not None:
+                text = chat.tokenizer.decode(turn.log.ids[begin : turn.start]) + text
+        self._spoken_from, self._calls_before = begin, self._calls
+        if text is None:
+            stopped = turn.finish is FinishReason.STOP and isinstance(turn.stop, int)
+            text = chat.tokenizer.decode(turn.log.ids[begin : turn.end - stopped])
+        turn.reasoning, content = split_reasoning(text)
+        if chat.tool_format is not None and self.tools:
+            parsed = chat.tool_format.parse(content, self._calls, self.tools, prepared.tool_choice)
+            content, turn.tool_calls = parsed.content, parsed.calls
+            self._calls += len(parsed.calls)
+        turn.text = content
+        segment.messages.append(_assistant_message(turn))
+
+    _spoken_from = 0
+    _calls_before = 0
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """The next prompt: `prompt` is the segment's log and `new_ids`."""
+
+    segment: Segment
+    prompt: array[int]
+    new_ids: Sequence[int]
+    source: Source
+    junction: Junction | None
+    continued: bool = False
+    tool_choice: ToolChoice = "auto"
+
+
+def _assistant_message(turn: Turn) -> Message:
+    message: Message = {"role": "assistant", "content": turn.text}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    # A call that did not parse is none: templates drop or refuse the tool message that would answer it.
+    calls = [call.as_message() for call in turn.tool_calls if call.error is None]
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _given_constraint(settings: Sampling) -> Constraint | None:
+    if settings.schema is not None:
+        return Constraint(ConstraintKind.JSON, json.dumps(settings.schema))
+    if settings.regex is not None:
+        return Constraint(ConstraintKind.REGEX, settings.regex)
+    if settings.choice is not None:
+        return Constraint(ConstraintKind.CHOICE, json.dumps(list(settings.choice)))
+    return None

@@ -1,0 +1,190 @@
+"""The environment: the one class that an author subclasses."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Any, ClassVar, Generic, Self, cast, get_args
+
+from typing_extensions import TypeVar
+
+from runner.conversation import Conversation
+from runner.episode import Episode
+from runner.errors import BadEnvironment
+from runner.messages import Prompt
+from runner.options import Limits, Sampling, ToolChoice
+from runner.scoring import Scorer, ScorerKind, collect_scorers
+from runner.tasks import Task
+from runner.tools import Tool, ToolSpec, collect_tools
+from runner.trajectory import Turn
+
+__all__ = ["Environment", "Reply"]
+
+TaskT = TypeVar("TaskT", bound=Task, default=Task)
+
+Reply = Prompt | None
+"""What `step` answers; None ends the episode. An empty list is an error: there is nothing to answer."""
+
+HOOKS = ("tasks", "lifespan", "setup", "prompt", "step", "rollout", "close")
+
+
+class Environment(Generic[TaskT]):
+    """Subclass it with tools (`@tool`), a game (`step`) or a whole loop (`rollout`), and at least one `@reward`.
+
+    The object you construct gives the tasks, the shared resources and the group rewards; it plays no episode. For each
+    episode a fresh object is made by the same call with the same arguments, so state lives on `self`.
+
+    Attributes:
+        system_prompt: the system message of every episode.
+        tool_choice: whether the model may ("auto"), must ("required") or must not ("none") call a tool, or the name of
+            the tool it must call. Read before every turn; may be assigned.
+        limits: the environment's own limits; a run's win, field by field.
+        sampling: the environment's own sampling; a run's wins, field by field.
+        task: the task being played.
+        episode: what the runner knows of this play.
+        shared: what `lifespan()` yielded.
+        tools: the tools of `@tool`; may be extended in `setup()`.
+    """
+
+    system_prompt: str | None = None
+    tool_choice: ToolChoice = "auto"
+    limits: Limits = Limits()
+    sampling: Sampling = Sampling()
+
+    task: TaskT
+    episode: Episode
+    shared: Any
+    tools: list[Tool]
+
+    tool_specs: ClassVar[tuple[ToolSpec, ...]] = ()
+    scorers: ClassVar[tuple[Scorer, ...]] = ()
+
+    _construction: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.tool_specs = tuple(collect_tools(cls).values())
+        cls.scorers = collect_scorers(cls)
+        for name in ("prompt", "step", "rollout", "setup", "close", "tasks"):
+            _check_signature(cls, name)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        self._construction = (args, kwargs)
+        return self
+
+    # Without it Python would swallow the misspelt arguments of a class that has no __init__ of its own.
+    def __init__(self) -> None:
+        pass
+
+    def tasks(self) -> Iterable[TaskT] | AsyncIterable[TaskT]:
+        """The problems, on the object you construct."""
+        raise BadEnvironment(
+            f"{type(self).__name__} has no tasks: define tasks(), or give them to the run (tasks=, --file FILE.jsonl)."
+        )
+
+    def lifespan(self) -> AbstractContextManager[Any] | AbstractAsyncContextManager[Any]:
+        """Shared resources: once per run, around everything; what it yields is every episode's `shared`."""
+        raise NotImplementedError
+
+    def setup(self) -> Awaitable[None] | None:
+        """Before the first message."""
+        return None
+
+    def prompt(self) -> Prompt | Awaitable[Prompt]:
+        """The first messages, after the system prompt."""
+        return self.task.prompt
+
+    def step(self, turn: Turn) -> Reply | Awaitable[Reply]:
+        """Answer a turn that calls no tool; None ends the episode."""
+        return None
+
+    async def rollout(self, conversation: Conversation) -> None:
+        """The whole loop."""
+        while True:
+            turn = await conversation.generate()
+            reply = await self.episode.answer(turn)  # one result per call, or what step(turn) returns
+            if reply is None:
+                return
+            conversation.add(reply)
+            if self.episode.ended or turn.finish == "length":
+                return
+
+    def close(self) -> Awaitable[None] | None:
+        """After the scoring; called if and only if `setup()` returned."""
+        return None
+
+    def fresh(self) -> Self:
+        """A new environment, made by the call that made this one."""
+        args, kwargs = self._construction
+        return type(self)(*args, **kwargs)
+
+    def overrides(self, hook: str) -> bool:
+        """The author wrote this hook; one that nobody wrote costs nothing."""
+        return getattr(type(self), hook) is not getattr(Environment, hook)
+
+    def bound_tools(self) -> list[Tool]:
+        """The tools of `@tool`, bound to this object."""
+        return [spec.bind(self) for spec in self.tool_specs]
+
+    @classmethod
+    def task_class(cls) -> type[Task]:
+        """The class in `Environment[Case]`; `Task` where none is given."""
+        for base in cls.__mro__:
+            for original in vars(base).get("__orig_bases__", ()):
+                for argument in get_args(original):
+                    if isinstance(argument, type) and issubclass(argument, Task):
+                        return argument
+        return Task
+
+    def construction(self) -> dict[str, Any]:
+        """The constructor's arguments by name, defaults included."""
+        args, kwargs = self._construction
+        bound = inspect.signature(type(self)).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+
+def check_playable(environment: Environment[Any]) -> None:
+    """An environment without a reward cannot be trained on.
+
+    Raises:
+        BadEnvironment: it has no `@reward` and no `@group_reward`.
+    """
+    if not any(scorer.kind != ScorerKind.METRIC for scorer in environment.scorers):
+        name = type(environment).__name__
+        raise BadEnvironment(
+            f"{name} has no reward: mark a method with @reward (or @group_reward), such as\n\n"
+            f"    @reward\n    def correct(self) -> bool:\n        return self.episode.text == self.task.answer"
+        )
+
+
+def as_environment(environment: Environment[Any] | type[Environment[Any]]) -> Environment[Any]:
+    """An environment object; a class is constructed."""
+    if not isinstance(environment, type):
+        if not isinstance(environment, Environment):
+            raise BadEnvironment(f"{environment!r:.80} is no Environment: subclass runner.Environment.")
+        return environment
+    try:
+        return environment()
+    except TypeError as error:
+        name = environment.__name__
+        raise BadEnvironment(f"{name} cannot be constructed without arguments ({error}): give {name}(...).") from error
+
+
+_PARAMETERS = {"setup": 0, "prompt": 0, "step": 1, "rollout": 1, "close": 0, "tasks": 0}
+
+
+def _check_signature(cls: type[Environment[Any]], hook: str) -> None:
+    function = cast("Callable[..., Any]", getattr(cls, hook))
+    if function is getattr(Environment, hook):
+        return
+    if not callable(function):
+        raise BadEnvironment(f"{cls.__name__}.{hook} must be a method, it is {type(function).__name__}.")
+    try:
+        inspect.signature(function).bind(None, *[None] * _PARAMETERS[hook])
+    except TypeError as error:
+        raise BadEnvironment(f"{cls.__name__}.{hook}: wrong signature ({error}).") from error
+    if hook == "rollout" and not inspect.iscoroutinefunction(function):
+        raise BadEnvironment(f"{cls.__name__}.rollout must be async: write `async def rollout(self, conversation)`.")

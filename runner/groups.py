@@ -1,0 +1,111 @@
+"""Groups: the episodes of one task that a trainer compares, and the rewards that need all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from runner.authors import AuthorCode, describe_error
+from runner.context import RunContext
+from runner.episode import task_rng
+from runner.scoring import Score, ScorerKind, as_score, weighted_sum
+from runner.tasks import Task
+from runner.trajectory import Group, Trajectory
+
+__all__ = ["GroupBook", "by_agent", "score_group"]
+
+
+class GroupBook:
+    """The groups that are being played: their committed trajectories, until the last one is in.
+
+    Memory follows the groups in flight.
+    """
+
+    def __init__(self, *, keep: bool) -> None:
+        self._keep = keep
+        self._open: dict[tuple[str, int], _OpenGroup] = {}
+
+    def open(self, task: Task, visit: int, missing: int) -> None:
+        """A group of which `missing` episodes are to be played."""
+        self._open[task.id, visit] = _OpenGroup(missing)
+
+    def finished(self, trajectories: Sequence[Trajectory]) -> tuple[int, list[Trajectory] | None]:
+        """Note an episode.
+
+        Returns:
+            How many episodes of the group were to be played; with the last one also the group's trajectories, as far
+            as they are kept, else None.
+        """
+        key = trajectories[0].task.id, trajectories[0].visit
+        group = self._open[key]
+        group.played += 1
+        if self._keep:
+            group.trajectories.extend(trajectories)
+        if group.played < group.missing:
+            return group.missing, None
+        return group.missing, self._open.pop(key).trajectories
+
+    def unfinished(self) -> Iterator[tuple[int, list[Trajectory]]]:
+        """What is kept of groups whose last episode never came."""
+        for group in self._open.values():
+            for _, episode in groupby(group.trajectories, key=lambda trajectory: trajectory.index):
+                yield group.missing, list(episode)
+
+
+@dataclass(slots=True)
+class _OpenGroup:
+    missing: int
+    played: int = 0
+    trajectories: list[Trajectory] = field(default_factory=list)
+
+
+def by_agent(trajectories: Iterable[Trajectory], *, seed: int, group_size: int) -> list[Group]:
+    """The groups that these trajectories of one task make, one for each trained agent."""
+    agents: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        if trajectory.trained or trajectory.agent == "main":
+            agents.setdefault(trajectory.agent, []).append(trajectory)
+    return [
+        Group(
+            task=members[0].task,
+            agent=agent,
+            trajectories=sorted(members, key=lambda t: t.index),
+            rng=task_rng(seed, members[0].task.id, members[0].visit),
+            complete=len(members) == group_size and all(not m.outcome.cut_short for m in members),
+        )
+        for agent, members in agents.items()
+    ]
+
+
+async def score_group(context: RunContext, groups: Sequence[Group], fault: Callable[[str], None]) -> None:
+    """Give every trajectory its group rewards and its new sum, in place.
+
+    A group reward that raises leaves the reward None; that is a fault of the environment, told to `fault`.
+    """
+    scorers = [scorer for scorer in context.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
+    author = AuthorCode(context.workers)
+    for group in groups:
+        for scorer in scorers:
+            method = getattr(context.environment, scorer.name)
+            name = f"group_reward {scorer.name}()"
+            try:
+                values = await author.call(method, group, name=name, seconds=context.limits.reward_seconds)
+                scores = _one_each(values, group, scorer.name)
+            except Exception as error:
+                fault(f"{name} of task {group.task.id!r}: {describe_error(error)}")
+                scores = [None] * len(group.trajectories)
+            for trajectory, score in zip(group.trajectories, scores, strict=True):
+                if trajectory.outcome.scored and trajectory.turns:
+                    trajectory.rewards[scorer.name] = score
+                    trajectory.reward = weighted_sum(trajectory.rewards, context.scorers)
+
+
+def _one_each(values: Any, group: Group, name: str) -> list[Score]:
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise TypeError(f"return one number per trajectory, got {values!r:.80}")
+    scores = [as_score(value, name) for value in values]
+    if len(scores) != len(group.trajectories):
+        raise ValueError(f"{len(scores)} numbers for {len(group.trajectories)} trajectories")
+    return scores

@@ -1,0 +1,156 @@
+"""Loop lag: how late the event loop runs, and whose code made it so."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+import anyio
+from anyio.abc import TaskGroup
+
+import runner
+from runner.threads import Workers
+
+__all__ = ["Blocker", "LagMonitor"]
+
+TICK = 0.02
+LATE = 0.05
+STUCK_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Blocker:
+    """Code that kept the loop from running.
+
+    Attributes:
+        where: function, file and line.
+        seconds: how long it was seen to.
+        thread: it ran in a worker thread, so it computes where it should wait.
+    """
+
+    where: str
+    seconds: float
+    thread: bool
+
+    @property
+    def advice(self) -> str:
+        if self.thread:
+            return "it computes; threads are for code that waits: move it to anyio.to_process.run_sync"
+        return "it blocks the event loop: make the method synchronous (it gets a thread), or await what it waits for"
+
+
+class LagMonitor:
+    """Measures the lag of the event loop while it is entered, and names who caused it.
+
+    A task on the loop leaves a mark every 20 ms; a thread beside it looks at the mark, and where it is more than
+    50 ms late, at what the loop and the run's worker threads are executing.
+
+    Attributes:
+        on_stuck: called in the watching thread when the loop stood still for a minute; gets where it stands.
+        stuck_seconds: how long that is.
+    """
+
+    def __init__(self, workers: Workers, *, stuck_seconds: float = STUCK_SECONDS) -> None:
+        self.on_stuck: Callable[[str], None] | None = None
+        self.stuck_seconds = stuck_seconds
+        self._workers = workers
+        self._lags: deque[float] = deque(maxlen=3000)
+        self._seconds: dict[tuple[str, bool], float] = {}
+        self._mark = 0.0
+        self._loop_thread = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._group: TaskGroup
+
+    async def __aenter__(self) -> Self:
+        self._loop_thread = threading.get_ident()
+        self._mark = time.monotonic()
+        self._group = await anyio.create_task_group().__aenter__()
+        self._group.start_soon(self._tick, name="deltarunner lag")
+        self._thread = threading.Thread(target=self._look, name="deltarunner lag", daemon=True)
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        self._stop.set()
+        self._group.cancel_scope.cancel()
+        swallowed = await self._group.__aexit__(kind, error, traceback)
+        assert self._thread is not None
+        self._thread.join()
+        return swallowed
+
+    def percentile(self, percent: float) -> float:
+        """Lag in seconds that this share of the last minute's ticks stayed under; 0 before the first."""
+        lags = sorted(self._lags)
+        return lags[min(len(lags) - 1, int(len(lags) * percent / 100))] if lags else 0.0
+
+    def blockers(self, most: int = 5) -> list[Blocker]:
+        """Who made the loop late, the worst first."""
+        worst = sorted(self._seconds.items(), key=lambda item: -item[1])[:most]
+        return [Blocker(where, seconds, thread) for (where, thread), seconds in worst]
+
+    async def _tick(self) -> None:
+        while True:
+            began = time.monotonic()
+            self._mark = began
+            await anyio.sleep(TICK)
+            self._lags.append(max(0.0, time.monotonic() - began - TICK))
+
+    def _look(self) -> None:
+        told = False
+        while not self._stop.wait(TICK):
+            late = time.monotonic() - self._mark - TICK
+            if late < LATE:
+                told = False
+                continue
+            self._blame()
+            if late > self.stuck_seconds and not told and self.on_stuck is not None:
+                told = True
+                self.on_stuck(self._where_loop_stands())
+
+    def _blame(self) -> None:
+        frames = sys._current_frames()
+        own = _author_frame(frames.get(self._loop_thread))
+        if own is not None:
+            self._add(own, thread=False)
+            return
+        for job in list(self._workers.running.values()):
+            frame = _author_frame(frames.get(job.thread or 0))
+            if frame is not None and job.computed():
+                self._add(frame, thread=True)
+
+    def _add(self, frame: FrameType, *, thread: bool) -> None:
+        key = _describe(frame), thread
+        self._seconds[key] = self._seconds.get(key, 0.0) + TICK
+
+    def _where_loop_stands(self) -> str:
+        frame = sys._current_frames().get(self._loop_thread)
+        found = _author_frame(frame) or frame
+        return _describe(found) if found is not None else "an unknown place"
+
+
+_OURS = str(Path(runner.__file__).parent)
+
+
+def _author_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame that is neither ours nor a library's."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_OURS, "<")) and "/site-packages/" not in name and "/lib/python3" not in name:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _describe(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"

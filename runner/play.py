@@ -1,0 +1,345 @@
+"""The life of an episode: one environment, set up, played, scored and closed, whatever happens in between."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+
+from runner.allowance import Allowance, ContextFull, Ending
+from runner.authors import AuthorCode, TooSlow, describe_error
+from runner.clocks import Clock
+from runner.context import RunContext
+from runner.engines.base import FinishReason
+from runner.environment import Environment
+from runner.episode import MAIN, Episode, Place
+from runner.errors import BadTask, EpisodeOver
+from runner.messages import Message, as_messages
+from runner.scoring import Score, ScorerKind, as_score, weighted_sum
+from runner.trajectory import Outcome, Trajectory
+
+__all__ = ["Phase", "Play"]
+
+
+class Phase(enum.StrEnum):
+    """Where in its life an episode stands."""
+
+    SETUP = "setup"
+    PLAYING = "playing"
+    SCORING = "scoring"
+    CLOSING = "closing"
+    OVER = "over"
+
+
+class Play:
+    """One episode being played. What goes wrong in it stays in it.
+
+    Attributes:
+        place: which play of which task.
+        phase: where it stands.
+        doing: what it waits for, for people.
+        since: when it began to, in the event loop's time.
+        began: when it was started.
+        faults: what went wrong without changing the outcome: `close()` or a metric that raised.
+    """
+
+    def __init__(self, context: RunContext, place: Place) -> None:
+        self.place = place
+        self.phase = Phase.SETUP
+        self.doing = "setup"
+        self.began = self.since = anyio.current_time()
+        self.faults: list[str] = []
+        self._context = context
+        self._author = AuthorCode(context.workers)
+        self._allowance = Allowance(context.limits)
+        self._outer = Clock()
+        self._scoring = Clock()
+        self._cut: Ending | None = None
+        self._ending: Ending | None = None
+        self._rewards: dict[str, dict[str, Score]] = {}
+        self._metrics: dict[str, float] = {}
+        self._unscored = False
+        self._environment = self._made()
+        self.episode = self._environment.episode = Episode(
+            place, context, self._environment, self._allowance, self._author, self._waits_for
+        )
+
+    def _made(self) -> Environment[Any]:
+        try:
+            environment = self._context.environment.fresh()
+        except Exception as error:
+            self._fail(error)
+            environment = Environment()
+        environment.task = self.place.task
+        environment.shared = self._context.shared
+        environment.tools = environment.bound_tools()
+        return environment
+
+    def cancel(self, ending: Ending | None = None) -> None:
+        """Cut the play where it stands; it is closed and kept, as partial unless another ending is given."""
+        scopes = {Phase.SETUP: self._outer, Phase.PLAYING: self._allowance.play, Phase.SCORING: self._scoring}
+        if self.phase in scopes and self._cut is None:
+            self._cut = ending or Ending(Outcome.CANCELLED)
+            scopes[self.phase].scope.cancel()
+
+    async def run(self) -> list[Trajectory]:
+        """Play the episode and return the trajectories of its agents, `main` first.
+
+        Cancelled from outside, it still closes the environment, in a bounded shield, and keeps what it has in
+        `trajectories()`.
+        """
+        try:
+            with self._outer as outer:
+                try:
+                    await self._live()
+                finally:
+                    self._enter(Phase.CLOSING)
+                    cut_before = outer.fired
+                    outer.scope.shield = True
+                    outer.start(self._context.limits.close_seconds)
+                    await self._unwind()
+            if outer.fired and not cut_before:
+                self.faults.append(f"exit_stack: unwinding took longer than {outer.seconds:g} s")
+        finally:
+            self.phase = Phase.OVER
+            for conversation in self.episode.conversations.values():
+                conversation.close()
+        return self.trajectories()
+
+    async def _live(self) -> None:
+        if self._ending is not None or not await self._set_up():
+            return
+        try:
+            ending = await self._play()
+            if ending.outcome.scored and self.episode.turns:
+                await self._score(ending)
+        finally:
+            self._enter(Phase.CLOSING)
+            if self._environment.overrides("close"):
+                await self._close()
+
+    async def _set_up(self) -> bool:
+        self._outer.start(self._context.limits.setup_seconds)
+        environment = self._environment
+        try:
+            self.episode.stack_open = True
+            if environment.overrides("setup"):
+                await self._author.call(environment.setup, name="setup()")
+            self.episode.stack_open = False
+        except anyio.get_cancelled_exc_class():
+            self._blame_setup()
+            raise
+        except Exception as error:
+            self._fail(error)
+            return False
+        finally:
+            self.episode.stack_open = False
+        return True
+
+    def _blame_setup(self) -> None:
+        if self._outer.fired and self._cut is None:
+            seconds = self._context.limits.setup_seconds
+            self._ending = Ending(Outcome.ENV_ERROR, "setup_seconds", error=f"setup took longer than {seconds:g} s")
+
+    async def _open_main(self) -> None:
+        environment = self._environment
+        self._waits_for("prompt")
+        prompt = environment.task.prompt
+        if environment.overrides("prompt"):
+            prompt = await self._author.call(environment.prompt, name="prompt()")
+        messages = as_messages(prompt)
+        self._check_prompt(messages)
+        self.episode.conversation(
+            MAIN,
+            system_prompt=environment.system_prompt,
+            prompt=messages,
+            tools=environment.tools,
+            train=MAIN not in self._context.elsewhere,
+        )
+
+    def _check_prompt(self, messages: Sequence[Message]) -> None:
+        if self._environment.system_prompt is not None and messages and messages[0]["role"] == "system":
+            raise BadTask(
+                f"task {self.place.task.id!r} begins with a system message, and the environment has a system_prompt: "
+                f"set system_prompt = None, or leave the message out."
+            )
+
+    async def _play(self) -> Ending:
+        error: BaseException | None = None
+        try:
+            await self._open_main()
+        except Exception as raised:
+            return self._fail(raised)
+        except anyio.get_cancelled_exc_class():
+            self._blame_setup()
+            raise
+        self._outer.lift()
+        self._enter(Phase.PLAYING)
+        play = self._allowance.play
+        with play:
+            play.start(self._context.limits.seconds)
+            try:
+                await self._environment.rollout(self.episode.conversations[MAIN])
+            except (Exception, SystemExit, BaseExceptionGroup) as raised:
+                error = raised
+            except anyio.get_cancelled_exc_class() as raised:
+                if anyio.current_effective_deadline() == -math.inf:
+                    raise
+                error = RuntimeError("the environment cancelled its own task")
+                error.__cause__ = raised
+        self._ending = self._judge(error)
+        return self._ending
+
+    def _judge(self, error: BaseException | None) -> Ending:
+        """How the play ended. A limit that fired comes before what the author raised after it."""
+        if self._cut is not None:
+            return self._cut
+        if self._author.abandoned:
+            text = f"{self._author.abandoned} did not come back in time; its thread was left behind and may still write"
+            return Ending(Outcome.ENV_ERROR, _limit_of(error) or "seconds", error=text)
+        if self._allowance.ending is not None:
+            return self._allowance.ending
+        if self._allowance.play.fired:
+            return Ending(Outcome.TIME_LIMIT, "seconds")
+        over = _find(error, EpisodeOver)
+        if isinstance(over, ContextFull):
+            return over.ending
+        if error is not None and over is None:
+            return Ending(Outcome.ENV_ERROR, _limit_of(error), error=describe_error(error))
+        return self._by_last_turn()
+
+    def _by_last_turn(self) -> Ending:
+        last = self._allowance.last_turn
+        if last is None or last.finish not in _CUT or self.episode.ended:
+            return Ending(Outcome.COMPLETED)
+        return Ending(_CUT[last.finish], str(last.stop), last.agent)
+
+    def _fail(self, error: BaseException) -> Ending:
+        self._ending = Ending(Outcome.ENV_ERROR, _limit_of(error), error=describe_error(error))
+        return self._ending
+
+    async def _score(self, ending: Ending) -> None:
+        self._enter(Phase.SCORING)
+        seconds = self._context.limits.reward_seconds
+        with self._scoring as clock:
+            clock.start(seconds)
+            for scorer in self._context.scorers:
+                if scorer.kind != ScorerKind.GROUP_REWARD:
+                    await self._score_one(scorer.name, scorer.kind, ending)
+        if self._cut is not None:
+            self._ending = self._cut
+        elif clock.fired or self._author.abandoned:
+            text = f"rewards took longer than {seconds:g} s (in {self.doing})"
+            self._ending = Ending(Outcome.ENV_ERROR, "reward_seconds", error=text)
+
+    async def _score_one(self, name: str, kind: str, ending: Ending) -> None:
+        self._waits_for(f"{kind} {name}()")
+        try:
+            value = await self._author.call(getattr(self._environment, name), name=f"{kind} {name}()")
+            self._keep_score(name, kind, value)
+        except Exception as error:
+            if kind == ScorerKind.METRIC:
+                self.faults.append(f"metric {name}(): {describe_error(error)}")
+                return
+            self._unscored = True
+            if ending.outcome is Outcome.COMPLETED:
+                self._ending = Ending(Outcome.ENV_ERROR, error=f"reward {name}(): {describe_error(error)}")
+
+    def _keep_score(self, name: str, kind: str, value: Any) -> None:
+        if kind == ScorerKind.METRIC:
+            number = as_score(value, name)
+            if number is not None:
+                self._metrics[name] = number
+            return
+        trained = [c.name for c in self.episode.conversations.values() if c.train] or [MAIN]
+        by_agent = value if isinstance(value, dict) else dict.fromkeys(trained, value)
+        for agent, score in by_agent.items():
+            if agent not in trained:
+                raise ValueError(
+                    f"{name} rewards {agent!r}, which is no trained agent; these are: {', '.join(trained)}"
+                )
+            self._rewards.setdefault(agent, {})[name] = as_score(score, name)
+
+    async def _close(self) -> None:
+        seconds = self._context.limits.close_seconds
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._author.call(self._environment.close, name="close()", seconds=seconds)
+        except (Exception, BaseExceptionGroup) as error:
+            self.faults.append(f"close(): {describe_error(error)}")
+
+    async def _unwind(self) -> None:
+        try:
+            await self.episode.stack.aclose()
+        except (Exception, SystemExit, BaseExceptionGroup) as error:
+            self.faults.append(f"exit_stack: {describe_error(error)}")
+
+    def trajectories(self) -> list[Trajectory]:
+        """What each agent saw and did; `main` first."""
+        ending = self._ending or self._cut or Ending(Outcome.CANCELLED)
+        seconds = anyio.current_time() - self.began
+        made = [self._trajectory(name, ending, seconds) for name in self.episode.conversations]
+        return made or [self._empty(MAIN, ending, seconds)]
+
+    def _empty(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
+        place = self.place
+        return Trajectory(
+            id=self.episode.id,
+            task=place.task,
+            index=place.index,
+            agent=agent,
+            seed=self.episode.seed,
+            visit=place.visit,
+            attempt=place.attempt,
+            trained=agent == MAIN and MAIN not in self._context.elsewhere,
+            outcome=ending.outcome,
+            limit=ending.limit,
+            limit_agent=ending.agent,
+            reason=self.episode.reason,
+            error=ending.error,
+            seconds=seconds,
+        )
+
+    def _trajectory(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
+        conversation = self.episode.conversations[agent]
+        trajectory = self._empty(agent, ending, seconds)
+        trajectory.trained = conversation.train
+        conversation.into_trajectory(trajectory)
+        trajectory.waited = sum(turn.timings.queued for turn in trajectory.turns)
+        trajectory.metrics = dict(self._metrics)
+        trajectory.rewards = self._rewards.get(agent, {})
+        grouped = any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self._context.scorers)
+        # With group rewards the sum waits for them: until then there is none.
+        if ending.outcome.scored and trajectory.turns and not self._unscored and not grouped:
+            trajectory.reward = weighted_sum(trajectory.rewards, self._context.scorers)
+        return trajectory
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self._waits_for(phase.value)
+
+    def _waits_for(self, what: str) -> None:
+        self.doing = what
+        self.since = anyio.current_time()
+
+
+_CUT = {FinishReason.LENGTH: Outcome.TOKEN_LIMIT, FinishReason.CONTEXT: Outcome.CONTEXT_LIMIT}
+
+
+def _find(error: BaseException | None, kind: type[EpisodeOver]) -> EpisodeOver | None:
+    if isinstance(error, kind):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        found, rest = error.split(kind)
+        if found is not None and rest is None:
+            return next((e for inner in found.exceptions if (e := _find(inner, kind))), None)
+    return None
+
+
+def _limit_of(error: BaseException | None) -> str:
+    if not isinstance(error, TooSlow):
+        return ""
+    return "step_seconds" if error.name == "step()" else "tool_seconds"

@@ -1,0 +1,509 @@
+"""Runs: many episodes of one configuration at once, their results as they finish."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+from anyio.abc import TaskGroup
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from runner.allowance import Ending
+from runner.authors import describe_error
+from runner.chat import ChatModel
+from runner.context import RunContext
+from runner.engines.base import Engine
+from runner.environment import Environment, as_environment, check_playable
+from runner.episode import MAIN, Place
+from runner.errors import BadOption, BadTask, BadTemplate, DeltarunnerError, EngineDead, RunStuck, TooManyFailures
+from runner.groups import GroupBook, by_agent, score_group
+from runner.lag import LagMonitor
+from runner.options import Concurrency, Limits, Sampling
+from runner.play import Play
+from runner.scoring import ScorerKind, with_weights
+from runner.sources import TaskFeed, Tasks
+from runner.store.header import Header
+from runner.store.writer import RunWriter
+from runner.summary import Summary
+from runner.tasks import Task
+from runner.threads import Job, Workers
+from runner.trajectory import Group, Outcome, Trajectory
+
+__all__ = ["Run"]
+
+STUCK_SECONDS = 600.0
+COMMIT_SECONDS = 10.0
+BREAKER_WINDOW = 32
+BREAKER_LEAST = 16
+
+
+class Run:
+    """Many episodes with one configuration.
+
+        async with Run(environment, engine) as run:
+            async for trajectory in run:
+                ...
+
+    Leaving the block early cancels what is in flight; it is kept as partial and played again by the next run.
+
+    Args:
+        environment: the environment, or its class if it can be constructed without arguments.
+        engine: what speaks; entered and left by the run if it is not running yet.
+        tasks: instead of the environment's own: an iterable, an async iterable, a source, or the path of a JSONL file.
+        group_size: episodes of each task.
+        engines: agents that are placed on engines of their own; those are not trained.
+        sampling: goes over the environment's, field by field, for trained agents.
+        limits: goes over the environment's, field by field.
+        concurrency: how wide the run is; it never changes a result.
+        seed: all random numbers follow from it.
+        template_options: names that the chat template reads, such as `enable_thinking`.
+        file: the run file; an existing one of the same configuration is resumed. None keeps none.
+        weights: of rewards, by name, over those in the class.
+        retries: how often an episode is played again after an engine's failure.
+        breaker: the run stops when more than this share of the recent episodes failed; 1 never stops it.
+
+    Raises (when it is entered):
+        BadInput: something given cannot be used; the message names it and the fix.
+        RunFileError: the file holds another configuration, or cannot be written.
+        EngineError: the engine does not start.
+
+    Raises (from the iteration, after the last result):
+        EngineDead, RunStopped, StorageFailed, BadTask: why the run ended before its work did.
+    """
+
+    def __init__(
+        self,
+        environment: Environment[Any] | type[Environment[Any]],
+        engine: Engine,
+        *,
+        tasks: Tasks | None = None,
+        group_size: int = 1,
+        engines: Mapping[str, Engine] | None = None,
+        sampling: Sampling | None = None,
+        limits: Limits | None = None,
+        concurrency: Concurrency | None = None,
+        seed: int = 0,
+        template_options: Mapping[str, Any] | None = None,
+        file: str | Path | None = None,
+        weights: Mapping[str, float] | None = None,
+        retries: int = 2,
+        breaker: float = 0.5,
+    ) -> None:
+        self.environment = as_environment(environment)
+        check_playable(self.environment)
+        if group_size < 1:
+            raise BadOption(f"group_size={group_size}: a task is played at least once.")
+        if retries < 0:
+            raise BadOption(f"retries={retries}: give 0 or more.")
+        if not 0 < breaker <= 1:
+            raise BadOption(f"breaker={breaker}: give a share above 0 and at most 1 (1 never stops the run).")
+        self.engine = engine
+        self.engines = dict(engines or {})
+        self.group_size = group_size
+        self.sampling = sampling or Sampling()
+        self.limits = (limits or Limits()).over(self.environment.limits).over(Limits.defaults())
+        self.concurrency = concurrency or Concurrency()
+        self.seed = seed
+        self.template_options = dict(template_options or {})
+        self.file = Path(file) if file is not None else None
+        self.scorers = with_weights(self.environment.scorers, weights or {})
+        self.retries = retries
+        self.breaker = breaker
+        self.summary = Summary(group_size=group_size)
+        self.workers = Workers(self.concurrency.threads)
+        self.lag = LagMonitor(self.workers)
+        self.plays: set[Play] = set()
+        self.failure: DeltarunnerError | None = None
+        self.draining = False
+        self.over = False
+        self._all_begun = False
+        self._tasks = tasks
+        self._context: RunContext
+        self._writer: RunWriter
+        self._feed: TaskFeed
+        self._group: TaskGroup
+        self._results: MemoryObjectReceiveStream[_Result]
+        self._announce_to: MemoryObjectSendStream[_Result]
+        self._places: anyio.Semaphore
+        self._exit = AsyncExitStack()
+        self._feeding = anyio.CancelScope()
+        self._book: GroupBook
+        self._recent: deque[bool] = deque(maxlen=BREAKER_WINDOW)
+        self._causes: Counter[str] = Counter()
+
+    # --- starting and ending
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as exit_stack:
+            for engine in dict.fromkeys((self.engine, *self.engines.values())):
+                if not engine.running:
+                    await exit_stack.enter_async_context(engine)
+            await exit_stack.enter_async_context(self.lag)
+            self._context = await self._open(exit_stack)
+            await self._enter_lifespan(exit_stack)
+            source = self._tasks if self._tasks is not None else self.environment.tasks()
+            self._feed = TaskFeed(source, task_class=self.environment.task_class(), workers=self.workers)
+            exit_stack.push_async_callback(self._feed.aclose)
+            self._start()
+            self._group = await exit_stack.enter_async_context(anyio.create_task_group())
+            self._group.start_soon(self._play_all, name="deltarunner feed")
+            self._exit = exit_stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        if not self.over:
+            self.cancel()
+        # Nobody reads any more: an episode that announces itself must not wait for a reader.
+        self._results.close()
+        return await self._exit.__aexit__(kind, error, traceback)
+
+    async def _open(self, exit_stack: AsyncExitStack) -> RunContext:
+        now = datetime.now().astimezone()
+        header = Header.of(self, now=now)
+        self._writer = await exit_stack.enter_async_context(RunWriter(self.file, header))
+        # A resumed run goes on with the clock that its templates saw first.
+        now = self._writer.header.clock
+        chat = ChatModel(self.engine, options=self.template_options, now=now)
+        elsewhere = {
+            name: ChatModel(engine, options=self.template_options, now=now) for name, engine in self.engines.items()
+        }
+        self._check_tools(elsewhere.get(MAIN, chat))
+        return RunContext(
+            environment=self.environment,
+            chat=chat,
+            elsewhere=elsewhere,
+            sampling=self.sampling,
+            limits=self.limits,
+            scorers=self.scorers,
+            seed=self.seed,
+            workers=self.workers,
+        )
+
+    def _check_tools(self, chat: ChatModel) -> None:
+        tools = self.environment.bound_tools()
+        choice = self.environment.tool_choice
+        if tools:
+            chat.require_tools()
+            if chat.tool_format is None:
+                raise BadTemplate(
+                    f"template {chat.renderer.template.name!r} writes tool calls in a form that is not known "
+                    f"(known: pythonic, hermes). Give --template pythonic or hermes, or a file that writes one."
+                )
+        names = [tool.name for tool in tools]
+        if choice not in ("auto", "required", "none", *names) and not self.environment.overrides("setup"):
+            raise BadOption(f"tool_choice={choice!r}: no such tool. Tools: {', '.join(names) or 'none'}.")
+
+    async def _enter_lifespan(self, exit_stack: AsyncExitStack) -> None:
+        if not self.environment.overrides("lifespan"):
+            return
+        lifespan: Any = self.environment.lifespan()
+        if hasattr(lifespan, "__aenter__"):
+            self._context.shared = await exit_stack.enter_async_context(lifespan)
+        else:
+            self._context.shared = exit_stack.enter_context(lifespan)
+
+    def _start(self) -> None:
+        episodes = self.concurrency.episodes or 2 * self.engine.places
+        self._places = anyio.Semaphore(episodes)
+        self._announce_to, self._results = anyio.create_memory_object_stream[_Result](episodes)
+        self._book = GroupBook(keep=self._has_group_rewards)
+        self.summary.start()
+
+    @property
+    def _has_group_rewards(self) -> bool:
+        return any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self.scorers)
+
+    def drain(self) -> None:
+        """Begin no further episode; those in flight are played to their end."""
+        self.draining = True
+        self._feeding.cancel()
+
+    def cancel(self) -> None:
+        """Cut every episode in flight; each is closed and kept as partial."""
+        self.drain()
+        for play in self.plays:
+            play.cancel()
+
+    def fail(self, failure: DeltarunnerError, *, cancel: bool = False) -> None:
+        """End the run for this reason, which the iteration raises after the last result; the first one stays."""
+        self.failure = self.failure or failure
+        if cancel:
+            self.cancel()
+        else:
+            self.drain()
+
+    # --- results
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Trajectory:
+        return (await self._next_result()).trajectory
+
+    async def groups(self) -> AsyncIterator[Group]:
+        """The same results by task: a group for each trained agent, once its last episode is in.
+
+        Groups that the end of the run left unfinished come last, with `complete` false.
+        """
+        waiting: dict[tuple[str, int], _Waiting] = {}
+        try:
+            while True:
+                result = await self._next_result()
+                group = waiting.setdefault(result.key, _Waiting(result.missing))
+                group.trajectories.append(result.trajectory)
+                group.missing -= result.last
+                if not group.missing:
+                    for made in await self._groups_of(waiting.pop(result.key).trajectories):
+                        yield made
+        except (StopAsyncIteration, DeltarunnerError) as end:
+            for group in waiting.values():
+                for made in await self._groups_of(group.trajectories):
+                    yield made
+            if isinstance(end, DeltarunnerError):
+                raise
+
+    def stored(self) -> Iterator[Trajectory]:
+        """What the run file held before this run, in the order of its commits, read as you go."""
+        return self._writer.stored()
+
+    async def _next_result(self) -> _Result:
+        try:
+            return await self._results.receive()
+        except anyio.EndOfStream:
+            if self.failure is not None:
+                raise self.failure from None
+            raise StopAsyncIteration from None
+
+    async def _groups_of(self, trajectories: list[Trajectory]) -> list[Group]:
+        members = await self._with_stored(trajectories)
+        return by_agent(members, seed=self.seed, group_size=self.group_size)
+
+    async def _with_stored(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """The trajectories of a task, together with those that an earlier run of the file left."""
+        if not self._writer.resumed:
+            return trajectories
+        first = trajectories[0]
+        new = {(member.index, member.agent) for member in trajectories}
+        stored = await self._writer.stored_group(first.task.id, first.visit)
+        return [*trajectories, *(t for t in stored if (t.index, t.agent) not in new)]
+
+    # --- playing
+
+    async def _play_all(self) -> None:
+        try:
+            async with self._announce_to, anyio.create_task_group() as watched:
+                watched.start_soon(self._watch)
+                await self._tell_stored()
+                async with anyio.create_task_group() as episodes:
+                    with self._feeding:
+                        await self._begin_episodes(episodes)
+                        self._all_begun = True
+                await self._announce_unfinished_groups()
+                self.summary.stop()
+                complete = self._all_begun and self.failure is None and not self.summary.cut_short
+                await self._writer.finish(self.summary.as_dict(), complete=complete)
+                watched.cancel_scope.cancel()
+        except DeltarunnerError as error:
+            self.failure = self.failure or error
+        finally:
+            self.over = True
+
+    async def _tell_stored(self) -> None:
+        if self._feed.repeatable and self._writer.resumed:
+            for trajectory in self._writer.stored():
+                await self._feed.finished(trajectory)
+
+    async def _begin_episodes(self, episodes: TaskGroup) -> None:
+        try:
+            while True:
+                await self._places.acquire()
+                task = await self._feed.next()
+                if task is None:
+                    return
+                await self._begin_group(task, episodes)
+        except DeltarunnerError as error:
+            self.fail(error)
+        except Exception as error:
+            self.fail(BadTask(f"tasks() raised {describe_error(error)}"))
+
+    async def _begin_group(self, task: Task, episodes: TaskGroup) -> None:
+        """Begin the episodes of a task that no earlier run finished; a place is held for the first of them."""
+        claim = partial(self._writer.claim, task, repeatable=self._feed.repeatable)
+        claimed = await self.workers.call(Job(claim, "run file"))
+        missing = [index for index in range(self.group_size) if index not in claimed.finished]
+        if missing:
+            self._book.open(task, claimed.visit, len(missing))
+        elif self._has_group_rewards and not claimed.group_scored:
+            episodes.start_soon(self._score_stored, task, claimed.visit)
+        for number, index in enumerate(missing):
+            if number:
+                await self._places.acquire()
+            attempt = claimed.attempts.get(index, 0)
+            place = Place(task=task, index=index, visit=claimed.visit, attempt=attempt)
+            episodes.start_soon(self._episode, place, name=f"episode {place.id}")
+        if not missing:
+            self._places.release()
+
+    async def _episode(self, place: Place) -> None:
+        try:
+            trajectories = await self._played(place)
+            await self._finished(trajectories)
+        except DeltarunnerError as error:
+            self.fail(error, cancel=True)
+        finally:
+            self._places.release()
+
+    async def _played(self, place: Place) -> list[Trajectory]:
+        first_attempt = place.attempt
+        while True:
+            play = Play(self._context, place)
+            self.plays.add(play)
+            try:
+                trajectories = await play.run()
+            except anyio.get_cancelled_exc_class():
+                with anyio.CancelScope(shield=True, deadline=anyio.current_time() + COMMIT_SECONDS):
+                    await self._writer.commit_episode(play.trajectories())
+                raise
+            finally:
+                self.plays.discard(play)
+                self.summary.faults.extend(f"{place.id}: {fault}" for fault in play.faults)
+            tried = place.attempt - first_attempt
+            if not await self._try_again(trajectories[0], tried):
+                return trajectories
+            await self._writer.commit_episode(trajectories)
+            self.summary.retried += 1
+            place = replace(place, attempt=place.attempt + 1)
+
+    async def _try_again(self, trajectory: Trajectory, tried: int) -> bool:
+        if trajectory.outcome is not Outcome.ENGINE_ERROR or self.failure is not None:
+            return False
+        try:
+            for engine in (self.engine, *self.engines.values()):
+                await engine.health()
+        except EngineDead as error:
+            self._engine_died(error)
+            return False
+        return tried < self.retries and not self.draining
+
+    def _engine_died(self, error: EngineDead) -> None:
+        self.fail(error)
+        for play in self.plays:
+            play.cancel(Ending(Outcome.ENGINE_ERROR, error=str(error)))
+
+    async def _finished(self, trajectories: list[Trajectory]) -> None:
+        await self._writer.commit_episode(trajectories)
+        self.summary.add(trajectories)
+        self._watch_failures(trajectories[0])
+        missing, group = self._book.finished(trajectories)
+        if self._has_group_rewards:
+            if group is not None:
+                await self._score_group(group, missing)
+            return
+        self.summary.add_reward(trajectories[0])
+        await self._announce(trajectories, missing)
+
+    async def _score_group(self, new: list[Trajectory], missing: int) -> None:
+        groups = await self._groups_of(new)
+        await score_group(self._context, groups, self.summary.faults.append)
+        await self._writer.commit_group_rewards([t for group in groups for t in group.trajectories])
+        for _, members in groupby(sorted(new, key=_by_index), key=_by_index):
+            episode = list(members)
+            self.summary.add_reward(episode[0])
+            await self._announce(episode, missing)
+
+    async def _score_stored(self, task: Task, visit: int) -> None:
+        """The last run ended between an episode's commit and its group's rewards."""
+        groups = by_agent(await self._writer.stored_group(task.id, visit), seed=self.seed, group_size=self.group_size)
+        await score_group(self._context, groups, self.summary.faults.append)
+        await self._writer.commit_group_rewards([t for group in groups for t in group.trajectories])
+
+    async def _announce_unfinished_groups(self) -> None:
+        for missing, trajectories in self._book.unfinished():
+            await self._announce(trajectories, missing)
+
+    async def _announce(self, trajectories: list[Trajectory], missing: int) -> None:
+        told = [t for t in trajectories if t.trained or t.agent == MAIN]
+        for trajectory in told:
+            await self._feed.finished(trajectory)
+            try:
+                await self._announce_to.send(_Result(trajectory, trajectory is told[-1], missing))
+            except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+                return  # nobody reads any more; the run file has it
+
+    # --- watching
+
+    def _watch_failures(self, trajectory: Trajectory) -> None:
+        if trajectory.outcome is Outcome.CANCELLED:
+            return
+        self._recent.append(trajectory.outcome.failed)
+        if trajectory.outcome.failed:
+            self._causes[trajectory.error or trajectory.outcome.value] += 1
+        failed = sum(self._recent)
+        if len(self._recent) >= BREAKER_LEAST and failed > self.breaker * len(self._recent) and self.failure is None:
+            cause, count = self._causes.most_common(1)[0]
+            self.fail(
+                TooManyFailures(
+                    f"{failed} of the last {len(self._recent)} episodes failed, more than breaker={self.breaker:g} "
+                    f"allows; most often ({count} times): {cause}"
+                )
+            )
+
+    async def _watch(self) -> None:
+        """End a run in which nothing happens any more, and say who waits for what."""
+        seen: object = None
+        since = anyio.current_time()
+        while True:
+            await anyio.sleep(1)
+            engines = {engine.stats().sampled_tokens for engine in (self.engine, *self.engines.values())}
+            signs = (engines, self.summary.episodes, max((play.since for play in self.plays), default=0.0))
+            if signs != seen or not self.plays:
+                seen, since = signs, anyio.current_time()
+            elif anyio.current_time() - since > STUCK_SECONDS:
+                self.fail(RunStuck(self._who_waits()), cancel=True)
+                return
+
+    def _who_waits(self) -> str:
+        now = anyio.current_time()
+        slowest = sorted(self.plays, key=lambda play: play.since)[:10]
+        lines = [f"  {play.episode.id} waits for {play.doing} since {now - play.since:.0f} s" for play in slowest]
+        more = len(self.plays) - len(slowest)
+        return "\n".join(
+            [f"nothing happened for {STUCK_SECONDS:.0f} s; {len(self.plays)} episodes in flight:", *lines]
+            + ([f"  and {more} more"] if more else [])
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """A trajectory on its way to the reader."""
+
+    trajectory: Trajectory
+    last: bool  # of its episode
+    missing: int  # episodes of its group that this run plays
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.trajectory.task.id, self.trajectory.visit
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A group that is being read."""
+
+    missing: int
+    trajectories: list[Trajectory] = field(default_factory=list)
+
+
+def _by_index(trajectory: Trajectory) -> int:
+    return trajectory.index

@@ -1,0 +1,139 @@
+"""Scoring: rewards, metrics and group rewards of an environment, and their weighted sum."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, overload
+
+from runner.errors import BadOption
+
+__all__ = ["Score", "Scorer", "ScorerKind", "collect_scorers", "group_reward", "metric", "reward", "weighted_sum"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_MARK = "__deltarunner_scorer__"
+
+
+class ScorerKind:
+    """The three kinds of scorers."""
+
+    REWARD = "reward"
+    METRIC = "metric"
+    GROUP_REWARD = "group_reward"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scorer:
+    """A method that scores.
+
+    Attributes:
+        name: the method's name.
+        kind: one of `ScorerKind`.
+        weight: factor in the weighted sum; a metric has none.
+    """
+
+    name: str
+    kind: str
+    weight: float = 1.0
+
+
+Score = float | None
+"""A reward as a method returns it: a bool counts as 0 or 1, None means it cannot be told."""
+
+
+@overload
+def reward(function: Function, /) -> Function: ...
+@overload
+def reward(*, weight: float = 1.0) -> Callable[[Function], Function]: ...
+def reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
+    """Mark a method as a reward: `() -> float | bool | None | {agent: float}`, sync or async.
+
+    Args:
+        function: the method.
+        weight: factor in the trajectory's reward, which is the weighted sum of its rewards.
+    """
+    return _mark(function, ScorerKind.REWARD, weight)
+
+
+def metric(function: Function, /) -> Function:
+    """Mark a method as a metric: `() -> float`, sync or async; recorded, never added."""
+    return _mark(function, ScorerKind.METRIC, 1.0)  # type: ignore[no-any-return]  # given a function, it returns it
+
+
+@overload
+def group_reward(function: Function, /) -> Function: ...
+@overload
+def group_reward(*, weight: float = 1.0) -> Callable[[Function], Function]: ...
+def group_reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
+    """Mark a method as a group reward: `(group: Group) -> one float per trajectory`, after the group's commit.
+
+    It is called on the environment object that was given to the run.
+    """
+    return _mark(function, ScorerKind.GROUP_REWARD, weight)
+
+
+def _mark(function: Any, kind: str, weight: float) -> Any:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise BadOption(f"@{kind}(weight={weight!r}): give a finite number.")
+
+    def decorate(method: Function) -> Function:
+        setattr(method, _MARK, Scorer(method.__name__, kind, float(weight)))
+        return method
+
+    return decorate if function is None else decorate(function)
+
+
+def collect_scorers(cls: type) -> tuple[Scorer, ...]:
+    """The scorers of a class in the order they are written, base classes first."""
+    found: dict[str, Scorer] = {}
+    for base in reversed(cls.__mro__):
+        for name, value in vars(base).items():
+            scorer = getattr(value, _MARK, None)
+            if scorer is not None:
+                found[name] = scorer
+            elif name in found:
+                del found[name]  # overridden by a method that is no scorer
+    return tuple(found.values())
+
+
+def with_weights(scorers: tuple[Scorer, ...], weights: Mapping[str, float]) -> tuple[Scorer, ...]:
+    """The scorers with a run's own weights.
+
+    Raises:
+        BadOption: a name that is no reward.
+    """
+    names = [scorer.name for scorer in scorers if scorer.kind != ScorerKind.METRIC]
+    for name in weights:
+        if name not in names:
+            raise BadOption(f"weights: {name!r} is no reward of this environment; it has {', '.join(names) or 'none'}.")
+    return tuple(dataclasses.replace(s, weight=float(weights.get(s.name, s.weight))) for s in scorers)
+
+
+def as_score(value: Any, name: str) -> Score:
+    """A reward as a number.
+
+    Raises:
+        TypeError: it is neither a number, a bool nor None.
+        ValueError: it is not finite.
+    """
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} returned {value!r:.80}; return a number, a bool or None") from None
+    if isinstance(value, str):
+        raise TypeError(f"{name} returned the string {value!r:.80}; return a number, a bool or None")
+    if not math.isfinite(number):
+        raise ValueError(f"{name} returned {number}; a reward is a finite number, or None where it cannot be told")
+    return number
+
+
+def weighted_sum(rewards: Mapping[str, Score], scorers: tuple[Scorer, ...]) -> Score:
+    """The sum of the rewards by their weights; None if there is none, or if one of them is None."""
+    weights = {scorer.name: scorer.weight for scorer in scorers}
+    if not rewards or any(value is None for value in rewards.values()):
+        return None
+    return math.fsum(weights[name] * value for name, value in rewards.items() if value is not None)

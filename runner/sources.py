@@ -1,0 +1,132 @@
+"""Where a run's tasks come from: iterables of either colour, JSONL files, sources that hear of results."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import orjson
+
+from runner.errors import BadTask
+from runner.tasks import Task
+from runner.threads import Job, Workers
+from runner.trajectory import Trajectory
+
+__all__ = ["TaskFeed", "Tasks", "read_tasks"]
+
+Tasks: TypeAlias = Iterable[Task] | AsyncIterable[Task] | str | Path
+"""What a run takes as tasks; a string or a path is a JSONL file."""
+
+_END = object()
+
+
+class TaskFeed:
+    """Tasks one at a time, pulled when somebody has a place for one.
+
+    What may block runs in the run's threads: `next` of a synchronous source, and its `finished`. A list cannot block.
+
+    Attributes:
+        repeatable: the source hears of results and may give a task again.
+    """
+
+    def __init__(self, tasks: Tasks, *, task_class: type[Task], workers: Workers) -> None:
+        source = read_tasks(Path(tasks), task_class) if isinstance(tasks, str | Path) else tasks
+        self.repeatable = hasattr(source, "finished")
+        self._source: Any = source
+        self._workers = workers
+        self._asynchronous: AsyncIterator[Task] | None = None
+        self._synchronous: Iterator[Task] | None = None
+        self._blocks = not isinstance(source, Sequence)
+        if isinstance(source, AsyncIterable):
+            self._asynchronous = aiter(source)
+        elif isinstance(source, Iterable):
+            self._synchronous = iter(source)
+        else:
+            raise BadTask(f"tasks must be an iterable of Task or the path of a JSONL file, got {source!r:.80}")
+
+    async def next(self) -> Task | None:
+        """The next task, or None where there is no further one.
+
+        Raises:
+            BadTask: what came is no task, or it has no id.
+        """
+        if self._asynchronous is not None:
+            task: Any = await anext(self._asynchronous, _END)
+        elif self._blocks:
+            task = await self._workers.call(Job(self._next, "tasks()"))
+        else:
+            task = self._next()
+        return None if task is _END else _checked(task)
+
+    def _next(self) -> Any:
+        assert self._synchronous is not None
+        return next(self._synchronous, _END)
+
+    async def finished(self, trajectory: Trajectory) -> None:
+        """Tell the source, if it wants to hear."""
+        if not self.repeatable:
+            return
+        if self._asynchronous is not None:
+            result = self._source.finished(trajectory)
+            if inspect.isawaitable(result):
+                await result
+            return
+        await self._workers.call(Job(lambda: self._source.finished(trajectory), "finished()"))
+
+    async def aclose(self) -> None:
+        """Close an asynchronous generator; a synchronous one ends with its thread."""
+        close = getattr(self._asynchronous, "aclose", None)
+        if close is not None:
+            await close()
+
+
+def read_tasks(path: Path, task_class: type[Task] = Task) -> Iterator[Task]:
+    """The tasks of a JSONL file, one object a line, read as they are needed.
+
+    Raises:
+        BadTask: a line that is no object, lacks a field or has keys that nothing reads; names file and line.
+    """
+    if not path.is_file():
+        raise BadTask(f"there is no task file {str(path)!r}; give the path of a JSONL file with one task a line.")
+    return _read_lines(path, task_class)
+
+
+def _read_lines(path: Path, task_class: type[Task]) -> Iterator[Task]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _task_of(line, task_class, f"{path}:{number}")
+
+
+def _task_of(line: bytes, task_class: type[Task], where: str) -> Task:
+    try:
+        fields = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise BadTask(f"{where}: not JSON ({error}).") from error
+    if not isinstance(fields, dict):
+        raise BadTask(f"{where}: a task is a JSON object, got {type(fields).__name__}.")
+    known = {field.name for field in dataclasses.fields(task_class)}
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        name = task_class.__name__
+        raise BadTask(
+            f"{where}: nothing reads {', '.join(map(repr, unknown))}: put it under 'info', or give {name} a field of "
+            f"that name (class Case(Task) with Environment[Case]). {name} has {', '.join(sorted(known))}."
+        )
+    try:
+        return task_class(**fields)
+    except TypeError as error:
+        raise BadTask(f"{where}: {error}.") from error
+
+
+def _checked(task: Any) -> Task:
+    if not isinstance(task, Task):
+        raise BadTask(f"a source gave {task!r:.80}, which is no Task: give Task(id=..., prompt=...).")
+    if not isinstance(task.id, str) or not task.id:
+        raise BadTask(
+            f"a task has no id (prompt {task.prompt!r:.60}): give each task a string that is unique in the run."
+        )
+    return task

@@ -1,0 +1,196 @@
+"""The summary of a run: constant memory, however many episodes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from runner.trajectory import Outcome, Trajectory, Turn
+
+__all__ = ["Mean", "Summary", "TokenCounts"]
+
+
+@dataclass(slots=True)
+class Mean:
+    """A mean and its standard error, by Welford's recurrence."""
+
+    count: int = 0
+    mean: float = 0.0
+    _squares: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        delta = value - self.mean
+        self.mean += delta / self.count
+        self._squares += delta * (value - self.mean)
+
+    @property
+    def standard_error(self) -> float:
+        """Of the mean; NaN below two values."""
+        return math.sqrt(self._squares / (self.count - 1) / self.count) if self.count > 1 else math.nan
+
+    def as_dict(self) -> dict[str, Any]:
+        error = self.standard_error
+        return {
+            "mean": self.mean if self.count else None,
+            "standard_error": None if math.isnan(error) else error,
+            "count": self.count,
+        }
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Ids of all turns.
+
+    Attributes:
+        prompt: what the model was given, every turn's whole prompt.
+        cached: of that, what the engine's prefix cache held, where it says.
+        sampled: what it sampled.
+        bridged: what was put between its turns.
+    """
+
+    prompt: int = 0
+    cached: int = 0
+    sampled: int = 0
+    bridged: int = 0
+
+
+@dataclass(slots=True)
+class Summary:
+    """What came of a run.
+
+    Attributes:
+        episodes: that ended, in whatever way.
+        outcomes: how many ended how.
+        reward: of `main`, over the episodes that have one.
+        rewards: each reward by name, before weighting.
+        metrics: each metric by name, over the episodes where it could be told.
+        tokens: over all agents.
+        junctions: (result, anchor, close, seam) and how often.
+        finishes: how turns ended.
+        turns: of all agents.
+        retried: attempts that were played again after an engine's failure.
+        faults: what went wrong without changing an outcome, the latest.
+        times: seconds of all turns together: queued, first_token, decode, environment.
+        solved: how many groups had (episodes, of those solved), for pass@k.
+    """
+
+    group_size: int = 1
+    episodes: int = 0
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    reward: Mean = field(default_factory=Mean)
+    rewards: dict[str, Mean] = field(default_factory=dict)
+    metrics: dict[str, Mean] = field(default_factory=dict)
+    tokens: TokenCounts = field(default_factory=TokenCounts)
+    junctions: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
+    finishes: Counter[str] = field(default_factory=Counter)
+    times: dict[str, float] = field(default_factory=dict)
+    turns: int = 0
+    retried: int = 0
+    faults: deque[str] = field(default_factory=lambda: deque(maxlen=100))
+    solved: Counter[tuple[int, int]] = field(default_factory=Counter)
+    seconds: float = 0.0
+    _began: float = 0.0
+    _open: dict[tuple[str, int], list[bool]] = field(default_factory=dict)
+
+    def start(self) -> None:
+        self._began = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the run began to play."""
+        return self.seconds or (time.monotonic() - self._began if self._began else 0.0)
+
+    def stop(self) -> None:
+        self.seconds = time.monotonic() - self._began
+
+    @property
+    def failed(self) -> int:
+        return sum(count for outcome, count in self.outcomes.items() if outcome.failed)
+
+    @property
+    def cut_short(self) -> int:
+        """Episodes that the next run of the same configuration plays again."""
+        return sum(count for outcome, count in self.outcomes.items() if outcome.cut_short)
+
+    def add(self, trajectories: Sequence[Trajectory]) -> None:
+        """Count an episode: the trajectories of its agents, `main` first."""
+        main = trajectories[0]
+        self.episodes += 1
+        self.outcomes[main.outcome] += 1
+        for name, value in main.metrics.items():
+            self.metrics.setdefault(name, Mean()).add(value)
+        for trajectory in trajectories:
+            for turn in trajectory.turns:
+                self._add_turn(turn)
+
+    def add_reward(self, main: Trajectory) -> None:
+        """Count the reward of an episode, once it is final."""
+        if main.reward is not None:
+            self.reward.add(main.reward)
+        for name, value in main.rewards.items():
+            if value is not None:
+                self.rewards.setdefault(name, Mean()).add(value)
+        group = self._open.setdefault((main.task.id, main.visit), [])
+        group.append(main.reward is not None and main.reward >= SOLVED)
+        if len(group) == self.group_size:
+            self.solved[len(group), sum(group)] += 1
+            del self._open[main.task.id, main.visit]
+
+    def pass_at(self, k: int) -> float | None:
+        """The chance that one of k episodes of a task is solved, unbiased (Chen et al. 2021), or None without groups.
+
+        An episode is solved with a reward of at least 1; a failed one is not.
+        """
+        groups = sum(count for (n, _), count in self.solved.items() if n >= k)
+        if not groups:
+            return None
+        missed = sum(count * math.comb(n - c, k) / math.comb(n, k) for (n, c), count in self.solved.items() if n >= k)
+        return 1 - missed / groups
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        scored = sum(count for outcome, count in self.outcomes.items() if outcome.scored)
+        return {
+            "episodes": self.episodes,
+            "scored": scored,
+            "failed": self.failed,
+            "outcomes": {outcome.value: count for outcome, count in sorted(self.outcomes.items())},
+            "reward": self.reward.as_dict(),
+            "rewards": {name: mean.as_dict() for name, mean in self.rewards.items()},
+            "metrics": {name: mean.as_dict() for name, mean in self.metrics.items()},
+            "pass_at": {str(k): self.pass_at(k) for k in _powers_of_two(self.group_size)},
+            "turns": self.turns,
+            "finishes": dict(sorted(self.finishes.items())),
+            "tokens": asdict(self.tokens),
+            "junctions": {"/".join(key): count for key, count in sorted(self.junctions.items())},
+            "seconds": self.elapsed,
+            "times": dict(self.times),
+            "tokens_per_second": self.tokens.sampled / self.elapsed if self.elapsed else None,
+            "retried": self.retried,
+            "faults": list(self.faults),
+        }
+
+    def _add_turn(self, turn: Turn) -> None:
+        self.turns += 1
+        self.finishes[turn.finish.value] += 1
+        self.tokens.prompt += turn.start
+        self.tokens.cached += turn.cached_tokens or 0
+        self.tokens.sampled += turn.end - turn.start
+        for name in ("queued", "first_token", "decode", "environment"):
+            self.times[name] = self.times.get(name, 0.0) + getattr(turn.timings, name)
+        junction = turn.junction
+        if junction is not None:
+            self.tokens.bridged += junction.inserted
+            self.junctions[junction.result.value, junction.anchor.value, junction.close.value, junction.seam.value] += 1
+
+
+SOLVED = 1.0
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [k for k in (1 << power for power in range(most.bit_length())) if k <= most]
