@@ -32,7 +32,6 @@ class Property(enum.StrEnum):
     SENTINEL_SHOWN = "no_sentinel"  # the last assistant turn does not show what was said or called
     TURN_STAYS_BEHIND = "marker_in_tail"  # the model's words would be repeated after the turn
     CONTENT_SHOWN = "content_missing"  # a new message cannot be seen in the render
-    BORDER_KNOWN = "border_unknown"  # where the first new content begins depends on that content
     STOP_IN_TAIL = "stop_not_in_tail"  # the sampled stop does not stand where the template closes a turn
     CLOSE_KNOWN = "close_not_found"  # a cut turn with calls: none of the stop ids closes it
     TEXT_KEPT = "text_not_kept"  # encoding and decoding the tail gives another text
@@ -150,7 +149,7 @@ class Bridger:
         raise Unbridgeable(
             Property.STOP_IN_TAIL,
             f"the turn ended with {self.tokenizer.decode([stop])!r}, and the template closes it with "
-            f"{tail.text[: tail.first_content]!r}",
+            f"{tail.text[:40]!r}",
         )
 
     def _after_cut(self, tail: _Tail, sampled: Sequence[int]) -> _Start:
@@ -164,8 +163,7 @@ class Bridger:
         if index is None:
             raise Unbridgeable(
                 Property.CLOSE_KNOWN,
-                f"the turn was cut after a call, and none of the model's stop ids is in the template's close "
-                f"{tail.text[: tail.first_content]!r}",
+                f"the turn was cut after a call, and no stop id of the model is in the template's {tail.text[:40]!r}",
             )
         return _Start(index, Anchor.NONE, Close.MASKED)
 
@@ -252,7 +250,11 @@ class _Tail:
         self._bridger.check_asks(self.text, lambda: self._text(self._new, generation_prompt=False))
         decoded = self._tokenizer.decode(self.ids)
         if decoded != self.text and self._tokenizer.normalize(decoded) != self._tokenizer.normalize(self.text):
-            raise Unbridgeable(Property.TEXT_KEPT, f"the vocabulary turns {self.text!r} into {decoded!r}")
+            at = _common_length(self.text, decoded)
+            raise Unbridgeable(
+                Property.TEXT_KEPT,
+                f"the vocabulary has no ids for {self.text[at : at + 20]!r}, which becomes {decoded[at : at + 20]!r}",
+            )
 
     def find_in_close(self, wanted: Iterable[int]) -> int | None:
         """The first place of a wanted id in what the template writes before any new content."""
@@ -284,15 +286,14 @@ class _Tail:
 
     @cached_property
     def _content_border(self) -> int:
-        """Where the first new content begins, by rendering a marker in its place."""
+        """Where the first new content begins, by rendering a marker in its place.
+
+        Where the content changes what the template writes before it, only what both renders begin with counts.
+        """
         marker = self._stem + "content"
         first = cast("Message", {**self._new[0], "content": marker})
         close, found, _ = self._text([first, *self._new[1:]]).partition(marker)
-        if not found or not self.text.startswith(close):
-            raise Unbridgeable(
-                Property.BORDER_KNOWN, f"what the template writes before {self._new[0]['content']!r:.80} depends on it"
-            )
-        return len(close)
+        return _common_length(self.text, close) if found else 0
 
     def _text(self, new: Sequence[Message], *, generation_prompt: bool = True) -> str:
         messages = [*self._history, *new]
@@ -382,3 +383,9 @@ def _forms(content: str) -> Iterator[str]:
     yield content.strip()
     yield json.dumps(content, ensure_ascii=False)[1:-1]
     yield json.dumps(content)[1:-1]
+
+
+def _common_length(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    differences = (index for index, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
+    return next(differences, min(len(one), len(other)))

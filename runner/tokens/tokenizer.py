@@ -73,13 +73,15 @@ class VocabularyTokenizer:
         self._tokenizer.no_padding()
         settings = json.loads(text)
         added = self._tokenizer.get_added_tokens_decoder()
-        self.eos_id = self.token_id(eos_token) if eos_token is not None else None
+        self.eos_id: int | None = self.token_id(eos_token) if eos_token is not None else None
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values(), default=-1) + 1
         self._normalizer = _visible_normalizer(settings.get("normalizer"))
-        self.pieces = _pieces(vocabulary, self.size) if _is_byte_level(settings.get("decoder")) else None
+        self.pieces: Sequence[bytes] | None = (
+            _pieces(vocabulary, self.size) if _is_byte_level(settings.get("decoder")) else None
+        )
         longest = max(map(len, self.pieces if self.pieces is not None else (name.encode() for name in vocabulary)))
         # Composing characters makes a text up to three times shorter before it is cut into tokens.
         self.longest_token = longest * (1 if self._normalizer is None else 3)
