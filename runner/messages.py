@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Required, TypeAlias, TypedDict
@@ -93,7 +94,10 @@ def as_messages(prompt: Prompt) -> list[Message]:
 
 def canonical_json(value: Any) -> str:
     """`value` as JSON with its own key order, non-ASCII kept: what a model reads and what hashes are made of."""
-    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str).decode()
+    try:
+        return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str).decode()
+    except orjson.JSONEncodeError:  # models write integers past 64 bits
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
 
 
 def _checked(message: Any) -> Message:

@@ -54,10 +54,10 @@ _ESCAPES: Final = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\
 _NUMBERS: Final = {
     "natural": '"0" | [1-9] [0-9]*',
     "integer": '"-"? natural',
-    # At most 17 digits before the point and exponents below 308, so that no number is infinite.
-    "number": '"-"? ( ("0" | [1-9] [0-9]{0,16}) ("." [0-9]+)? | [1-9] ("." [0-9]+)? "e" exponent )',
-    "exponent": '"-" ([0-9]{1,2} | "1" [0-9]{2} | "2" [0-9]{2} | "30" [0-7]) '
-    '| "+"? ([0-9]{1,2} | "1" [0-9]{2} | "2" [0-9]{2} | "30" [0-7])',
+    # At most 17 digits before the point and no exponent above 307, so that no number is infinite.
+    "unsigned": '("0" | [1-9] [0-9]{0,16}) ("." [0-9]+)? | [1-9] ("." [0-9]+)? "e" exponent',
+    "number": '"-"? unsigned',
+    "exponent": '"-" [0-9]{1,3} | "+"? ([0-9]{1,2} | [12] [0-9]{2} | "30" [0-7])',
 }
 
 JSON: Final = Dialect(
@@ -180,7 +180,8 @@ class GrammarWriter:
             case "integer":
                 return self._integer(schema)
             case "number":
-                return "number"
+                low = max(schema.get("minimum", -1), schema.get("exclusiveMinimum", -1))
+                return "unsigned" if low >= 0 else "number"
             case "string":
                 return self.rule("string", self.dialect.string(_repeat(schema, "minLength", "maxLength")))
             case "boolean":
@@ -229,7 +230,7 @@ class GrammarWriter:
     def _anything(self) -> str:
         if "anything" not in self._rules:
             self._rules["anything"] = ""  # it refers to itself
-            kinds = ("string", "number", "boolean", "null", "array", "object")
+            kinds = ("string", "integer", "number", "boolean", "null", "array", "object")
             self._rules["anything"] = " | ".join(self._typed(kind, {}) for kind in kinds)
         return "anything"
 
