@@ -258,6 +258,12 @@ def test_reasoning_that_the_template_strips_from_history_does_not_matter() -> No
     assert text == "\n<|im_start|>user\nAnd twice that?<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_words_that_the_template_writes_twice_within_the_turn_do_not_matter() -> None:
+    made = bridger(chatml(body="{{ m.content }}{{ ' (' + m.content + ')' if m.role == 'assistant' }}"))
+    text, _ = answer(made, "42", "<|im_end|>", says("42"), MORE)
+    assert text == "\n<|im_start|>user\nAnd twice that?<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_an_open_think_in_the_generation_prompt_stays_at_the_end() -> None:
     made = bridger(chatml() + "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}")
     text, _ = answer(made, "\n</think>42", "<|im_end|>", says("42", reasoning="\n"), MORE)
