@@ -1,0 +1,1 @@
+"""The token layer: templates, vocabularies, the token log and the bridge between turns."""

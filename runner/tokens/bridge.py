@@ -136,6 +136,8 @@ class Bridger:
         tail.check()
         start = self._after_stop(tail, sampled, stop) if stop is not None else self._after_cut(tail, sampled)
         ids = tail.ids[start.index :]
+        if not ids:
+            raise Unbridgeable(Property.PROMPTS_ANSWER, "nothing follows the stop that was sampled")
         seam = self._seam(sampled, ids)
         return Bridge(ids, Junction(Result.APPENDED, start.anchor, start.close, seam, len(ids), cause=start.cause))
 
@@ -169,8 +171,10 @@ class Bridger:
 
     def _seam(self, sampled: Sequence[int], bridge: Sequence[int]) -> Seam:
         special = self.tokenizer.special_ids
-        if not sampled or not bridge or sampled[-1] in special or bridge[0] in special:
+        if bridge[0] in special or (sampled and sampled[-1] in special):
             return Seam.SPECIAL
+        if not sampled:  # the neighbour is the generation prompt, which is not at hand
+            return Seam.UNVERIFIED
         said, follows = self.tokenizer.decode(sampled), self.tokenizer.decode(bridge)
         whole = self.tokenizer.encode(said + follows)
         return Seam.VERIFIED if whole == [*self.tokenizer.encode(said), *bridge] else Seam.UNVERIFIED

@@ -347,6 +347,15 @@ def test_a_seam_that_would_merge_is_unverified(vocabulary: VocabularyTokenizer) 
     assert bridge.junction.seam is Seam.UNVERIFIED
 
 
+def test_a_turn_cut_before_its_first_id_has_a_known_seam_only_next_to_a_control_token(
+    vocabulary: VocabularyTokenizer,
+) -> None:
+    history = [QUESTION, says("")]
+    closed = bridger(chatml(), vocabulary).bridge(history, [MORE], sampled=[], stop=None)
+    plain = bridger(PLAIN.replace("CLOSE", "."), vocabulary, ["."]).bridge(history, [MORE], sampled=[], stop=None)
+    assert (closed.junction.seam, plain.junction.seam) == (Seam.SPECIAL, Seam.UNVERIFIED)
+
+
 REFUSALS = {
     "no_sentinel": chatml(body="{{ m.content if m.role != 'assistant' }}"),
     "content_missing": chatml(body="{{ m.content if m.role != 'tool' }}"),
