@@ -1,1 +1,145 @@
-"""deltarunner: plays multi-turn agent environments against a language model in the same process."""
+"""deltarunner: many multi-turn agent episodes at once against vLLM in the same process, with exact token ids.
+
+Every public name comes from here and is loaded when it is first asked for: importing this package loads nothing heavy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runner.conversation import Conversation
+    from runner.edge import run
+    from runner.engines.base import FinishReason
+    from runner.engines.scripted import ScriptedEngine
+    from runner.engines.vllm import VllmEngine
+    from runner.environment import Environment, Reply
+    from runner.episode import Episode
+    from runner.errors import (
+        BadEnvironment,
+        BadInput,
+        BadModel,
+        BadOption,
+        BadTask,
+        BadTemplate,
+        ConfigurationChanged,
+        DeltarunnerError,
+        EngineDead,
+        EngineError,
+        EngineStalled,
+        EpisodeOver,
+        NewerRunFile,
+        RequestRejected,
+        RunFileError,
+        RunStopped,
+        RunStuck,
+        StorageFailed,
+        ToolError,
+        TooManyFailures,
+        WrongArguments,
+    )
+    from runner.messages import Message, Prompt, ToolCall
+    from runner.options import Concurrency, Limits, Sampling
+    from runner.runs import Run
+    from runner.scoring import group_reward, metric, reward
+    from runner.store.reader import RunFile
+    from runner.summary import Summary
+    from runner.tasks import Task, TaskSource
+    from runner.tools import Tool, tool
+    from runner.trajectory import Group, Outcome, Segment, Trajectory, Turn
+
+    __version__: str
+
+__all__ = [
+    "BadEnvironment",
+    "BadInput",
+    "BadModel",
+    "BadOption",
+    "BadTask",
+    "BadTemplate",
+    "Concurrency",
+    "ConfigurationChanged",
+    "Conversation",
+    "DeltarunnerError",
+    "EngineDead",
+    "EngineError",
+    "EngineStalled",
+    "Environment",
+    "Episode",
+    "EpisodeOver",
+    "FinishReason",
+    "Group",
+    "Limits",
+    "Message",
+    "NewerRunFile",
+    "Outcome",
+    "Prompt",
+    "Reply",
+    "RequestRejected",
+    "Run",
+    "RunFile",
+    "RunFileError",
+    "RunStopped",
+    "RunStuck",
+    "Sampling",
+    "ScriptedEngine",
+    "Segment",
+    "StorageFailed",
+    "Summary",
+    "Task",
+    "TaskSource",
+    "TooManyFailures",
+    "Tool",
+    "ToolCall",
+    "ToolError",
+    "Trajectory",
+    "Turn",
+    "VllmEngine",
+    "WrongArguments",
+    "group_reward",
+    "metric",
+    "reward",
+    "run",
+    "tool",
+]
+
+_HOMES = {
+    "runner.conversation": ("Conversation",),
+    "runner.edge": ("run",),
+    "runner.engines.base": ("FinishReason",),
+    "runner.engines.scripted": ("ScriptedEngine",),
+    "runner.engines.vllm": ("VllmEngine",),
+    "runner.environment": ("Environment", "Reply"),
+    "runner.episode": ("Episode",),
+    "runner.messages": ("Message", "Prompt", "ToolCall"),
+    "runner.options": ("Concurrency", "Limits", "Sampling"),
+    "runner.runs": ("Run",),
+    "runner.scoring": ("group_reward", "metric", "reward"),
+    "runner.store.reader": ("RunFile",),
+    "runner.summary": ("Summary",),
+    "runner.tasks": ("Task", "TaskSource"),
+    "runner.tools": ("Tool", "tool"),
+    "runner.trajectory": ("Group", "Outcome", "Segment", "Trajectory", "Turn"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+if not TYPE_CHECKING:  # a type checker would take every misspelt name for a public one
+
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            from importlib.metadata import version
+
+            value = version("deltarunner")
+        elif name in __all__:
+            # Every error lives in one module.
+            value = getattr(importlib.import_module(_HOME.get(name, "runner.errors")), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

@@ -1,0 +1,64 @@
+"""The public names, and what importing them costs."""
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import runner
+from runner import errors
+
+HEAVY = ("torch", "transformers", "vllm", "tokenizers", "pyarrow", "anyio", "pydantic", "rich", "typer")
+
+
+def test_public_names() -> None:
+    assert runner.__all__ == sorted(runner.__all__)
+    authors = (
+        "Conversation Environment Episode EpisodeOver Group Task Tool ToolError Turn group_reward metric reward tool"
+    )
+    running = "Concurrency Limits Run RunFile Sampling ScriptedEngine Summary TaskSource VllmEngine run"
+    records = "FinishReason Message Outcome Prompt Reply Segment ToolCall Trajectory"
+    assert set(runner.__all__) == {*f"{authors} {running} {records}".split(), *errors.__all__}
+    assert set(runner.__all__) <= set(dir(runner))
+    for name in runner.__all__:
+        assert getattr(runner, name) is not None
+
+
+def test_type_checkers_see_the_names_that_are_loaded() -> None:
+    source = ast.parse(inspect.getsource(runner))
+    block = next(node for node in source.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.name: node.module for node in imports for alias in node.names}
+    assert sorted(seen) == runner.__all__
+    for name, module in seen.items():
+        assert getattr(sys.modules[str(module)], name) is getattr(runner, name)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Agent'"):
+        getattr(runner, "Agent")  # noqa: B009  # a type checker knows better
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    pyproject = Path(__file__).parents[1] / "pyproject.toml"
+    assert f'version = "{runner.__version__}"' in pyproject.read_text()
+
+
+def loaded_by(code: str) -> set[str]:
+    """Modules that are loaded after `code` in an interpreter of its own."""
+    script = f"{code}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert loaded_by("import runner").isdisjoint(HEAVY)
+
+
+def test_no_public_name_loads_the_engine() -> None:
+    names = loaded_by("import runner\nfor name in runner.__all__: getattr(runner, name)")
+    assert names.isdisjoint({"torch", "transformers", "vllm"})
