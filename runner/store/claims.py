@@ -1,0 +1,107 @@
+"""Claims of tasks: which visit of a task this is, and what an earlier run of the same file has left of it to do."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from runner.errors import BadTask, ConfigurationChanged
+from runner.store.plain import decode_json, encode_task, encode_text
+from runner.tasks import Task
+from runner.trajectory import Outcome
+
+__all__ = ["Claimed", "Claims"]
+
+
+_EPISODES_OF_TASK = "SELECT group_index, attempt, outcome FROM episodes WHERE task_id = ? AND visit = ?"
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A task that may be played now.
+
+    Attributes:
+        visit: how often it was given before in this run.
+        finished: indices of its group whose episode has a final outcome in the file.
+        attempts: by index, the attempts that the file holds; the next one has this number.
+        group_scored: the group's rewards are in the file.
+    """
+
+    visit: int = 0
+    finished: frozenset[int] = frozenset()
+    attempts: Mapping[int, int] = field(default_factory=dict)
+    group_scored: bool = False
+
+
+class Claims:
+    """The ids of the tasks that this run was given, in a temporary database: on disk where they are many.
+
+    May be used from any thread. `stored` is a connection to what earlier runs left in the file, if there is any.
+    """
+
+    def __init__(self, stored: sqlite3.Connection | None) -> None:
+        self._stored = stored
+        self._lock = threading.Lock()
+        self._given = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        for pragma in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -4096"):
+            self._given.execute(f"PRAGMA {pragma}")
+        self._given.execute(
+            "CREATE TABLE given (id PRIMARY KEY, position INTEGER, visits INTEGER NOT NULL) WITHOUT ROWID"
+        )
+
+    def claim(self, task: Task, position: int, *, repeatable: bool) -> Claimed:
+        """See `RunWriter.claim`."""
+        with self._lock:
+            visit = self._next_visit(task, position, repeatable)
+            return self._stored_state(self._stored, task, visit) if self._stored is not None else Claimed(visit)
+
+    def _next_visit(self, task: Task, position: int, repeatable: bool) -> int:
+        id = encode_text(task.id)
+        row = self._given.execute("SELECT position, visits FROM given WHERE id = ?", (id,)).fetchone()
+        if row is None:
+            self._given.execute("INSERT INTO given VALUES (?, ?, 1)", (id, position))
+            return 0
+        first, visits = row
+        if not repeatable:
+            raise BadTask(
+                f"task {position} has the id {task.id!r}, which task {first} has as well: "
+                f"give each task an id of its own. (A source that repeats tasks on purpose has finished(trajectory).)"
+            )
+        self._given.execute("UPDATE given SET visits = visits + 1 WHERE id = ?", (id,))
+        return int(visits)
+
+    @staticmethod
+    def _stored_state(stored: sqlite3.Connection, task: Task, visit: int) -> Claimed:
+        key = encode_text(task.id), visit
+        row = stored.execute("SELECT task, group_scored FROM tasks WHERE id = ? AND visit = ?", key).fetchone()
+        if row is None:
+            return Claimed(visit)
+        _require_same(row["task"], task)
+        attempts: dict[int, int] = {}
+        finished: set[int] = set()
+        for index, attempt, outcome in stored.execute(_EPISODES_OF_TASK, key):
+            attempts[index] = max(attempts.get(index, 0), attempt + 1)
+            if not Outcome(outcome).cut_short:
+                finished.add(index)
+        return Claimed(visit, frozenset(finished), attempts, bool(row["group_scored"]))
+
+    def close(self) -> None:
+        with self._lock:
+            self._given.close()
+
+
+def _require_same(stored: str, task: Task) -> None:
+    now = encode_task(task)
+    if now == stored:
+        return
+    old_fields, new_fields = decode_json(stored), decode_json(now)
+    if old_fields == new_fields:  # NaN apart, another order of the same
+        return
+    names = [name for name in {**old_fields, **new_fields} if old_fields.get(name) != new_fields.get(name)]
+    lines = [f"  {name}: {old_fields.get(name)!r:.100} -> {new_fields.get(name)!r:.100}" for name in names]
+    raise ConfigurationChanged(
+        f"task {task.id!r} is not the one that the run file holds:\n" + "\n".join(lines) + "\n"
+        "Give the same tasks to resume the run (further ones may follow), or another path (--file) to begin a new one."
+    )

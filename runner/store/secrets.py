@@ -1,0 +1,67 @@
+"""Keeps secrets out of run files: values whose names say that they are one are stored as a hash."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+__all__ = ["hide_secrets", "is_secret_name"]
+
+_SECRETS: Final = frozenset(
+    {"apikey", "credential", "credentials", "key", "keys", "passphrase", "password", "passwords", "passwd", "secret"}
+    | {"secrets", "token"}
+)
+# A token of the vocabulary is no secret: eos_token, image_token, stop_token.
+_VOCABULARY: Final = frozenset(
+    {
+        "audio",
+        "begin",
+        "bos",
+        "cls",
+        "end",
+        "eos",
+        "image",
+        "mask",
+        "pad",
+        "sep",
+        "start",
+        "stop",
+        "tool",
+        "unk",
+        "video",
+    }
+)
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a value of this name is a secret: `api_key`, `hfToken`, `PASSWORD`; not `max_tokens`, `eos_token`."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    for before, word in zip(["", *words], words, strict=False):
+        if word in _SECRETS and not (word == "token" and before in _VOCABULARY):
+            return True
+    return False
+
+
+def hide_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values, with the text under every secret name replaced by a hash, at any depth.
+
+    Only text is hidden: numbers and switches (`token_ids`, `use_key=True`) are no secrets.
+    """
+    return {name: _hidden(value) if is_secret_name(name) else _searched(value) for name, value in values.items()}
+
+
+def _searched(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return hide_secrets(value)
+    return [_searched(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _hidden(value: Any) -> Any:
+    if isinstance(value, str) and value:
+        return f"sha256:{hashlib.sha256(value.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+    if isinstance(value, Mapping):
+        return {name: _hidden(inner) for name, inner in value.items()}
+    return [_hidden(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,273 @@
+"""Writes a run file: one thread, one transaction for all that waits, and a word to each when it is on disk."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import anyio.to_thread
+
+from runner.errors import ConfigurationChanged, StorageFailed
+from runner.store.claims import Claimed, Claims
+from runner.store.codec import load_trajectory
+from runner.store.commits import Commit, CommitThread, EpisodeCommit, FinishCommit, RewardCommit
+from runner.store.database import (
+    FileLock,
+    check_format,
+    make_folder,
+    migrate,
+    open_reader,
+    open_writer,
+    storage_faults,
+    tables_in,
+    transaction,
+)
+from runner.store.header import Header, OnChange
+from runner.store.plain import TaskDecoder, encode_text
+from runner.store.schema import APPLICATION_ID, FORMAT, TABLES
+from runner.tasks import Task
+from runner.trajectory import Trajectory
+
+__all__ = ["Claimed", "RunWriter"]
+
+CLOSE_SECONDS = 30.0
+ANSWER_SECONDS = 60.0
+WAITING_COMMITS = 1024
+
+
+class RunWriter:
+    """The run file while a run plays; use it as `async with`.
+
+    A commit call returns when the transaction that holds it is committed. Commits that come while one is being made
+    go together into the next. Trajectories are packed in the writer's thread, so they must not change before the
+    call returns.
+
+    Args:
+        path: the file; made with its folder if it is not there. None keeps no trajectories, only the tasks' ids.
+        header: of this run.
+        task_class: what stored tasks are read back as.
+        durable: every commit also survives a power cut (`synchronous=FULL`); without it they survive the death of
+            the process in any way, `kill -9` included.
+
+    Attributes:
+        header: of the file: the one that it was begun with.
+        resumed: the file held this run already.
+        warnings: what is not as it was when the file was begun, and does not stand in the way.
+
+    Raises (when it is entered):
+        ConfigurationChanged: the file holds a run of another configuration; the message lists what differs.
+        NewerRunFile: the file is of a newer version.
+        StorageFailed: it cannot be opened, is no run file, or somebody else writes it.
+    """
+
+    def __init__(
+        self, path: Path | None, header: Header, *, task_class: type[Task] = Task, durable: bool = False
+    ) -> None:
+        self.path = path
+        self.header = header
+        self.resumed = False
+        self.warnings: tuple[str, ...] = ()
+        self._given = header
+        self._decode_task = TaskDecoder(task_class)
+        self._durable = durable
+        self._lock: FileLock | None = None
+        self._connection: sqlite3.Connection | None = None
+        self._reader: sqlite3.Connection | None = None
+        self._claims: Claims
+        self._thread: CommitThread | None = None
+        self._stored_until = 0
+        self._waiting = anyio.Semaphore(WAITING_COMMITS, fast_acquire=True)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await anyio.to_thread.run_sync(self._open, limiter=anyio.CapacityLimiter(1))
+        except BaseException:
+            self._close()
+            raise
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with anyio.move_on_after(CLOSE_SECONDS, shield=True) as scope:
+            await anyio.to_thread.run_sync(self._close, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True)
+        if scope.cancelled_caught:
+            raise StorageFailed(f"run file {self.path}: the disk did not answer within {CLOSE_SECONDS:g} s.")
+
+    # --- opening and closing, in a worker thread
+
+    def _open(self) -> None:
+        if self.path is not None:
+            self._open_file(self.path)
+        self._claims = Claims(self._reader if self.resumed else None)
+
+    def _open_file(self, path: Path) -> None:
+        make_folder(path)
+        self._lock = FileLock(path)
+        self._lock.acquire()
+        with storage_faults(path):
+            self._connection = connection = open_writer(path, durable=self._durable)
+            if tables_in(connection):
+                migrate(connection, check_format(connection, path))
+                self._resume(path, connection)
+            else:
+                self._create(connection)
+            launch = self._note_launch(connection)
+            (last,) = connection.execute("SELECT coalesce(max(key), 0) FROM episodes").fetchone()
+            self._stored_until = last
+        self._reader = open_reader(path)
+        self._thread = CommitThread(connection, path, next_key=last + 1, launch=launch, resumed=self.resumed)
+
+    def _create(self, connection: sqlite3.Connection) -> None:
+        with transaction(connection):
+            for statement in TABLES.split(";\n"):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {FORMAT}")
+            connection.execute(
+                "INSERT INTO run (one, header, created) VALUES (1, ?, ?)", (self.header.to_json(), time.time())
+            )
+
+    def _resume(self, path: Path, connection: sqlite3.Connection) -> None:
+        (text,) = connection.execute("SELECT header FROM run").fetchone()
+        stored = Header.from_json(text)
+        refused = stored.refused(self._given)
+        if refused:
+            lines = "\n".join(f"  {change}" for change in refused)
+            raise ConfigurationChanged(
+                f"run file {path} holds a run of another configuration:\n{lines}\n"
+                f"Give the same options to resume it, or another path (--file) to begin a new run."
+            )
+        self.warnings = tuple(str(c) for c in stored.changes(self._given) if c.meaning is OnChange.WARN)
+        self.header = stored
+        self.resumed = True
+
+    def _note_launch(self, connection: sqlite3.Connection) -> int:
+        cursor = connection.execute(
+            "INSERT INTO launches (started, process, host, header) VALUES (?, ?, ?, ?)",
+            (time.time(), os.getpid(), platform.node(), self._given.to_json()),
+        )
+        return int(cursor.lastrowid or 0)
+
+    def _close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+        if hasattr(self, "_claims"):
+            self._claims.close()
+        if self._reader is not None:
+            self._reader.close()
+        if self._connection is not None:
+            _into_one_file(self._connection)
+            self._connection.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    # --- commits
+
+    async def commit_episode(self, trajectories: Sequence[Trajectory], *, retry: bool = False) -> None:
+        """Store the trajectories of one episode's agents; returns when they are committed.
+
+        Args:
+            trajectories: all of one episode; none of them may change before the call returns.
+            retry: this attempt is to be played again, so it is no result of the run.
+
+        Raises:
+            StorageFailed: they are not in the file; nothing that was committed before is lost.
+        """
+        if trajectories:
+            await self._commit(EpisodeCommit(trajectories, retry=retry))
+
+    async def commit_group_rewards(self, trajectories: Sequence[Trajectory]) -> None:
+        """Store `reward` and `rewards` of a task's committed trajectories anew, and that its group is scored.
+
+        Raises:
+            StorageFailed: they are not in the file.
+        """
+        if trajectories:
+            await self._commit(RewardCommit(trajectories))
+
+    async def finish(self, summary: Mapping[str, Any], *, complete: bool = True) -> None:
+        """Store the summary; a run that is `complete` is not resumed by the next `deltarunner run`."""
+        await self._commit(FinishCommit(summary, complete=complete))
+
+    async def _commit(self, commit: Commit) -> None:
+        if self._thread is None:
+            return
+        async with self._waiting:
+            # Once sent it is committed or it failed: a cancelled episode is not to be recorded a second time.
+            with anyio.move_on_after(ANSWER_SECONDS, shield=True):
+                self._thread.send(commit)
+                await commit.done.wait()
+        if not commit.done.is_set():
+            raise StorageFailed(f"run file {self.path}: the disk did not answer within {ANSWER_SECONDS:g} s.")
+        if commit.error is not None:
+            raise StorageFailed(str(commit.error)) from commit.error
+
+    # --- what is there
+
+    def claim(self, task: Task, position: int, *, repeatable: bool = False) -> Claimed:
+        """Note that `task`, the run's `position`-th, is to be played. Takes some 10 us, from any thread.
+
+        Args:
+            task: the task.
+            position: where it stands among the run's tasks, for messages.
+            repeatable: the source may give a task again; then that is another visit.
+
+        Raises:
+            BadTask: this run was given the id before, and its tasks are not repeatable.
+            ConfigurationChanged: the file holds another task of this id.
+        """
+        return self._claims.claim(task, position, repeatable=repeatable)
+
+    def stored(self) -> Iterator[Trajectory]:
+        """What earlier runs left in the file, in the order of commits, read as you go.
+
+        All agents of an episode follow one another. Superseded attempts are left out.
+        """
+        reader = self._reader
+        after = 0
+        while reader is not None and after < self._stored_until:
+            row = reader.execute(_NEXT_STORED, (after, self._stored_until)).fetchone()
+            if row is None:
+                return
+            after = row["key"]
+            yield load_trajectory(reader, row, self._decode_task)
+
+    async def stored_group(self, task_id: str, visit: int = 0) -> list[Trajectory]:
+        """All that the file holds of one visit of a task, by index and agent, superseded attempts left out."""
+        if self._reader is None:
+            return []
+        return await anyio.to_thread.run_sync(self._load_group, task_id, visit)
+
+    def _load_group(self, task_id: str, visit: int) -> list[Trajectory]:
+        assert self._reader is not None
+        rows = self._reader.execute(_GROUP, (encode_text(task_id), visit)).fetchall()
+        return [load_trajectory(self._reader, row, self._decode_task) for row in rows]
+
+
+_NEXT_STORED = "SELECT * FROM episodes WHERE key > ? AND key <= ? AND NOT superseded ORDER BY key LIMIT 1"
+
+_GROUP = """
+    SELECT * FROM episodes WHERE task_id = ? AND visit = ? AND NOT superseded ORDER BY group_index, agent
+"""
+
+
+def _into_one_file(connection: sqlite3.Connection) -> None:
+    """Without its log beside it the file can be copied, and read from a read-only disk.
+
+    Not while somebody reads it, or where the disk is full: then the log stays, and holds what the file does not.
+    """
+    try:
+        connection.execute("PRAGMA busy_timeout = 0")
+        connection.execute("PRAGMA journal_mode = DELETE")
+    except sqlite3.Error:
+        return
