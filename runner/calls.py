@@ -11,6 +11,7 @@ from runner import wording
 from runner.authors import AuthorCode, TooSlow
 from runner.errors import ToolError
 from runner.messages import Message, ToolCall
+from runner.options import UNSET
 from runner.tools import Tool, result_text
 from runner.trajectory import Turn
 
@@ -96,7 +97,7 @@ class _Running:
         tool = self._tools.get(call.name)
         if tool is None:
             return wording.unknown_tool(call.name, self._tools)
-        seconds = tool.seconds if tool.seconds is not None else self._seconds
+        seconds = self._seconds if tool.seconds is UNSET else tool.seconds
         try:
             function = partial(_call_async if tool.is_async else _call, tool, tool.arguments(call.arguments))
             text: str = await self._author.call(function, name=f"tool {tool.name}()", seconds=seconds)

@@ -63,11 +63,10 @@ class Clock:
             self.scope.deadline = anyio.current_time() + self._remaining
 
     def __enter__(self) -> Self:
+        self.start(self.seconds)
         self.scope.__enter__()
         self._outer = _running.get()
         _running.set((*self._outer, self))
-        if self.seconds is not None:
-            self.start(self.seconds)
         return self
 
     def __exit__(

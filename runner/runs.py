@@ -126,6 +126,7 @@ class Run:
         self.draining = False
         self.over = False
         self._all_begun = False
+        self._given = 0
         self._tasks = tasks
         self._context: RunContext
         self._writer: RunWriter
@@ -166,7 +167,15 @@ class Run:
             self.cancel()
         # Nobody reads any more: an episode that announces itself must not wait for a reader.
         self._results.close()
-        return await self._exit.__aexit__(kind, error, traceback)
+        try:
+            return await self._exit.__aexit__(kind, error, traceback)
+        except BaseExceptionGroup as group:
+            single = _single(group)
+            if single is None:
+                raise
+            if single is error:
+                return False
+            raise single from single.__cause__
 
     async def _open(self, exit_stack: AsyncExitStack) -> RunContext:
         now = datetime.now().astimezone()
@@ -339,7 +348,8 @@ class Run:
 
     async def _begin_group(self, task: Task, episodes: TaskGroup) -> None:
         """Begin the episodes of a task that no earlier run finished; a place is held for the first of them."""
-        claim = partial(self._writer.claim, task, repeatable=self._feed.repeatable)
+        self._given += 1
+        claim = partial(self._writer.claim, task, self._given, repeatable=self._feed.repeatable)
         claimed = await self.workers.call(Job(claim, "run file"))
         missing = [index for index in range(self.group_size) if index not in claimed.finished]
         if missing:
@@ -381,7 +391,7 @@ class Run:
             tried = place.attempt - first_attempt
             if not await self._try_again(trajectories[0], tried):
                 return trajectories
-            await self._writer.commit_episode(trajectories)
+            await self._writer.commit_episode(trajectories, retry=True)
             self.summary.retried += 1
             place = replace(place, attempt=place.attempt + 1)
 
@@ -503,6 +513,15 @@ class _Waiting:
 
     missing: int
     trajectories: list[Trajectory] = field(default_factory=list)
+
+
+def _single(error: BaseException) -> BaseException | None:
+    """The one error that a group of groups holds, or None if it holds several."""
+    while isinstance(error, BaseExceptionGroup):
+        if len(error.exceptions) != 1:
+            return None
+        error = error.exceptions[0]
+    return error
 
 
 def _by_index(trajectory: Trajectory) -> int:

@@ -1,0 +1,124 @@
+"""Arithmetic with a calculator: every turn is a call, the last one gives the answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from runner import Environment, Limits, Message, Sampling, Task, reward, tool
+
+OPERATORS = {"+": "add", "-": "subtract", "*": "multiply"}
+
+
+@dataclass(frozen=True)
+class Question(Task):
+    """`(first inner second) outer third`, as two calls and a value."""
+
+    calls: tuple[tuple[str, int, int], ...] = ()
+    value: int = 0
+
+
+class Calculator(Environment[Question]):
+    """Answer questions such as "What is (17 + 25) * 3?" with a calculator, one call a turn."""
+
+    system_prompt = "Answer with one function call at a time."
+    tool_choice = "required"
+    limits = Limits(turns=6)
+    sampling = Sampling(max_tokens=48)
+
+    def __init__(self, questions: int = 1000, first: int = 0, examples: int = 2) -> None:
+        """Choose the questions.
+
+        Args:
+            questions: how many there are.
+            first: the number of the first one; questions of other numbers differ.
+            examples: solved questions that are shown before each one.
+        """
+        self.questions = questions
+        self.first = first
+        self.examples = examples
+        self.calls: list[tuple[str, int, int]] = []
+        self.given: int | None = None
+
+    def tasks(self) -> Iterator[Question]:
+        for number in range(self.first, self.first + self.questions):
+            yield question(number)
+
+    def prompt(self) -> list[Message]:
+        shown = [message for number in range(self.examples) for message in solved(question(-1 - number))]
+        return [*shown, {"role": "user", "content": str(self.task.prompt)}]
+
+    @tool(parallel=False)
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        self.calls.append(("add", a, b))
+        return a + b
+
+    @tool(parallel=False)
+    def subtract(self, a: int, b: int) -> int:
+        """Subtract the second number from the first."""
+        self.calls.append(("subtract", a, b))
+        return a - b
+
+    @tool(parallel=False)
+    def multiply(self, a: int, b: int) -> int:
+        """Multiply two numbers."""
+        self.calls.append(("multiply", a, b))
+        return a * b
+
+    @tool(parallel=False)
+    def answer(self, value: int) -> str:
+        """Give the answer."""
+        self.given = value
+        self.episode.end("answered")
+        return "thank you"
+
+    @reward
+    def exact(self) -> bool:
+        return self.given == self.task.value
+
+    @reward(weight=0.2)
+    def right_calls(self) -> float:
+        """The share of the needed calls that were made, none of them wrong before."""
+        right = 0
+        for made, needed in zip(self.calls, self.task.calls, strict=False):
+            if tuple(made) != tuple(needed):
+                break
+            right += 1
+        return right / len(self.task.calls)
+
+
+def question(number: int) -> Question:
+    """The question of that number; the same for everybody."""
+    rng = random.Random(f"calculator {number}")
+    first, second, third = (rng.randint(10, 99) for _ in range(3))
+    inner, outer = rng.choice("+-*"), rng.choice("+-*")
+    middle = _apply(inner, first, second)
+    value = _apply(outer, middle, third)
+    return Question(
+        id=f"calculator-{number}",
+        prompt=f"What is ({first} {inner} {second}) {outer} {third}?",
+        answer=str(value),
+        calls=((OPERATORS[inner], first, second), (OPERATORS[outer], middle, third)),
+        value=value,
+    )
+
+
+def solved(example: Question) -> Iterator[Message]:
+    """An example as the turns that solve it."""
+    yield {"role": "user", "content": str(example.prompt)}
+    results = [example.calls[1][1], example.value]
+    steps = [(name, {"a": a, "b": b}, str(result)) for (name, a, b), result in zip(example.calls, results, strict=True)]
+    for number, (name, arguments, result) in enumerate([*steps, ("answer", {"value": example.value}, "thank you")]):
+        call_id = f"{example.id}-{number}"
+        yield {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}],
+        }
+        yield {"role": "tool", "content": result, "tool_call_id": call_id, "name": name}
+
+
+def _apply(operator: str, a: int, b: int) -> int:
+    return {"+": a + b, "-": a - b, "*": a * b}[operator]
