@@ -18,7 +18,7 @@ HEAVY = ("torch", "transformers", "vllm", "tokenizers", "pyarrow", "anyio", "pyd
 def test_public_names() -> None:
     assert runner.__all__ == sorted(runner.__all__)
     authors = (
-        "Conversation Environment Episode EpisodeOver Group Task Tool ToolError Turn group_reward metric reward tool"
+        "Conversation Environment Episode Group Task Tool Turn group_reward metric reward tool"
     )
     running = "Concurrency Limits Run RunFile Sampling ScriptedEngine Summary TaskSource VllmEngine run"
     records = "FinishReason Message Outcome Prompt Reply Segment ToolCall Trajectory"
