@@ -1,0 +1,72 @@
+"""Virtual time for an engine without a model: one task delivers what is due at each tick, many streams at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+__all__ = ["BATCH", "Ticker"]
+
+ItemT = TypeVar("ItemT")
+
+BATCH: Final = 128
+"""Deliveries between two yields to the loop; vLLM's own output loop takes as many."""
+
+
+class Ticker(Generic[ItemT]):
+    """Delivers items at the tick they are due, with no timer and no task of their own.
+
+    Args:
+        deliver: called with each item that is due; gives the ticks until it is due again, at least one, or None.
+        seconds: how long a tick takes. At 0 nothing sleeps: a tick is one yield to the loop. A tick whose deliveries
+            take longer than that delays the next, none is skipped.
+
+    Attributes:
+        now: the current tick; it stands still while nothing is due.
+    """
+
+    def __init__(self, deliver: Callable[[ItemT], int | None], *, seconds: float = 0.0) -> None:
+        self.now = 0
+        self._deliver = deliver
+        self._seconds = seconds
+        self._due: dict[int, list[ItemT]] = {}
+        self._idle: anyio.Event | None = None
+
+    def schedule(self, item: ItemT, ticks: int) -> None:
+        """Deliver `item` so many ticks from now, at least one."""
+        tick = self.now + ticks
+        due = self._due.get(tick)
+        if due is None:
+            self._due[tick] = [item]
+        else:
+            due.append(item)
+        if self._idle is not None:
+            self._idle.set()
+            self._idle = None
+
+    async def run(self) -> None:
+        """Deliver until cancelled."""
+        next_tick = 0.0
+        while True:
+            if not self._due:
+                self._idle = anyio.Event()
+                await self._idle.wait()
+                next_tick = anyio.current_time()
+            if self._seconds:
+                next_tick = max(next_tick + self._seconds, anyio.current_time())
+                await anyio.sleep_until(next_tick)
+            else:
+                await checkpoint()
+            self.now += 1
+            await self._deliver_due(self._due.pop(self.now, ()))
+
+    async def _deliver_due(self, items: list[ItemT] | tuple[()]) -> None:
+        for count, item in enumerate(items, 1):
+            ticks = self._deliver(item)
+            if ticks is not None:
+                self.schedule(item, ticks)
+            if count % BATCH == 0:
+                await checkpoint()
