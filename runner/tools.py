@@ -218,16 +218,17 @@ def collect_tools(cls: type) -> dict[str, ToolSpec]:
     Raises:
         BadEnvironment: a signature cannot be shown to a model, or two tools have one name.
     """
-    attributes = {name: None for base in reversed(cls.__mro__) for name, value in vars(base).items() if _marked(value)}
+    attributes = {name: None for base in reversed(cls.__mro__) for name, value in vars(base).items() if _mark_of(value)}
     specs: dict[str, ToolSpec] = {}
     for attribute in attributes:
         definition = inspect.getattr_static(cls, attribute)
         if definition is None:
             continue
         where = f"{cls.__name__}.{attribute}"
-        if not _marked(definition):
+        mark = _mark_of(definition)
+        if mark is None:
             raise BadEnvironment(f"{where} overrides a tool: decorate it with @tool, or write {attribute} = None.")
-        spec = _method_spec(cls, attribute, definition, where)
+        spec = _method_spec(cls, attribute, definition, mark, where)
         if spec.name in specs:
             other = specs[spec.name].attribute
             raise BadEnvironment(f"{where} and {cls.__name__}.{other} are both called {spec.name!r}: rename one.")
@@ -235,13 +236,13 @@ def collect_tools(cls: type) -> dict[str, ToolSpec]:
     return specs
 
 
-def _marked(definition: Any) -> bool:
-    return isinstance(getattr(definition, _MARK, None), _Mark)
+def _mark_of(definition: Any) -> _Mark | None:
+    mark = getattr(definition, _MARK, None) or getattr(getattr(definition, "__func__", None), _MARK, None)
+    return mark if isinstance(mark, _Mark) else None
 
 
-def _method_spec(cls: type, attribute: str, definition: Any, where: str) -> ToolSpec:
+def _method_spec(cls: type, attribute: str, definition: Any, mark: _Mark, where: str) -> ToolSpec:
     nested = {name: value for name, value in vars(cls).items() if isinstance(value, type)}
-    mark = getattr(definition, _MARK)
     method = not isinstance(definition, staticmethod | classmethod)
     return _spec(getattr(cls, attribute), where, mark, method=method, namespace=nested, attribute=attribute)
 
@@ -258,7 +259,7 @@ def _spec(
 ) -> ToolSpec:
     schema = function_schema(function, where, method=method, namespace=namespace, description=description)
     return ToolSpec(
-        name=_checked_name(mark.name or getattr(function, "__name__", None), where),
+        name=_name(mark, function, where),
         description=schema.description,
         parameters=schema.parameters,
         returns=schema.returns,
@@ -277,7 +278,7 @@ def _explicit_spec(
     if not description:
         raise BadEnvironment(f"{where}: give it a description=, which tells the model what it does.")
     return ToolSpec(
-        name=_checked_name(mark.name or getattr(call, "__name__", None), where),
+        name=_name(mark, call, where),
         description=description,
         parameters={"properties": {}, **parameters},
         returns=None,
@@ -289,7 +290,8 @@ def _explicit_spec(
     )
 
 
-def _checked_name(name: str | None, where: str) -> str:
+def _name(mark: _Mark, function: Callable[..., Any], where: str) -> str:
+    name = getattr(function, "__name__", None) if mark.name is None else mark.name
     if name is None or not _NAME.fullmatch(name):
         raise BadEnvironment(
             f"{where}: {name!r} is no name for a tool: give a name= of letters, digits, _, . and -, at most 64, that "

@@ -89,7 +89,7 @@ class ToolFormat(ABC):
             raise BadOption(f"tool_choice={tool_choice!r}: no such tool may be called here. Tools: {names}.")
         signatures = tuple((tool.name, json.dumps(tool.parameters)) for tool in allowed)
         many = parallel and all(tool.parallel for tool in allowed)
-        return Constraint(ConstraintKind.GRAMMAR, _grammar(self, signatures, many))
+        return Constraint(ConstraintKind.GRAMMAR, _grammar(type(self), signatures, many))
 
     @abstractmethod
     def render(self, calls: Sequence[ToolCall]) -> str:
@@ -112,8 +112,8 @@ def _writable(call: ToolCall) -> ToolCall:
 
 
 @lru_cache(maxsize=256)
-def _grammar(tool_format: ToolFormat, signatures: Signatures, many: bool) -> str:
-    return tool_format._grammar(signatures, many)
+def _grammar(tool_format: type[ToolFormat], signatures: Signatures, many: bool) -> str:
+    return tool_format()._grammar(signatures, many)
 
 
 _TOOL, _PARAMETER, _VALUE = "probe_tool", "probe_parameter", "q7probe7value"

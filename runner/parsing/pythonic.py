@@ -47,11 +47,11 @@ class Pythonic(ToolFormat):
         return f"[{', '.join(_rendered(call) for call in calls)}]"
 
     def _parse(self, text: str, parameters: CallParameters | None) -> tuple[str, list[ToolCall]]:
-        position, openings = 0, _OPENING
+        position, openings, last = 0, _OPENING, len(text.rstrip())
         while (opening := openings.search(text, position)) is not None:
             known = parameters is None or opening[1] in parameters
             block = _Block(text, opening.start())
-            if block.complete and text[block.end :].strip():
+            if block.complete and block.end < last:
                 position = block.end  # it is not the last thing in the turn
                 continue
             calls = block.calls(parameters)

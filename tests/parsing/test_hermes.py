@@ -1,0 +1,123 @@
+"""Calls in the hermes form: what is read, what is content, what is a malformed call."""
+
+import pytest
+
+from runner.messages import ToolCall
+from runner.parsing import Parsed
+from runner.parsing.hermes import Hermes
+from runner.tools import Tool
+
+
+def add(a: int, b: int) -> int:
+    """Add two integers."""
+    return a + b
+
+
+TOOLS = [Tool(add)]
+
+
+def parse(text: str, ids_start: int = 0) -> Parsed:
+    return Hermes().parse(text, ids_start, TOOLS)
+
+
+def test_a_call_is_read_and_the_text_beside_it_is_content() -> None:
+    parsed = parse('I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>\nDone.', 3)
+    assert parsed == Parsed("I add.\nDone.", [ToolCall("call_3", "add", {"a": 1, "b": 2})])
+
+
+def test_several_calls_are_read_in_order() -> None:
+    calls = [ToolCall(f"call_{n}", "add", {"a": n, "b": -n}) for n in range(10_000)]
+    assert parse(Hermes().render(calls)).calls == calls
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"name": "add", "arguments": {"a": 1}}',
+        '{"arguments": {"a": 1}, "name": "add"}',
+        '\n\n {"name":"add","arguments":{"a":1}} \n',
+        '{"name": "add", "arguments": "{\\"a\\": 1}"}',
+    ],
+    ids=["canonical", "other order", "other spacing", "encoded twice"],
+)
+def test_all_spellings_of_a_call_are_the_same_call(body: str) -> None:
+    assert parse(f"<tool_call>{body}</tool_call>").calls == [ToolCall("call_0", "add", {"a": 1})]
+
+
+@pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": ""', ', "arguments": {}'])
+def test_arguments_may_be_absent(arguments: str) -> None:
+    assert parse(f'<tool_call>{{"name": "add"{arguments}}}</tool_call>').calls == [ToolCall("call_0", "add", {})]
+
+
+def test_the_closing_tag_may_stand_in_a_string() -> None:
+    call = ToolCall("call_0", "add", {"a": "</tool_call> and <tool_call>"})
+    assert parse(Hermes().render([call]) + "after") == Parsed("after", [call])
+
+
+def test_integers_of_any_size_stay_exact() -> None:
+    call = ToolCall("call_0", "add", {"a": 2**80})
+    assert parse(Hermes().render([call])).calls == [call]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}', "</tool_call> is missing after the JSON object"),
+        ('<tool_call>{"name": "add", }</tool_call>', "at character 16 of the JSON"),
+        ("<tool_call></tool_call>", "Expecting value at character 0 of the JSON"),
+        ('<tool_call>{"name": "add"} so</tool_call>', "Extra data at character 16 of the JSON"),
+        ('<tool_call>{"name": "add', "Unterminated string"),
+        ("<tool_call>[1]</tool_call>", 'it must be a JSON object with "name" and "arguments"'),
+        ('<tool_call>{"arguments": {}}</tool_call>', 'it must be a JSON object with "name" and "arguments"'),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', '"arguments" must be a JSON object'),
+        (
+            '<tool_call>{"name": "add", "arguments": "a=1"}</tool_call>',
+            '"arguments" is a string that is no JSON object',
+        ),
+        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no JSON number"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "the number 1e999 is too large"),
+        ('<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "half of a surrogate pair"),
+    ],
+)
+def test_a_call_that_does_not_parse_says_what_and_where(text: str, error: str) -> None:
+    (call,) = parse(text).calls
+    assert call.error is not None
+    assert error in call.error
+
+
+def test_a_malformed_call_hides_no_later_one() -> None:
+    parsed = parse('a<tool_call>{</tool_call>b<tool_call>{"name": "add"}</tool_call>c')
+    assert parsed.content == "a\nb\nc"
+    assert [(call.name, call.error is None) for call in parsed.calls] == [("", False), ("add", True)]
+
+
+def test_with_tool_choice_none_or_without_tools_text_is_never_a_call() -> None:
+    text = Hermes().render([ToolCall("", "add")])
+    assert Hermes().parse(text, tools=TOOLS, tool_choice="none") == Parsed(text, [])
+    assert Hermes().parse(text, tools=[]) == Parsed(text, [])
+
+
+@pytest.mark.parametrize("text", ["", " text\n", "a </tool_call> alone", "<tool>x</tool>"])
+def test_text_without_calls_is_content_as_it_is(text: str) -> None:
+    assert parse(text) == Parsed(text, [])
+
+
+MILLION = 10**6
+HUGE = {
+    "openings": "<tool_call>" * (MILLION // 11),
+    "nested lists": "<tool_call>" + "[" * MILLION,
+    "nested objects": "<tool_call>" + '{"a":' * (MILLION // 5),
+    "closed lists": "<tool_call>" + "[" * (MILLION // 2) + "]" * (MILLION // 2) + "</tool_call>",
+    "long string": '<tool_call>"' + "x" * MILLION,
+    "digits": '<tool_call>{"name": "add", "arguments": {"a": ' + "9" * MILLION + "}}</tool_call>",
+}
+
+
+@pytest.mark.parametrize("text", HUGE.values(), ids=HUGE.keys())
+def test_a_megabyte_of_garbage_is_one_malformed_call(text: str) -> None:
+    parsed = parse(text)
+    assert [bool(call.error) for call in parsed.calls] == [True]
+
+
+def test_many_malformed_calls_are_all_told() -> None:
+    assert all(call.error for call in parse("<tool_call>{</tool_call>\n" * 20_000).calls)

@@ -1,0 +1,212 @@
+"""Calls in the pythonic form: what is read, what is content, what is a malformed call."""
+
+import random
+import warnings
+from typing import Any
+
+import pytest
+
+from runner.messages import ToolCall
+from runner.parsing import Parsed
+from runner.parsing.pythonic import Pythonic
+from runner.tools import Tool
+
+
+def add(a: int, b: int) -> int:
+    """Add two integers."""
+    return a + b
+
+
+def note(value: Any = None) -> None:
+    """Note something."""
+
+
+TOOLS = [Tool(add), Tool(note)]
+
+
+def parse(text: str, **options: Any) -> Parsed:
+    return Pythonic().parse(text, **{"tools": TOOLS, **options})
+
+
+def test_a_call_is_read() -> None:
+    assert parse("[add(a=17, b=25)]") == Parsed("", [ToolCall("call_0", "add", {"a": 17, "b": 25})])
+
+
+def test_ids_count_on_from_the_given_start() -> None:
+    parsed = parse("[add(a=1, b=2), add(a=3, b=4)]", ids_start=5)
+    assert [call.id for call in parsed.calls] == ["call_5", "call_6"]
+
+
+def test_text_before_the_calls_is_content() -> None:
+    parsed = parse("I add.\n[add(a=1, b=2)]\n")
+    assert parsed.content == "I add."
+    assert len(parsed.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("literal", "value"),
+    [
+        ("-3", -3),
+        ("+3", 3),
+        ("1.5e3", 1500.0),
+        ("-0.5", -0.5),
+        ("123456789012345678901234567890", 123456789012345678901234567890),
+        ("True", True),
+        ("false", False),
+        ("None", None),
+        ("null", None),
+        ("'it is'", "it is"),
+        ('"it\'s"', "it's"),
+        (r'"a\n\"b\""', 'a\n"b"'),
+        (r'"\d+"', r"\d+"),
+        ('"[add(a=1)]"', "[add(a=1)]"),
+        ('"a, b) ]"', "a, b) ]"),
+        ('"中🙂"', "中🙂"),
+        ("[1, [2, {'k': null}]]", [1, [2, {"k": None}]]),
+        ("{'a': {'b': [true, -1]}, \"c\": ()}", {"a": {"b": [True, -1]}, "c": []}),
+        ("{1: 'one'}", {"1": "one"}),
+        ("(1, 2)", [1, 2]),
+        ("{}", {}),
+    ],
+)
+def test_literals_have_their_values(literal: str, value: object) -> None:
+    assert parse(f"[note(value={literal})]").calls == [ToolCall("call_0", "note", {"value": value})]
+
+
+def test_an_invalid_escape_is_read_without_a_warning() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert parse(r"[note(value='\d')]").calls[0].arguments == {"value": r"\d"}
+    assert caught == []
+
+
+def test_positional_arguments_get_the_names_of_the_parameters() -> None:
+    assert parse("[add(17, b=25)]").calls[0].arguments == {"a": 17, "b": 25}
+
+
+def test_positional_arguments_are_an_error_where_the_tools_are_unknown() -> None:
+    (call,) = parse("[add(17, 25)]", tools=None).calls
+    assert call.error == "the argument 17 has no name: write name=17"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "an answer",
+        "[1, 2]",
+        "[]",
+        "[citation needed]",
+        "see [the page](https://example.org/add(a=1))",
+        "the interval [f(x), g(x)]",
+        "it is add(a=1, b=2)",
+        "[add(a=1, b=2)] is how I would call it",
+        "x[add] = [i for i in range(3)]",
+        "[sin(x",
+    ],
+)
+def test_brackets_without_calls_are_content(text: str) -> None:
+    assert parse(text) == Parsed(text, [])
+
+
+def test_a_tool_that_is_not_there_is_a_call_that_can_be_answered() -> None:
+    assert parse("[divide(a=1, b=2)]").calls == [ToolCall("call_0", "divide", {"a": 1, "b": 2})]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("[add(a=1, b=", ")] is missing at its end"),
+        ("[add(a=1, b=2)", "] is missing at its end"),
+        ('[note(value="cut', 'a string that begins with " is not closed'),
+        ("[note(value=[1, 2)]", "a ) does not close what was opened before it"),
+        ("[add(a=1 b=2)]", "the value of a is no literal"),
+        ("[add(a=b, b=2)]", "the value of a is no literal"),
+        ("[add(a=1+1, b=2)]", "the value of a is no literal"),
+        ("[add(a=, b=2)]", "the value of a is no literal"),
+        ("[add(a=1, a=2)]", "a is given twice"),
+        ("[add(a=1, 2)]", "the argument 2 has no name: write name=2"),
+        ("[add(1, 2, 3)]", "there are more arguments than the 2 parameters"),
+        ("[add(a=1,, b=2)]", "an argument is missing before a comma"),
+        ("[add(a=1, b=1e999)]", "the value of b is too large"),
+        ("[note(value={[]: 1})]", "the value of value has a key that is no string"),
+        ("[note(value=__import__('os').getcwd())]", "the value of value is no literal"),
+        ("[note(value=f'{add}')]", "the value of value is no literal"),
+        ("[add(a=1, b=2), 3]", "'3' is no call such as name(argument=value)"),
+        (r"[note(value='\ud800')]", "a string in it holds half of a surrogate pair"),
+    ],
+)
+def test_a_call_that_does_not_parse_says_what_is_wrong(text: str, error: str) -> None:
+    assert parse(text).calls[-1].error == error
+
+
+def test_complete_calls_of_a_cut_turn_are_read() -> None:
+    first, second = parse("[add(a=1, b=2), add(a=3, b=").calls
+    assert first == ToolCall("call_0", "add", {"a": 1, "b": 2})
+    assert second.name == "add"
+    assert second.error == ")] is missing at its end"
+
+
+def test_with_tool_choice_none_or_without_tools_text_is_never_a_call() -> None:
+    text = "[add(a=1, b=2)]"
+    assert parse(text, tool_choice="none") == Parsed(text, [])
+    assert parse(text, tools=[]) == Parsed(text, [])
+
+
+MILLION = 10**6
+HUGE = {
+    "open brackets": "[add(" * (MILLION // 5),
+    "unknown openings": "[nope(" * (MILLION // 6),
+    "nested lists": "[note(value=" + "[" * MILLION,
+    "minus signs": "[note(value=" + "-" * MILLION + "1)]",
+    "plus terms": "[note(value=" + "1+" * (MILLION // 2) + "1)]",
+    "digits": "[note(value=" + "9" * MILLION + ")]",
+    "backslashes": '[note(value="' + "\\" * MILLION,
+    "quotes": "[note(value=" + "'\"" * (MILLION // 2),
+    "commas": "[note(" + "," * MILLION + ")]",
+    "closed mentions": "[add(a=1, b=2)] " * (MILLION // 16) + "end",
+    "attributes": "[note(value=" + "a." * (MILLION // 2) + "a)]",
+    "null characters": "[note(value=\0" + "\0" * MILLION + ")]",
+}
+
+
+@pytest.mark.parametrize("text", HUGE.values(), ids=HUGE.keys())
+def test_a_megabyte_of_garbage_is_content_or_one_malformed_call(text: str) -> None:
+    parsed = parse(text)
+    assert parsed.content == text or len(parsed.calls) == 1
+    assert all(call.error for call in parsed.calls)
+
+
+def test_ten_thousand_calls_are_read() -> None:
+    calls = [ToolCall(f"call_{n}", "add", {"a": n, "b": -n}) for n in range(10_000)]
+    assert parse(Pythonic().render(calls)).calls == calls
+
+
+def test_random_garbage_never_raises() -> None:
+    rng = random.Random(0)
+    pieces = [
+        "[",
+        "]",
+        "(",
+        ")",
+        "{",
+        "}",
+        "add",
+        "note",
+        "a=",
+        "b=",
+        "value=",
+        ",",
+        " ",
+        "1",
+        "-",
+        "'",
+        '"',
+        "\\",
+        "x",
+        ":",
+    ]
+    for _ in range(3000):
+        text = "[add(" * (rng.random() < 0.5) + "".join(rng.choices(pieces, k=rng.randrange(30)))
+        parsed = parse(text)
+        assert parsed.calls or parsed.content == text
