@@ -224,6 +224,15 @@ class FileLock:
             raise storage_failed(self._path, error) from error
         self._connection = connection
 
+    def held(self) -> bool:
+        """Whether somebody has it now."""
+        try:
+            self.acquire()
+        except StorageFailed:
+            return True
+        self.release()
+        return False
+
     def release(self) -> None:
         if self._connection is not None:
             self._connection.close()

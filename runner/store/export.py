@@ -1,0 +1,293 @@
+"""Run files as JSONL and Parquet, in memory that does not follow the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias
+
+from runner.errors import BadOption, StorageFailed
+from runner.store.plain import decode_json, encode_json, encode_task
+from runner.store.reader import RunFile
+from runner.trajectory import Segment, Trajectory, Turn
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["PARQUET_COLUMNS", "export_jsonl", "export_parquet"]
+
+ROW_GROUP_TOKENS: Final = 1_000_000
+ROW_GROUP_ROWS: Final = 10_000
+
+
+@contextlib.contextmanager
+def _whole_or_nothing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that appears under its name once it is complete; until then an older one stays."""
+    if path.exists() and not path.is_file():
+        raise StorageFailed(f"{path} is no file, so nothing can be exported to it. Give the path of a file.")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+        partial.replace(path)
+    except OSError as error:
+        raise StorageFailed(
+            f"{path} cannot be written ({error.strerror or error}); nothing was changed there. "
+            f"Give a path in a folder that is writable and has room."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+# --- JSONL
+
+
+def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes]) -> int:
+    """Write the trajectories that one trains on, one JSON object a line.
+
+    A trajectory that failed, or was not scored, has `reward: null`. `logprobs` are null for ids that were not
+    sampled; `mask` is 1 for ids that were.
+
+    Args:
+        run_file: what to export.
+        target: a path, where the file appears once it is complete, or a binary stream.
+
+    Returns:
+        How many were written.
+
+    Raises:
+        StorageFailed: the target cannot be written.
+    """
+    if isinstance(target, str | Path):
+        with _whole_or_nothing(Path(target)) as file:
+            return export_jsonl(run_file, file)
+    count = 0
+    for trajectory in run_file.trajectories():
+        target.write(encode_json(_as_object(trajectory)).encode() + b"\n")
+        count += 1
+    return count
+
+
+def _as_object(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "id": trajectory.id,
+        "task": decode_json(encode_task(trajectory.task)),
+        "visit": trajectory.visit,
+        "index": trajectory.index,
+        "agent": trajectory.agent,
+        "attempt": trajectory.attempt,
+        "outcome": trajectory.outcome,
+        "limit": trajectory.limit,
+        "reason": trajectory.reason,
+        "error": trajectory.error,
+        "reward": trajectory.reward,
+        "rewards": trajectory.rewards,
+        "metrics": trajectory.metrics,
+        "seed": trajectory.seed,
+        "seconds": trajectory.seconds,
+        "waited": trajectory.waited,
+        "segments": [_segment_object(segment) for segment in trajectory.segments],
+        "turns": [_turn_object(turn) for turn in trajectory.turns],
+    }
+
+
+def _segment_object(segment: Segment) -> dict[str, Any]:
+    log = segment.log
+    return {
+        "cause": segment.cause,
+        "messages": segment.messages,
+        "unseen": segment.unseen,
+        "token_ids": log.ids.tolist(),
+        # NaN is how the log says that there is none, and JSON has no NaN.
+        "logprobs": [None if value != value else value for value in log.logprobs],
+        "mask": log.mask().tolist(),
+        "weight_versions": log.versions,
+    }
+
+
+def _turn_object(turn: Turn) -> dict[str, Any]:
+    return {
+        "number": turn.number,
+        "segment": turn.segment,
+        "start": turn.start,
+        "end": turn.end,
+        "text": turn.text,
+        "reasoning": turn.reasoning,
+        "tool_calls": turn.tool_calls,
+        "finish": turn.finish,
+        "stop": turn.stop,
+        "reward": turn.reward,
+        "seed": turn.seed,
+        "constraint": turn.constraint,
+        "junction": turn.junction,
+        "timings": turn.timings,
+    }
+
+
+# --- Parquet
+
+Column: TypeAlias = Callable[[Trajectory], Any]
+ArrowArray: TypeAlias = Any
+
+_VALUES: Final[dict[str, tuple[Any, Column]]] = {
+    "id": ("string", lambda t: t.id),
+    "task_id": ("string", lambda t: t.task.id),
+    "visit": ("int32", lambda t: t.visit),
+    "index": ("int32", lambda t: t.index),
+    "agent": ("string", lambda t: t.agent),
+    "attempt": ("int32", lambda t: t.attempt),
+    "outcome": ("string", lambda t: t.outcome.value),
+    "limit": ("string", lambda t: t.limit),
+    "reason": ("string", lambda t: t.reason),
+    "error": ("string", lambda t: t.error),
+    "reward": ("float64", lambda t: t.reward),
+    "rewards": ("string", lambda t: encode_json(t.rewards)),
+    "metrics": ("string", lambda t: encode_json(t.metrics)),
+    "seed": ("int64", lambda t: t.seed),
+    "turns": ("int32", lambda t: len(t.turns)),
+    "sampled": ("int64", lambda t: t.sampled),
+    "seconds": ("float64", lambda t: t.seconds),
+    "task": ("string", lambda t: encode_task(t.task)),
+    "messages": ("string", lambda t: encode_json([segment.messages for segment in t.segments])),
+}
+
+_PER_TOKEN: Final = ("token_ids", "logprobs", "mask", "weight_versions")
+
+PARQUET_COLUMNS: Final = (*_VALUES, *_PER_TOKEN)
+"""The columns of a Parquet export; docs/run-file.md says what is in them."""
+
+
+def export_parquet(run_file: RunFile, path: str | Path, *, columns: Sequence[str] = PARQUET_COLUMNS) -> int:
+    """Write the trajectories that one trains on as Parquet, one row each.
+
+    `token_ids`, `logprobs`, `mask` and `weight_versions` are lists of lists: one list per segment, and an episode has
+    one segment unless its history was rewritten. `reward` is null where a trajectory failed or was not scored.
+
+    Args:
+        run_file: what to export.
+        path: where the file appears once it is complete.
+        columns: of `PARQUET_COLUMNS`, those wanted.
+
+    Returns:
+        How many rows were written.
+
+    Raises:
+        BadOption: there is no such column.
+        StorageFailed: the path cannot be written.
+    """
+    import pyarrow.parquet as parquet
+
+    unknown = [name for name in columns if name not in PARQUET_COLUMNS]
+    if unknown:
+        raise BadOption(f"columns: there is no {', '.join(unknown)}; there are {', '.join(PARQUET_COLUMNS)}.")
+    schema = _parquet_schema(columns, run_file)
+    count = 0
+    with _whole_or_nothing(Path(path)) as file, parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+        for rows in _row_groups(run_file.trajectories()):
+            writer.write_table(_table(rows, schema), row_group_size=len(rows))
+            count += len(rows)
+    return count
+
+
+def _parquet_schema(columns: Sequence[str], run_file: RunFile) -> pa.Schema:
+    import pyarrow as pa
+
+    def nested(value: pa.DataType) -> pa.DataType:
+        return pa.list_(pa.list_(value))
+
+    types = {name: pa.type_for_alias(alias) for name, (alias, _) in _VALUES.items()} | {
+        "token_ids": nested(pa.int32()),
+        "logprobs": nested(pa.float32()),
+        "mask": nested(pa.int8()),
+        "weight_versions": nested(pa.dictionary(pa.int32(), pa.string())),
+    }
+    schema = pa.schema([(name, types[name]) for name in columns])
+    return schema.with_metadata({"deltarunner.header": run_file.header.to_json()})
+
+
+def _row_groups(trajectories: Iterator[Trajectory]) -> Iterator[list[Trajectory]]:
+    rows: list[Trajectory] = []
+    tokens = 0
+    for trajectory in trajectories:
+        rows.append(trajectory)
+        tokens += sum(len(segment.log) for segment in trajectory.segments)
+        if tokens >= ROW_GROUP_TOKENS or len(rows) >= ROW_GROUP_ROWS:
+            yield rows
+            rows, tokens = [], 0
+    if rows:
+        yield rows
+
+
+def _table(rows: Sequence[Trajectory], schema: pa.Schema) -> pa.Table:
+    import pyarrow as pa
+
+    tokens = _Tokens()
+    for trajectory in rows:
+        tokens.add(trajectory)
+    columns = [
+        tokens.column(name) if name in _PER_TOKEN else pa.array(map(_VALUES[name][1], rows), schema.field(name).type)
+        for name in schema.names
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """The ids of a row group end to end, as Arrow's nested lists want them: no object per id is made."""
+
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    mask: array[int] = field(default_factory=lambda: array("b"))
+    versions: array[int] = field(default_factory=lambda: array("i"))
+    names: dict[str, int] = field(default_factory=dict)
+    segment_ends: array[int] = field(default_factory=lambda: array("i", [0]))
+    row_ends: array[int] = field(default_factory=lambda: array("i", [0]))
+
+    def add(self, trajectory: Trajectory) -> None:
+        for segment in trajectory.segments:
+            log = segment.log
+            self.ids.extend(log.ids)
+            self.logprobs.extend(log.logprobs)
+            self.mask.extend(log.mask())
+            self._add_versions(segment)
+            self.segment_ends.append(len(self.ids))
+        self.row_ends.append(len(self.segment_ends) - 1)
+
+    def _add_versions(self, segment: Segment) -> None:
+        versions = array("i", [-1]) * len(segment.log)
+        for span in segment.log.versions:
+            number = self.names.setdefault(span.version, len(self.names))
+            versions[span.start : span.end] = array("i", [number]) * (span.end - span.start)
+        self.versions.extend(versions)
+
+    def column(self, name: str) -> ArrowArray:
+        import pyarrow as pa
+
+        segments = pa.ListArray.from_arrays(_arrow(self.segment_ends, pa.int32()), self._values(name))
+        return pa.ListArray.from_arrays(_arrow(self.row_ends, pa.int32()), segments)
+
+    def _values(self, name: str) -> ArrowArray:
+        import pyarrow as pa
+        import pyarrow.compute as compute
+
+        if name == "token_ids":
+            return _arrow(self.ids, pa.int32())
+        if name == "mask":
+            return _arrow(self.mask, pa.int8())
+        if name == "logprobs":
+            logprobs = _arrow(self.logprobs, pa.float32())
+            return compute.if_else(compute.is_nan(logprobs), None, logprobs)
+        numbers = _arrow(self.versions, pa.int32())
+        known = compute.if_else(compute.less(numbers, pa.scalar(0)), None, numbers)
+        return pa.DictionaryArray.from_arrays(known, pa.array(list(self.names), pa.string()))
+
+
+def _arrow(values: array[Any], kind: pa.DataType) -> ArrowArray:
+    import pyarrow as pa
+
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
