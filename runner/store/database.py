@@ -16,14 +16,15 @@ from runner.store.schema import APPLICATION_ID, FORMAT, MIGRATIONS
 __all__ = [
     "FileLock",
     "check_format",
+    "connect_writer",
     "make_folder",
     "migrate",
     "open_reader",
-    "open_writer",
     "storage_failed",
     "storage_faults",
     "tables_in",
     "transaction",
+    "write_ahead",
 ]
 
 _GO_ON = "what was announced is in the file"
@@ -100,19 +101,16 @@ def make_folder(path: Path) -> None:
         raise StorageFailed(f"run file {path}: this is a folder. Give the path of a file (--file).")
 
 
-def open_writer(path: Path, *, durable: bool) -> sqlite3.Connection:
-    """A connection that writes; readers are never in its way (WAL)."""
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
-    try:
-        # Before the first write: a file of somebody else's is not turned into WAL.
-        check_format(connection, path)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-        connection.execute("PRAGMA wal_autocheckpoint = 4000")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+def connect_writer(path: Path) -> sqlite3.Connection:
+    """A connection that may write and has not done so."""
+    return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+
+
+def write_ahead(connection: sqlite3.Connection, *, durable: bool) -> None:
+    """Have commits go to a log (WAL), so that readers and the writer are never in each other's way."""
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+    connection.execute("PRAGMA wal_autocheckpoint = 4000")
 
 
 def open_reader(path: Path) -> sqlite3.Connection:

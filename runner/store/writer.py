@@ -21,13 +21,14 @@ from runner.store.commits import Commit, CommitThread, EpisodeCommit, FinishComm
 from runner.store.database import (
     FileLock,
     check_format,
+    connect_writer,
     make_folder,
     migrate,
     open_reader,
-    open_writer,
     storage_faults,
     tables_in,
     transaction,
+    write_ahead,
 )
 from runner.store.header import Header, OnChange
 from runner.store.plain import TaskDecoder, encode_text
@@ -115,10 +116,14 @@ class RunWriter:
         self._lock = FileLock(path)
         self._lock.acquire()
         with storage_faults(path):
-            self._connection = connection = open_writer(path, durable=self._durable)
-            if tables_in(connection):
-                migrate(connection, check_format(connection, path))
-                self._resume(path, connection)
+            self._connection = connection = connect_writer(path)
+            found = check_format(connection, path)
+            self.resumed = tables_in(connection)
+            if self.resumed:
+                self._compare(path, connection)  # before the first write: what is refused is left as it is
+            write_ahead(connection, durable=self._durable)
+            if self.resumed:
+                migrate(connection, found)
             else:
                 self._create(connection)
             launch = self._note_launch(connection)
@@ -137,7 +142,7 @@ class RunWriter:
                 "INSERT INTO run (one, header, created) VALUES (1, ?, ?)", (self.header.to_json(), time.time())
             )
 
-    def _resume(self, path: Path, connection: sqlite3.Connection) -> None:
+    def _compare(self, path: Path, connection: sqlite3.Connection) -> None:
         (text,) = connection.execute("SELECT header FROM run").fetchone()
         stored = Header.from_json(text)
         refused = stored.refused(self._given)
@@ -149,7 +154,6 @@ class RunWriter:
             )
         self.warnings = tuple(str(c) for c in stored.changes(self._given) if c.meaning is OnChange.WARN)
         self.header = stored
-        self.resumed = True
 
     def _note_launch(self, connection: sqlite3.Connection) -> int:
         cursor = connection.execute(
@@ -211,6 +215,11 @@ class RunWriter:
             raise StorageFailed(f"run file {self.path}: the disk did not answer within {ANSWER_SECONDS:g} s.")
         if commit.error is not None:
             raise StorageFailed(str(commit.error)) from commit.error
+
+    def flush(self) -> None:
+        """Commit what was sent, and nothing after it; from any thread, where the event loop can do nothing any more."""
+        if self._thread is not None:
+            self._thread.close()
 
     # --- what is there
 
