@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -66,7 +66,8 @@ class Run:
         concurrency: how wide the run is; it never changes a result.
         seed: all random numbers follow from it.
         template_options: names that the chat template reads, such as `enable_thinking`.
-        file: the run file; an existing one of the same configuration is resumed. None keeps none.
+        file: the run file, or what names it by the run's header; one of the same configuration is resumed. None keeps
+            none.
         weights: of rewards, by name, over those in the class.
         retries: how often an episode is played again after an engine's failure.
         breaker: the run stops when more than this share of the recent episodes failed; 1 never stops it.
@@ -93,7 +94,7 @@ class Run:
         concurrency: Concurrency | None = None,
         seed: int = 0,
         template_options: Mapping[str, Any] | None = None,
-        file: str | Path | None = None,
+        file: str | Path | Callable[[Header], Path] | None = None,
         weights: Mapping[str, float] | None = None,
         retries: int = 2,
         breaker: float = 0.5,
@@ -109,12 +110,14 @@ class Run:
         self.engine = engine
         self.engines = dict(engines or {})
         self.group_size = group_size
+        self.indices: Sequence[int] = range(group_size)  # narrowed, to look at single episodes of a group
         self.sampling = sampling or Sampling()
         self.limits = (limits or Limits()).over(self.environment.limits).over(Limits.defaults())
         self.concurrency = concurrency or Concurrency()
         self.seed = seed
         self.template_options = dict(template_options or {})
-        self.file = Path(file) if file is not None else None
+        self.file = Path(file) if isinstance(file, str | Path) else None
+        self._name_file = file if callable(file) else None
         self.scorers = with_weights(self.environment.scorers, weights or {})
         self.retries = retries
         self.breaker = breaker
@@ -180,6 +183,8 @@ class Run:
     async def _open(self, exit_stack: AsyncExitStack) -> RunContext:
         now = datetime.now().astimezone()
         header = Header.of(self, now=now)
+        if self._name_file is not None:
+            self.file = self._name_file(header)
         self._writer = await exit_stack.enter_async_context(RunWriter(self.file, header))
         # A resumed run goes on with the clock that its templates saw first.
         now = self._writer.header.clock
@@ -286,6 +291,10 @@ class Run:
         """What the run file held before this run, in the order of its commits, read as you go."""
         return self._writer.stored()
 
+    def flush(self) -> None:
+        """Commit what is on its way to the file, from any thread, where the event loop can do nothing any more."""
+        self._writer.flush()
+
     async def _next_result(self) -> _Result:
         try:
             return await self._results.receive()
@@ -351,7 +360,7 @@ class Run:
         self._given += 1
         claim = partial(self._writer.claim, task, self._given, repeatable=self._feed.repeatable)
         claimed = await self.workers.call(Job(claim, "run file"))
-        missing = [index for index in range(self.group_size) if index not in claimed.finished]
+        missing = [index for index in self.indices if index not in claimed.finished]
         if missing:
             self._book.open(task, claimed.visit, len(missing))
         elif self._has_group_rewards and not claimed.group_scored:
