@@ -117,6 +117,7 @@ def _grammar(tool_format: type[ToolFormat], signatures: Signatures, many: bool) 
 
 
 _TOOL, _PARAMETER, _VALUE = "probe_tool", "probe_parameter", "q7probe7value"
+_PROBES: tuple[Any, ...] = ({_PARAMETER: _VALUE}, json.dumps({_PARAMETER: _VALUE}))  # some take arguments as text only
 _PYTHONIC = re.compile(rf"\[{_TOOL}\({_PARAMETER}=(['\"]){_VALUE}\1\)\]")
 _HERMES = re.compile(rf"<tool_call>\s*(\{{[^<>]*{_VALUE}[^<>]*\}})\s*</tool_call>")
 
@@ -130,30 +131,41 @@ def detect_format(render: Render) -> ToolFormat | None:
     from runner.parsing.hermes import Hermes
     from runner.parsing.pythonic import Pythonic
 
-    probes: tuple[Any, ...] = ({_PARAMETER: _VALUE}, json.dumps({_PARAMETER: _VALUE}))
-    for arguments in probes:
-        text = _rendered_probe(render, arguments)
-        if _PYTHONIC.search(text):
+    for arguments in _PROBES:
+        text = _rendered_call(render, arguments)
+        calls = _PYTHONIC.search(text)
+        if calls is not None and _stand_alone(render, text, calls):
             return Pythonic()
         if any(_is_hermes_call(match[1]) for match in _HERMES.finditer(text)):
             return Hermes()
     return None
 
 
-def _rendered_probe(render: Render, arguments: Any) -> str:
-    parameters = {"type": "object", "properties": {_PARAMETER: {"type": "string"}}, "required": [_PARAMETER]}
-    function = {"name": _TOOL, "description": "A tool.", "parameters": parameters}
+def _rendered_call(render: Render, arguments: Any) -> str:
     call: Any = {"id": "call_0", "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
-    messages: list[Message] = [
-        {"role": "user", "content": "Go on."},
+    return _rendered(
+        render,
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "done", "tool_call_id": "call_0", "name": _TOOL},
-    ]
+    )
+
+
+def _rendered(render: Render, *messages: Message) -> str:
+    parameters = {"type": "object", "properties": {_PARAMETER: {"type": "string"}}, "required": [_PARAMETER]}
+    function = {"name": _TOOL, "description": "A tool.", "parameters": parameters}
     try:
-        return render(messages, [{"type": "function", "function": function}])
+        return render([{"role": "user", "content": "Go on."}, *messages], [{"type": "function", "function": function}])
     # A template is a program of its own: these are what one raises on a message that it does not know.
     except (BadTemplate, TemplateError, TypeError, ValueError, LookupError, AttributeError):
         return ""
+
+
+def _stand_alone(render: Render, text: str, calls: re.Match[str]) -> bool:
+    """The calls stand where content would; LFM2 puts tokens of its own around them, which is another format."""
+    content = _rendered(render, {"role": "assistant", "content": _VALUE}, {"role": "user", "content": "done"})
+    before, _, after = content.partition(_VALUE)
+    left, right = text[: calls.start()], text[calls.end() :]
+    return left.rstrip() == before.rstrip() and right.lstrip()[:4] == after.lstrip()[:4]
 
 
 def _is_hermes_call(text: str) -> bool:

@@ -59,10 +59,12 @@ def test_our_templates_are_recognised(name: str) -> None:
     assert form.name == name
 
 
+PYTHONIC = "[{{ call.name }}({% for k, v in call.arguments.items() %}{{ k }}='{{ v }}'{% endfor %})]"
 SOURCES = {
     "hermes": "<tool_call>{{ {'name': call.name, 'arguments': call.arguments} | tojson }}</tool_call>",
     "hermes, as text": '<tool_call>{"arguments": {{ call.arguments + "" }}, "name": "{{ call.name }}"}</tool_call>',
-    "pythonic": "[{{ call.name }}({% for k, v in call.arguments.items() %}{{ k }}='{{ v }}'{% endfor %})]",
+    "pythonic": PYTHONIC,
+    "none, in tokens of its own": f"<calls>{PYTHONIC}</calls>",
     "none, other tags": "<tool_call><function={{ call.name }}>{{ call.arguments }}</tool_call>",
     "none, no calls": "{{ messages[0].content }}",
     "none, instructions only": "{{ tools | tojson }}<tool_call>\n{'name': <name>, 'arguments': <args>}\n</tool_call>",
@@ -73,7 +75,12 @@ SOURCES = {
 
 @pytest.mark.parametrize(("expected", "source"), SOURCES.items())
 def test_a_format_is_recognised_by_what_is_rendered_not_by_the_source(expected: str, source: str) -> None:
-    form = detect_format(renderer("{% set call = messages[1].tool_calls[0].function %}" + source))
+    calls = (
+        "{% for tool_call in messages[1].tool_calls or [] %}{% set call = tool_call.function %}"
+        + source
+        + "{% endfor %}"
+    )
+    form = detect_format(renderer("<turn>" + calls + "{{ messages[1].content }}<end>"))
     assert (form.name if form else "none") == expected.partition(",")[0]
 
 
