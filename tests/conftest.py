@@ -5,6 +5,7 @@ last, behind those that start engines of their own, so that one engine is alive 
 event loop; whoever takes `doomed_engine` may kill it and comes after everybody.
 """
 
+import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -33,9 +34,11 @@ def doomed_engine(engine: VllmEngine) -> VllmEngine:
     return engine
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    # vLLM leaves its sockets' context to the garbage collector, which may come by in any later test.
+    # vLLM leaves its sockets' context to the garbage collector, which comes by in any later test, or after the last.
     config.addinivalue_line("filterwarnings", "ignore:Unclosed context <zmq:ResourceWarning")
+    warnings.filterwarnings("ignore", "Unclosed context <zmq", ResourceWarning)
 
 
 @pytest.hookimpl(tryfirst=True)

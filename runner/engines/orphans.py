@@ -1,7 +1,8 @@
 """Runs inside every process of an engine: ends it when its parent is gone, and notes why it failed.
 
 vLLM loads `watch_parent` by entry point into each of its processes, a user's own `vllm serve` too. So it does nothing
-unless the variables are there that our engine sets while it starts its processes.
+unless the variables are there that our engine sets while it starts its processes. It is called twice: as a platform
+plugin, which vLLM loads first of all, and as a general one, when logging is set up.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["FAILURES", "PARENT", "own_name", "read_failure", "watch_parent"]
+__all__ = ["ENTRY_POINT", "FAILURES", "PARENT", "own_name", "read_failure", "watch_parent"]
+
+ENTRY_POINT = "deltarunner_orphan_watch"
+"""The name under which vLLM knows `watch_parent`."""
 
 PARENT = "DELTARUNNER_ENGINE_PARENT"
 """The variable that names the parent: its process id and when it started, since ids are used again."""
@@ -21,6 +25,7 @@ FAILURES = "DELTARUNNER_ENGINE_FAILURES"
 """The variable that names the file where a process of the engine notes what it died of."""
 
 _SECONDS = 1.0
+_THREAD = "deltarunner-orphan-watch"
 _STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat after the name
 _FATAL = ("WorkerProc", "EngineCore")  # how vLLM's words begin when a process of its fails
 
@@ -31,13 +36,19 @@ def own_name() -> str:
 
 
 def watch_parent() -> None:
-    """Start to watch, in a process that an engine of ours started; nothing anywhere else."""
+    """Start to watch, in a process that an engine of ours started; nothing anywhere else.
+
+    Returns None, by which a platform plugin says that its platform is not there.
+    """
     parent = os.environ.get(PARENT)
     if parent is None or parent == own_name():
         return
-    threading.Thread(target=_exit_without, args=(parent,), name="deltarunner-orphan-watch", daemon=True).start()
-    if path := os.environ.get(FAILURES):
-        logging.getLogger("vllm").addHandler(_FailureNotes(path))
+    if _THREAD not in (thread.name for thread in threading.enumerate()):
+        threading.Thread(target=_exit_without, args=(parent,), name=_THREAD, daemon=True).start()
+    logger = logging.getLogger("vllm")
+    path = os.environ.get(FAILURES)
+    if path and not any(isinstance(handler, _FailureNotes) for handler in logger.handlers):
+        logger.addHandler(_FailureNotes(path))
 
 
 def _exit_without(parent: str) -> None:

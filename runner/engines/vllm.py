@@ -85,7 +85,7 @@ class VllmEngine(Engine):
         """
         if self.running:
             raise RuntimeError("this engine is already running")
-        source = await anyio.to_thread.run_sync(resolve_model, self.model)
+        source = await anyio.to_thread.run_sync(resolve_model, self.model, abandon_on_cancel=True)
         self._load_vocabulary(source)
         self._process = VllmProcess(source, self._given)
         self._llm = await self._process.start()
@@ -113,7 +113,8 @@ class VllmEngine(Engine):
         self.context = config.model_config.max_model_len
         self.places = config.scheduler_config.max_num_seqs
         cache = config.cache_config
-        self.gate = AdmissionGate(self.places, cache.num_gpu_blocks * cache.block_size, block=cache.block_size)
+        room = cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else self.places * self.context
+        self.gate = AdmissionGate(self.places, room, block=cache.block_size)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -163,7 +164,7 @@ class VllmEngine(Engine):
         if not self.running:
             raise EngineDead("the engine is not running")
         if not self.is_alive():
-            raise self.died(None)
+            raise self._died(None)
         await self._llm.check_health()
 
     def describe(self) -> dict[str, Any]:
@@ -188,26 +189,26 @@ class VllmEngine(Engine):
     def _stamps(self) -> bool:
         return hasattr(self._llm, "update_weight_version")
 
-    def died(self, error: Exception | None) -> EngineDead:
+    def _died(self, error: Exception | None) -> EngineDead:
         """The error for one request of an engine that is dead: the same words and cause for all of them."""
         if self._death is None:
             self._death = EngineDead(f"The engine died: {self._process.cause_of_death()}")
             self._death.__cause__ = error
-            self.gate.fail(lambda: self.died(None))
+            self.gate.fail(lambda: self._died(None))
         copy = EngineDead(*self._death.args)
         copy.__cause__ = self._death.__cause__
         return copy
 
-    def room(self, length: int, request: GenerationRequest) -> int:
+    def _room(self, length: int, request: GenerationRequest) -> int:
         """Ids of the KV cache that a sequence of `length` ids needs together with its next turn."""
         return min(length + request.sampling.max_tokens, self.context)
 
-    def check(self, request: GenerationRequest) -> None:
+    def _check(self, request: GenerationRequest) -> None:
         """Refuse at once what vLLM would refuse after it waited at the gate."""
         if not self.running:
             raise EngineDead("the engine is not running")
         if not self.is_alive():
-            raise self.died(None)
+            raise self._died(None)
         if not 0 < len(request.prompt) < self.context:
             raise RequestRejected(
                 f"{request.name}: the prompt has {len(request.prompt)} ids; "
@@ -216,7 +217,7 @@ class VllmEngine(Engine):
         if request.sampling.adapter:
             raise RequestRejected(f"{request.name}: the engine has no adapter {request.sampling.adapter!r}")
 
-    async def add(self, request: GenerationRequest) -> Any:
+    async def _add(self, request: GenerationRequest) -> Any:
         """The collector of a request that is sent to vLLM's core.
 
         Raises:
@@ -235,7 +236,7 @@ class VllmEngine(Engine):
             sent = True
         except Exception as error:  # the border to vLLM, which refuses with errors of many kinds
             if llm.errored:
-                raise self.died(error) from error
+                raise self._died(error) from error
             raise RequestRejected(f"{request.name}: {error}") from error
         finally:
             if not sent:
@@ -249,11 +250,11 @@ class VllmEngine(Engine):
             arguments["structured_outputs"] = self._constraint_type(**constraint_arguments(request.constraint))
         return self._sampling_type(output_kind=self._delta_kind, **arguments)
 
-    async def drop(self, collector: Any) -> None:
+    async def _drop(self, collector: Any) -> None:
         """End a request, finished or not; what it sampled and nobody read is left in the collector."""
         await self._llm.abort(collector.request_id, internal=True)
 
-    def count_sampled(self, ids: int) -> None:
+    def _count_sampled(self, ids: int) -> None:
         self._sampled += ids
 
 
@@ -271,10 +272,10 @@ class VllmStream(DeltaStream):
 
     async def __aenter__(self) -> Self:
         engine, request = self._engine, self._request
-        engine.check(request)
-        await engine.gate.enter(self._session, engine.room(len(request.prompt), request))
+        engine._check(request)
+        await engine.gate.enter(self._session, engine._room(len(request.prompt), request))
         try:
-            self._collector = await engine.add(request)
+            self._collector = await engine._add(request)
         except BaseException:
             self._leave()
             raise
@@ -292,7 +293,7 @@ class VllmStream(DeltaStream):
 
     def _leave(self) -> None:
         engine, request = self._engine, self._request
-        engine.gate.leave(self._session, engine.room(len(request.prompt) + self._sampled, request))
+        engine.gate.leave(self._session, engine._room(len(request.prompt) + self._sampled, request))
         if request.session is None:
             engine.gate.close(self._session)
 
@@ -310,7 +311,7 @@ class VllmStream(DeltaStream):
         completion = output.outputs[0]
         ids = completion.token_ids
         self._sampled += len(ids)
-        self._engine.count_sampled(len(ids))
+        self._engine._count_sampled(len(ids))
         if output.finished:
             self.finish = _finish(output, completion, self._sampled)
         return Delta(ids, _logprobs(completion.logprobs, len(ids)), self.finish)
@@ -318,7 +319,7 @@ class VllmStream(DeltaStream):
     async def _drain(self) -> None:
         with anyio.move_on_after(_DRAIN_SECONDS, shield=True):
             try:
-                await self._engine.drop(self._collector)
+                await self._engine._drop(self._collector)
                 while self.finish is None:
                     self.rest.append(await self._read())
             except Exception as error:  # as above; the exception that is passing keeps its place
@@ -327,7 +328,7 @@ class VllmStream(DeltaStream):
             self.finish = Finish(FinishReason.ABORT, versions=_unstamped(self._sampled))
 
     def _died(self, error: Exception) -> EngineDead:
-        death = self._engine.died(error)
+        death = self._engine._died(error)
         self.finish = Finish(FinishReason.ERROR, stop=str(death), versions=_unstamped(self._sampled))
         return death
 

@@ -200,7 +200,10 @@ class VllmProcess:
             raise BadOption(f"VllmEngine: vLLM refuses an engine argument: {_one_line(error)}") from error
 
     def _variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        return {**environment, orphans.PARENT: orphans.own_name(), orphans.FAILURES: str(self._failures)}
+        ours = {orphans.PARENT: orphans.own_name(), orphans.FAILURES: str(self._failures)}
+        if allowed := os.environ.get("VLLM_PLUGINS"):  # a list that would keep our watch out
+            ours["VLLM_PLUGINS"] = f"{allowed},{orphans.ENTRY_POINT}"
+        return {**environment, **ours}
 
     def _raise_if_given_up(self) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from runner.engines import orphans
 WATCHDOG = 60.0
 
 CHILD = """
-import sys
+import sys, threading
 from runner.engines.orphans import watch_parent
 
 watch_parent()
+watch_parent()
+assert len(threading.enumerate()) <= 2, "one watch is enough"
 print("up", flush=True)
 sys.stdin.read()
 """
@@ -100,3 +103,9 @@ def test_importing_the_watch_is_light() -> None:
     code = "import sys, runner.engines.orphans; print(sorted({'vllm', 'torch', 'anyio', 'jinja2'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("group", ["vllm.general_plugins", "vllm.platform_plugins"])
+def test_vllm_knows_the_watch_by_its_name(group: str) -> None:
+    (entry_point,) = entry_points(group=group, name=orphans.ENTRY_POINT)
+    assert entry_point.load() is orphans.watch_parent

@@ -26,16 +26,25 @@ pytestmark = pytest.mark.engine
 WATCHDOG = 100.0
 
 RUNNER = """
-import dataclasses, signal, sys
+import dataclasses, os, signal, sys
 from pathlib import Path
 import anyio, anyio.to_thread
 from runner.engines.base import GenerationRequest
 from runner.engines.output import quiet_output
 from runner.engines.vllm import VllmEngine
 from runner.options import Sampling
+from multiprocessing.process import BaseProcess
 
-async def main(terminal):
-    signal.signal(signal.SIGINT, lambda *_: print("interrupted", file=terminal.stdout))
+start = BaseProcess.start
+
+def start_and_tell(process):
+    start(process)
+    print("started", process.name, file=terminal.stdout)
+
+BaseProcess.start = start_and_tell
+
+async def main():
+    signal.signal(signal.SIGINT, lambda *_: os.write(terminal.stdout.fileno(), b"interrupted\\n"))
     sampling = dataclasses.replace(Sampling.defaults(), max_tokens=4)
     async with VllmEngine(max_num_seqs=4, max_model_len=512) as engine:
         while True:
@@ -45,7 +54,7 @@ async def main(terminal):
             await anyio.to_thread.run_sync(sys.stdin.readline)
 
 with quiet_output(Path(sys.argv[1])) as terminal:
-    anyio.run(main, terminal)
+    anyio.run(main)
 """
 
 
@@ -93,7 +102,8 @@ def test_ctrl_c_spares_the_engine_and_after_kill_9_no_engine_process_is_alive(
 ) -> None:
     assert runner.stdin is not None
     assert runner.stdout is not None
-    assert runner.stdout.readline() == "sampled 4\n", "and none of vLLM's noise before it"
+    assert runner.stdout.readline() == "started EngineCore\n"
+    assert runner.stdout.readline() == "sampled 4\n", "and none of vLLM's noise between"
     assert "EngineCore" in (tmp_path / "engine.log").read_text()
 
     os.killpg(runner.pid, signal.SIGINT)
@@ -103,6 +113,16 @@ def test_ctrl_c_spares_the_engine_and_after_kill_9_no_engine_process_is_alive(
 
     processes = session_of(runner.pid)
     assert len(processes) >= 3, "the runner, the engine's core and its worker"
+    runner.kill()
+    runner.wait()
+    assert_gone(processes)
+
+
+def test_after_kill_9_in_the_middle_of_a_start_no_engine_process_is_alive(runner: subprocess.Popen[str]) -> None:
+    assert runner.stdout is not None
+    assert runner.stdout.readline() == "started EngineCore\n"
+    processes = session_of(runner.pid)
+    assert len(processes) >= 2, "the runner and the engine's core"
     runner.kill()
     runner.wait()
     assert_gone(processes)
