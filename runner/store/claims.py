@@ -6,8 +6,9 @@ import sqlite3
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from tempfile import gettempdir
 
-from runner.errors import BadTask, ConfigurationChanged
+from runner.errors import BadTask, ConfigurationChanged, StorageFailed
 from runner.store.plain import decode_json, encode_task, encode_text
 from runner.tasks import Task
 from runner.trajectory import Outcome
@@ -53,9 +54,15 @@ class Claims:
 
     def claim(self, task: Task, position: int, *, repeatable: bool) -> Claimed:
         """See `RunWriter.claim`."""
-        with self._lock:
-            visit = self._next_visit(task, position, repeatable)
-            return self._stored_state(self._stored, task, visit) if self._stored is not None else Claimed(visit)
+        try:
+            with self._lock:
+                visit = self._next_visit(task, position, repeatable)
+                return self._stored_state(self._stored, task, visit) if self._stored is not None else Claimed(visit)
+        except sqlite3.Error as error:
+            raise StorageFailed(
+                f"the index of task ids cannot be kept ({error}). It is a temporary file: make room in {gettempdir()}, "
+                f"or name a folder that has room in SQLITE_TMPDIR."
+            ) from error
 
     def _next_visit(self, task: Task, position: int, repeatable: bool) -> int:
         id = encode_text(task.id)

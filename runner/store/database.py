@@ -208,19 +208,18 @@ class FileLock:
             StorageFailed: somebody else has it.
         """
         side = self._path.with_name(f".{self._path.name}.lock")
-        connection = sqlite3.connect(side, isolation_level=None, check_same_thread=False, timeout=0)
         try:
-            connection.execute("PRAGMA journal_mode = MEMORY")
-            connection.execute("BEGIN EXCLUSIVE")
+            self._connection = sqlite3.connect(side, isolation_level=None, check_same_thread=False, timeout=0)
+            self._connection.execute("PRAGMA journal_mode = MEMORY")
+            self._connection.execute("BEGIN EXCLUSIVE")
         except sqlite3.Error as error:
-            connection.close()
+            self.release()
             if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
                 raise StorageFailed(
                     f"run file {self._path}: it is being written by {_last_writer(self._path)}. "
                     f"Wait for it to end, or give another path (--file)."
                 ) from None
             raise storage_failed(self._path, error) from error
-        self._connection = connection
 
     def held(self) -> bool:
         """Whether somebody has it now."""

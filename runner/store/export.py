@@ -18,7 +18,10 @@ from runner.trajectory import Segment, Trajectory, Turn
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["PARQUET_COLUMNS", "export_jsonl", "export_parquet"]
+__all__ = ["PARQUET_COLUMNS", "Exporter", "export_jsonl", "export_parquet"]
+
+Exporter: TypeAlias = Callable[[RunFile, Path], int]
+"""Writes a run file to a path, and says how many trajectories it wrote."""
 
 ROW_GROUP_TOKENS: Final = 1_000_000
 ROW_GROUP_ROWS: Final = 10_000

@@ -1,0 +1,258 @@
+"""The header: what is recorded, what may change, and what is hidden."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from runner.options import Concurrency, Limits, Sampling
+from runner.store.header import Header, OnChange
+from runner.store.secrets import hide_secrets, is_secret_name
+from tests.store.building import CLOCK, header
+
+SECRETS = [
+    "api_key",
+    "key",
+    "apiKey",
+    "OPENAI_API_KEY",
+    "hf_token",
+    "token",
+    "access_token",
+    "password",
+    "clientSecret",
+]
+NO_SECRETS = [
+    "max_tokens",
+    "token_ids",
+    "eos_token",
+    "image_token",
+    "keyboard",
+    "monkey",
+    "tokenizer",
+    "secretary",
+    "n",
+]
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize("name", sorted({*NO_SECRETS} - {"token_ids"}))
+def test_names_of_no_secrets(name: str) -> None:
+    assert not is_secret_name(name)
+
+
+def test_text_under_a_secret_name_becomes_a_hash_at_any_depth() -> None:
+    hidden = hide_secrets(
+        {
+            "api_key": "sk-1234567890",
+            "judge": {"token": "t0p"},
+            "keys": ["a", "b"],
+            "many": [{"password": "p"}],
+            "url": "u",
+        }
+    )
+    assert "sk-1234567890" not in str(hidden)
+    assert hidden["api_key"].startswith("sha256:")
+    assert hidden["judge"]["token"].startswith("sha256:")
+    assert all(item.startswith("sha256:") for item in [*hidden["keys"], hidden["many"][0]["password"]])
+    assert hidden["url"] == "u"
+
+
+def test_only_text_is_hidden() -> None:
+    plain = {
+        "token_ids": [1, 2],
+        "use_key": True,
+        "key": None,
+        "max_tokens": 5,
+        "eos_token": "<|im_end|>",
+        "secret": "",
+    }
+    assert hide_secrets(plain) == plain
+
+
+def test_the_same_secret_has_the_same_hash_so_that_a_run_can_be_resumed() -> None:
+    assert hide_secrets({"key": "a"}) == hide_secrets({"key": "a"})
+    assert hide_secrets({"key": "a"}) != hide_secrets({"key": "b"})
+
+
+def test_a_header_comes_back_as_it_was() -> None:
+    written = header(arguments={"highest": 20}, unrecorded=("model",), seed=7, git={"revision": "abc", "dirty": True})
+    assert Header.from_json(written.to_json()) == written
+
+
+def test_fields_of_other_versions_are_left_out() -> None:
+    assert Header.from_json(header().to_json().replace('"seed"', '"mood":1,"seed"')) == header()
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return [f"{change.meaning}: {change}" for change in header(**old).changes(header(**new))]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "change"),
+    [
+        ({"seed": 1}, {"seed": 2}, "refuse: seed: 1 -> 2"),
+        ({"arguments": {"a": 1}}, {"arguments": {"a": 1, "b": "x"}}, 'refuse: arguments.b: (not set) -> "x"'),
+        ({"limits": {"turns": None}}, {"limits": {"turns": 4}}, "refuse: limits.turns: null -> 4"),
+        ({"group_size": 1}, {"group_size": 8}, "refuse: group_size: 1 -> 8"),
+        ({"weights": {"a": 1.0}}, {"weights": {"a": 0.0}}, "refuse: weights.a: 1.0 -> 0.0"),
+        ({"wording": 1}, {"wording": 2}, "refuse: wording: 1 -> 2"),
+        ({"engine": {"model": "a"}}, {"engine": {"model": "b"}}, 'refuse: engine.model: "a" -> "b"'),
+        ({"engine": {"places": 8}}, {"engine": {"places": 16}}, "free: engine.places: 8 -> 16"),
+        (
+            {"engine": {"versions": {"vllm": "1"}}},
+            {"engine": {"versions": {"vllm": "2"}}},
+            'warn: engine.versions.vllm: "1" -> "2"',
+        ),
+        (
+            {"engine": {"arguments": {"max_num_seqs": 8, "dtype": "float32"}}},
+            {"engine": {"arguments": {"max_num_seqs": 8, "dtype": "bfloat16"}}},
+            'refuse: engine.arguments.dtype: "float32" -> "bfloat16"',
+        ),
+        (
+            {"engines": {"judge": {"model": "a"}}},
+            {"engines": {"judge": {"model": "b"}}},
+            'refuse: engines.judge.model: "a" -> "b"',
+        ),
+        ({"concurrency": {"episodes": 8}}, {"concurrency": {"episodes": 64}}, "free: concurrency.episodes: 8 -> 64"),
+        ({"git": {"revision": "a"}}, {"git": {"revision": "b"}}, 'warn: git.revision: "a" -> "b"'),
+        ({"versions": {"python": "3.11"}}, {"versions": {"python": "3.12"}}, 'warn: versions.python: "3.11" -> "3.12"'),
+        ({"clock": CLOCK}, {"clock": datetime(2027, 1, 1, tzinfo=UTC)}, "free: clock: "),
+        ({"template": {"name": "a"}}, {"template": {"name": "b"}}, 'free: template.name: "a" -> "b"'),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_change_means(old: dict[str, Any], new: dict[str, Any], change: str) -> None:
+    (found,) = changes(old, new)
+    assert found.startswith(change)
+
+
+def test_a_long_text_is_shown_by_its_first_line_that_differs() -> None:
+    lines = [f"line {number} of a template" for number in range(20)]
+    old, new = "\n".join(lines), "\n".join([*lines[:11], "another", *lines[12:]])
+    (found,) = changes({"template": {"text": old}}, {"template": {"text": new}})
+    assert found == 'refuse: template.text: differs from line 12 on: "line 11 of a template" -> "another"'
+
+
+def test_texts_of_which_one_goes_on_differ_in_the_line_where_it_does() -> None:
+    old = "\n".join(f"line {number} of a template" for number in range(5))
+    (found,) = changes({"system_prompt": old}, {"system_prompt": f"{old}\nmore"})
+    assert found == 'refuse: system_prompt: differs from line 6 on: "" -> "more"'
+
+
+def test_what_refuses_is_what_cannot_be_resumed() -> None:
+    old, new = header(seed=1, concurrency={"a": 1}), header(seed=2, concurrency={"a": 2}, versions={"x": "1"})
+    assert [change.path for change in old.refused(new)] == ["seed"]
+    assert {change.meaning for change in old.changes(new)} == set(OnChange)
+
+
+# --- what is recorded of a run
+
+
+@dataclass
+class Account:
+    user: str
+    password: str
+
+
+class Greeter:
+    """As much of an environment as the header reads."""
+
+    system_prompt = "Be kind."
+    sampling = Sampling(temperature=0.5)
+
+    def construction(self) -> dict[str, Any]:
+        account = Account("me", "hunter2")
+        return {
+            "highest": 20,
+            "api_key": "sk-123",
+            "account": account,
+            "model": object(),
+            "path": Path("a"),
+            "b": (1, 2),
+        }
+
+    def bound_tools(self) -> list[Any]:
+        return [SimpleNamespace(name="add", as_openai=lambda: {"type": "function", "function": {"name": "add"}})]
+
+
+def header_of(environment: object) -> Header:
+    template = SimpleNamespace(
+        name="pythonic", fingerprint="f", text="{{ messages }}", variables={"eos_token": "<|im_end|>"}
+    )
+    engine = SimpleNamespace(
+        describe=lambda: {"kind": "scripted", "arguments": {"hf_token": "hf_123"}}, template=template
+    )
+    run = SimpleNamespace(
+        environment=environment,
+        engine=engine,
+        engines={"judge": engine},
+        sampling=Sampling(max_tokens=64),
+        limits=Limits.defaults(),
+        concurrency=Concurrency(),
+        group_size=4,
+        seed=3,
+        template_options={"enable_thinking": False},
+        scorers=(SimpleNamespace(name="correct", kind="reward", weight=2.0), SimpleNamespace(name="n", kind="metric")),
+        retries=2,
+        breaker=0.5,
+    )
+    return Header.of(cast("Any", run), now=CLOCK)
+
+
+def test_a_header_says_everything_that_matters() -> None:
+    written = Header.from_json(header_of(Greeter()).to_json())
+    assert written.environment.endswith(":Greeter")
+    assert written.arguments["highest"] == 20
+    assert written.arguments["path"] == "a"
+    assert written.arguments["b"] == [1, 2]
+    assert written.unrecorded == ("model",)
+    assert written.tools["add"]["type"] == "function"
+    assert written.template["text"] == "{{ messages }}"
+    assert written.template["variables"] == {"eos_token": "<|im_end|>"}
+    assert written.template_options == {"enable_thinking": False}
+    assert (written.sampling, written.environment_sampling) == ({"max_tokens": 64}, {"temperature": 0.5})
+    assert written.limits["seconds"] == 600
+    assert written.weights == {"correct": 2.0}
+    assert written.versions["python"] == sys.version.split()[0]
+    assert "anyio" in written.versions
+    assert written.clock == CLOCK
+
+
+def test_no_secret_is_in_the_header_of_a_run() -> None:
+    text = header_of(Greeter()).to_json()
+    for secret in ("sk-123", "hunter2", "hf_123"):
+        assert secret not in text
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *identity, "-C", str(folder), *arguments], check=True, capture_output=True)
+
+
+def test_the_revision_is_that_of_the_environments_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "greeting.py"
+    source.write_text("from tests.store.test_header import Greeter\n\nclass Mine(Greeter):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import greeting  # type: ignore[import-not-found]
+
+    assert header_of(greeting.Mine()).git == {}
+    git(tmp_path, "init")
+    git(tmp_path, "add", "greeting.py")
+    git(tmp_path, "commit", "-m", "first")
+    (tmp_path / ".gitignore").write_text("__pycache__\n.gitignore\n")
+    clean = header_of(greeting.Mine()).git
+    assert len(clean["revision"]) == 40
+    assert clean["dirty"] is False
+    source.write_text(source.read_text() + "# changed\n")
+    assert header_of(greeting.Mine()).git == {"revision": clean["revision"], "dirty": True}

@@ -1,0 +1,199 @@
+"""Reading: lazily, by summary, while the file grows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import pytest
+
+from runner.errors import RunFileError, StorageFailed
+from runner.store import reader
+from runner.store.codec import load_trajectory
+from runner.store.reader import EpisodeRow, RunFile
+from runner.store.writer import RunWriter
+from runner.tasks import Task
+from runner.trajectory import Outcome, Trajectory
+from tests.store.building import assert_equal, header, played
+
+
+def write(path: Path, *episodes: Sequence[Trajectory], group_size: int = 1) -> None:
+    async def commit() -> None:
+        async with RunWriter(path, header(group_size=group_size)) as writer:
+            for trajectories in episodes:
+                await writer.commit_episode(trajectories)
+
+    anyio.run(commit)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.db"
+
+
+def test_a_missing_file_is_named(path: Path) -> None:
+    with pytest.raises(StorageFailed, match=r"there is no run file .*run\.db"):
+        RunFile(path)
+
+
+def test_summaries_say_what_a_trajectory_would(path: Path) -> None:
+    trajectory = played("a", turns=3)
+    trajectory.metrics = {"steps": 3.0}
+    write(path, [trajectory])
+    with RunFile(path) as run_file:
+        (row,) = run_file
+    assert (row.id, row.task_id, row.agent, row.outcome) == ("a-0-0", "a", "main", Outcome.COMPLETED)
+    assert (row.turns, row.segments, row.tokens, row.sampled) == (3, 1, 36, 12)
+    assert (row.prompted, row.cached) == (8 + 20 + 32, 0 + 12 + 24)
+    assert (row.reward, row.rewards, row.metrics) == (1.0, {"correct": 1.0}, {"steps": 3.0})
+
+
+def test_iterating_loads_no_trajectory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(path, *[[played(index=index)] for index in range(5)])
+    loaded: list[str] = []
+    def counted(connection: object, row: object, decode: object) -> Trajectory:
+        loaded.append("one")
+        return load_trajectory(connection, row, decode)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reader, "load_trajectory", counted)
+    with RunFile(path) as run_file:
+        assert len(list(run_file)) == len(run_file) == 5
+        assert len(next(run_file.groups()).rows) == 5
+        assert loaded == []
+        trajectories = run_file.trajectories()
+        next(trajectories)
+        assert loaded == ["one"]  # and the others not before they are asked for
+
+
+def test_pages_give_every_row_once_in_the_order_of_commits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "PAGE", 2)
+    write(path, *[[played(f"t{9 - number}")] for number in range(9)])
+    with RunFile(path) as run_file:
+        assert [row.task_id for row in run_file] == [f"t{9 - number}" for number in range(9)]
+        assert [group.task_id for group in run_file.groups()] == [f"t{9 - number}" for number in range(9)]
+        assert [trajectory.task.id for trajectory in run_file.trajectories()] == [f"t{9 - n}" for n in range(9)]
+
+
+def test_rows_are_chosen_by_what_they_are(path: Path) -> None:
+    write(
+        path,
+        [played("a"), played("a", agent="user", trained=False)],
+        [played("b", outcome=Outcome.TURN_LIMIT)],
+        [played("c", outcome=Outcome.ENGINE_ERROR)],
+    )
+    with RunFile(path) as run_file:
+        assert [row.task_id for row in run_file.rows(task_id="b")] == ["b"]
+        assert [row.task_id for row in run_file.rows(outcome="engine_error")] == ["c"]
+        assert [row.agent for row in run_file.rows(trained=False)] == ["user"]
+        assert [row.agent for row in run_file.rows(trained=None, agent="user")] == ["user"]
+        assert run_file.outcomes() == {Outcome.COMPLETED: 1, Outcome.TURN_LIMIT: 1, Outcome.ENGINE_ERROR: 1}
+
+
+def test_a_failed_episode_has_no_reward(path: Path) -> None:
+    write(path, [played(outcome=Outcome.ENV_ERROR)])
+    with RunFile(path) as run_file:
+        (row,) = run_file
+        assert row.reward is None
+        assert run_file.trajectory(row).reward is None
+
+
+def test_a_trajectory_is_found_by_row_id_and_agent(path: Path) -> None:
+    main, user = played("a"), played("a", agent="user", trained=False)
+    write(path, [user, main])
+    with RunFile(path) as run_file:
+        assert_equal(run_file.trajectory("a-0-0"), main)  # the trained one
+        assert_equal(run_file.trajectory("a-0-0", agent="user"), user)
+        for row in run_file.rows(trained=None):
+            assert run_file.trajectory(row).agent == row.agent
+
+
+def test_an_id_stands_for_the_last_attempt_and_a_row_for_its_own(path: Path) -> None:
+    write(path, [played(outcome=Outcome.CANCELLED)], [played(attempt=1)])
+    with RunFile(path) as run_file:
+        assert run_file.trajectory("sum-0-0").attempt == 1
+        (first,) = run_file.rows(superseded=True)
+        assert run_file.trajectory(first).attempt == 0
+
+
+def test_what_is_not_there_is_named_with_what_is(path: Path) -> None:
+    write(path, [played("a"), played("a", agent="user", trained=False)])
+    with RunFile(path) as run_file:
+        with pytest.raises(RunFileError, match=r"no episode 'b'; there is, for example, 'a-0-0'"):
+            run_file.trajectory("b")
+        with pytest.raises(RunFileError, match=r"no agent 'judge'; its agents are main, user"):
+            run_file.trajectory("a-0-0", agent="judge")
+
+
+def test_groups_are_by_task_visit_and_agent(path: Path) -> None:
+    write(
+        path,
+        [played("a", 1), played("a", 1, agent="rival")],
+        [played("b", 0)],
+        [played("a", 0), played("a", 0, agent="rival")],
+        [played("a", 0, visit=1)],
+        [played("b", 1, outcome=Outcome.CANCELLED)],
+        group_size=2,
+    )
+    with RunFile(path) as run_file:
+        groups = [(g.task_id, g.visit, g.agent, [r.index for r in g.rows], g.complete) for g in run_file.groups()]
+    assert groups == [
+        ("a", 0, "main", [0, 1], True),
+        ("a", 0, "rival", [0, 1], True),
+        ("b", 0, "main", [0, 1], False),  # one is to be played again
+        ("a", 1, "main", [0], False),
+    ]
+
+
+@dataclass(frozen=True)
+class Case(Task):
+    level: int = 0
+
+
+def test_tasks_are_read_back_as_the_class_that_is_given(path: Path) -> None:
+    case = Case("a", "Hello", level=3)
+    write(path, [played(case)])
+    with RunFile(path) as run_file:
+        (row,) = run_file
+        assert run_file.task(row) == Task("a", "Hello", info={"level": 3})
+        assert run_file.trajectory(row).task.info == {"level": 3}
+    with RunFile(path, task_class=Case) as run_file:
+        assert run_file.trajectory(row).task == case
+
+
+def test_rows_are_small() -> None:
+    assert not {"ids", "messages", "logprobs"} & {field.name for field in dataclasses.fields(EpisodeRow)}
+
+
+@pytest.mark.anyio
+async def test_a_file_is_read_while_it_grows_and_does_not_stop_the_writer(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "PAGE", 2)
+    async with RunWriter(path, header()) as writer:
+        await writer.commit_episode([played("t0")])
+        with RunFile(path) as run_file:
+            rows = iter(run_file)
+            seen = [next(rows).task_id]
+            for number in range(1, 6):
+                await writer.commit_episode([played(f"t{number}")])
+                assert len(run_file) == number + 1
+                seen.append(next(rows).task_id)
+            assert seen == [f"t{number}" for number in range(6)]
+    with RunFile(path) as run_file:  # closed beside a reader, it is whole
+        assert len(run_file) == 6
+
+
+@pytest.mark.anyio
+async def test_a_reader_that_stays_keeps_the_file_readable_when_the_writer_leaves(path: Path) -> None:
+    writer = RunWriter(path, header())
+    await writer.__aenter__()
+    await writer.commit_episode([played()])
+    with RunFile(path) as run_file:
+        await writer.__aexit__(None, None, None)
+        assert len(run_file) == 1
+        async with RunWriter(path, header()) as again:
+            await again.commit_episode([played(index=1)])
+            assert len(run_file) == 2
