@@ -1,0 +1,264 @@
+"""Transcripts for people: what one agent saw and said, with sampled, template and message text told apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions
+from rich.text import Text
+
+from runner.errors import DeltarunnerError
+from runner.messages import Message, ToolCall
+from runner.trajectory import Segment, Trajectory, Turn
+
+__all__ = ["Passage", "Span", "decoder", "headline", "passages", "transcript"]
+
+Decode = Callable[[Sequence[int]], str]
+
+TEMPLATE = "template"
+SAMPLED = "sampled"
+
+STYLES = {
+    SAMPLED: "bold green",
+    TEMPLATE: "dim",
+    "system": "magenta",
+    "user": "default",
+    "assistant": "blue",
+    "tool": "cyan",
+}
+GUTTER = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Text of one kind.
+
+    Attributes:
+        kind: "sampled", "template", or the role of the message whose content it is.
+        text: as it stands.
+    """
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """Ids that came in one go: a prompt, a bridge, or what was sampled in a turn.
+
+    Attributes:
+        start: the first id, as an index into the segment's log.
+        end: one past the last.
+        spans: their text, in order.
+        turn: the turn, where they were sampled.
+    """
+
+    start: int
+    end: int
+    spans: tuple[Span, ...]
+    turn: Turn | None = None
+
+
+def passages(segment: Segment, turns: Sequence[Turn], decode: Decode | None) -> Iterator[Passage]:
+    """The passages of a segment.
+
+    Args:
+        segment: the segment.
+        turns: those that were sampled in it, in order.
+        decode: ids to text; without it the messages alone are shown, and nothing of the template.
+    """
+    position = 0
+    given = _messages_by_turn(segment, turns)
+    for turn, messages in zip(turns, given, strict=True):
+        if turn.start > position:
+            text = None if decode is None else decode(segment.log.ids[position : turn.start])
+            yield Passage(position, turn.start, tuple(_located(messages, text)))
+        yield Passage(turn.start, turn.end, (Span(SAMPLED, _spoken(turn, decode)),), turn)
+        position = turn.end
+
+
+def _messages_by_turn(segment: Segment, turns: Sequence[Turn]) -> list[list[Message]]:
+    """The messages that were put before each turn: none where a turn went on with one that was cut."""
+    seen = segment.messages[: len(segment.messages) - segment.unseen]
+    ends = [0, *(turn.end for turn in turns)]
+    fresh = [turn.start > end for turn, end in zip(turns, ends, strict=False)]
+    assistants = sum(message["role"] == "assistant" for message in seen)
+    given_assistants = assistants - sum(fresh)  # worked examples, or what was sampled in an earlier segment
+    groups: list[list[Message]] = [[]]
+    for message in seen:
+        if message["role"] == "assistant":
+            given_assistants -= 1
+            if given_assistants < 0:
+                groups.append([])
+                continue
+        groups[-1].append(message)
+    remaining = iter(groups)
+    return [next(remaining, []) if new else [] for new in fresh]
+
+
+def _located(messages: Sequence[Message], text: str | None) -> Iterator[Span]:
+    """The contents of the messages and what the template put around them; content it changed counts as its own."""
+    if text is None:
+        for message in messages:
+            yield Span(message["role"], message["content"] + _calls_text(message.get("tool_calls", ())))
+        return
+    position = 0
+    for message in messages:
+        content = message["content"] if message["content"] in text[position:] else message["content"].strip()
+        found = text.find(content, position) if content else -1
+        if found < 0:
+            continue
+        if found > position:
+            yield Span(TEMPLATE, text[position:found])
+        yield Span(message["role"], content)
+        position = found + len(content)
+    if position < len(text):
+        yield Span(TEMPLATE, text[position:])
+
+
+def _spoken(turn: Turn, decode: Decode | None) -> str:
+    if decode is not None:
+        return decode(turn.token_ids)
+    reasoning = f"<think>{turn.reasoning}</think>\n" if turn.reasoning else ""
+    return reasoning + turn.text + _calls_text([call.as_message() for call in turn.tool_calls if call.error is None])
+
+
+def _calls_text(calls: Sequence[Any]) -> str:
+    made = (ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls)
+    shown = (f"{call.name}({', '.join(f'{k}={v!r}' for k, v in call.arguments.items())})" for call in made)
+    return "".join(f"[{call}]" for call in shown)
+
+
+def decoder(engine: Mapping[str, Any]) -> Decode | None:
+    """What decodes the ids of a run whose header says this of its engine; None where its vocabulary is not here."""
+    if engine.get("kind") == "scripted":
+        from runner.tokens.byte_tokenizer import ByteTokenizer
+
+        own = ByteTokenizer()
+        return own.decode if engine.get("tokenizer") == own.fingerprint else None
+    from runner.models import resolve_model
+    from runner.tokens.tokenizer import load_tokenizer
+
+    try:
+        return load_tokenizer(resolve_model(engine["model"]).folder).decode
+    except (DeltarunnerError, KeyError):
+        return None
+
+
+# --- for people
+
+
+def transcript(
+    trajectory: Trajectory, decode: Decode | None, *, brief: bool = False, tokens: bool = False
+) -> Iterator[Text | Labelled]:
+    """The lines of a transcript; each passage of text begins with its kind, so that it reads without colours too.
+
+    Args:
+        trajectory: what to show.
+        decode: ids to text, or None.
+        brief: leave out what the template wrote and all of the first prompt but its last message.
+        tokens: show the ids too.
+    """
+    yield headline(trajectory)
+    if trajectory.error:
+        yield Labelled("error", trajectory.error, "red")
+    for number, segment in enumerate(trajectory.segments):
+        turns = [turn for turn in trajectory.turns if turn.segment == number]
+        if len(trajectory.segments) > 1:
+            yield Text(f"  segment {number} ({segment.cause}), {len(segment.log)} ids", style="yellow")
+        for passage in passages(segment, turns, decode):
+            first = brief and passage.turn is None and passage.start == 0
+            yield from _first_prompt(passage, segment, turns) if first else _shown(passage, brief)
+            if tokens:
+                yield Labelled("ids", " ".join(map(str, segment.log.ids[passage.start : passage.end])), "dim")
+            if passage.turn is not None and not brief:
+                yield Labelled("", _accounts(passage.turn), "dim italic")
+        for message in segment.messages[len(segment.messages) - segment.unseen :]:
+            yield Labelled(message["role"], f"{message['content']} (the model did not see it)", "dim")
+
+
+def headline(trajectory: Trajectory) -> Text:
+    """The episode in one line."""
+    line = Text.assemble((trajectory.id, "bold"))
+    if trajectory.agent != "main":
+        line.append(f" {trajectory.agent}", "bold")
+    if trajectory.attempt:
+        line.append(f" (attempt {trajectory.attempt + 1})")
+    outcome = trajectory.outcome.value + (f" ({trajectory.limit})" if trajectory.limit else "")
+    line.append(f"  {outcome}", "green" if trajectory.outcome.scored else "red")
+    line.append(f"  reward {_number(trajectory.reward)}", "bold")
+    scores = {**trajectory.rewards, **trajectory.metrics}
+    if scores:
+        line.append(f" ({', '.join(f'{name} {_number(value)}' for name, value in scores.items())})")
+    turns = len(trajectory.turns)
+    line.append(f"  {turns} {'turn' if turns == 1 else 'turns'}, {trajectory.sampled} ids sampled")
+    return line
+
+
+def _first_prompt(passage: Passage, segment: Segment, turns: Sequence[Turn]) -> Iterator[Labelled]:
+    messages = _messages_by_turn(segment, turns)[0]
+    if not messages:
+        return
+    *before, last = messages
+    if before:
+        roles = Counter(message["role"] for message in before)
+        counted = ", ".join(f"{count} {role}" for role, count in roles.items())
+        yield Labelled("prompt", f"{passage.end} ids; before this message {counted}", "dim")
+    yield Labelled(last["role"], last["content"], STYLES[last["role"]])
+
+
+def _shown(passage: Passage, brief: bool) -> Iterator[Labelled]:
+    for span in passage.spans:
+        if brief and span.kind == TEMPLATE:
+            continue
+        text = span.text.replace("\n", "⏎") if span.kind == TEMPLATE else span.text
+        yield Labelled(span.kind, text, STYLES[span.kind])
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """Text beside a label, its further lines under its first one."""
+
+    label: str
+    text: str
+    style: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        text = Text(printable(self.text), style=self.style)
+        lines = text.wrap(console, options.max_width - GUTTER) if console.is_terminal else text.split("\n")
+        label = Text(self.label.ljust(GUTTER), style="dim" if self.label in (TEMPLATE, "", "ids") else "bold")
+        for line in lines:
+            yield Text.assemble(label, line)
+            label = Text(" " * GUTTER)
+
+
+def printable(text: str) -> str:
+    """`text` without what a terminal would obey."""
+    return text.translate(_CONTROLS)
+
+
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def _accounts(turn: Turn) -> str:
+    """Where the ids of a turn came from and how it ended."""
+    cached = "" if turn.cached_tokens is None else f", {turn.cached_tokens} cached"
+    parts = [f"turn {turn.number + 1}", f"prompt {turn.start}{cached}", f"sampled {turn.end - turn.start}"]
+    stop = "" if turn.stop is None else f" {turn.stop}"
+    parts.append(f"finish {turn.finish.value}{stop}")
+    if turn.junction is not None:
+        j = turn.junction
+        how = f"{j.result.value}, anchor {j.anchor.value}, close {j.close.value}, seam {j.seam.value}"
+        parts.append(f"{j.inserted} bridged ({how})")
+    if turn.reward:
+        parts.append(f"turn reward {turn.reward:g}")
+    timings = turn.timings
+    parts.append(f"{timings.queued + timings.first_token + timings.decode:.2f} s, {timings.environment:.2f} s answered")
+    return " · ".join(parts)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
