@@ -1,0 +1,142 @@
+"""What is shown of a run while it plays."""
+
+import io
+import math
+from collections.abc import Iterator
+
+import anyio
+import pytest
+from rich.console import Console
+
+from runner import Concurrency, Conversation, Environment, Run, ScriptedEngine, Task, reward
+from runner.display import Figures, Gauge, LiveDisplay, PlainDisplay, Stuck, as_time, display_for, live_view
+from runner.lag import Blocker
+
+FIGURES = Figures(
+    total=64,
+    before=10,
+    done=22,
+    failed=2,
+    running=16,
+    waiting=3,
+    rate=540.4,
+    reward=0.6111,
+    reward_error=0.05,
+    elapsed=44.0,
+    lag=0.003,
+    slowest=(Stuck("17#0", 2, "main: engine", 4.25), Stuck("18#0", 0, "add()", 1.0)),
+    fault="3#0 env_error: ValueError: no",
+)
+
+
+class Waiting(Environment):
+    """Speaks; the second episode fails, and the third waits until it is told to go on."""
+
+    def __init__(self, go: anyio.Event | None = None) -> None:
+        self.go = go
+
+    def tasks(self) -> Iterator[Task]:
+        for number in range(4):
+            yield Task(id=str(number), prompt="hello")
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        if self.task.id == "1":
+            raise ValueError("no\nsecond line")
+        if self.task.id == "2" and self.go is not None:
+            await self.go.wait()
+
+    @reward
+    def spoke(self) -> bool:
+        return True
+
+
+def drawn(figures: Figures, *, width: int, height: int = 30) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    console.print(live_view(figures, "calculator on smollm2-135m", width=width, height=height))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_the_live_view_says_what_runs_waits_failed_and_is_slowest() -> None:
+    text = "\n".join(drawn(FIGURES, width=120))
+    for expected in (
+        "calculator on smollm2-135m",
+        "32 of 64 · 16 running · 3 waiting for the engine · 2 failed",
+        "540 tokens/s · reward 0.611 ± 0.050 · 0:44, 1:04 left · loop lag 3 ms",
+        "last fault: 3#0 env_error: ValueError: no",
+        "4.2 s  17#0  turn 3  waits for main: engine",
+        "1.0 s  18#0  turn 1  waits for add()",
+    ):
+        assert expected in text
+
+
+@pytest.mark.parametrize("width", [24, 40, 60, 200])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    lines = drawn(FIGURES, width=width)
+    assert max(map(len, lines)) <= width
+    assert any("17#0" in line for line in lines)
+
+
+def test_a_low_terminal_shows_fewer_of_the_slowest() -> None:
+    assert not any("17#0" in line for line in drawn(FIGURES, width=100, height=6))
+    assert any("32 of 64" in line for line in drawn(FIGURES, width=100, height=6))
+
+
+def test_who_makes_the_loop_late_is_named_with_what_to_do() -> None:
+    late = Figures(lag=0.5, blocker=Blocker("Mine.add (mine.py:7)", 3.0, thread=True))
+    assert "slow loop: Mine.add (mine.py:7) it computes" in " ".join(drawn(late, width=200))
+
+
+def test_time_left_follows_the_pace_of_this_run_and_not_of_earlier_ones() -> None:
+    assert FIGURES.remaining == pytest.approx(32 * 2.0)
+    assert Figures(total=None, done=3, elapsed=1.0).remaining is None
+    assert Figures(total=8, done=0, elapsed=1.0).remaining is None
+    assert (as_time(64.4), as_time(3661)) == ("1:04", "1:01:01")
+
+
+@pytest.mark.anyio
+async def test_the_gauge_reads_a_run_while_it_plays() -> None:
+    go = anyio.Event()
+    async with Run(Waiting(go), ScriptedEngine("hi"), concurrency=Concurrency(episodes=3)) as run:
+        gauge = Gauge(run, total=4)
+        async for _ in run:
+            if run.summary.episodes == 3:
+                break
+        await anyio.wait_all_tasks_blocked()
+        figures = gauge.read()
+        assert (figures.done, figures.failed, figures.running, figures.total) == (3, 1, 1, 4)
+        assert figures.reward == 1.0
+        assert [(stuck.id, stuck.turns) for stuck in figures.slowest] == [("2#0", 1)]
+        assert figures.elapsed > 0
+        assert not math.isnan(figures.rate)
+        go.set()
+        assert [trajectory.id async for trajectory in run] == ["2#0"]
+        assert gauge.read().running == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("terminal", [True, False], ids=["live", "plain"])
+async def test_a_run_is_shown_from_its_start_to_its_end(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
+    display = display_for(console, "waiting on scripted")
+    assert isinstance(display, LiveDisplay if terminal else PlainDisplay)
+    assert isinstance(console.file, io.StringIO)
+    display.total = 4
+    run = Run(Waiting(), ScriptedEngine("hi"))
+    async with anyio.create_task_group() as group:
+        group.start_soon(display.watch, run)
+        await anyio.wait_all_tasks_blocked()
+        async with run:
+            async for trajectory in run:
+                display.finished(trajectory)
+                display.say(f"{trajectory.id} is over \x1b[2J")
+        with anyio.fail_after(20):
+            while "4 of 4" not in console.file.getvalue():
+                await anyio.sleep(0.01)
+        group.cancel_scope.cancel()
+    text = console.file.getvalue()
+    assert "starting the engine" in text
+    assert "4 of 4" in text
+    assert "\\x1b[2J" in text
+    assert "\x1b[2J" not in text
