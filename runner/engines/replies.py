@@ -6,11 +6,12 @@ import hashlib
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from anyio import to_thread
 
@@ -18,20 +19,14 @@ from runner.engines.base import FinishReason
 from runner.engines.script import Answer, ModelCall, Reply, Speaker, as_reply, packed
 from runner.errors import BadOption, RequestRejected
 from runner.parsing.base import ToolFormat, detect_format
+from runner.store.reader import RunFile
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer
-from runner.trajectory import Trajectory, Turn
 
-__all__ = ["RecordedRun", "Replies", "ReplySource", "Spelled", "Speller", "reply_source"]
-
-
-class RecordedRun(Protocol):
-    """What is read of a run file."""
-
-    def trajectories(self) -> Iterable[Trajectory]: ...
+__all__ = ["Replies", "ReplySource", "Spelled", "Speller", "reply_source"]
 
 
-Replies: TypeAlias = str | Reply | Sequence[Answer] | Speaker | Mapping[str, "Replies"] | Path | RecordedRun
+Replies: TypeAlias = str | Reply | Sequence[Answer] | Speaker | Mapping[str, "Replies"] | Path | RunFile
 """What the model says: always the same; a list that every conversation reads from its beginning; a function of the
 turn; any of these for each agent by name; or what it said in a recorded run."""
 
@@ -107,16 +102,16 @@ def reply_source(replies: Replies, speller: Speller) -> ReplySource:
     match replies:
         case str() | Reply():
             return _Always(replies, speller)
-        case Path():
+        case Path() | RunFile():
             return _Recording(replies)
-        case Mapping():
+        case Mapping() if replies:
             return _ByAgent({agent: reply_source(own, speller) for agent, own in replies.items()})
         case Sequence() if replies:
             return _Listed(replies, speller)
     if callable(replies):
         return _Spoken(cast("Speaker", replies), speller)
     if hasattr(replies, "trajectories"):
-        return _Recording(cast("RecordedRun", replies))
+        return _Recording(cast("replies"))
     raise BadOption(
         f"ScriptedEngine({replies!r:.80}): give a text, a list of replies (not an empty one), a function, "
         "a dict of these by agent, or the path of a run file."
@@ -190,52 +185,71 @@ class _Spoken(ReplySource):
 
 
 class _Recording(ReplySource):
-    """Says what was said to the same prompt; where that differed, what was said with the same seed."""
+    """Says what was said to the same prompt; where that differed, what was said with the same seed.
 
-    def __init__(self, run: Path | RecordedRun) -> None:
+    It keeps what was sampled, packed, and of each prompt a digest.
+    """
+
+    def __init__(self, run: Path | RunFile) -> None:
         self._run = run
-        self._turns: dict[bytes, list[tuple[int | None, Spelled]]] = {}
+        self._said: dict[bytes, list[_Said]] = {}
 
     async def open(self) -> None:
-        self._turns = await to_thread.run_sync(self._read)
+        self._said = await to_thread.run_sync(self._read)
 
-    def _read(self) -> dict[bytes, list[tuple[int | None, Spelled]]]:
-        from runner.store import RunFile
-
-        turns: dict[bytes, list[tuple[int | None, Spelled]]] = {}
-        run: RecordedRun = RunFile(self._run) if isinstance(self._run, Path) else self._run
-        for trajectory in run.trajectories():
-            for turn in trajectory.turns:
-                turns.setdefault(_digest(turn.prompt_ids), []).append((turn.seed, _as_it_was(turn)))
-        return turns
+    def _read(self) -> dict[bytes, list[_Said]]:
+        if isinstance(self._run, RunFile):
+            return _said(self._run)
+        with RunFile(self._run) as run:
+            return _said(run)
 
     def reply(self, call: ModelCall) -> Spelled:
-        said = self._turns.get(_digest(call.prompt_ids))
+        said = self._said.get(_digest(call.prompt_ids))
         if said is None:
             raise RequestRejected(
                 f"{call.request.name}: the recorded run has no turn with this prompt of {len(call.prompt_ids)} ids: "
                 "something before it differs (task, template, tools, an answer)."
             )
-        same_seed = (spelled for seed, spelled in said if seed is not None and seed == call.request.seed)
-        return next(same_seed, said[call.key % len(said)][1])
+        seed = call.request.seed
+        same_seed = (turn for turn in said if seed is not None and turn.seed == seed)
+        return next(same_seed, said[call.key % len(said)]).spelled()
 
     def describe(self) -> Any:
-        return {"recorded": str(getattr(self._run, "path", self._run))}
+        return {"recorded": str(self._run.path if isinstance(self._run, RunFile) else self._run)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What one turn of a recorded run said."""
+
+    ids: array[int]
+    logprobs: array[float]
+    finish: FinishReason
+    stop: int | str | None
+    seed: int | None
+
+    def spelled(self) -> Spelled:
+        # A turn that we ended ourselves, by a stop string or for want of room, was no end to the engine.
+        ours = self.finish is FinishReason.CONTEXT or (
+            self.finish is FinishReason.STOP and not isinstance(self.stop, int)
+        )
+        reply = Reply(
+            ids=self.ids,
+            logprobs=None if any(map(math.isnan, self.logprobs)) else self.logprobs,
+            finish=FinishReason.LENGTH if ours else self.finish,
+            stop=self.stop if isinstance(self.stop, int) else None,
+        )
+        return Spelled(reply, self.ids.tolist())
+
+
+def _said(run: RunFile) -> dict[bytes, list[_Said]]:
+    said: dict[bytes, list[_Said]] = {}
+    for row in run.rows(trained=None):
+        for turn in run.trajectory(row).turns:
+            kept = _Said(turn.token_ids, turn.logprobs, turn.finish, turn.stop, turn.seed)
+            said.setdefault(_digest(turn.prompt_ids), []).append(kept)
+    return said
 
 
 def _digest(ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(packed(ids), digest_size=16).digest()
-
-
-def _as_it_was(turn: Turn) -> Spelled:
-    ids, logprobs = turn.token_ids, turn.logprobs
-    stopped = turn.finish is FinishReason.STOP and isinstance(turn.stop, int)
-    # A turn that we ended ourselves, by a stop string or for want of room, was no end to the engine.
-    ours = turn.finish is FinishReason.CONTEXT or (turn.finish is FinishReason.STOP and not stopped)
-    reply = Reply(
-        ids=ids,
-        logprobs=None if any(map(math.isnan, logprobs)) else logprobs,
-        finish=FinishReason.LENGTH if ours else turn.finish,
-        stop=turn.stop if stopped and isinstance(turn.stop, int) else None,
-    )
-    return Spelled(reply, list(ids))

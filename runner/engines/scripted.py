@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import anyio
 import anyio.abc
+from anyio.lowlevel import checkpoint_if_cancelled
 
 from runner.engines.base import (
     Delta,
@@ -351,6 +352,8 @@ class ScriptedStream(DeltaStream):
                 raise StopAsyncIteration
             if self._failure is not None:
                 raise self._failure
+            # Without it a reader that is woken at every tick would never hear of its cancellation on asyncio.
+            await checkpoint_if_cancelled()
             self._news = anyio.Event()
             await self._news.wait()
         return self._next()
@@ -399,8 +402,7 @@ class ScriptedStream(DeltaStream):
         self.finish = Finish(FinishReason.ABORT, versions=versions(self.sent))
         if delivery.finish is not None and self.sent == len(delivery.ids):
             self.finish = delivery.finish
-        if self.sent > start or self.finish is delivery.finish:
-            self.rest.append(delivery.piece(start, self.sent, self.finish))
+        self.rest.append(delivery.piece(start, self.sent, self.finish))
 
     def _count(self, sent: int) -> None:
         self._engine._sampled += sent - self.sent

@@ -1,0 +1,23 @@
+"""For tests of environments and engines: scripted replies, cancellation at every suspension point, and leaks."""
+
+from __future__ import annotations
+
+from runner.engines.replies import Replies
+from runner.engines.script import Fault, Latency, ModelCall, Reply, call
+from runner.engines.scripted import RecordedCall, ScriptedEngine
+from runner.testing.cancellation import cancel_everywhere
+from runner.testing.leaks import Leaked, no_leaks
+
+__all__ = [
+    "Fault",
+    "Latency",
+    "Leaked",
+    "ModelCall",
+    "RecordedCall",
+    "Replies",
+    "Reply",
+    "ScriptedEngine",
+    "call",
+    "cancel_everywhere",
+    "no_leaks",
+]
