@@ -2,9 +2,11 @@
 
 import io
 import math
+import threading
 from collections.abc import Iterator
 
 import anyio
+import anyio.to_thread
 import pytest
 from rich.console import Console
 
@@ -49,6 +51,19 @@ class Waiting(Environment):
     @reward
     def spoke(self) -> bool:
         return True
+
+
+class Screen(io.StringIO):
+    """Says when it was told that all four episodes are done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.complete = threading.Event()
+
+    def write(self, text: str) -> int:
+        if "4 of 4" in text:
+            self.complete.set()
+        return super().write(text)
 
 
 def drawn(figures: Figures, *, width: int, height: int = 30) -> list[str]:
@@ -118,10 +133,10 @@ async def test_the_gauge_reads_a_run_while_it_plays() -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("terminal", [True, False], ids=["live", "plain"])
 async def test_a_run_is_shown_from_its_start_to_its_end(terminal: bool) -> None:
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
+    screen = Screen()
+    console = Console(file=screen, force_terminal=terminal, width=100, color_system=None)
     display = display_for(console, "waiting on scripted")
     assert isinstance(display, LiveDisplay if terminal else PlainDisplay)
-    assert isinstance(console.file, io.StringIO)
     display.total = 4
     run = Run(Waiting(), ScriptedEngine("hi"))
     async with anyio.create_task_group() as group:
@@ -131,11 +146,9 @@ async def test_a_run_is_shown_from_its_start_to_its_end(terminal: bool) -> None:
             async for trajectory in run:
                 display.finished(trajectory)
                 display.say(f"{trajectory.id} is over \x1b[2J")
-        with anyio.fail_after(20):
-            while "4 of 4" not in console.file.getvalue():
-                await anyio.sleep(0.01)
+        await anyio.to_thread.run_sync(screen.complete.wait, 20)
         group.cancel_scope.cancel()
-    text = console.file.getvalue()
+    text = screen.getvalue()
     assert "starting the engine" in text
     assert "4 of 4" in text
     assert "\\x1b[2J" in text
