@@ -13,6 +13,7 @@ import anyio
 __all__ = ["cancel_everywhere"]
 
 _MOST: Final = 100_000
+_EVENT_LOOPS: Final = frozenset({"anyio", "asyncio", "trio"})
 
 
 async def cancel_everywhere(
@@ -22,8 +23,9 @@ async def cancel_everywhere(
 ) -> int:
     """Run `scenario` again and again, cancelled when it suspends for the 1st, the 2nd, the 3rd ... time.
 
-    The cancellation comes from a scope around it, before whatever it waits for can happen; where it waits in a shield,
-    it comes once that is left. Child tasks are cancelled with it; their own suspension points are not counted.
+    The cancellation comes from a scope around it, as it suspends; where it waits in a shield, it comes once that is
+    left. Child tasks are cancelled with it; their own suspension points are not counted. Trio runs the tasks that are
+    ready in a random order, so a scenario that waits for others may suspend more or less often there from run to run.
 
     Args:
         scenario: makes one run's coroutine. It must be the same each time: same steps, fresh state.
@@ -91,11 +93,16 @@ def _suspended(coroutine: Coroutine[Any, Any, object], awaited: Any) -> Generato
 
 
 def _place(coroutine: Any) -> str:
-    """The innermost frame of our caller's that is suspended: the last one that is a coroutine with source lines."""
-    place = ""
-    while isinstance(coroutine, types.CoroutineType | types.GeneratorType):
-        frame = coroutine.cr_frame if isinstance(coroutine, types.CoroutineType) else coroutine.gi_frame
-        if frame is not None:
-            place = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
-        coroutine = coroutine.cr_await if isinstance(coroutine, types.CoroutineType) else coroutine.gi_yieldfrom
-    return place or "a coroutine without a frame"
+    """Where the scenario is suspended: its innermost frame outside the event loop's libraries."""
+    place = "the scenario"
+    while True:
+        match coroutine:
+            case types.CoroutineType():
+                frame, inner = coroutine.cr_frame, coroutine.cr_await
+            case types.GeneratorType():
+                frame, inner = coroutine.gi_frame, coroutine.gi_yieldfrom
+            case _:
+                return place
+        if frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in _EVENT_LOOPS:
+            place = f"{coroutine.__qualname__} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        coroutine = inner

@@ -1,0 +1,143 @@
+"""Cancelling at every suspension point: all of them, each once, and what the check finds is told with its place."""
+
+from collections.abc import Awaitable, Callable
+
+import anyio
+import pytest
+from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint
+
+from runner.testing import cancel_everywhere
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_every_suspension_point_is_cancelled_once_in_order() -> None:
+    reached: list[int] = []
+
+    async def scenario() -> None:
+        reached.append(0)
+        for step in range(1, 6):
+            await checkpoint()
+            reached[-1] = step
+
+    assert await cancel_everywhere(scenario) >= 5
+    # Cancelled at the n-th point, n - 1 steps were done; the last run is undisturbed.
+    assert sorted(set(reached)) == list(range(6))
+    assert reached == sorted(reached)
+
+
+async def test_a_scenario_that_never_suspends_runs_once() -> None:
+    runs: list[None] = []
+
+    async def scenario() -> None:
+        runs.append(None)
+
+    assert await cancel_everywhere(scenario) == 0
+    assert len(runs) == 1
+
+
+async def test_child_tasks_are_cancelled_with_the_scenario() -> None:
+    alive = 0
+
+    async def child() -> None:
+        nonlocal alive
+        alive += 1
+        try:
+            for _ in range(3):
+                await checkpoint()
+        finally:
+            alive -= 1
+
+    async def scenario() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(child)
+            tasks.start_soon(child)
+
+    def check() -> None:
+        assert alive == 0
+
+    assert await cancel_everywhere(scenario, check=check) >= 1
+
+
+async def test_a_shield_is_left_before_the_cancellation_comes() -> None:
+    shielded: list[bool] = []
+
+    async def scenario() -> None:
+        shielded.append(False)
+        with anyio.CancelScope(shield=True):
+            await cancel_shielded_checkpoint()
+            await checkpoint()
+            shielded[-1] = True
+        await checkpoint()
+
+    assert await cancel_everywhere(scenario) >= 3
+    assert all(shielded)
+
+
+async def async_check() -> None:
+    await checkpoint()
+    raise AssertionError("something is left")
+
+
+def sync_check() -> None:
+    raise AssertionError("something is left")
+
+
+@pytest.mark.parametrize("check", [sync_check, async_check], ids=["sync", "async"])
+async def test_what_was_left_behind_is_told_with_the_place(check: Callable[[], Awaitable[None] | None]) -> None:
+    async def scenario() -> None:
+        await checkpoint()
+
+    with pytest.raises(AssertionError, match="something is left") as caught:
+        await cancel_everywhere(scenario, check=check)
+    (note,) = caught.value.__notes__
+    assert note.startswith("cancelled at suspension point 1, in test_what_was_left_behind_is_told_with_the_place.")
+    assert f"scenario ({__file__}:" in note
+
+
+async def test_a_missing_cleanup_is_found_at_the_point_where_it_matters() -> None:
+    taken = 0
+
+    async def scenario() -> None:
+        nonlocal taken
+        await checkpoint()
+        taken += 1
+        await checkpoint()  # cancelled here, it is never given back
+        taken -= 1
+
+    def check() -> None:
+        assert taken == 0
+
+    with pytest.raises(AssertionError) as caught:
+        await cancel_everywhere(scenario, check=check)
+    assert "cancelled at suspension point" in caught.value.__notes__[0]
+    assert taken == 1
+
+
+async def test_what_the_scenario_raises_reaches_the_test() -> None:
+    async def scenario() -> None:
+        try:
+            await checkpoint()
+        finally:
+            raise ZeroDivisionError("while cleaning up")
+
+    with pytest.raises(ZeroDivisionError, match="cleaning up") as caught:
+        await cancel_everywhere(scenario)
+    assert "cancelled at suspension point 1" in caught.value.__notes__[0]
+
+
+async def test_a_scenario_that_swallows_its_cancellation_is_still_run_to_its_end() -> None:
+    swallowed: list[int] = []
+
+    async def scenario() -> None:
+        with anyio.move_on_after(0):
+            await anyio.sleep_forever()
+        try:
+            await checkpoint()
+        except anyio.get_cancelled_exc_class():
+            swallowed.append(1)
+            raise
+        await checkpoint()
+
+    assert await cancel_everywhere(scenario) >= 2
+    assert swallowed

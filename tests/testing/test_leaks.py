@@ -1,0 +1,120 @@
+"""Leaks are found and named; what an event loop keeps for reuse is none."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio import to_thread
+from anyio.lowlevel import checkpoint
+
+from runner.engines.base import GenerationRequest, Session
+from runner.options import Sampling
+from runner.testing import Fault, Latency, Leaked, Reply, ScriptedEngine, no_leaks
+
+
+def request(session: Session | None = None) -> GenerationRequest:
+    return GenerationRequest(name="e/main/0", prompt=[1], sampling=Sampling.defaults(), session=session)
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_block_that_cleans_up_passes(tmp_path: Path) -> None:
+    with no_leaks():
+        thread = threading.Thread(target=lambda: None)
+        thread.start()
+        (tmp_path / "file").write_text("closed again")
+    assert not thread.is_alive()
+
+
+def test_a_thread_that_is_left_is_named(release: threading.Event) -> None:
+    with pytest.raises(Leaked, match="thread 'the hung one'"), no_leaks(settle=0.05):
+        threading.Thread(target=release.wait, name="the hung one").start()
+
+
+def test_a_thread_that_is_about_to_end_may(release: threading.Event) -> None:
+    with no_leaks(settle=60):
+        threading.Thread(target=lambda: release.wait(0.1)).start()
+    assert not release.is_set()
+
+
+def test_an_open_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "left open"
+    with pytest.raises(Leaked, match="left open"), no_leaks():
+        descriptor = os.open(path, os.O_CREAT)
+    os.close(descriptor)
+
+
+@pytest.mark.anyio
+async def test_a_task_that_is_left_is_named() -> None:
+    async with anyio.create_task_group() as tasks:
+        with pytest.raises(Leaked, match="the wanderer"), no_leaks():
+            tasks.start_soon(anyio.sleep_forever, name="the wanderer")
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_idle_worker_threads_are_no_leak() -> None:
+    with no_leaks():
+        for _ in range(3):
+            await to_thread.run_sync(lambda: None)
+
+
+@pytest.mark.anyio
+async def test_a_worker_thread_at_work_is_a_leak(release: threading.Event) -> None:
+    working = threading.Event()
+
+    def work() -> None:
+        working.set()
+        release.wait()
+
+    async def start() -> None:
+        tasks.start_soon(to_thread.run_sync, work)
+        while not working.is_set():
+            await checkpoint()
+
+    async with anyio.create_task_group() as tasks:
+        with pytest.raises(Leaked, match="thread"), no_leaks(settle=0.05):
+            await start()
+        release.set()
+
+
+@pytest.mark.anyio
+async def test_open_requests_and_live_sessions_are_counted() -> None:
+    async with ScriptedEngine(Reply("abc", fault=Fault.stall(1)), latency=Latency()) as engine:
+        session = engine.session()
+        stream = engine.stream(request(session))
+        with pytest.raises(Leaked, match=r"live session 1 of ScriptedEngine 0; open request 1 of"), no_leaks(engine):
+            await stream.__aenter__()
+        await stream.__aexit__(None, None, None)
+        engine.close_session(session)
+
+
+@pytest.mark.anyio
+async def test_what_was_open_before_is_no_leak() -> None:
+    async with ScriptedEngine(Reply("abc", fault=Fault.stall(1))) as engine, engine.stream(request()):
+        with no_leaks(engine):
+            async with engine.stream(request()):
+                pass
+
+
+@pytest.mark.anyio
+async def test_an_exception_passes_with_a_note_of_what_leaked() -> None:
+    async with ScriptedEngine("abc") as engine:
+        stream = engine.stream(request())
+
+        async def fail() -> None:
+            await stream.__aenter__()
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError) as caught, no_leaks(engine):
+            await fail()
+        assert "leaked: open request 1 of ScriptedEngine 0" in caught.value.__notes__
+        await stream.__aexit__(None, None, None)
