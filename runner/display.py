@@ -34,6 +34,7 @@ REFRESH_SECONDS = 0.25
 RATE_SECONDS = 5.0
 PLAIN_SECONDS = 5.0
 NARROW = 60
+BAR = 100
 LATE_SECONDS = 0.05
 
 
@@ -166,6 +167,11 @@ class Display(Reporter):
     Args:
         console: where.
         title: what is played on what.
+
+    Attributes:
+        total: episodes that there are to be, or None.
+        before: of those, played by earlier runs of the file.
+        last_fault: of the last episode that failed.
     """
 
     def __init__(self, console: Console, title: str) -> None:
@@ -173,17 +179,17 @@ class Display(Reporter):
         self.title = title
         self.total: int | None = None
         self.before = 0
-        self._gauge: Gauge | None = None
+        self.last_fault = ""
 
     async def watch(self, run: Run) -> None:
         """Show the run until cancelled."""
-        self._gauge = gauge = Gauge(run)
+        gauge = Gauge(run)
         began = time.monotonic()
         # Drawn in a thread: a terminal that is paused (Ctrl-S), or a pipe that nobody reads, must not stop the run.
         thread = anyio.CapacityLimiter(1)
         with self._shown():
             while True:
-                gauge.total, gauge.before = self.total, self.before
+                gauge.total, gauge.before, gauge.last_fault = self.total, self.before, self.last_fault
                 if not run.summary.elapsed:
                     draw = partial(self._starting, time.monotonic() - began)
                 else:
@@ -193,8 +199,8 @@ class Display(Reporter):
 
     def finished(self, trajectory: Trajectory) -> None:
         """Remember what went wrong last."""
-        if trajectory.outcome.failed and self._gauge is not None:
-            self._gauge.last_fault = f"{trajectory.id} {trajectory.outcome.value}: {trajectory.error}"
+        if trajectory.outcome.failed:
+            self.last_fault = f"{trajectory.id} {trajectory.outcome.value}: {trajectory.error}"
 
     def say(self, line: str) -> None:
         """Show a line that stays."""
@@ -303,7 +309,7 @@ def live_view(figures: Figures, title: str, *, width: int, height: int) -> Rende
     """What the live display shows."""
     lines: list[RenderableType] = [Text(title, style="bold", no_wrap=True, overflow="ellipsis")]
     if width >= NARROW and figures.total:
-        lines.append(ProgressBar(total=figures.total, completed=figures.before + figures.done, width=min(width, 100)))
+        lines.append(_bar(figures.total, figures.before + figures.done, width))
     lines += [_counts(figures, width), _pace(figures)]
     if figures.blocker is not None:
         lines.append(Text(f"slow loop: {figures.blocker.where} {figures.blocker.advice}", style="yellow"))
@@ -313,6 +319,12 @@ def live_view(figures: Figures, title: str, *, width: int, height: int) -> Rende
     if figures.slowest and room > 0:
         lines.append(_slowest(figures.slowest[:room], width))
     return Group(*lines)
+
+
+def _bar(total: int, done: int, width: int) -> Table:
+    bar = Table.grid()  # alone it would not end its line
+    bar.add_row(ProgressBar(total=total, completed=done, width=min(width, BAR)))
+    return bar
 
 
 def _counts(figures: Figures, width: int) -> Text:
@@ -336,7 +348,10 @@ def _pace(figures: Figures) -> Text:
 
 
 def _joined(parts: Sequence[tuple[str, str]]) -> Text:
-    return Text(" · ", style="dim").join(Text(text, style=style) for text, style in parts)
+    line = Text()
+    for text, style in parts:
+        line.append(" · " if line else "", "dim").append(text, style)
+    return line
 
 
 def _slowest(slowest: Sequence[Stuck], width: int) -> Table:

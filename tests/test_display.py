@@ -74,16 +74,16 @@ def drawn(figures: Figures, *, width: int, height: int = 30) -> list[str]:
 
 
 def test_the_live_view_says_what_runs_waits_failed_and_is_slowest() -> None:
-    text = "\n".join(drawn(FIGURES, width=120))
+    lines = [line.strip() for line in drawn(FIGURES, width=120)]
+    assert lines[0] == "calculator on smollm2-135m"
     for expected in (
-        "calculator on smollm2-135m",
         "32 of 64 · 16 running · 3 waiting for the engine · 2 failed",
         "540 tokens/s · reward 0.611 ± 0.050 · 0:44, 1:04 left · loop lag 3 ms",
         "last fault: 3#0 env_error: ValueError: no",
         "4.2 s  17#0  turn 3  waits for main: engine",
         "1.0 s  18#0  turn 1  waits for add()",
     ):
-        assert expected in text
+        assert expected in lines
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 200])

@@ -1,0 +1,217 @@
+"""The command line: `deltarunner`. Only names and help texts; what a command does is in `runner.commands`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn, TypeVar
+
+import typer
+
+from runner.errors import DeltarunnerError
+
+__all__ = ["app", "main"]
+
+Command = TypeVar("Command", bound=Callable[..., int])
+
+EPILOG = """
+Exit codes: 0 done · 1 anything unforeseen · 2 an option · 3 the environment · 4 a task · 5 the model · 6 the chat
+template · 7 the run file · 8 the disk · 9 the engine · 10 too many episodes failed · 11 the run was stuck · 130 Ctrl-C.
+"""
+
+app = typer.Typer(
+    name="deltarunner",
+    help="Play many multi-turn agent episodes at once against vLLM in this process, and keep the exact token ids.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ENVIRONMENT = typer.Argument(
+    metavar="ENV",
+    help="A bundled environment (`deltarunner list`), path.py:Class, or module:Class.",
+    show_default=False,
+)
+SETTINGS = typer.Option("--set", metavar="NAME=VALUE", help="An argument of the environment's constructor.")
+
+
+def main() -> NoReturn:
+    """The console script."""
+    try:
+        app()
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    if "runner.edge" in sys.modules:
+        from runner.edge import end_process
+
+        end_process(code)
+    sys.exit(code)
+
+
+def command(name: str) -> Callable[[Command], Command]:
+    """A command that returns its exit code; what it raises becomes one message and an exit code."""
+
+    def register(function: Command) -> Command:
+        @functools.wraps(function)
+        def shown(*arguments: object, **options: object) -> NoReturn:
+            sys.exit(_code_of(functools.partial(function, *arguments, **options)))
+
+        app.command(name)(shown)
+        return function
+
+    return register
+
+
+def _code_of(body: Callable[[], int]) -> int:
+    try:
+        return body()
+    except DeltarunnerError as error:
+        print(f"deltarunner: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("deltarunner: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has enough of it; without this Python complains at its end.
+        sys.stdout = None
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        print(
+            f"deltarunner: {type(error).__name__}: {error}\n"
+            f"This was not foreseen; please report it with the lines above.",
+            file=sys.stderr,
+        )
+        return 1
+
+
+@command("run")
+def run(
+    environment: Annotated[str, ENVIRONMENT],
+    episodes: Annotated[
+        int | None, typer.Option("--episodes", "-n", min=1, help="How many to play; default all of its tasks.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="smollm2-135m, a folder, or a Hugging Face id.")] = "smollm2-135m",
+    template: Annotated[
+        str | None, typer.Option(help="Chat template: pythonic, hermes, or a file; default the model's own.")
+    ] = None,
+    template_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="A name that the template reads (enable_thinking=false)."),
+    ] = None,
+    engine_option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of vLLM's engine (max_num_seqs=64).")
+    ] = None,
+    settings: Annotated[list[str] | None, SETTINGS] = None,
+    tasks: Annotated[
+        Path | None, typer.Option(help="Tasks from a JSONL file instead of the environment's own.")
+    ] = None,
+    group_size: Annotated[int, typer.Option(min=1, help="Episodes of each task.")] = 1,
+    seed: Annotated[int, typer.Option(help="All random numbers follow from it.")] = 0,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="The most tokens of one turn.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Only the k likeliest tokens.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest one.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends a turn.")] = None,
+    limit: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A limit of an episode (turns=8, seconds=60).")
+    ] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Episodes alive at once.")] = None,
+    file: Annotated[Path | None, typer.Option(help="The run file; default runs/ENV-NNN.db.")] = None,
+    task: Annotated[str | None, typer.Option(help="Play only the task of this id; shown, not kept.")] = None,
+    index: Annotated[int | None, typer.Option(min=0, help="Of the task's group, only this episode.")] = None,
+    show: Annotated[int, typer.Option(min=0, help="Show so many transcripts at the end.")] = 0,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Clocks off and one episode at a time, for breakpoint().")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="One line of JSON on stdout, everything else on stderr.")
+    ] = False,
+) -> int:
+    """Play an environment's episodes and keep them in a run file. The same command again resumes what was cut short."""
+    from runner.commands.run import RunSettings, run_command
+
+    return run_command(
+        RunSettings(
+            environment=environment,
+            episodes=episodes,
+            model=model,
+            template=template,
+            template_options=tuple(template_option or ()),
+            engine_options=tuple(engine_option or ()),
+            settings=tuple(settings or ()),
+            tasks=tasks,
+            group_size=group_size,
+            seed=seed,
+            sampling={
+                "temperature": temperature,
+                "max_tokens": max_tokens,
+                "top_p": top_p,
+                "top_k": top_k,
+                "min_p": min_p,
+                "stop": tuple(stop) if stop else None,
+            },
+            limits=tuple(limit or ()),
+            concurrency=concurrency,
+            file=file,
+            task=task,
+            index=index,
+            show=show,
+            debug=debug,
+            json=json,
+        )
+    )
+
+
+@command("list")
+def list_environments() -> int:
+    """The environments that are installed."""
+    from runner.commands.list import list_command
+
+    return list_command()
+
+
+@command("show")
+def show(
+    file: Annotated[Path, typer.Argument(help="A run file.")],
+    episode: Annotated[str | None, typer.Argument(help="An episode's id, such as calculator-0#0.")] = None,
+    agent: Annotated[str | None, typer.Option(help="Of an episode with several agents.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="The token ids too.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="Leave out what the chat template wrote.")] = False,
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="Rows of the table.")] = 50,
+) -> int:
+    """What is in a run file: a table of its episodes, or the transcript of one."""
+    from runner.commands.show import show_command
+
+    return show_command(file, episode, agent=agent, tokens=tokens, brief=brief, limit=limit)
+
+
+@command("export")
+def export(
+    file: Annotated[Path, typer.Argument(help="A run file.")],
+    format: Annotated[str, typer.Option(help="jsonl or parquet.")] = "jsonl",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Default: beside the run file.")] = None,
+) -> int:
+    """Write the trajectories of a run file as JSONL or Parquet."""
+    from runner.commands.export import export_command
+
+    return export_command(file, format=format, output=output)
+
+
+@command("check")
+def check(
+    environment: Annotated[str, ENVIRONMENT],
+    settings: Annotated[list[str] | None, SETTINGS] = None,
+    episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="Tasks to try.")] = 4,
+) -> int:
+    """Try an environment without a model and say what is wrong with it."""
+    from runner.commands.check import check_command
+
+    return check_command(environment, tuple(settings or ()), episodes=episodes)

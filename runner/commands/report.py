@@ -1,0 +1,104 @@
+"""What is printed when a run is over: summary, faults, loop lag, and what to type next."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from runner.display import LATE_SECONDS, as_time
+from runner.lag import LagMonitor
+from runner.transcript import printable
+
+__all__ = ["lag_lines", "own_command", "summary_table"]
+
+FAULTS = 3
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """`Summary.as_dict()` for people."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in _rows(summary):
+        table.add_row(Text(name, style="dim"), value)
+    return table
+
+
+def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, RenderableType]]:
+    episodes = summary["episodes"]
+    rate = summary["tokens_per_second"]
+    pace = f", {rate:.0f} tokens/s" if rate else ""
+    yield "episodes", Text(f"{episodes} in {as_time(summary['seconds'])}{pace}", style="bold")
+    yield "reward", Text(_mean(summary["reward"]), style="bold")
+    for name, mean in summary["rewards"].items():
+        yield f"  {name}", Text(_mean(mean))
+    if len(summary["pass_at"]) > 1:
+        shown = (f"pass@{k} {value:.3f}" for k, value in summary["pass_at"].items() if value is not None)
+        yield "solved", Text(" · ".join(shown))
+    for name, mean in summary["metrics"].items():
+        yield f"  {name} (metric)", Text(_mean(mean))
+    yield "outcomes", Text(" · ".join(f"{name} {count} of {episodes}" for name, count in summary["outcomes"].items()))
+    yield "turns", Text(" · ".join([str(summary["turns"]), *(f"{n} {c}" for n, c in summary["finishes"].items())]))
+    yield "tokens", Text(_tokens(summary["tokens"]))
+    if summary["junctions"]:
+        yield "junctions", Text("\n".join(_junctions(summary["junctions"])))
+    if summary["turns"]:
+        yield "time a turn", Text(_times(summary["times"], summary["turns"]))
+    if summary["retried"]:
+        yield "played again", Text(f"{summary['retried']} after a failure of the engine")
+    if summary["faults"]:
+        yield "faults", _faults(summary["faults"])
+
+
+def _mean(mean: Mapping[str, Any]) -> str:
+    if mean["mean"] is None:
+        return "none was scored"
+    error = mean["standard_error"]
+    return f"{mean['mean']:.3f}" + (f" ± {error:.3f}" if error is not None else "") + f"  (of {mean['count']})"
+
+
+def _tokens(tokens: Mapping[str, int]) -> str:
+    cached = f" ({100 * tokens['cached'] / tokens['prompt']:.0f}% cached)" if tokens["prompt"] else ""
+    return f"prompt {tokens['prompt']:,}{cached} · sampled {tokens['sampled']:,} · bridged {tokens['bridged']:,}"
+
+
+def _junctions(junctions: Mapping[str, int]) -> Iterator[str]:
+    for key, count in junctions.items():
+        result, anchor, close, seam = key.split("/")
+        yield f"{count} {result} (anchor {anchor}, close {close}, seam {seam})"
+
+
+def _times(times: Mapping[str, float], turns: int) -> str:
+    return " · ".join(f"{name.replace('_', ' ')} {seconds / turns:.2f} s" for name, seconds in times.items())
+
+
+def _faults(faults: Sequence[str]) -> Text:
+    text = Text("\n".join(printable(fault) for fault in faults[-FAULTS:]), style="yellow")
+    if len(faults) > FAULTS:
+        text.append(f"\nand {len(faults) - FAULTS} earlier ones", "dim")
+    return text
+
+
+def lag_lines(lag: LagMonitor) -> Iterator[Text]:
+    """Whose code made the event loop late, and what to do about it; nothing where it was on time."""
+    late = lag.percentile(99)
+    blockers = [blocker for blocker in lag.blockers(FAULTS) if blocker.seconds >= LATE_SECONDS]
+    if late > LATE_SECONDS or blockers:
+        yield Text(f"the event loop was up to {1000 * late:.0f} ms late (99 of 100 times less)", style="yellow")
+    for blocker in blockers:
+        yield Text(f"  {blocker.where}, {blocker.seconds:.1f} s: {blocker.advice}", style="yellow")
+
+
+def own_command() -> str:
+    """How this program is called from the folder one stands in."""
+    called = Path(sys.argv[0])
+    found = shutil.which("deltarunner")
+    if called.name != "deltarunner" or (found is not None and Path(found).resolve() == called.resolve()):
+        return "deltarunner"
+    absolute = called.absolute()
+    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)

@@ -1,0 +1,342 @@
+"""`deltarunner run`: play an environment's episodes, show how it goes, and say what came of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import orjson
+from rich.console import Console
+from rich.text import Text
+
+from runner.commands.report import lag_lines, own_command, summary_table
+from runner.commands.selection import select
+from runner.commands.values import limits_of, pairs, plain_value
+from runner.display import Display, PlainDisplay, display_for
+from runner.edge import Reporter, on_event_loop, supervise
+from runner.engines.base import Engine
+from runner.engines.output import quiet_output
+from runner.environment import Environment, check_playable
+from runner.environments import construct, find_environment, short_name
+from runner.errors import BadOption, DeltarunnerError, TooManyFailures
+from runner.options import UNSET, Concurrency, Sampling
+from runner.runs import Run
+from runner.store.header import Header, OnChange
+from runner.store.naming import next_run_file
+from runner.store.reader import RunFile
+from runner.tokens.template import ChatTemplate
+from runner.trajectory import Outcome, Trajectory
+from runner.transcript import transcript
+
+__all__ = ["RunSettings", "run_command", "vllm_engine"]
+
+FOLDER = Path("runs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """The options of `deltarunner run`, as they were given."""
+
+    environment: str
+    episodes: int | None = None
+    model: str = "smollm2-135m"
+    template: str | None = None
+    template_options: tuple[str, ...] = ()
+    engine_options: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    tasks: Path | None = None
+    group_size: int = 1
+    seed: int = 0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    limits: tuple[str, ...] = ()
+    concurrency: int | None = None
+    file: Path | None = None
+    task: str | None = None
+    index: int | None = None
+    show: int = 0
+    debug: bool = False
+    json: bool = False
+
+
+def vllm_engine(settings: RunSettings) -> Engine:
+    """The real engine on the model that was asked for."""
+    from runner.engines.vllm import VllmEngine
+
+    arguments = {name: plain_value(value) for name, value in pairs(settings.engine_options, "--engine-option").items()}
+    return VllmEngine(settings.model, template=settings.template, **arguments)
+
+
+def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], Engine] = vllm_engine) -> int:
+    """Play, and return the exit code: 128 and the signal's number where one ended the run early.
+
+    Raises:
+        DeltarunnerError: why it could not begin, or ended before its work did.
+    """
+    plan = Plan.of(settings, make_engine)
+    name = settings.file.with_suffix("") if settings.file else FOLDER / short_name(settings.environment)
+    log = name.with_suffix(".log")
+    with ExitStack() as output:
+        # Not while debugging: then what the environment prints belongs on the terminal.
+        terminal = None if settings.debug else output.enter_context(quiet_output(log))
+        stdout = terminal.stdout if terminal else sys.stdout
+        stderr = terminal.stderr if terminal else sys.stderr
+        console = Console(file=stderr if settings.json else stdout, highlight=False)
+        show = Show(plan, console, log)
+        try:
+            code = show.play()
+            show.results()
+        except DeltarunnerError as error:
+            show.results(error)
+            if settings.json:
+                _print_json(stdout, show.as_dict(error))
+            raise
+        if settings.json:
+            _print_json(stdout, show.as_dict())
+    return code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be played: everything that can be checked before the engine is started."""
+
+    settings: RunSettings
+    environment: Environment[Any]
+    engine: Engine
+    options: Mapping[str, Any]
+    total: int | None
+
+    @classmethod
+    def of(cls, settings: RunSettings, make_engine: Callable[[RunSettings], Engine]) -> Plan:
+        """The plan.
+
+        Raises:
+            BadInput: something given cannot be used; the message names it and the fix.
+        """
+        environment = construct(find_environment(settings.environment), pairs(settings.settings, "--set"))
+        check_playable(environment)
+        if settings.template is not None:
+            ChatTemplate.load(settings.template)
+        limits = limits_of(settings.limits)
+        tasks, total = _tasks(settings, environment)
+        options = {
+            "tasks": tasks,
+            "group_size": settings.group_size,
+            "sampling": Sampling(**{k: UNSET if v is None else v for k, v in settings.sampling.items()}),
+            "limits": limits.over(limits.defaults()).lifted() if settings.debug else limits,
+            "concurrency": Concurrency(episodes=settings.concurrency or (1 if settings.debug else None)),
+            "seed": settings.seed,
+            "template_options": {
+                name: plain_value(value)
+                for name, value in pairs(settings.template_options, "--template-option").items()
+            },
+        }
+        return cls(
+            settings=settings, environment=environment, engine=make_engine(settings), options=options, total=total
+        )
+
+    @property
+    def title(self) -> str:
+        return f"{short_name(self.settings.environment)} on {self.settings.model}"
+
+
+def _tasks(settings: RunSettings, environment: Environment[Any]) -> tuple[Any, int | None]:
+    """The tasks, and how many episodes that makes where it is known."""
+    size = settings.group_size
+    if settings.index is not None and settings.index >= size:
+        raise BadOption(f"--index {settings.index}: a group has the episodes 0 to {size - 1} (--group-size {size}).")
+    source: Any = settings.tasks if settings.tasks is not None else environment.tasks()
+    each = 1 if settings.index is not None else size
+    if settings.task is not None:
+        return select(source, environment.task_class(), only=settings.task), each
+    if settings.episodes is None:
+        known = len(source) * each if hasattr(source, "__len__") else None
+        return select(source, environment.task_class()), known
+    if settings.episodes % each:
+        raise BadOption(
+            f"--episodes {settings.episodes} is no multiple of --group-size {size}; groups are played whole."
+        )
+    return select(source, environment.task_class(), most=settings.episodes // each), settings.episodes
+
+
+class Show(Reporter):
+    """One run of the command line, from its first line to its last."""
+
+    def __init__(self, plan: Plan, console: Console, log: Path) -> None:
+        self._plan = plan
+        self._settings = plan.settings
+        self._console = console
+        self._log = log
+        self._display = self._make_display()
+        self._run: Run | None = None
+        self._kept: list[Trajectory] = []
+        self._received: signal.Signals | None = None
+        self._earlier = 0
+
+    def _make_display(self) -> Display:
+        kind = PlainDisplay if self._settings.debug else display_for
+        display = kind(self._console, self._plan.title)
+        display.total = self._plan.total
+        return display
+
+    def play(self) -> int:
+        """Play the run and return the exit code."""
+        self._console.print(Text(f"log   {self._log} (what vLLM and the environment print)"), soft_wrap=True)
+        _begin_log(self._log)
+        self._resolve_model()
+        self._received = on_event_loop(self._play)
+        if self._received is not None:
+            return 128 + self._received
+        self._raise_if_nothing_succeeded()
+        return 0
+
+    def _resolve_model(self) -> None:
+        """Now, since it may take long and says so: the demo model is converted once, and files may be fetched."""
+        from runner.engines.vllm import VllmEngine
+        from runner.models import resolve_model
+
+        if isinstance(self._plan.engine, VllmEngine):
+            resolve_model(self._settings.model, say=self.say)
+
+    async def _play(self) -> signal.Signals | None:
+        failure: DeltarunnerError | None = None
+        received: signal.Signals | None = None
+        async with AsyncExitStack() as stack:
+            if self._settings.debug:
+                await self._start_quietly(stack)
+            self._run = run = Run(self._plan.environment, self._plan.engine, file=self._file(), **self._plan.options)
+            if self._settings.index is not None:
+                run.indices = (self._settings.index,)
+            async with anyio.create_task_group() as showing:
+                showing.start_soon(self._display.watch, run, name="display")
+                try:
+                    received = await supervise(run, self)
+                # As a value: a task group would wrap it.
+                except DeltarunnerError as error:
+                    failure = error
+                showing.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        return received
+
+    async def _start_quietly(self, stack: AsyncExitStack) -> None:
+        self.say(f"{self._plan.title}: starting the engine")
+        with quiet_output(self._log):
+            await stack.enter_async_context(self._plan.engine)
+
+    def finished(self, trajectory: Trajectory) -> None:
+        """Keep it, if it is one of those that are shown at the end."""
+        wanted = self._settings.show or (self._settings.group_size if self._settings.task is not None else 0)
+        if len(self._kept) < wanted:
+            self._kept.append(trajectory)
+        self._display.finished(trajectory)
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self._display.say(line)
+
+    def restore(self) -> None:
+        """Leave the terminal as it was found."""
+        self._display.restore()
+
+    def _file(self) -> Path | Callable[[Header], Path] | None:
+        if self._settings.task is not None and self._settings.file is None:
+            return None
+        return self._name_file
+
+    def _name_file(self, header: Header) -> Path:
+        path = self._settings.file or next_run_file(FOLDER, short_name(self._settings.environment), header)
+        if not path.exists():
+            self.say(f"file  {path}")
+            return path
+        with RunFile(path) as stored:
+            self._earlier = sum(count for outcome, count in stored.outcomes().items() if not outcome.cut_short)
+            changes = [str(change) for change in stored.header.changes(header) if change.meaning is OnChange.WARN]
+        self._display.before = self._earlier
+        self.say(f"file  {path}, which has {self._earlier} episodes already: going on")
+        for change in changes:
+            self.say(f"      not as it was: {change}")
+        return path
+
+    def _raise_if_nothing_succeeded(self) -> None:
+        assert self._run is not None
+        summary = self._run.summary
+        unplayable = summary.failed + (summary.outcomes[Outcome.CONTEXT_LIMIT] if not summary.turns else 0)
+        if not summary.episodes or unplayable < summary.episodes:
+            return
+        last = self._display.last_fault or ", ".join(summary.outcomes)
+        raise TooManyFailures(f"none of the {summary.episodes} episodes could be scored; the last one: {last}")
+
+    # --- afterwards
+
+    def results(self, failure: DeltarunnerError | None = None) -> None:
+        """Print what came of it."""
+        run = self._run
+        if run is None or not run.summary.elapsed:
+            return
+        for trajectory in self._kept:
+            self._console.print()
+            for line in transcript(trajectory, run.engine.tokenizer.decode, brief=self._settings.task is None):
+                self._console.print(line, soft_wrap=not self._console.is_terminal)
+        self._console.print()
+        self._console.print(summary_table(run.summary.as_dict()))
+        for line in lag_lines(run.lag):
+            self._console.print(line, soft_wrap=True)
+        if run.file is not None:
+            self._console.print()
+            self._next(run.file, failed=failure is not None)
+
+    def _next(self, file: Path, *, failed: bool) -> None:
+        command = own_command()
+        with RunFile(file) as stored:
+            complete = stored.complete
+            example = next(iter(stored), None)
+            if self._earlier:
+                self._console.print(f"in all {len(stored)} episodes are in {file}\n", soft_wrap=True)
+        lines = []
+        if not complete or failed:
+            lines.append(("the same command again", "goes on from here"))
+        if example is not None:
+            lines.append((f"{command} show {file}", "all episodes"))
+            lines.append((f"{command} show {file} {example.id}", "one of them, to the last token"))
+            lines.append((f"{command} export {file} --format parquet", "to train on"))
+        lines.append((f"{command} list", "other environments; README.md: one of your own"))
+        width = max(len(line) for line, _ in lines)
+        for number, (line, what) in enumerate(lines):
+            label = "" if number else "next"
+            shown = Text.assemble(f"{label:6}", (line.ljust(width), "bold"), (f"  {what}", "dim"))
+            self._console.print(shown, soft_wrap=True)
+
+    def as_dict(self, failure: DeltarunnerError | None = None) -> dict[str, Any]:
+        """The last line of `--json`."""
+        run = self._run
+        return {
+            "environment": self._settings.environment,
+            "model": self._settings.model,
+            "file": str(run.file) if run and run.file else None,
+            "log": str(self._log),
+            "stored_before": self._earlier,
+            "signal": self._received.name if self._received else None,
+            "error": {"kind": type(failure).__name__, "message": str(failure)} if failure else None,
+            "exit_code": failure.exit_code if failure else (128 + self._received if self._received else 0),
+            "summary": run.summary.as_dict() if run else None,
+        }
+
+
+def _begin_log(log: Path) -> None:
+    """Tell the launches in a log apart."""
+    with log.open("a") as file:
+        command = " ".join(sys.argv)
+        file.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {command}\n")
+
+
+def _print_json(stdout: Any, value: Mapping[str, Any]) -> None:
+    stdout.write(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode() + "\n")
+    stdout.flush()

@@ -1,0 +1,60 @@
+"""Options that are given as `name=value`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+import orjson
+
+from runner.errors import BadOption
+from runner.options import Limits
+
+__all__ = ["limits_of", "pairs", "plain_value"]
+
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+
+
+def pairs(given: Iterable[str], option: str) -> dict[str, str]:
+    """The names and values of `name=value`.
+
+    Raises:
+        BadOption: there is no "=", or a name is given twice.
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise BadOption(f"{option} {text}: write {option} name=value.")
+        if name in found:
+            raise BadOption(f"{option} {name} is given twice.")
+        found[name] = value
+    return found
+
+
+def plain_value(text: str) -> Any:
+    """A value as JSON; true, false and none in any case; and anything else as text."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+
+
+def limits_of(given: Iterable[str]) -> Limits:
+    """Limits from `name=value`; none lifts one.
+
+    Raises:
+        BadOption: there is no such limit, or its value cannot be.
+    """
+    known = [field.name for field in dataclasses.fields(Limits)]
+    values = {name: plain_value(value) for name, value in pairs(given, "--limit").items()}
+    for name in values:
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            meant = f" Did you mean {close[0]!r}?" if close else ""
+            raise BadOption(f"--limit {name}: there is no such limit.{meant} There are {', '.join(known)}.")
+    return Limits(**values)
