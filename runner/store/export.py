@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias
 
 from runner.errors import BadOption, StorageFailed
-from runner.store.plain import decode_json, encode_json, encode_task
+from runner.store.plain import decode_json, encode_json, encode_standard_json, encode_task
 from runner.store.reader import RunFile
 from runner.trajectory import Segment, Trajectory, Turn
 
@@ -24,7 +24,7 @@ Exporter: TypeAlias = Callable[[RunFile, Path], int]
 """Writes a run file to a path, and says how many trajectories it wrote."""
 
 ROW_GROUP_TOKENS: Final = 1_000_000
-ROW_GROUP_ROWS: Final = 10_000
+ROW_GROUP_ROWS: Final = 2_000
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes]) -> int:
             return export_jsonl(run_file, file)
     count = 0
     for trajectory in run_file.trajectories():
-        target.write(encode_json(_as_object(trajectory)).encode() + b"\n")
+        target.write(encode_standard_json(_as_object(trajectory)) + b"\n")
         count += 1
     return count
 
@@ -106,8 +106,7 @@ def _segment_object(segment: Segment) -> dict[str, Any]:
         "messages": segment.messages,
         "unseen": segment.unseen,
         "token_ids": log.ids.tolist(),
-        # NaN is how the log says that there is none, and JSON has no NaN.
-        "logprobs": [None if value != value else value for value in log.logprobs],
+        "logprobs": log.logprobs.tolist(),  # NaN, where there is none, becomes null
         "mask": log.mask().tolist(),
         "weight_versions": log.versions,
     }

@@ -17,7 +17,16 @@ from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
 from runner.errors import RunFileError
 from runner.tasks import Task
 
-__all__ = ["TaskDecoder", "class_name", "decode_json", "decode_text", "encode_json", "encode_task", "encode_text"]
+__all__ = [
+    "TaskDecoder",
+    "class_name",
+    "decode_json",
+    "decode_text",
+    "encode_json",
+    "encode_standard_json",
+    "encode_task",
+    "encode_text",
+]
 
 
 def encode_json(value: Any) -> str:
@@ -26,10 +35,19 @@ def encode_json(value: Any) -> str:
         data = orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS)
     except (TypeError, ValueError):
         # Half a surrogate pair, an integer of more than 64 bits: Python's own encoder has a form for them.
-        return json.dumps(value, default=_plain)
+        return json.dumps(_with_text_keys(value))
     if b"null" in data and _has_strange_float(value):
-        return json.dumps(value, default=_plain, ensure_ascii=False)
+        return json.dumps(_with_text_keys(value), ensure_ascii=False)
     return data.decode()
+
+
+def encode_standard_json(value: Any) -> bytes:
+    """`value` as JSON that any reader takes: NaN and infinities are null."""
+    try:
+        return orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS)
+    except (TypeError, ValueError):
+        finite = json.loads(json.dumps(_with_text_keys(value)), parse_constant=lambda _: None)
+        return json.dumps(finite).encode()
 
 
 def decode_json(text: str) -> Any:
@@ -53,6 +71,23 @@ def _plain(value: Any) -> Any:
     # The text of a bare object holds its address, which differs from one process to the next.
     bare = f" at {id(value):#x}>" in (text := str(value))
     return f"<{class_name(type(value))}>" if bare else text
+
+
+def _with_text_keys(value: Any) -> Any:
+    """The same in lists and dicts whose keys are text; Python's encoder takes few other keys."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {_key(name): _with_text_keys(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_text_keys(item) for item in value]
+    return _with_text_keys(_plain(value))
+
+
+def _key(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(_plain(value))
 
 
 def _has_strange_float(value: Any) -> bool:

@@ -14,6 +14,7 @@ from runner.errors import BadOption, StorageFailed
 from runner.store import export
 from runner.store.export import PARQUET_COLUMNS, export_jsonl, export_parquet
 from runner.store.reader import RunFile
+from runner.tasks import Task
 from runner.tokens.log import Source
 from runner.trajectory import Outcome, Segment, Trajectory
 from tests.store.building import played
@@ -140,3 +141,21 @@ def test_a_target_that_cannot_be_written_is_named(exporter: export.Exporter, run
     for target in (tmp_path / "no" / "folder" / "out", Path("/proc/out"), tmp_path, Path("/dev/full")):
         with pytest.raises(StorageFailed, match=str(target)):
             exporter(run_file, target)
+
+
+def test_jsonl_is_standard_json_whatever_an_author_returns(tmp_path: Path) -> None:
+    odd = played("odd")
+    odd.metrics = {"ratio": float("nan"), "huge": float("inf")}
+    odder = played(Task("odder", info={"large": 2**70, "half": "\ud83d", "ratio": float("nan")}))
+    write(tmp_path / "run.db", [odd], [odder])
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    with RunFile(tmp_path / "run.db") as run_file:
+        export_jsonl(run_file, tmp_path / "out.jsonl")
+    first, second = (
+        json.loads(line, parse_constant=refuse) for line in (tmp_path / "out.jsonl").read_text().splitlines()
+    )
+    assert first["metrics"] == {"ratio": None, "huge": None}
+    assert second["task"]["info"] == {"large": 2**70, "half": "\ud83d", "ratio": None}

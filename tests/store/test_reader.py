@@ -54,6 +54,7 @@ def test_summaries_say_what_a_trajectory_would(path: Path) -> None:
 def test_iterating_loads_no_trajectory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(path, *[[played(index=index)] for index in range(5)])
     loaded: list[str] = []
+
     def counted(connection: object, row: object, decode: object) -> Trajectory:
         loaded.append("one")
         return load_trajectory(connection, row, decode)  # type: ignore[arg-type]

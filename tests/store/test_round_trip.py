@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import math
 import tempfile
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +213,19 @@ def test_a_value_without_json_is_its_text_and_the_same_in_every_process() -> Non
 
     assert encode_json(Thing()) == encode_json(Thing())
     assert " at 0x" not in encode_json(Thing())
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        ({2: "a", None: "b", True: 2**70}, {"2": "a", "null": "b", "true": 2**70}),
+        ({(1, 2): math.inf}, {"(1, 2)": math.inf}),
+        ({Level.HARD: 2**70}, {"hard": 2**70}),
+        ({"when": datetime(2026, 1, 1, tzinfo=UTC), "n": 1}, {"when": "2026-01-01T00:00:00+00:00", "n": 1}),
+        ({"set": {"b", "a"}, "bytes": b"x", "path": Path("a")}, {"set": ["a", "b"], "bytes": "x", "path": "a"}),
+        (Part("x", 2**70), {"name": "x", "size": 2**70}),
+    ],
+    ids=["keys", "tuple keys", "enum keys", "datetime", "sets", "dataclass"],
+)
+def test_what_json_has_no_form_for_becomes_its_text(value: object, read: object) -> None:
+    assert decode_json(encode_json(value)) == read

@@ -390,6 +390,18 @@ async def test_leaving_commits_what_was_sent_and_leaves_no_thread(path: Path) ->
     assert {item.name for item in path.parent.iterdir()} == {path.name, f".{path.name}.lock"}
 
 
+async def test_flush_commits_what_was_sent_while_the_event_loop_does_nothing(path: Path) -> None:
+    async with RunWriter(path, header()) as writer, anyio.create_task_group() as group:
+        for index in range(10):
+            group.start_soon(writer.commit_episode, [played(index=index)])
+        await anyio.wait_all_tasks_blocked()
+        flushing = threading.Thread(target=writer.flush)
+        flushing.start()
+        flushing.join()  # the loop stands still here
+        with RunFile(path) as run_file:
+            assert len(run_file) == 10
+
+
 async def test_without_a_file_nothing_is_kept_and_no_thread_runs() -> None:
     async with RunWriter(None, header()) as writer:
         await writer.commit_episode([played()])
