@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from runner import Environment, Limits, Message, Sampling, Task, reward, tool
+from runner.errors import BadEnvironment
 
 OPERATORS = {"+": "add", "-": "subtract", "*": "multiply"}
 
@@ -27,26 +28,36 @@ class Calculator(Environment[Question]):
     limits = Limits(turns=6)
     sampling = Sampling(max_tokens=48)
 
-    def __init__(self, questions: int = 1000, first: int = 0, examples: int = 2) -> None:
+    def __init__(
+        self, questions: int = 1000, first: int = 0, examples: int = 2, inner: str = "+", outer: str = "*"
+    ) -> None:
         """Choose the questions.
 
         Args:
             questions: how many there are.
             first: the number of the first one; questions of other numbers differ.
             examples: solved questions that are shown before each one.
+            inner: operators that may stand in the parentheses, of + - *; a small model does best with one.
+            outer: operators that may stand behind them.
         """
+        for name, operators in (("inner", inner), ("outer", outer)):
+            if not operators or not set(operators) <= set(OPERATORS):
+                raise BadEnvironment(f"calculator: {name}={operators!r}: give one or more of {' '.join(OPERATORS)}.")
         self.questions = questions
         self.first = first
         self.examples = examples
+        self.inner = inner
+        self.outer = outer
         self.calls: list[tuple[str, int, int]] = []
         self.given: int | None = None
 
     def tasks(self) -> Iterator[Question]:
         for number in range(self.first, self.first + self.questions):
-            yield question(number)
+            yield question(number, self.inner, self.outer)
 
     def prompt(self) -> list[Message]:
-        shown = [message for number in range(self.examples) for message in solved(question(-1 - number))]
+        examples = [question(-1 - number, self.inner, self.outer) for number in range(self.examples)]
+        shown = [message for example in examples for message in solved(example)]
         return [*shown, {"role": "user", "content": str(self.task.prompt)}]
 
     @tool(parallel=False)
@@ -89,11 +100,11 @@ class Calculator(Environment[Question]):
         return right / len(self.task.calls)
 
 
-def question(number: int) -> Question:
+def question(number: int, inners: str = "+", outers: str = "*") -> Question:
     """The question of that number; the same for everybody."""
     rng = random.Random(f"calculator {number}")
-    first, second, third = (rng.randint(10, 99) for _ in range(3))
-    inner, outer = rng.choice("+-*"), rng.choice("+-*")
+    first, second, third = rng.randint(10, 99), rng.randint(10, 99), rng.randint(2, 9)
+    inner, outer = rng.choice(inners), rng.choice(outers)
     middle = _apply(inner, first, second)
     value = _apply(outer, middle, third)
     return Question(

@@ -64,5 +64,7 @@ def _reasoning_gym() -> Any:
         import reasoning_gym
         import reasoning_gym.utils
     except ImportError as error:
-        raise BadEnvironment("reasoning needs the package reasoning-gym: pip install 'deltarunner[reasoning]'") from error
+        raise BadEnvironment(
+            "reasoning needs the package reasoning-gym: pip install 'deltarunner[reasoning]'"
+        ) from error
     return reasoning_gym
