@@ -46,18 +46,18 @@ class RunContext:
     workers: Workers
     shared: Any = None
     _limiters: dict[str, anyio.CapacityLimiter] = field(default_factory=dict)
+    _sampling: dict[bool, Sampling] = field(default_factory=dict)  # without a conversation's own, by `train`
 
     def chat_of(self, agent: str) -> ChatModel:
         return self.elsewhere.get(agent, self.chat)
 
     def sampling_of(self, *, train: bool, conversation: Sampling | None) -> Sampling:
         """Every field set: the conversation's, the run's for trained agents, the class's, the defaults."""
-        layers = [conversation, self.sampling if train else None, self.environment.sampling, Sampling.defaults()]
-        resolved = Sampling()
-        for layer in layers:
-            if layer is not None:
-                resolved = resolved.over(layer)
-        return resolved
+        base = self._sampling.get(train)
+        if base is None:
+            run = self.sampling if train else Sampling()
+            base = self._sampling[train] = run.over(self.environment.sampling).over(Sampling.defaults())
+        return base if conversation is None else conversation.over(base)
 
     def limiter(self, name: str, limit: int) -> anyio.CapacityLimiter:
         """The run's limiter of that name.

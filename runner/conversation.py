@@ -285,7 +285,7 @@ class Conversation:
         request = GenerationRequest(
             name=f"{self._setting.episode}/{self.name}/{len(self.turns)}",
             prompt=prepared.prompt,
-            sampling=replace(settings, max_tokens=ceilings[ceiling]),
+            sampling=settings if ceiling == "max_tokens" else replace(settings, max_tokens=ceilings[ceiling]),
             stop_ids=tuple(dict.fromkeys((*chat.stop_ids, *settings.stop_ids))),
             seed=self._setting.seed(len(self.turns)),
             session=self._session,

@@ -359,7 +359,8 @@ class Run:
         """Begin the episodes of a task that no earlier run finished; a place is held for the first of them."""
         self._given += 1
         claim = partial(self._writer.claim, task, self._given, repeatable=self._feed.repeatable)
-        claimed = await self.workers.call(Job(claim, "run file"))
+        # Only what an earlier run left has to be read from the file.
+        claimed = await self.workers.call(Job(claim, "run file")) if self._writer.resumed else claim()
         missing = [index for index in self.indices if index not in claimed.finished]
         if missing:
             self._book.open(task, claimed.visit, len(missing))

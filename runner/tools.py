@@ -324,7 +324,7 @@ def result_text(value: Any) -> str:
     if isinstance(value, str) and not isinstance(value, enum.Enum):
         return value or wording.EMPTY_RESULT
     try:
-        return json.dumps(value, ensure_ascii=False, default=_plain)
+        return _JSON.encode(value)
     except TypeError:
         return json.dumps(_jsonable(value), ensure_ascii=False)  # keys that are not strings, such as enums and dates
 
@@ -342,6 +342,9 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy and torch, without importing them
         return value.tolist()
     return _jsonable(value)
+
+
+_JSON = json.JSONEncoder(ensure_ascii=False, default=_plain)
 
 
 def _jsonable(value: Any) -> Any:

@@ -291,11 +291,14 @@ def _environment() -> jinja2.Environment:
 @functools.lru_cache(maxsize=64)
 def _compile(text: str, name: str) -> jinja2.Template:
     try:
-        return _environment().from_string(text)
+        template = _environment().from_string(text)
     except jinja2.TemplateSyntaxError as error:
         raise BadTemplate(
             f"template {name!r} is not valid jinja2, line {error.lineno}: {error.message}; correct it there"
         ) from error
+    # jinja2 copies the globals at every render, and a chain of mappings takes as long to copy as a turn to render.
+    template.globals = dict(template.globals)
+    return template
 
 
 def _bundled() -> dict[str, Path]:
