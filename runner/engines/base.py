@@ -95,7 +95,7 @@ class GenerationRequest:
     """One turn to be sampled.
 
     Attributes:
-        name: names the turn in errors and logs: episode, agent, turn.
+        name: names the turn in errors and logs, as "episode/agent/turn"; a scripted engine tells agents apart by it.
         prompt: every id the model is to see. Not copied by the caller: an engine that keeps it must copy it.
         sampling: every field set; its `stop` strings are not the engine's business.
         stop_ids: ids that end the turn; the one that did is the last id of the stream.

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from anyio import to_thread
 
@@ -109,9 +109,7 @@ def reply_source(replies: Replies, speller: Speller) -> ReplySource:
         case Sequence() if replies:
             return _Listed(replies, speller)
     if callable(replies):
-        return _Spoken(cast("Speaker", replies), speller)
-    if hasattr(replies, "trajectories"):
-        return _Recording(cast("replies"))
+        return _Spoken(replies, speller)
     raise BadOption(
         f"ScriptedEngine({replies!r:.80}): give a text, a list of replies (not an empty one), a function, "
         "a dict of these by agent, or the path of a run file."
@@ -174,7 +172,7 @@ class _Spoken(ReplySource):
         answer = self._speaker(call)
         if inspect.isawaitable(answer):
             return self._later(answer)
-        return self._speller.spell(cast("Answer", answer))
+        return self._speller.spell(answer)
 
     async def _later(self, answer: Awaitable[Answer]) -> Spelled:
         return self._speller.spell(await answer)

@@ -144,6 +144,7 @@ class ScriptedEngine(Engine):
         )
         self._room = room or sys.maxsize
         self._seed = seed
+        self._logprobs = logprobs
         self._tick = tick
         self._faults = faults
         self._record = record
@@ -225,13 +226,14 @@ class ScriptedEngine(Engine):
         """What a run's header keeps of the engine, as JSON."""
         return {
             "kind": "scripted",
-            "replies": self._source.describe(),
+            "model": self._source.describe(),
             "tokenizer": self.tokenizer.fingerprint,
             "template": self.template.name,
             "stop_ids": list(self.stop_ids),
             "context": self.context,
             "places": self.places,
             "seed": self._seed,
+            "logprobs": "drawn" if self._logprobs else None,
             "weight_version": WEIGHT_VERSION,
         }
 

@@ -623,7 +623,7 @@ def test_the_header_is_json_and_names_what_decides_the_replies() -> None:
     described = ScriptedEngine({"main": ["a", call("add", a=1)], "user": model}, seed=3).describe()
     assert described["kind"] == "scripted"
     assert described["seed"] == 3
-    assert described["replies"]["agents"]["main"]["list"] == 2
-    assert described["replies"]["agents"]["user"]["function"].endswith("<locals>.model")
+    assert described["model"]["agents"]["main"]["list"] == 2
+    assert described["model"]["agents"]["user"]["function"].endswith("<locals>.model")
     other = ScriptedEngine({"main": ["a", call("add", a=2)], "user": model}).describe()
-    assert other["replies"]["agents"]["main"] != described["replies"]["agents"]["main"]
+    assert other["model"]["agents"]["main"] != described["model"]["agents"]["main"]
