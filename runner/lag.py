@@ -141,10 +141,16 @@ class LagMonitor:
 _OURS = str(Path(runner.__file__).parent)
 
 
+_LOOPS = frozenset({"run", "run_forever", "run_until_complete", "unrolled_run"})
+_LOOP_FILES = ("asyncio/runners.py", "asyncio/base_events.py", "trio/_core/_run.py")
+
+
 def _author_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame that is neither ours nor a library's."""
+    """The innermost frame that is neither ours nor a library's; whoever started the event loop is not to blame."""
     while frame is not None:
         name = frame.f_code.co_filename
+        if frame.f_code.co_name in _LOOPS and name.endswith(_LOOP_FILES):
+            return None
         if not name.startswith((_OURS, "<")) and "/site-packages/" not in name and "/lib/python3" not in name:
             return frame
         frame = frame.f_back

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 
+from runner.commands.report import make_console
 from runner.errors import BadOption
 from runner.store.export import export_jsonl, export_parquet
 from runner.store.reader import RunFile
@@ -24,5 +24,5 @@ def export_command(file: Path, *, format: str, output: Path | None) -> int:
     target = output or file.with_suffix(f".{format}")
     with RunFile(file) as run_file:
         count = write(run_file, target)
-    Console(highlight=False).print(f"{escape(str(target))}: {count} trajectories", soft_wrap=True)
+    make_console().print(f"{escape(str(target))}: {count} trajectories", soft_wrap=True)
     return 0

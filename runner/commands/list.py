@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from runner.commands.report import make_console
 from runner.environments import bundled_environments
 
 __all__ = ["list_command"]
@@ -18,7 +18,7 @@ def list_command() -> int:
         if bundled.settings:
             description.append(f"\n{bundled.settings}", "dim")
         table.add_row(Text(bundled.name, style="bold"), description)
-    console = Console(highlight=False)
+    console = make_console()
     console.print(table)
     console.print("\nOne of your own: deltarunner run path.py:Class", style="dim")
     return 0

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -16,9 +16,16 @@ from runner.display import LATE_SECONDS, as_time
 from runner.lag import LagMonitor
 from runner.transcript import printable
 
-__all__ = ["lag_lines", "own_command", "summary_table"]
+__all__ = ["lag_lines", "make_console", "own_command", "summary_table"]
 
 FAULTS = 3
+NOTABLE_SECONDS = 1.0
+PIPED_WIDTH = 200
+
+
+def make_console() -> Console:
+    """The console on stdout; what is piped is not broken into lines of eighty."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
@@ -87,9 +94,11 @@ def _faults(faults: Sequence[str]) -> Text:
 def lag_lines(lag: LagMonitor) -> Iterator[Text]:
     """Whose code made the event loop late, and what to do about it; nothing where it was on time."""
     late = lag.percentile(99)
-    blockers = [blocker for blocker in lag.blockers(FAULTS) if blocker.seconds >= LATE_SECONDS]
-    if late > LATE_SECONDS or blockers:
-        yield Text(f"the event loop was up to {1000 * late:.0f} ms late (99 of 100 times less)", style="yellow")
+    blockers = lag.blockers(FAULTS)
+    if late > LATE_SECONDS:
+        yield Text(f"the event loop was {1000 * late:.0f} ms late (99th percentile)", style="yellow")
+    elif sum(blocker.seconds for blocker in blockers) < NOTABLE_SECONDS:
+        return
     for blocker in blockers:
         yield Text(f"  {blocker.where}, {blocker.seconds:.1f} s: {blocker.advice}", style="yellow")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -234,8 +235,8 @@ class Show(Reporter):
     def finished(self, trajectory: Trajectory) -> None:
         """Keep it, if it is one of those that are shown at the end."""
         wanted = self._settings.show or (self._settings.group_size if self._settings.task is not None else 0)
-        if len(self._kept) < wanted:
-            self._kept.append(trajectory)
+        # By id and not by time: the first to finish are the shortest, which are not typical.
+        self._kept = sorted([*self._kept, trajectory], key=_by_id)[:wanted]
         self._display.finished(trajectory)
 
     def say(self, line: str) -> None:
@@ -328,6 +329,11 @@ class Show(Reporter):
             "exit_code": failure.exit_code if failure else (128 + self._received if self._received else 0),
             "summary": run.summary.as_dict() if run else None,
         }
+
+
+def _by_id(trajectory: Trajectory) -> list[tuple[int, str]]:
+    """Numbers by their value: task 9 comes before task 10."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", trajectory.id)]
 
 
 def _begin_log(log: Path) -> None:
