@@ -65,12 +65,15 @@ _RULES: Final = (
     ("engine*.versions_stamped_by", OnChange.WARN),
     ("engine*.kind", OnChange.REFUSE),
     ("engine*.model", OnChange.REFUSE),
+    ("engine*.replies*", OnChange.REFUSE),  # a scripted engine's are its model
+    ("engine*.tokenizer", OnChange.REFUSE),
+    ("engine*.stop_ids", OnChange.REFUSE),
+    ("engine*.seed", OnChange.REFUSE),
     ("engine*.context", OnChange.REFUSE),
     ("engine*.logprobs", OnChange.REFUSE),
     ("engine*.arguments.dtype", OnChange.REFUSE),
     ("engine*.arguments.quantization", OnChange.REFUSE),
     ("engine*.arguments.*revision", OnChange.REFUSE),
-    ("engine*.arguments.tokenizer", OnChange.REFUSE),
     ("engine*.arguments.hf_overrides*", OnChange.REFUSE),
     ("engine*.template.*", OnChange.REFUSE),
     ("engine.*", OnChange.FREE),  # sizes

@@ -108,6 +108,11 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         ({"weights": {"a": 1.0}}, {"weights": {"a": 0.0}}, "refuse: weights.a: 1.0 -> 0.0"),
         ({"wording": 1}, {"wording": 2}, "refuse: wording: 1 -> 2"),
         ({"engine": {"model": "a"}}, {"engine": {"model": "b"}}, 'refuse: engine.model: "a" -> "b"'),
+        (
+            {"engine": {"replies": {"list": 1}}},
+            {"engine": {"replies": {"list": 2}}},
+            "refuse: engine.replies.list: 1 -> 2",
+        ),
         ({"engine": {"places": 8}}, {"engine": {"places": 16}}, "free: engine.places: 8 -> 16"),
         (
             {"engine": {"versions": {"vllm": "1"}}},
