@@ -31,6 +31,16 @@ class Allowance:
 
     The first ending that is latched stays. `generate` after it cancels the play, so that nobody can swallow it by
     accident.
+
+    Attributes:
+        limits: every field set.
+        turns: of the trained conversations.
+        tokens: that those sampled.
+        ending: how the episode ended, once it did.
+        no_room: a context limit that was raised and not latched, and nobody spoke since.
+        play: the clock over the play.
+        ended_by_author: `Episode.end()` was called.
+        last_turn: of the trained conversations.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -41,7 +51,9 @@ class Allowance:
         self.play = Clock()
         self.ended_by_author = False
         self.last_turn: Turn | None = None
-        self._context_refused: set[str] = set()
+        self.no_room: Ending | None = None
+        self._refused: set[str] = set()  # agents whose context was full, and is as it was
+        self._scoring = False
 
     def tokens_left(self) -> int | None:
         """Ids that the trained conversations may still sample, or None for no limit."""
@@ -49,12 +61,15 @@ class Allowance:
 
     async def before_turn(self, agent: str, *, trained: bool) -> None:
         """Raise EpisodeOver if this agent may not speak now."""
+        if self._scoring:
+            self._refuse_trained(agent, trained=trained)
+            return
         if self.ending is not None:
             self.play.scope.cancel()
             await anyio.lowlevel.checkpoint()
             raise EpisodeOver(self._text(self.ending))
         if self.ended_by_author:
-            raise EpisodeOver("the environment ended the episode")
+            self.over(Ending(Outcome.COMPLETED, error="the environment ended the episode"))
         if not trained:
             return
         if self.limits.turns is not None and self.turns >= self.limits.turns:
@@ -69,6 +84,7 @@ class Allowance:
             self.turns += 1
             self.tokens += turn.end - turn.start
             self.last_turn = turn
+        self.no_room = None
 
     def latch(self, ending: Ending) -> None:
         """Keep this ending, unless there is one already."""
@@ -84,25 +100,31 @@ class Allowance:
         ending = Ending(Outcome.CONTEXT_LIMIT, "context", agent, error)
         if not trained:
             ending = Ending(Outcome.ENV_ERROR, "context", agent, f"agent {agent!r}: {error}")
-            self.latch(ending)
-        elif agent in self._context_refused:
-            self.latch(ending)
-        self._context_refused.add(agent)
-        raise ContextFull(self._text(ending), ending)
+        if agent in self._refused:
+            self.over(ending)
+        self._refused.add(agent)
+        self.no_room = ending
+        raise EpisodeOver(self._text(ending))
 
     def context_rewritten(self, agent: str) -> None:
         """The author replaced what was too long; it may be tried again."""
-        self._context_refused.discard(agent)
+        self._refused.discard(agent)
+        self.no_room = None
+
+    def begin_scoring(self) -> None:
+        """The play is over, however it ended: other agents may speak again, to judge it; trained ones may not."""
+        self._scoring = True
+        self.ending = None
+        self._refused.clear()
+
+    def _refuse_trained(self, agent: str, *, trained: bool) -> None:
+        if trained:
+            raise RuntimeError(
+                f"agent {agent!r} is trained, and the play is over: what it says now would be no part of it. "
+                f"Ask another agent: self.episode.conversation('judge')."
+            )
 
     @staticmethod
     def _text(ending: Ending) -> str:
         whose = f" (agent {ending.agent!r})" if ending.agent else ""
         return ending.error or f"{ending.outcome.value}: {ending.limit}{whose}"
-
-
-class ContextFull(EpisodeOver):
-    """The conversation does not fit the context; `replace` it and go on, or leave."""
-
-    def __init__(self, text: str, ending: Ending) -> None:
-        super().__init__(text)
-        self.ending = ending

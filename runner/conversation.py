@@ -164,6 +164,8 @@ class Conversation:
             self.add(*messages)
             if self._segment is not None and not self._queued:
                 return self.context - len(self._segment.log)
+            if self._oversized():
+                return -self._oversized()
             return self.context - len(self._prepare().prompt)
         finally:
             self._queued = queued
@@ -261,14 +263,18 @@ class Conversation:
 
     def _refuse_bytes(self) -> None:
         """What cannot fit by its size alone is refused before it is encoded."""
-        most = self.context * self._setting.chat.tokenizer.longest_token
-        size = sum(len(message["content"]) for message in self._queued)
-        if size > most:
-            text = f"messages of {size} characters cannot fit the context of {self.context} ids"
+        size = self._oversized()
+        if size:
+            text = f"{self._setting.episode}: {size} characters cannot fit the context of {self.context} ids"
             self._setting.allowance.context_full(self.name, text, trained=self.train)
 
+    def _oversized(self) -> int:
+        """Characters of the queued messages where they are too many for the context in any case, else 0."""
+        size = sum(len(message["content"]) for message in self._queued)
+        return size if size > self.context * self._setting.chat.tokenizer.longest_token else 0
+
     def _refuse_length(self, length: int) -> None:
-        text = f"{length} ids do not fit the context of {self.context}"
+        text = f"{self._setting.episode}: {length} ids do not fit the context of {self.context}"
         self._setting.allowance.context_full(self.name, text, trained=self.train)
 
     def _request(
@@ -277,6 +283,7 @@ class Conversation:
         """The request, and the name of what `max_tokens` it got stands for."""
         chat = self._setting.chat
         settings = self._setting.sampling if sampling is None else sampling.over(self._setting.sampling)
+        prepared.tool_choice = self._choice(tool_choice)
         ceilings = {"max_tokens": settings.max_tokens, "context": self.context - len(prepared.prompt)}
         left = self._setting.allowance.tokens_left() if self.train else None
         if left is not None:
@@ -289,10 +296,9 @@ class Conversation:
             stop_ids=tuple(dict.fromkeys((*chat.stop_ids, *settings.stop_ids))),
             seed=self._setting.seed(len(self.turns)),
             session=self._session,
-            constraint=self._constraint(settings, self._choice(tool_choice)),
+            constraint=self._constraint(settings, prepared.tool_choice),
             acts_on_deltas=bool(settings.stop),
         )
-        prepared.tool_choice = self._choice(tool_choice)
         return request, ceiling
 
     def _choice(self, tool_choice: ToolChoice | None) -> ToolChoice:

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Generic, Self, cast, get_args
 
 from typing_extensions import TypeVar
 
+from runner.chat import ChatModel
 from runner.conversation import Conversation
 from runner.episode import Episode
-from runner.errors import BadEnvironment
+from runner.errors import BadEnvironment, BadOption, BadTemplate
 from runner.messages import Prompt
 from runner.options import Limits, Sampling, ToolChoice
 from runner.scoring import Scorer, ScorerKind, collect_scorers
@@ -158,6 +159,27 @@ def check_playable(environment: Environment[Any]) -> None:
             f"{name} has no reward: mark a method with @reward (or @group_reward), such as\n\n"
             f"    @reward\n    def correct(self) -> bool:\n        return self.episode.text == self.task.answer"
         )
+
+
+def check_tools(environment: Environment[Any], chat: ChatModel) -> None:
+    """An environment's tools must be shown to the model, and what it calls must be read.
+
+    Raises:
+        BadTemplate: the template does not carry tools, or writes calls in a form that is not known.
+        BadOption: `tool_choice` names no tool.
+    """
+    tools = environment.bound_tools()
+    if tools:
+        chat.require_tools()
+        if chat.tool_format is None:
+            raise BadTemplate(
+                f"template {chat.renderer.template.name!r} writes tool calls in a form that is not known "
+                f"(known: pythonic, hermes). Give --template pythonic or hermes, or a file that writes one."
+            )
+    names = [tool.name for tool in tools]
+    choice = environment.tool_choice
+    if choice not in ("auto", "required", "none", *names) and not environment.overrides("setup"):
+        raise BadOption(f"tool_choice={choice!r}: no such tool. Tools: {', '.join(names) or 'none'}.")
 
 
 def as_environment(environment: Environment[Any] | type[Environment[Any]]) -> Environment[Any]:

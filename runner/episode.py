@@ -151,9 +151,27 @@ class Episode:
 
         Raises:
             BadOption: an agent on an engine of its own cannot be trained.
+            RuntimeError: `main` is not open yet; it is after `prompt()`.
         """
         if name in self.conversations:
             return self.conversations[name]
+        if name == MAIN:
+            raise RuntimeError("agent 'main' is opened after prompt(), by the runner; name another one before that.")
+        return self.open_conversation(
+            name, system_prompt=system_prompt, prompt=prompt, tools=tools, train=train, sampling=sampling
+        )
+
+    def open_conversation(
+        self,
+        name: str,
+        *,
+        system_prompt: str | None,
+        prompt: Prompt,
+        tools: Sequence[Tool],
+        train: bool,
+        sampling: Sampling | None = None,
+    ) -> Conversation:
+        """Open the conversation of an agent that has none; see `conversation`."""
         if train and name in self._context.elsewhere:
             raise BadOption(
                 f"agent {name!r} plays on an engine of its own (engines={{{name!r}: ...}}): it is not trained."

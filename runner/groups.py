@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -14,7 +14,7 @@ from runner.scoring import Score, ScorerKind, as_score, weighted_sum
 from runner.tasks import Task
 from runner.trajectory import Group, Trajectory
 
-__all__ = ["GroupBook", "by_agent", "score_group"]
+__all__ = ["GroupBook", "Result", "WaitingGroups", "by_agent", "score_group"]
 
 
 class GroupBook:
@@ -61,6 +61,41 @@ class _OpenGroup:
     trajectories: list[Trajectory] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A trajectory on its way to the reader.
+
+    Attributes:
+        trajectory: committed, and scored as far as it ever is.
+        last: it is the last of its episode's agents.
+        missing: how many episodes of its group this run plays.
+    """
+
+    trajectory: Trajectory
+    last: bool
+    missing: int
+
+
+class WaitingGroups:
+    """Results on the reader's side, put together by task."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, int], _OpenGroup] = {}
+
+    def add(self, result: Result) -> list[Trajectory]:
+        """The trajectories of the task if this was the last one of them, else nothing."""
+        key = result.trajectory.task.id, result.trajectory.visit
+        group = self._open.setdefault(key, _OpenGroup(result.missing))
+        group.trajectories.append(result.trajectory)
+        group.played += result.last
+        return self._open.pop(key).trajectories if group.played == group.missing else []
+
+    def rest(self) -> Iterator[list[Trajectory]]:
+        """What there is of the others."""
+        for group in self._open.values():
+            yield group.trajectories
+
+
 def by_agent(trajectories: Iterable[Trajectory], *, seed: int, group_size: int) -> list[Group]:
     """The groups that these trajectories of one task make, one for each trained agent."""
     agents: dict[str, list[Trajectory]] = {}
@@ -80,13 +115,14 @@ def by_agent(trajectories: Iterable[Trajectory], *, seed: int, group_size: int) 
 
 
 async def score_group(context: RunContext, groups: Sequence[Group], fault: Callable[[str], None]) -> None:
-    """Give every trajectory its group rewards and its new sum, in place.
+    """Give every scored trajectory its group rewards and its new sum, in place.
 
-    A group reward that raises leaves the reward None; that is a fault of the environment, told to `fault`.
+    The author's method gets these only: a failed one has nothing to compare. A group reward that raises leaves the
+    reward None; that is a fault of the environment, told to `fault`.
     """
     scorers = [scorer for scorer in context.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
     author = AuthorCode(context.workers)
-    for group in groups:
+    for group in filter(_any, map(_scored, groups)):
         for scorer in scorers:
             method = getattr(context.environment, scorer.name)
             name = f"group_reward {scorer.name}()"
@@ -97,9 +133,16 @@ async def score_group(context: RunContext, groups: Sequence[Group], fault: Calla
                 fault(f"{name} of task {group.task.id!r}: {describe_error(error)}")
                 scores = [None] * len(group.trajectories)
             for trajectory, score in zip(group.trajectories, scores, strict=True):
-                if trajectory.outcome.scored and trajectory.turns:
-                    trajectory.rewards[scorer.name] = score
-                    trajectory.reward = weighted_sum(trajectory.rewards, context.scorers)
+                trajectory.rewards[scorer.name] = score
+                trajectory.reward = weighted_sum(trajectory.rewards, context.scorers)
+
+
+def _scored(group: Group) -> Group:
+    return replace(group, trajectories=[t for t in group.trajectories if t.outcome.scored and t.turns])
+
+
+def _any(group: Group) -> bool:
+    return len(group.trajectories) > 0
 
 
 def _one_each(values: Any, group: Group, name: str) -> list[Score]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 
-from runner.allowance import Allowance, ContextFull, Ending
+from runner.allowance import Allowance, Ending
 from runner.authors import AuthorCode, TooSlow, describe_error
 from runner.clocks import Clock
 from runner.context import RunContext
@@ -61,7 +61,6 @@ class Play:
         self._ending: Ending | None = None
         self._rewards: dict[str, dict[str, Score]] = {}
         self._metrics: dict[str, float] = {}
-        self._unscored = False
         self._environment = self._made()
         self.episode = self._environment.episode = Episode(
             place, context, self._environment, self._allowance, self._author, self._waits_for
@@ -114,7 +113,7 @@ class Play:
             return
         try:
             ending = await self._play()
-            if ending.outcome.scored and self.episode.turns:
+            if ending.outcome.scored and any(agent.turns for agent in self.episode.conversations.values()):
                 await self._score(ending)
         finally:
             self._enter(Phase.CLOSING)
@@ -152,7 +151,7 @@ class Play:
             prompt = await self._author.call(environment.prompt, name="prompt()")
         messages = as_messages(prompt)
         self._check_prompt(messages)
-        self.episode.conversation(
+        self.episode.open_conversation(
             MAIN,
             system_prompt=environment.system_prompt,
             prompt=messages,
@@ -163,8 +162,8 @@ class Play:
     def _check_prompt(self, messages: Sequence[Message]) -> None:
         if self._environment.system_prompt is not None and messages and messages[0]["role"] == "system":
             raise BadTask(
-                f"task {self.place.task.id!r} begins with a system message, and the environment has a system_prompt: "
-                f"set system_prompt = None, or leave the message out."
+                f"the prompt of task {self.place.task.id!r} begins with a system message, and the environment has a "
+                f"system_prompt: set system_prompt = None, or leave the message out."
             )
 
     async def _play(self) -> Ending:
@@ -176,6 +175,9 @@ class Play:
         except anyio.get_cancelled_exc_class():
             self._blame_setup()
             raise
+        if self._outer.fired:  # and whoever was cancelled went on as if nothing were
+            self._blame_setup()
+            return self._ending or self._cut or Ending(Outcome.CANCELLED)
         self._outer.lift()
         self._enter(Phase.PLAYING)
         play = self._allowance.play
@@ -200,14 +202,14 @@ class Play:
         if self._author.abandoned:
             text = f"{self._author.abandoned} did not come back in time; its thread was left behind and may still write"
             return Ending(Outcome.ENV_ERROR, _limit_of(error) or "seconds", error=text)
-        if self._allowance.ending is not None:
-            return self._allowance.ending
-        if self._allowance.play.fired:
+        allowance = self._allowance
+        if allowance.ending is not None and allowance.ending.outcome is not Outcome.COMPLETED:
+            return allowance.ending
+        if allowance.play.fired and allowance.ending is None:
             return Ending(Outcome.TIME_LIMIT, "seconds")
-        over = _find(error, EpisodeOver)
-        if isinstance(over, ContextFull):
-            return over.ending
-        if error is not None and over is None:
+        if allowance.no_room is not None:
+            return allowance.no_room
+        if error is not None and not _only(error, EpisodeOver):
             return Ending(Outcome.ENV_ERROR, _limit_of(error), error=describe_error(error))
         return self._by_last_turn()
 
@@ -237,6 +239,7 @@ class Play:
 
     async def _score_one(self, name: str, kind: str, ending: Ending) -> None:
         self._waits_for(f"{kind} {name}()")
+        self._allowance.begin_scoring()
         try:
             value = await self._author.call(getattr(self._environment, name), name=f"{kind} {name}()")
             self._keep_score(name, kind, value)
@@ -244,9 +247,17 @@ class Play:
             if kind == ScorerKind.METRIC:
                 self.faults.append(f"metric {name}(): {describe_error(error)}")
                 return
-            self._unscored = True
-            if ending.outcome is Outcome.COMPLETED:
-                self._ending = Ending(Outcome.ENV_ERROR, error=f"reward {name}(): {describe_error(error)}")
+            self._keep_score(name, kind, None)
+            self._blame_reward(f"reward {name}(): {describe_error(error)}", ending)
+
+    def _blame_reward(self, error: str, ending: Ending) -> None:
+        failure = self._allowance.ending
+        if failure is not None and failure.outcome is Outcome.ENGINE_ERROR:
+            self._ending = failure
+        elif ending.outcome is Outcome.COMPLETED:
+            self._ending = Ending(Outcome.ENV_ERROR, error=error)
+        else:
+            self.faults.append(error)
 
     def _keep_score(self, name: str, kind: str, value: Any) -> None:
         if kind == ScorerKind.METRIC:
@@ -310,10 +321,12 @@ class Play:
         conversation.into_trajectory(trajectory)
         trajectory.waited = sum(turn.timings.queued for turn in trajectory.turns)
         trajectory.metrics = dict(self._metrics)
+        if not ending.outcome.scored or not trajectory.turns:
+            return trajectory
         trajectory.rewards = self._rewards.get(agent, {})
         grouped = any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self._context.scorers)
         # With group rewards the sum waits for them: until then there is none.
-        if ending.outcome.scored and trajectory.turns and not self._unscored and not grouped:
+        if not grouped:
             trajectory.reward = weighted_sum(trajectory.rewards, self._context.scorers)
         return trajectory
 
@@ -329,14 +342,11 @@ class Play:
 _CUT = {FinishReason.LENGTH: Outcome.TOKEN_LIMIT, FinishReason.CONTEXT: Outcome.CONTEXT_LIMIT}
 
 
-def _find(error: BaseException | None, kind: type[EpisodeOver]) -> EpisodeOver | None:
-    if isinstance(error, kind):
-        return error
+def _only(error: BaseException, kind: type[BaseException]) -> bool:
+    """It is of this kind, or a group of nothing else."""
     if isinstance(error, BaseExceptionGroup):
-        found, rest = error.split(kind)
-        if found is not None and rest is None:
-            return next((e for inner in found.exceptions if (e := _find(inner, kind))), None)
-    return None
+        return error.split(kind)[1] is None
+    return isinstance(error, kind)
 
 
 def _limit_of(error: BaseException | None) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from itertools import groupby
@@ -22,11 +22,12 @@ from runner.authors import describe_error
 from runner.chat import ChatModel
 from runner.context import RunContext
 from runner.engines.base import Engine
-from runner.environment import Environment, as_environment, check_playable
+from runner.environment import Environment, as_environment, check_playable, check_tools
 from runner.episode import MAIN, Place
-from runner.errors import BadOption, BadTask, BadTemplate, DeltarunnerError, EngineDead, RunStuck, TooManyFailures
-from runner.groups import GroupBook, by_agent, score_group
+from runner.errors import BadOption, BadTask, DeltarunnerError, EngineDead
+from runner.groups import GroupBook, Result, WaitingGroups, by_agent, score_group
 from runner.lag import LagMonitor
+from runner.messages import as_messages
 from runner.options import Concurrency, Limits, Sampling
 from runner.play import Play
 from runner.scoring import ScorerKind, with_weights
@@ -37,13 +38,11 @@ from runner.summary import Summary
 from runner.tasks import Task
 from runner.threads import Job, Workers
 from runner.trajectory import Group, Outcome, Trajectory
+from runner.watching import Breaker, until_stuck
 
 __all__ = ["Run"]
 
-STUCK_SECONDS = 600.0
 COMMIT_SECONDS = 10.0
-BREAKER_WINDOW = 32
-BREAKER_LEAST = 16
 
 
 class Run:
@@ -135,14 +134,13 @@ class Run:
         self._writer: RunWriter
         self._feed: TaskFeed
         self._group: TaskGroup
-        self._results: MemoryObjectReceiveStream[_Result]
-        self._announce_to: MemoryObjectSendStream[_Result]
+        self._results: MemoryObjectReceiveStream[Result]
+        self._announce_to: MemoryObjectSendStream[Result]
         self._places: anyio.Semaphore
         self._exit = AsyncExitStack()
         self._feeding = anyio.CancelScope()
         self._book: GroupBook
-        self._recent: deque[bool] = deque(maxlen=BREAKER_WINDOW)
-        self._causes: Counter[str] = Counter()
+        self._breaker = Breaker(breaker)
 
     # --- starting and ending
 
@@ -154,7 +152,7 @@ class Run:
             await exit_stack.enter_async_context(self.lag)
             self._context = await self._open(exit_stack)
             await self._enter_lifespan(exit_stack)
-            source = self._tasks if self._tasks is not None else self.environment.tasks()
+            source = self._tasks if self._tasks is not None else await self._own_tasks()
             self._feed = TaskFeed(source, task_class=self.environment.task_class(), workers=self.workers)
             exit_stack.push_async_callback(self._feed.aclose)
             self._start()
@@ -192,7 +190,7 @@ class Run:
         elsewhere = {
             name: ChatModel(engine, options=self.template_options, now=now) for name, engine in self.engines.items()
         }
-        self._check_tools(elsewhere.get(MAIN, chat))
+        check_tools(self.environment, elsewhere.get(MAIN, chat))
         return RunContext(
             environment=self.environment,
             chat=chat,
@@ -204,20 +202,6 @@ class Run:
             workers=self.workers,
         )
 
-    def _check_tools(self, chat: ChatModel) -> None:
-        tools = self.environment.bound_tools()
-        choice = self.environment.tool_choice
-        if tools:
-            chat.require_tools()
-            if chat.tool_format is None:
-                raise BadTemplate(
-                    f"template {chat.renderer.template.name!r} writes tool calls in a form that is not known "
-                    f"(known: pythonic, hermes). Give --template pythonic or hermes, or a file that writes one."
-                )
-        names = [tool.name for tool in tools]
-        if choice not in ("auto", "required", "none", *names) and not self.environment.overrides("setup"):
-            raise BadOption(f"tool_choice={choice!r}: no such tool. Tools: {', '.join(names) or 'none'}.")
-
     async def _enter_lifespan(self, exit_stack: AsyncExitStack) -> None:
         if not self.environment.overrides("lifespan"):
             return
@@ -227,10 +211,22 @@ class Run:
         else:
             self._context.shared = exit_stack.enter_context(lifespan)
 
+    async def _own_tasks(self) -> Tasks:
+        """The environment's own; in a thread, since it may load them all."""
+        if inspect.isasyncgenfunction(self.environment.tasks):
+            return self.environment.tasks()
+        try:
+            tasks: Tasks = await self.workers.call(Job(self.environment.tasks, "tasks()"))
+        except DeltarunnerError:
+            raise
+        except Exception as error:
+            raise BadTask(f"tasks() raised {describe_error(error)}") from error
+        return tasks
+
     def _start(self) -> None:
         episodes = self.concurrency.episodes or 2 * self.engine.places
         self._places = anyio.Semaphore(episodes)
-        self._announce_to, self._results = anyio.create_memory_object_stream[_Result](episodes)
+        self._announce_to, self._results = anyio.create_memory_object_stream[Result](episodes)
         self._book = GroupBook(keep=self._has_group_rewards)
         self.summary.start()
 
@@ -270,20 +266,16 @@ class Run:
 
         Groups that the end of the run left unfinished come last, with `complete` false.
         """
-        waiting: dict[tuple[str, int], _Waiting] = {}
+        waiting = WaitingGroups()
         try:
             while True:
-                result = await self._next_result()
-                group = waiting.setdefault(result.key, _Waiting(result.missing))
-                group.trajectories.append(result.trajectory)
-                group.missing -= result.last
-                if not group.missing:
-                    for made in await self._groups_of(waiting.pop(result.key).trajectories):
-                        yield made
+                whole = waiting.add(await self._next_result())
+                for group in await self._groups_of(whole) if whole else ():
+                    yield group
         except (StopAsyncIteration, DeltarunnerError) as end:
-            for group in waiting.values():
-                for made in await self._groups_of(group.trajectories):
-                    yield made
+            for unfinished in waiting.rest():
+                for group in await self._groups_of(unfinished):
+                    yield group
             if isinstance(end, DeltarunnerError):
                 raise
 
@@ -295,7 +287,7 @@ class Run:
         """Commit what is on its way to the file, from any thread, where the event loop can do nothing any more."""
         self._writer.flush()
 
-    async def _next_result(self) -> _Result:
+    async def _next_result(self) -> Result:
         try:
             return await self._results.receive()
         except anyio.EndOfStream:
@@ -321,7 +313,7 @@ class Run:
     async def _play_all(self) -> None:
         try:
             async with self._announce_to, anyio.create_task_group() as watched:
-                watched.start_soon(self._watch)
+                watched.start_soon(self._watch_progress)
                 await self._tell_stored()
                 async with anyio.create_task_group() as episodes:
                     with self._feeding:
@@ -355,8 +347,19 @@ class Run:
         except Exception as error:
             self.fail(BadTask(f"tasks() raised {describe_error(error)}"))
 
+    def _check_system_prompt(self, task: Task) -> None:
+        if self.environment.system_prompt is None or self.environment.overrides("prompt"):
+            return
+        messages = as_messages(task.prompt)
+        if messages and messages[0]["role"] == "system":
+            raise BadTask(
+                f"task {task.id!r} begins with a system message, and {type(self.environment).__name__} has a "
+                f"system_prompt: set system_prompt = None, or leave the message out."
+            )
+
     async def _begin_group(self, task: Task, episodes: TaskGroup) -> None:
         """Begin the episodes of a task that no earlier run finished; a place is held for the first of them."""
+        self._check_system_prompt(task)
         self._given += 1
         claim = partial(self._writer.claim, task, self._given, repeatable=self._feed.repeatable)
         # Only what an earlier run left has to be read from the file.
@@ -444,9 +447,13 @@ class Run:
 
     async def _score_stored(self, task: Task, visit: int) -> None:
         """The last run ended between an episode's commit and its group's rewards."""
-        groups = by_agent(await self._writer.stored_group(task.id, visit), seed=self.seed, group_size=self.group_size)
-        await score_group(self._context, groups, self.summary.faults.append)
-        await self._writer.commit_group_rewards([t for group in groups for t in group.trajectories])
+        try:
+            stored = await self._writer.stored_group(task.id, visit)
+            groups = by_agent(stored, seed=self.seed, group_size=self.group_size)
+            await score_group(self._context, groups, self.summary.faults.append)
+            await self._writer.commit_group_rewards([t for group in groups for t in group.trajectories])
+        except DeltarunnerError as error:
+            self.fail(error, cancel=True)
 
     async def _announce_unfinished_groups(self) -> None:
         for missing, trajectories in self._book.unfinished():
@@ -457,72 +464,23 @@ class Run:
         for trajectory in told:
             await self._feed.finished(trajectory)
             try:
-                await self._announce_to.send(_Result(trajectory, trajectory is told[-1], missing))
+                await self._announce_to.send(Result(trajectory, trajectory is told[-1], missing))
             except (anyio.BrokenResourceError, anyio.ClosedResourceError):
                 return  # nobody reads any more; the run file has it
 
     # --- watching
 
     def _watch_failures(self, trajectory: Trajectory) -> None:
-        if trajectory.outcome is Outcome.CANCELLED:
-            return
-        self._recent.append(trajectory.outcome.failed)
-        if trajectory.outcome.failed:
-            self._causes[trajectory.error or trajectory.outcome.value] += 1
-        failed = sum(self._recent)
-        if len(self._recent) >= BREAKER_LEAST and failed > self.breaker * len(self._recent) and self.failure is None:
-            cause, count = self._causes.most_common(1)[0]
-            self.fail(
-                TooManyFailures(
-                    f"{failed} of the last {len(self._recent)} episodes failed, more than breaker={self.breaker:g} "
-                    f"allows; most often ({count} times): {cause}"
-                )
-            )
+        too_many = self._breaker.note(trajectory)
+        if too_many is not None and self.failure is None:
+            self.fail(too_many)
 
-    async def _watch(self) -> None:
-        """End a run in which nothing happens any more, and say who waits for what."""
-        seen: object = None
-        since = anyio.current_time()
-        while True:
-            await anyio.sleep(1)
-            engines = {engine.stats().sampled_tokens for engine in (self.engine, *self.engines.values())}
-            signs = (engines, self.summary.episodes, max((play.since for play in self.plays), default=0.0))
-            if signs != seen or not self.plays:
-                seen, since = signs, anyio.current_time()
-            elif anyio.current_time() - since > STUCK_SECONDS:
-                self.fail(RunStuck(self._who_waits()), cancel=True)
-                return
+    async def _watch_progress(self) -> None:
+        self.fail(await until_stuck(self.plays, self._progress), cancel=True)
 
-    def _who_waits(self) -> str:
-        now = anyio.current_time()
-        slowest = sorted(self.plays, key=lambda play: play.since)[:10]
-        lines = [f"  {play.episode.id} waits for {play.doing} since {now - play.since:.0f} s" for play in slowest]
-        more = len(self.plays) - len(slowest)
-        return "\n".join(
-            [f"nothing happened for {STUCK_SECONDS:.0f} s; {len(self.plays)} episodes in flight:", *lines]
-            + ([f"  and {more} more"] if more else [])
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """A trajectory on its way to the reader."""
-
-    trajectory: Trajectory
-    last: bool  # of its episode
-    missing: int  # episodes of its group that this run plays
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.trajectory.task.id, self.trajectory.visit
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """A group that is being read."""
-
-    missing: int
-    trajectories: list[Trajectory] = field(default_factory=list)
+    def _progress(self) -> tuple[int, ...]:
+        engines = dict.fromkeys((self.engine, *self.engines.values()))
+        return (self.summary.episodes, *(engine.stats().sampled_tokens for engine in engines))
 
 
 def _single(error: BaseException) -> BaseException | None:

@@ -74,6 +74,8 @@ class Sample:
             else:
                 self.dropped += len(delta.token_ids)
         finish = stream.finish or Finish(FinishReason.ABORT)
+        if finish.reason is FinishReason.ERROR and self.text is None:
+            self.error = self.error or EngineError(f"the engine failed: {finish.stop}")
         self.cached_tokens = finish.cached_tokens
         self.log.stamp(_clipped(finish.versions, self.end - self.start), self.start)
         if self.text is not None:

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Se
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import anyio
 import orjson
 
+from runner.authors import describe_error
 from runner.errors import BadTask
 from runner.tasks import Task
 from runner.threads import Job, Workers
@@ -40,6 +42,7 @@ class TaskFeed:
         self._asynchronous: AsyncIterator[Task] | None = None
         self._synchronous: Iterator[Task] | None = None
         self._blocks = not isinstance(source, Sequence)
+        self._hearing = anyio.Lock()
         if isinstance(source, AsyncIterable):
             self._asynchronous = aiter(source)
         elif isinstance(source, Iterable):
@@ -66,21 +69,34 @@ class TaskFeed:
         return next(self._synchronous, _END)
 
     async def finished(self, trajectory: Trajectory) -> None:
-        """Tell the source, if it wants to hear."""
+        """Tell the source, if it wants to hear, of one result at a time.
+
+        Raises:
+            BadTask: its `finished` raised.
+        """
         if not self.repeatable:
             return
-        if self._asynchronous is not None:
-            result = self._source.finished(trajectory)
-            if inspect.isawaitable(result):
-                await result
+        try:
+            async with self._hearing:
+                await self._hear(trajectory)
+        except Exception as error:
+            raise BadTask(f"finished() of the task source raised {describe_error(error)}") from error
+
+    async def _hear(self, trajectory: Trajectory) -> None:
+        if self._asynchronous is None:
+            await self._workers.call(Job(lambda: self._source.finished(trajectory), "finished()"))
             return
-        await self._workers.call(Job(lambda: self._source.finished(trajectory), "finished()"))
+        result = self._source.finished(trajectory)
+        if inspect.isawaitable(result):
+            await result
 
     async def aclose(self) -> None:
-        """Close an asynchronous generator; a synchronous one ends with its thread."""
+        """Close a generator of either colour; a synchronous one that blocks in a thread is left to it."""
         close = getattr(self._asynchronous, "aclose", None)
         if close is not None:
             await close()
+        if inspect.isgenerator(self._synchronous) and not self._synchronous.gi_running:
+            await self._workers.call(Job(self._synchronous.close, "tasks()"))
 
 
 def read_tasks(path: Path, task_class: type[Task] = Task) -> Iterator[Task]:
