@@ -18,8 +18,12 @@ from runner.threads import Job, Workers
 __all__ = ["AuthorCode", "AuthorExit", "TooSlow", "describe_error", "is_async"]
 
 
+LONGEST_ERROR = 2000
+"""Characters of an error's own text that are kept."""
+
+
 class AuthorExit(Exception):
-    """The author's code asked the interpreter to exit; that ends its own episode only."""
+    """The author's code asked the interpreter to exit, or raised what is no Exception; that ends its own episode."""
 
 
 class TooSlow(Exception):
@@ -50,8 +54,8 @@ class AuthorCode:
         """Call `function`, sync or async, and return its result.
 
         Raises:
-            TooSlow: it took longer than `seconds`.
-            AuthorExit: it called `sys.exit`.
+            TooSlow: it took longer than `seconds`, also if it swallowed the cancellation and returned.
+            AuthorExit: it called `sys.exit`, or raised what is no Exception.
         """
         try:
             if is_async(function):
@@ -63,8 +67,10 @@ class AuthorCode:
                 finally:
                     if job.abandoned:
                         self.abandoned = name
-        except SystemExit as error:
-            raise AuthorExit(f"{name} called sys.exit({error.code!r})") from error
+        except BaseException as error:
+            if isinstance(error, Exception) or _is_not_the_authors(error):
+                raise
+            raise AuthorExit(f"{name} {_what_left(error)}") from error
         # A partial, a lambda or a callable object may hide an async function; its clock is that of what called it.
         return await result if inspect.isawaitable(result) else result
 
@@ -72,10 +78,10 @@ class AuthorCode:
         if seconds is None:
             return await function()
         with Clock(seconds) as clock:
-            return await function()
+            result = await function()
         if clock.fired:
             raise TooSlow(name, seconds)
-        raise AssertionError("a clock that did not fire swallows nothing")
+        return result
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -86,13 +92,36 @@ def describe_error(error: BaseException) -> str:
     """One line for people: what was raised and where in the author's own code; groups of one are unwrapped."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = _text_of(error)
+    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     ours = str(Path(runner.__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _foreign(f.filename, ours)]
     if not frames:
         return what
     last = frames[-1]
     return f"{what} (in {last.name}, {last.filename}:{last.lineno})"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as broken:
+        return f"its text cannot be made ({type(broken).__name__})"
+    return text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}... ({len(text)} characters)"
+
+
+def _what_left(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({error.code!r:.{LONGEST_ERROR}})"
+    return f"raised {describe_error(error)}"
+
+
+def _is_not_the_authors(error: BaseException) -> bool:
+    """A cancellation, the end of a coroutine that nobody awaits, or Ctrl-C; also among others in a group."""
+    kinds = (anyio.get_cancelled_exc_class(), GeneratorExit, KeyboardInterrupt)
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(kinds) is not None
+    return isinstance(error, kinds)
 
 
 def _foreign(filename: str, ours: str) -> bool:

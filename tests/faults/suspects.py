@@ -1,0 +1,180 @@
+"""Environments of which one episode misbehaves, in a hook and in a way of choice; all hooks sync, or all async."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable
+from inspect import isawaitable
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+
+from runner import Environment, Task, Turn, metric, reward, tool
+from runner.engines.script import Answer, ModelCall, call
+
+BAD = "13"
+EPISODES = 64
+SWALLOWS = 100
+LARGE = 100_000_000
+
+HOOKS = ["setup", "prompt", "tool", "step", "reward", "metric", "close"]
+
+
+def speak(turn: ModelCall) -> Answer:
+    """The model: two calls in one turn, then their sum, then yes; the numbers are drawn, so no two episodes agree."""
+    a, b = turn.rng.randrange(1000), turn.rng.randrange(1000)
+    match turn.turn:
+        case 0:
+            return [call("add", a=a, b=b), call("add", a=b, b=a)]
+        case 1:
+            return f"It is {a + b}."
+        case _:
+            return f"yes, {a} times"
+
+
+# --- what the bad episode does
+
+
+class Weird(BaseException):
+    """What `except Exception` does not catch."""
+
+
+released = threading.Event()
+"""Lets go of the threads that hang."""
+
+
+def raises() -> Any:
+    raise ValueError("this episode is bad")
+
+
+def raises_at_length() -> Any:
+    raise ValueError("x" * LARGE)
+
+
+def raises_no_exception() -> Any:
+    raise Weird("this episode is weird")
+
+
+def exits() -> Any:
+    sys.exit(3)
+
+
+def recurses() -> Any:
+    return recurses()
+
+
+def returns_100_mb() -> Any:
+    return "x" * LARGE
+
+
+def hangs() -> Any:
+    released.wait()
+
+
+async def waits_for_ever() -> Any:
+    await anyio.sleep_forever()
+
+
+async def swallows_cancellation() -> Any:
+    """Waits until it is cancelled, and goes on a hundred times as if it were not."""
+    for _ in range(SWALLOWS):
+        try:
+            await anyio.sleep_forever()
+        except BaseException:
+            continue
+
+
+Deed = Callable[[], Any]
+AT_ONCE: list[Deed] = [raises, raises_at_length, raises_no_exception, exits, recurses, returns_100_mb]
+TOO_LONG_SYNC: list[Deed] = [hangs]
+TOO_LONG_ASYNC: list[Deed] = [waits_for_ever, swallows_cancellation]
+
+
+# --- who does it
+
+
+class Pupils(Environment):
+    """Each adds two numbers, is asked whether it is sure, and says yes."""
+
+    def __init__(self, hook: str = "", deed: Deed = raises) -> None:
+        self.hook, self.deed = hook, deed
+        self.asked = False
+
+    def tasks(self) -> list[Task]:
+        return [Task(id=str(number), prompt=f"Task {number}: add two numbers.") for number in range(EPISODES)]
+
+    def act(self, hook: str) -> Any:
+        return self.deed() if self.task.id == BAD and self.hook == hook else None
+
+    def luck(self) -> int:
+        # A fresh generator each time: two async tools of a turn have no order among themselves.
+        return random.Random(self.episode.seed).randrange(1000)
+
+    def doubt(self) -> str | None:
+        self.asked, asked = True, self.asked
+        return None if asked else "Are you sure?"
+
+    def sure(self) -> bool:
+        return self.episode.text.startswith("yes")
+
+
+class SyncPupils(Pupils):
+    def setup(self) -> None:
+        self.act("setup")
+
+    def prompt(self) -> Any:
+        return self.act("prompt") or self.task.prompt
+
+    @tool
+    def add(self, a: int, b: int) -> Any:
+        """Add two integers."""
+        return self.act("tool") or a + b + self.luck()
+
+    def step(self, turn: Turn) -> Any:
+        return self.act("step") or self.doubt()
+
+    @reward
+    def said_yes(self) -> Any:
+        return self.act("reward") or self.sure()
+
+    @metric
+    def turns(self) -> Any:
+        return self.act("metric") or len(self.episode.turns)
+
+    def close(self) -> None:
+        self.act("close")
+
+
+class AsyncPupils(Pupils):
+    async def act_async(self, hook: str) -> Any:
+        await anyio.lowlevel.checkpoint()
+        result = self.act(hook)
+        return await result if isawaitable(result) else result
+
+    async def setup(self) -> None:
+        await self.act_async("setup")
+
+    async def prompt(self) -> Any:
+        return await self.act_async("prompt") or self.task.prompt
+
+    @tool
+    async def add(self, a: int, b: int) -> Any:
+        """Add two integers."""
+        return await self.act_async("tool") or a + b + self.luck()
+
+    async def step(self, turn: Turn) -> Any:
+        return await self.act_async("step") or self.doubt()
+
+    @reward
+    async def said_yes(self) -> Any:
+        return await self.act_async("reward") or self.sure()
+
+    @metric
+    async def turns(self) -> Any:
+        return await self.act_async("metric") or len(self.episode.turns)
+
+    async def close(self) -> None:
+        await self.act_async("close")

@@ -1,0 +1,132 @@
+"""One episode misbehaves in every way and in every hook: it fails alone, and 63 siblings come out byte-identical."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import pytest
+
+from runner import Limits, Outcome, Run, ScriptedEngine, Trajectory
+from tests.faults import suspects
+from tests.faults.clocks import ASYNCIO, put_forward, trio_backend
+from tests.faults.comparing import by_place
+from tests.faults.suspects import (
+    AT_ONCE,
+    BAD,
+    EPISODES,
+    HOOKS,
+    TOO_LONG_ASYNC,
+    TOO_LONG_SYNC,
+    AsyncPupils,
+    Deed,
+    Pupils,
+    SyncPupils,
+    speak,
+)
+
+pytestmark = pytest.mark.anyio
+
+WATCHDOG = 60.0
+LONGER_THAN_ANY_HOOK_MAY = 500.0
+LIMITS = Limits(
+    seconds=5000, setup_seconds=400, step_seconds=400, tool_seconds=400, reward_seconds=400, close_seconds=400
+)
+
+
+@pytest.fixture(params=[ASYNCIO, trio_backend()], ids=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _threads_are_released() -> Iterator[None]:
+    suspects.released.clear()
+    yield
+    suspects.released.set()
+
+
+async def play(environment: Pupils) -> tuple[dict[str, Trajectory], list[str]]:
+    """All 64 trajectories by task, and the run's faults; time passes once the 63 siblings are done."""
+    played: dict[str, Trajectory] = {}
+    engine = ScriptedEngine(speak, seed=3)
+    with anyio.fail_after(LONGER_THAN_ANY_HOOK_MAY + WATCHDOG):
+        async with engine, Run(environment, engine, limits=LIMITS, seed=11) as run:
+            async for trajectory in run:
+                played[trajectory.task.id] = trajectory
+                if len(played) == EPISODES - 1 and BAD not in played:
+                    put_forward(LONGER_THAN_ANY_HOOK_MAY)
+            assert engine.stats().open == engine.stats().waiting == engine.stats().live_sessions == 0
+    return played, list(run.summary.faults)
+
+
+_undisturbed: dict[type[Pupils], dict[Any, Any]] = {}
+
+
+async def undisturbed(environment: type[Pupils]) -> dict[Any, Any]:
+    """The siblings of a run in which nobody misbehaves; played once, on whichever event loop comes first."""
+    if environment not in _undisturbed:
+        played, _ = await play(environment())
+        assert {trajectory.outcome for trajectory in played.values()} == {Outcome.COMPLETED}
+        assert {trajectory.reward for trajectory in played.values()} == {1.0}
+        _undisturbed[environment] = by_place(member for name, member in played.items() if name != BAD)
+    return _undisturbed[environment]
+
+
+async def assert_fails_alone(played: dict[str, Trajectory], faults: list[str], environment: Pupils) -> None:
+    bad = played.pop(BAD)
+    assert by_place(played.values()) == await undisturbed(type(environment))
+    assert_is_no_success(bad, faults, environment)
+    assert len(bad.error) < 10_000
+    assert all(len(fault) < 10_000 for fault in faults)
+
+
+def assert_is_no_success(bad: Trajectory, faults: list[str], environment: Pupils) -> None:
+    hook, deed = environment.hook, environment.deed
+    too_long = deed in (*TOO_LONG_ASYNC, *TOO_LONG_SYNC)
+    ignored = deed is suspects.returns_100_mb and hook in ("setup", "close")
+    if ignored or hook == "close" or (hook == "metric" and not too_long):
+        assert (bad.outcome, bad.reward) == (Outcome.COMPLETED, 1.0)
+        assert ignored or any(f"{BAD}" in fault and hook in fault for fault in faults), faults
+    elif deed is suspects.returns_100_mb and hook != "reward":
+        assert (bad.outcome, bad.limit) == (Outcome.CONTEXT_LIMIT, "context")
+        assert bad.error or hook == "tool"
+    elif hook == "tool" and deed in TOO_LONG_ASYNC:
+        assert bad.outcome is Outcome.COMPLETED
+        assert "took longer than 400 s" in bad.messages[2]["content"]
+    else:
+        assert (bad.outcome, bad.reward) == (Outcome.ENV_ERROR, None)
+        assert bad.error
+
+
+def colours(deeds: list[Deed]) -> Any:
+    return pytest.mark.parametrize("deed", deeds, ids=[deed.__name__ for deed in deeds])
+
+
+@pytest.mark.parametrize("anyio_backend", [ASYNCIO], ids=["asyncio"])
+@pytest.mark.parametrize("environment", [SyncPupils, AsyncPupils], ids=["sync", "async"])
+@pytest.mark.parametrize("hook", HOOKS)
+@colours(AT_ONCE)
+async def test_what_goes_wrong_in_an_episode_fails_alone_while_63_siblings_come_out_byte_identical(
+    environment: type[Pupils], hook: str, deed: Deed
+) -> None:
+    suspect = environment(hook, deed)
+    played, faults = await play(suspect)
+    await assert_fails_alone(played, faults, suspect)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@colours(TOO_LONG_ASYNC)
+async def test_waiting_for_ever_and_swallowing_a_hundred_cancellations_fail_alone(hook: str, deed: Deed) -> None:
+    suspect = AsyncPupils(hook, deed)
+    played, faults = await play(suspect)
+    await assert_fails_alone(played, faults, suspect)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@colours(TOO_LONG_SYNC)
+async def test_hanging_in_sync_code_fails_alone_and_its_thread_is_left_behind(hook: str, deed: Deed) -> None:
+    suspect = SyncPupils(hook, deed)
+    played, faults = await play(suspect)
+    await assert_fails_alone(played, faults, suspect)
