@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from runner.conversation import Conversation
     from runner.edge import run
-    from runner.engines.base import FinishReason
+    from runner.engines.base import Engine, FinishReason
     from runner.engines.scripted import ScriptedEngine
     from runner.engines.vllm import VllmEngine
     from runner.environment import Environment, Reply
@@ -62,6 +62,7 @@ __all__ = [
     "ConfigurationChanged",
     "Conversation",
     "DeltarunnerError",
+    "Engine",
     "EngineDead",
     "EngineError",
     "EngineStalled",
@@ -107,7 +108,7 @@ __all__ = [
 _HOMES = {
     "runner.conversation": ("Conversation",),
     "runner.edge": ("run",),
-    "runner.engines.base": ("FinishReason",),
+    "runner.engines.base": ("Engine", "FinishReason"),
     "runner.engines.scripted": ("ScriptedEngine",),
     "runner.engines.vllm": ("VllmEngine",),
     "runner.environment": ("Environment", "Reply"),

@@ -180,10 +180,12 @@ class Run:
 
     async def _open(self, exit_stack: AsyncExitStack) -> RunContext:
         now = datetime.now().astimezone()
-        header = Header.of(self, now=now)
+        header = await self.workers.call(Job(lambda: Header.of(self, now=now), "run header"))
         if self._name_file is not None:
             self.file = self._name_file(header)
-        self._writer = await exit_stack.enter_async_context(RunWriter(self.file, header))
+        self._writer = await exit_stack.enter_async_context(
+            RunWriter(self.file, header, task_class=self.environment.task_class())
+        )
         # A resumed run goes on with the clock that its templates saw first.
         now = self._writer.header.clock
         chat = ChatModel(self.engine, options=self.template_options, now=now)
@@ -314,7 +316,7 @@ class Run:
         try:
             async with self._announce_to, anyio.create_task_group() as watched:
                 watched.start_soon(self._watch_progress)
-                await self._tell_stored()
+                await self._recall_stored()
                 async with anyio.create_task_group() as episodes:
                     with self._feeding:
                         await self._begin_episodes(episodes)
@@ -329,9 +331,12 @@ class Run:
         finally:
             self.over = True
 
-    async def _tell_stored(self) -> None:
-        if self._feed.repeatable and self._writer.resumed:
+    async def _recall_stored(self) -> None:
+        """Count what an earlier run of the file finished, and tell the source."""
+        if self._writer.resumed:
             for trajectory in self._writer.stored():
+                if not trajectory.outcome.cut_short:
+                    self.summary.recall(trajectory)
                 await self._feed.finished(trajectory)
 
     async def _begin_episodes(self, episodes: TaskGroup) -> None:

@@ -74,6 +74,7 @@ class Summary:
         finishes: how turns ended.
         turns: of all agents.
         retried: attempts that were played again after an engine's failure.
+        recalled_tokens: of those sampled, what earlier runs of the same file sampled.
         faults: what went wrong without changing an outcome, the latest.
         times: seconds of all turns together: queued, first_token, decode, environment.
         solved: how many groups had (episodes, of those solved), for pass@k.
@@ -91,6 +92,7 @@ class Summary:
     times: dict[str, float] = field(default_factory=dict)
     turns: int = 0
     retried: int = 0
+    recalled_tokens: int = 0
     faults: deque[str] = field(default_factory=lambda: deque(maxlen=100))
     solved: Counter[tuple[int, int]] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -107,6 +109,11 @@ class Summary:
 
     def stop(self) -> None:
         self.seconds = time.monotonic() - self._began
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Sampled by this run, what it found in its file not counted."""
+        return (self.tokens.sampled - self.recalled_tokens) / self.elapsed if self.elapsed else None
 
     @property
     def failed(self) -> int:
@@ -127,6 +134,16 @@ class Summary:
         for trajectory in trajectories:
             for turn in trajectory.turns:
                 self._add_turn(turn)
+
+    def recall(self, trajectory: Trajectory) -> None:
+        """Count a trajectory that an earlier run of the same file finished."""
+        if trajectory.agent == "main":
+            self.add([trajectory])
+            self.add_reward(trajectory)
+        else:
+            for turn in trajectory.turns:
+                self._add_turn(turn)
+        self.recalled_tokens += trajectory.sampled
 
     def add_reward(self, main: Trajectory) -> None:
         """Count the reward of an episode, once it is final."""
@@ -170,7 +187,7 @@ class Summary:
             "junctions": {"/".join(key): count for key, count in sorted(self.junctions.items())},
             "seconds": self.elapsed,
             "times": dict(self.times),
-            "tokens_per_second": self.tokens.sampled / self.elapsed if self.elapsed else None,
+            "tokens_per_second": self.tokens_per_second,
             "retried": self.retried,
             "faults": list(self.faults),
         }

@@ -17,10 +17,8 @@ HEAVY = ("torch", "transformers", "vllm", "tokenizers", "pyarrow", "anyio", "pyd
 
 def test_public_names() -> None:
     assert runner.__all__ == sorted(runner.__all__)
-    authors = (
-        "Conversation Environment Episode Group Task Tool Turn group_reward metric reward tool"
-    )
-    running = "Concurrency Limits Run RunFile Sampling ScriptedEngine Summary TaskSource VllmEngine run"
+    authors = "Conversation Environment Episode Group Task Tool Turn group_reward metric reward tool"
+    running = "Concurrency Engine Limits Run RunFile Sampling ScriptedEngine Summary TaskSource VllmEngine run"
     records = "FinishReason Message Outcome Prompt Reply Segment ToolCall Trajectory"
     assert set(runner.__all__) == {*f"{authors} {running} {records}".split(), *errors.__all__}
     assert set(runner.__all__) <= set(dir(runner))
