@@ -95,7 +95,8 @@ def describe_error(error: BaseException) -> str:
     text = _text_of(error)
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     ours = str(Path(runner.__file__).parent)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _foreign(f.filename, ours)]
+    origin = error.__cause__ if isinstance(error, AuthorExit) and error.__cause__ else error
+    frames = [f for f in traceback.extract_tb(origin.__traceback__) if not _foreign(f.filename, ours)]
     if not frames:
         return what
     last = frames[-1]

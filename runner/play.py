@@ -69,7 +69,7 @@ class Play:
     def _made(self) -> Environment[Any]:
         try:
             environment = self._context.environment.fresh()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._fail(error)
             environment = Environment()
         environment.task = self.place.task
@@ -184,8 +184,9 @@ class Play:
         with play:
             play.start(self._context.limits.seconds)
             try:
-                await self._environment.rollout(self.episode.conversations[MAIN])
-            except (Exception, SystemExit, BaseExceptionGroup) as raised:
+                rollout = self._environment.rollout
+                await self._author.call(rollout, self.episode.conversations[MAIN], name="rollout()")
+            except (Exception, BaseExceptionGroup) as raised:
                 error = raised
             except anyio.get_cancelled_exc_class() as raised:
                 if anyio.current_effective_deadline() == -math.inf:

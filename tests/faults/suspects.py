@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-from runner import Environment, Task, Turn, metric, reward, tool
+from runner import Conversation, Environment, Task, Turn, metric, reward, tool
 from runner.engines.script import Answer, ModelCall, call
 
 BAD = "13"
@@ -149,6 +149,10 @@ class SyncPupils(Pupils):
 
 
 class AsyncPupils(Pupils):
+    async def rollout(self, conversation: Conversation) -> None:
+        await self.act_async("rollout")
+        await super().rollout(conversation)
+
     async def act_async(self, hook: str) -> Any:
         await anyio.lowlevel.checkpoint()
         result = self.act(hook)

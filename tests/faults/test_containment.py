@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import anyio
 import pytest
 
-from runner import Limits, Outcome, Run, ScriptedEngine, Trajectory
+from runner import Limits, Outcome, Run, ScriptedEngine, Trajectory, Turn, reward
 from tests.faults import suspects
 from tests.faults.clocks import ASYNCIO, put_forward, trio_backend
 from tests.faults.comparing import by_place
@@ -47,12 +48,12 @@ def _threads_are_released() -> Iterator[None]:
     suspects.released.set()
 
 
-async def play(environment: Pupils) -> tuple[dict[str, Trajectory], list[str]]:
+async def play(environment: Pupils, limits: Limits = LIMITS) -> tuple[dict[str, Trajectory], list[str]]:
     """All 64 trajectories by task, and the run's faults; time passes once the 63 siblings are done."""
     played: dict[str, Trajectory] = {}
     engine = ScriptedEngine(speak, seed=3)
     with anyio.fail_after(LONGER_THAN_ANY_HOOK_MAY + WATCHDOG):
-        async with engine, Run(environment, engine, limits=LIMITS, seed=11) as run:
+        async with engine, Run(environment, engine, limits=limits, seed=11) as run:
             async for trajectory in run:
                 played[trajectory.task.id] = trajectory
                 if len(played) == EPISODES - 1 and BAD not in played:
@@ -100,14 +101,14 @@ def assert_is_no_success(bad: Trajectory, faults: list[str], environment: Pupils
         assert bad.error
 
 
-def colours(deeds: list[Deed]) -> Any:
+def each(deeds: list[Deed]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("deed", deeds, ids=[deed.__name__ for deed in deeds])
 
 
 @pytest.mark.parametrize("anyio_backend", [ASYNCIO], ids=["asyncio"])
 @pytest.mark.parametrize("environment", [SyncPupils, AsyncPupils], ids=["sync", "async"])
 @pytest.mark.parametrize("hook", HOOKS)
-@colours(AT_ONCE)
+@each(AT_ONCE)
 async def test_what_goes_wrong_in_an_episode_fails_alone_while_63_siblings_come_out_byte_identical(
     environment: type[Pupils], hook: str, deed: Deed
 ) -> None:
@@ -116,8 +117,50 @@ async def test_what_goes_wrong_in_an_episode_fails_alone_while_63_siblings_come_
     await assert_fails_alone(played, faults, suspect)
 
 
+@pytest.mark.parametrize("anyio_backend", [ASYNCIO], ids=["asyncio"])
+@each([deed for deed in AT_ONCE if deed is not suspects.returns_100_mb])
+async def test_what_goes_wrong_in_a_rollout_fails_alone(deed: Deed) -> None:
+    suspect = AsyncPupils("rollout", deed)
+    played, faults = await play(suspect)
+    await assert_fails_alone(played, faults, suspect)
+
+
+@each(TOO_LONG_ASYNC)
+async def test_a_rollout_that_takes_too_long_is_cut_by_the_episodes_time_alone(deed: Deed) -> None:
+    played, _ = await play(AsyncPupils("rollout", deed), Limits(seconds=400))
+    bad = played.pop(BAD)
+    assert by_place(played.values()) == await undisturbed(AsyncPupils)
+    assert (bad.outcome, bad.limit, bad.reward) == (Outcome.TIME_LIMIT, "seconds", None)
+
+
+@pytest.mark.parametrize("deed", [suspects.raises, suspects.exits, suspects.recurses])
+async def test_a_constructor_that_fails_once_fails_one_episode(deed: Deed) -> None:
+    made = 0
+
+    class Delicate(Pupils):
+        def __init__(self) -> None:
+            nonlocal made
+            made += 1
+            if made == 20:
+                deed()
+            super().__init__()
+
+        def step(self, turn: Turn) -> None:
+            return None
+
+        @reward
+        def said(self) -> bool:
+            return True
+
+    played, _ = await play(Delicate())
+    assert Counter(trajectory.outcome for trajectory in played.values()) == {
+        Outcome.COMPLETED: EPISODES - 1,
+        Outcome.ENV_ERROR: 1,
+    }
+
+
 @pytest.mark.parametrize("hook", HOOKS)
-@colours(TOO_LONG_ASYNC)
+@each(TOO_LONG_ASYNC)
 async def test_waiting_for_ever_and_swallowing_a_hundred_cancellations_fail_alone(hook: str, deed: Deed) -> None:
     suspect = AsyncPupils(hook, deed)
     played, faults = await play(suspect)
@@ -125,7 +168,7 @@ async def test_waiting_for_ever_and_swallowing_a_hundred_cancellations_fail_alon
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-@colours(TOO_LONG_SYNC)
+@each(TOO_LONG_SYNC)
 async def test_hanging_in_sync_code_fails_alone_and_its_thread_is_left_behind(hook: str, deed: Deed) -> None:
     suspect = SyncPupils(hook, deed)
     played, faults = await play(suspect)
