@@ -29,6 +29,10 @@ __all__ = ["Commit", "CommitThread", "EpisodeCommit", "FinishCommit", "RewardCom
 GROUP_TOKENS: Final = 4_000_000
 """Token ids that one transaction takes at most, so that memory does not follow a burst."""
 
+GATHER_SECONDS: Final = 0.005
+"""From the beginning of one transaction to that of the next at least, so that episodes which end one by one on a busy
+loop still share transactions; one that ends alone is committed at once."""
+
 REMEMBERED: Final = 4096
 
 Values: TypeAlias = Mapping[str, Any]
@@ -268,9 +272,12 @@ class CommitThread:
         open_to_more = True
         while open_to_more:
             group, open_to_more = self._next_group()
+            began = time.monotonic()
             self._commit(group)
             if group:
                 self._wake(group)
+            if open_to_more:
+                time.sleep(max(0.0, began + GATHER_SECONDS - time.monotonic()))
 
     def _next_group(self) -> tuple[list[Commit], bool]:
         group: list[Commit] = []
