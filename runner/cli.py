@@ -13,7 +13,7 @@ import typer
 
 from runner.errors import DeltarunnerError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "ending", "main"]
 
 Command = TypeVar("Command", bound=Callable[..., int])
 
@@ -60,7 +60,7 @@ def command(name: str) -> Callable[[Command], Command]:
     def register(function: Command) -> Command:
         @functools.wraps(function)
         def shown(*arguments: object, **options: object) -> NoReturn:
-            sys.exit(_code_of(functools.partial(function, *arguments, **options)))
+            sys.exit(ending(functools.partial(function, *arguments, **options)))
 
         app.command(name)(shown)
         return function
@@ -68,7 +68,8 @@ def command(name: str) -> Callable[[Command], Command]:
     return register
 
 
-def _code_of(body: Callable[[], int]) -> int:
+def ending(body: Callable[[], int]) -> int:
+    """The exit code of a command; what it raises is printed as one message."""
     try:
         return body()
     except DeltarunnerError as error:
@@ -215,3 +216,7 @@ def check(
     from runner.commands.check import check_command
 
     return check_command(environment, tuple(settings or ()), episodes=episodes)
+
+
+if __name__ == "__main__":
+    main()

@@ -85,9 +85,9 @@ def find_environment(name: str) -> type[Environment[Any]]:
 
 
 def short_name(name: str) -> str:
-    """What run files of the environment are called after: `calculator`, or the class's name in lower case."""
+    """What run files of the environment are called after: a bundled name, or the class's, or the file's."""
     where, _, cls = name.partition(":")
-    return (cls or Path(where).stem).lower()
+    return cls or Path(where).stem
 
 
 def _load_entry(entry: EntryPoint) -> type[Environment[Any]]:

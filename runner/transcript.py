@@ -139,12 +139,15 @@ def decoder(engine: Mapping[str, Any]) -> Decode | None:
 
         own = ByteTokenizer()
         return own.decode if engine.get("tokenizer") == own.fingerprint else None
+    model = engine.get("model")
+    if not isinstance(model, str):
+        return None
     from runner.models import resolve_model
     from runner.tokens.tokenizer import load_tokenizer
 
     try:
-        return load_tokenizer(resolve_model(engine["model"]).folder).decode
-    except (DeltarunnerError, KeyError):
+        return load_tokenizer(resolve_model(model).folder).decode
+    except DeltarunnerError:
         return None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +18,7 @@ from runner.display import LATE_SECONDS, as_time
 from runner.lag import LagMonitor
 from runner.transcript import printable
 
-__all__ = ["lag_lines", "make_console", "own_command", "summary_table"]
+__all__ = ["lag_lines", "make_console", "own_command", "quoted", "summary_table"]
 
 FAULTS = 3
 NOTABLE_SECONDS = 1.0
@@ -111,3 +113,8 @@ def own_command() -> str:
         return "deltarunner"
     absolute = called.absolute()
     return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
+
+
+def quoted(word: object) -> str:
+    """`word` for a shell, in quotes only where it needs them: a # within a word is none."""
+    return str(word) if re.fullmatch(r"[\w@%+=:,./-][\w@%+=:,./#-]*", str(word), re.ASCII) else shlex.quote(str(word))

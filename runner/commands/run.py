@@ -18,7 +18,7 @@ import orjson
 from rich.console import Console
 from rich.text import Text
 
-from runner.commands.report import lag_lines, own_command, summary_table
+from runner.commands.report import lag_lines, own_command, quoted, summary_table
 from runner.commands.selection import select
 from runner.commands.values import limits_of, pairs, plain_value
 from runner.display import Display, PlainDisplay, display_for
@@ -305,9 +305,9 @@ class Show(Reporter):
         if not complete or failed:
             lines.append(("the same command again", "goes on from here"))
         if example is not None:
-            lines.append((f"{command} show {file}", "all episodes"))
-            lines.append((f"{command} show {file} {example.id}", "one of them, to the last token"))
-            lines.append((f"{command} export {file} --format parquet", "to train on"))
+            lines.append((f"{command} show {quoted(file)}", "all episodes"))
+            lines.append((f"{command} show {quoted(file)} {quoted(example.id)}", "one of them, to the last token"))
+            lines.append((f"{command} export {quoted(file)} --format parquet", "to train on"))
         lines.append((f"{command} list", "other environments; README.md: one of your own"))
         width = max(len(line) for line, _ in lines)
         for number, (line, what) in enumerate(lines):
@@ -338,9 +338,8 @@ def _by_id(trajectory: Trajectory) -> list[tuple[int, str]]:
 
 def _begin_log(log: Path) -> None:
     """Tell the launches in a log apart."""
-    with log.open("a") as file:
-        command = " ".join(sys.argv)
-        file.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {command}\n")
+    with quiet_output(log):
+        print(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {' '.join(sys.argv)}")
 
 
 def _print_json(stdout: Any, value: Mapping[str, Any]) -> None:
