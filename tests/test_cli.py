@@ -221,7 +221,7 @@ def test_tasks_may_come_from_a_file(folder: Path) -> None:
     (folder / "tasks.jsonl").write_text('{"id": "a", "prompt": "hello"}\n{"id": "b", "prompt": "hello"}\n')
     assert play("mine.py:Greeting", tasks=folder / "tasks.jsonl") == 0
     with RunFile(folder / "runs" / "Greeting-001.db") as run_file:
-        assert [row.id for row in run_file] == ["a#0", "b#0"]
+        assert {row.id for row in run_file} == {"a#0", "b#0"}
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def run_file(folder: Path, capfd: pytest.CaptureFixture[str]) -> str:
 def test_show_lists_the_episodes_of_a_file(run_file: str) -> None:
     result = deltarunner("show", run_file, "-n", "1")
     assert "complete" in result.output
-    assert "calculator-0#0  completed   0.000      2" in result.output
+    assert re.search(r"calculator-\d#0  completed   0.000      2", result.output)
     assert "and 1 more" in result.output
     assert "2 appended (anchor stop, close sampled, seam special)" in result.output
 
@@ -354,14 +354,12 @@ def test_export_writes_beside_the_file(run_file: str, format: str) -> None:
     assert "2 trajectories" in result.output
     target = Path(run_file).with_suffix(f".{format}")
     if format == "jsonl":
-        assert [json.loads(line)["id"] for line in target.read_text().splitlines()] == [
-            "calculator-0#0",
-            "calculator-1#0",
-        ]
+        ids = {json.loads(line)["id"] for line in target.read_text().splitlines()}
     else:
         import pyarrow.parquet as parquet
 
-        assert parquet.read_table(target).column("id").to_pylist() == ["calculator-0#0", "calculator-1#0"]
+        ids = set(parquet.read_table(target).column("id").to_pylist())
+    assert ids == {"calculator-0#0", "calculator-1#0"}
 
 
 @pytest.mark.parametrize("name", ["calculator", "guess_number", "mine.py:Greeting", "mine.py:Typed"])
