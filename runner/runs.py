@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,7 +39,7 @@ from runner.summary import Summary
 from runner.tasks import Task
 from runner.threads import Job, Workers
 from runner.trajectory import Group, Outcome, Trajectory
-from runner.watching import Breaker, until_stuck
+from runner.watching import Breaker, until_dead, until_stuck
 
 __all__ = ["Run"]
 
@@ -108,6 +109,7 @@ class Run:
             raise BadOption(f"breaker={breaker}: give a share above 0 and at most 1 (1 never stops the run).")
         self.engine = engine
         self.engines = dict(engines or {})
+        self._engines = list(dict.fromkeys((engine, *self.engines.values())))
         self.group_size = group_size
         self.indices: Sequence[int] = range(group_size)  # narrowed, to look at single episodes of a group
         self.sampling = sampling or Sampling()
@@ -146,7 +148,7 @@ class Run:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as exit_stack:
-            for engine in dict.fromkeys((self.engine, *self.engines.values())):
+            for engine in self._engines:
                 if not engine.running:
                     await exit_stack.enter_async_context(engine)
             await exit_stack.enter_async_context(self.lag)
@@ -316,6 +318,7 @@ class Run:
         try:
             async with self._announce_to, anyio.create_task_group() as watched:
                 watched.start_soon(self._watch_progress)
+                watched.start_soon(self._watch_engines)
                 await self._recall_stored()
                 async with anyio.create_task_group() as episodes:
                     with self._feeding:
@@ -417,17 +420,12 @@ class Run:
         if trajectory.outcome is not Outcome.ENGINE_ERROR or self.failure is not None:
             return False
         try:
-            for engine in (self.engine, *self.engines.values()):
+            for engine in self._engines:
                 await engine.health()
         except EngineDead as error:
             self._engine_died(error)
             return False
         return tried < self.retries and not self.draining
-
-    def _engine_died(self, error: EngineDead) -> None:
-        self.fail(error)
-        for play in self.plays:
-            play.cancel(Ending(Outcome.ENGINE_ERROR, error=str(error)))
 
     async def _finished(self, trajectories: list[Trajectory]) -> None:
         await self._writer.commit_episode(trajectories)
@@ -445,7 +443,8 @@ class Run:
         groups = await self._groups_of(new)
         await score_group(self._context, groups, self.summary.faults.append)
         await self._writer.commit_group_rewards([t for group in groups for t in group.trajectories])
-        for _, members in groupby(sorted(new, key=_by_index), key=_by_index):
+        by_index = attrgetter("index")
+        for _, members in groupby(sorted(new, key=by_index), key=by_index):
             episode = list(members)
             self.summary.add_reward(episode[0])
             await self._announce(episode, missing)
@@ -466,12 +465,11 @@ class Run:
 
     async def _announce(self, trajectories: list[Trajectory], missing: int) -> None:
         told = [t for t in trajectories if t.trained or t.agent == MAIN]
-        for trajectory in told:
-            await self._feed.finished(trajectory)
-            try:
+        # Where nobody reads any more, the run file has it.
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+            for trajectory in told:
+                await self._feed.finished(trajectory)
                 await self._announce_to.send(Result(trajectory, trajectory is told[-1], missing))
-            except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-                return  # nobody reads any more; the run file has it
 
     # --- watching
 
@@ -484,8 +482,15 @@ class Run:
         self.fail(await until_stuck(self.plays, self._progress), cancel=True)
 
     def _progress(self) -> tuple[int, ...]:
-        engines = dict.fromkeys((self.engine, *self.engines.values()))
-        return (self.summary.episodes, *(engine.stats().sampled_tokens for engine in engines))
+        return (self.summary.episodes, *(engine.stats().sampled_tokens for engine in self._engines))
+
+    async def _watch_engines(self) -> None:
+        self._engine_died(await until_dead(self._engines))
+
+    def _engine_died(self, error: EngineDead) -> None:
+        self.fail(error)
+        for play in self.plays:
+            play.cancel(Ending(Outcome.ENGINE_ERROR, error=str(error)))
 
 
 def _single(error: BaseException) -> BaseException | None:
@@ -495,7 +500,3 @@ def _single(error: BaseException) -> BaseException | None:
             return None
         error = error.exceptions[0]
     return error
-
-
-def _by_index(trajectory: Trajectory) -> int:
-    return trajectory.index

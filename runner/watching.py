@@ -1,4 +1,4 @@
-"""What ends a run before its work is done: too many failures, or nothing happening any more."""
+"""What ends a run before its work is done: too many failures, a dead engine, or nothing happening any more."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Callable, Collection, Hashable
 
 import anyio
 
-from runner.errors import RunStuck, TooManyFailures
+from runner.engines.base import Engine
+from runner.errors import EngineDead, RunStuck, TooManyFailures
 from runner.play import Play
 from runner.trajectory import Outcome, Trajectory
 
-__all__ = ["Breaker", "until_stuck"]
+__all__ = ["Breaker", "until_dead", "until_stuck"]
 
 BREAKER_WINDOW = 32
 BREAKER_LEAST = 16
 STUCK_SECONDS = 600.0
 LISTED = 10
+HEALTH_SECONDS = 1.0
 
 
 class Breaker:
@@ -46,6 +48,17 @@ class Breaker:
             f"{failed} of the last {len(self._recent)} episodes failed, more than breaker={self._share:g} "
             f"allows; most often ({count} times): {cause}"
         )
+
+
+async def until_dead(engines: Collection[Engine]) -> EngineDead:
+    """Return when one of these can answer no more, with the cause; also while nobody asks them for anything."""
+    while True:
+        try:
+            for engine in engines:
+                await engine.health()
+        except EngineDead as death:
+            return death
+        await anyio.sleep(HEALTH_SECONDS)
 
 
 async def until_stuck(plays: Collection[Play], progress: Callable[[], Hashable]) -> RunStuck:

@@ -28,10 +28,14 @@ async def engine(demo_model_folder: Path, anyio_backend: str) -> AsyncIterator[V
         yield engine
 
 
-@pytest.fixture(scope="session")
-def doomed_engine(engine: VllmEngine) -> VllmEngine:
-    """The same engine, for a test that kills it."""
-    return engine
+@pytest.fixture
+async def doomed_engine(engine: VllmEngine) -> AsyncIterator[VllmEngine]:
+    """The same engine, for a test that kills it, or a new one where another test has."""
+    if engine.is_alive():
+        yield engine
+        return
+    async with VllmEngine("smollm2-135m", max_num_seqs=16, max_model_len=4096) as another:
+        yield another
 
 
 @pytest.hookimpl(trylast=True)
