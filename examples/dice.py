@@ -3,19 +3,18 @@
 Play it with: deltarunner run examples/dice.py:Dice -n 16
 """
 
-from runner import Environment, Task, reward, tool
+from runner import Environment, Limits, Sampling, Task, reward, tool
 
 
 class Dice(Environment):
     """Roll a die and report the result."""
 
     tool_choice = "required"
+    limits, sampling = Limits(turns=4), Sampling(max_tokens=32)
     rolled: int | None = None
 
     def tasks(self) -> list[Task]:
-        return [
-            Task(id=f"roll-{n}", prompt=f"Roll a die with {n} sides, then report the result.") for n in range(2, 100)
-        ]
+        return [Task(id=f"d{n}", prompt=f"Roll a die with {n} sides and report the result.") for n in range(2, 100)]
 
     @tool
     def roll(self, sides: int) -> int:
