@@ -1,0 +1,55 @@
+"""Runs on a scripted engine for tests: played to their end, every trajectory checked for exactness."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runner import Environment, Limits, Run, Sampling, Task, Trajectory, reward
+from runner.engines.replies import Replies
+from runner.testing import ScriptedEngine, assert_exact
+
+__all__ = ["Plain", "play", "play_all", "recording", "tasks"]
+
+
+class Plain(Environment):
+    """One question, one answer, always right."""
+
+    def tasks(self) -> list[Task]:
+        return tasks(1)
+
+    @reward
+    def correct(self) -> bool:
+        return True
+
+
+def tasks(count: int) -> list[Task]:
+    return [Task(id=f"t{number}", prompt=f"Question {number}?") for number in range(count)]
+
+
+def recording(replies: Replies, **settings: Any) -> ScriptedEngine:
+    return ScriptedEngine(replies, record=True, **settings)
+
+
+async def play_all(
+    environment: Environment[Any] | type[Environment[Any]], engine: Any, **options: Any
+) -> list[Trajectory]:
+    """Every trajectory of a run, each of them exact."""
+    engine = engine if isinstance(engine, ScriptedEngine) else recording(engine)
+    async with Run(environment, engine, **options) as run:
+        trajectories = [trajectory async for trajectory in run]
+    for trajectory in trajectories:
+        assert_exact(trajectory, engine)
+    return trajectories
+
+
+async def play(
+    environment: Environment[Any] | type[Environment[Any]],
+    engine: Any,
+    *,
+    limits: Limits | None = None,
+    sampling: Sampling | None = None,
+    **options: Any,
+) -> Trajectory:
+    """The only trajectory of a run."""
+    (trajectory,) = await play_all(environment, engine, limits=limits, sampling=sampling, **options)
+    return trajectory
