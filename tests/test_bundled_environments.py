@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from envs.calculator import Calculator, question, solved
 from envs.guess_number import GuessNumber
 from envs.reasoning import Reasoning
-from runner import BadEnvironment, Outcome, Run, ScriptedEngine, Trajectory
+from runner import BadEnvironment, Outcome, Run, ScriptedEngine, Task, Trajectory
 from runner.engines.replies import Replies
 from runner.environment import Environment
 from runner.testing import ModelCall, call
@@ -17,8 +19,14 @@ from runner.testing import ModelCall, call
 pytestmark = pytest.mark.anyio
 
 
+def take_one(environment: Environment[Any]) -> list[Task]:
+    tasks = environment.tasks()
+    assert isinstance(tasks, Iterable)
+    return list(islice(tasks, 1))
+
+
 async def play(environment: Environment[Any], replies: Replies) -> Trajectory:
-    async with Run(environment, ScriptedEngine(replies), tasks=list(environment.tasks())[:1]) as run:
+    async with Run(environment, ScriptedEngine(replies), tasks=take_one(environment)) as run:
         (trajectory,) = [trajectory async for trajectory in run]
     return trajectory
 
