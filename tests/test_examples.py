@@ -40,4 +40,4 @@ async def test_an_environment_of_under_20_lines_plays(engine: VllmEngine) -> Non
     async with Run(Dice(), engine, tasks=list(Dice().tasks())[:8]) as run:
         outcomes = [trajectory.outcome async for trajectory in run]
     assert len(outcomes) == 8
-    assert set(outcomes) <= {Outcome.COMPLETED, Outcome.TIME_LIMIT, Outcome.CONTEXT_LIMIT, Outcome.TOKEN_LIMIT}
+    assert set(outcomes) <= {Outcome.COMPLETED, Outcome.TURN_LIMIT, Outcome.TOKEN_LIMIT}
