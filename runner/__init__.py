@@ -43,9 +43,10 @@ if TYPE_CHECKING:
     from runner.options import Concurrency, Limits, Sampling
     from runner.runs import Run
     from runner.scoring import group_reward, metric, reward
+    from runner.sources import TaskSource
     from runner.store.reader import RunFile
     from runner.summary import Summary
-    from runner.tasks import Task, TaskSource
+    from runner.tasks import Task
     from runner.tools import Tool, tool
     from runner.trajectory import Group, Outcome, Segment, Trajectory, Turn
 
@@ -117,9 +118,10 @@ _HOMES = {
     "runner.options": ("Concurrency", "Limits", "Sampling"),
     "runner.runs": ("Run",),
     "runner.scoring": ("group_reward", "metric", "reward"),
+    "runner.sources": ("TaskSource",),
     "runner.store.reader": ("RunFile",),
     "runner.summary": ("Summary",),
-    "runner.tasks": ("Task", "TaskSource"),
+    "runner.tasks": ("Task",),
     "runner.tools": ("Tool", "tool"),
     "runner.trajectory": ("Group", "Outcome", "Segment", "Trajectory", "Turn"),
 }

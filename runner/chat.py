@@ -8,7 +8,8 @@ from typing import Any
 
 from runner.engines.base import Engine
 from runner.messages import Message
-from runner.parsing.base import ToolFormat, detect_format
+from runner.parsing.base import ToolFormat
+from runner.parsing.detect import detect_format
 from runner.tokens.bridge import Bridger
 from runner.tokens.template import Renderer, require_tools
 

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import anyio
 import orjson
@@ -17,12 +17,38 @@ from runner.tasks import Task
 from runner.threads import Job, Workers
 from runner.trajectory import Trajectory
 
-__all__ = ["TaskFeed", "Tasks", "read_tasks"]
+__all__ = ["AsyncTaskSource", "TaskFeed", "TaskSource", "Tasks", "read_tasks"]
 
 Tasks: TypeAlias = Iterable[Task] | AsyncIterable[Task] | str | Path
 """What a run takes as tasks; a string or a path is a JSONL file."""
 
 _END = object()
+
+
+@runtime_checkable
+class TaskSource(Protocol):
+    """Tasks that are decided while the run plays: an iterable, sync or async, that also hears of every result.
+
+    It may repeat a task: the runner counts the visits. A file that is resumed tells it the stored trajectories
+    first, in the order they were committed.
+    """
+
+    def __iter__(self) -> Iterator[Task]: ...
+
+    def finished(self, trajectory: Trajectory) -> None:
+        """Called for every trajectory after its commit."""
+        ...
+
+
+@runtime_checkable
+class AsyncTaskSource(Protocol):
+    """The same, giving its tasks asynchronously."""
+
+    def __aiter__(self) -> AsyncIterator[Task]: ...
+
+    def finished(self, trajectory: Trajectory) -> None:
+        """Called for every trajectory after its commit."""
+        ...
 
 
 class TaskFeed:

@@ -18,7 +18,8 @@ from anyio import to_thread
 from runner.engines.base import FinishReason
 from runner.engines.script import Answer, ModelCall, Reply, Speaker, as_reply, packed
 from runner.errors import BadOption, RequestRejected
-from runner.parsing.base import ToolFormat, detect_format
+from runner.parsing.base import ToolFormat
+from runner.parsing.detect import detect_format
 from runner.store.reader import RunFile
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer

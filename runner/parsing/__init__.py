@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from runner.parsing.base import Parsed, ToolFormat, detect_format
+from runner.parsing.base import Parsed, ToolFormat
+from runner.parsing.detect import detect_format
 from runner.parsing.reasoning import split_reasoning
 
 __all__ = ["Parsed", "ToolFormat", "detect_format", "split_reasoning"]

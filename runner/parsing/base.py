@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
-from jinja2 import TemplateError
-
-from runner.errors import BadOption, BadTemplate
-from runner.messages import Message, ToolCall
+from runner.errors import BadOption
+from runner.messages import ToolCall
 from runner.options import Constraint, ConstraintKind, ToolChoice
 from runner.tools import Tool
 
-__all__ = ["CallParameters", "Parsed", "Render", "ToolFormat", "detect_format"]
-
-Render: TypeAlias = Callable[[list[Message], list[dict[str, Any]]], str]
-"""A chat template as a function of messages and OpenAI tools, without a generation prompt."""
+__all__ = ["CallParameters", "Parsed", "ToolFormat"]
 
 CallParameters: TypeAlias = Mapping[str, Sequence[str]]
 """The names of every known tool's parameters, in order."""
@@ -114,63 +108,3 @@ def _writable(call: ToolCall) -> ToolCall:
 @lru_cache(maxsize=256)
 def _grammar(tool_format: type[ToolFormat], signatures: Signatures, many: bool) -> str:
     return tool_format()._grammar(signatures, many)
-
-
-_TOOL, _PARAMETER, _VALUE = "probe_tool", "probe_parameter", "q7probe7value"
-_PROBES: tuple[Any, ...] = ({_PARAMETER: _VALUE}, json.dumps({_PARAMETER: _VALUE}))  # some take arguments as text only
-_PYTHONIC = re.compile(rf"\[{_TOOL}\({_PARAMETER}=(['\"]){_VALUE}\1\)\]")
-_HERMES = re.compile(rf"<tool_call>\s*(\{{[^<>]*{_VALUE}[^<>]*\}})\s*</tool_call>")
-
-
-def detect_format(render: Render) -> ToolFormat | None:
-    """The format in which a chat template writes the calls of an assistant message, or None if we know it not.
-
-    Args:
-        render: the template; it is asked for one message with a call and its output is looked at, not its source.
-    """
-    from runner.parsing.hermes import Hermes
-    from runner.parsing.pythonic import Pythonic
-
-    for arguments in _PROBES:
-        text = _rendered_call(render, arguments)
-        calls = _PYTHONIC.search(text)
-        if calls is not None and _stand_alone(render, text, calls):
-            return Pythonic()
-        if any(_is_hermes_call(match[1]) for match in _HERMES.finditer(text)):
-            return Hermes()
-    return None
-
-
-def _rendered_call(render: Render, arguments: Any) -> str:
-    call: Any = {"id": "call_0", "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
-    return _rendered(
-        render,
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "done", "tool_call_id": "call_0", "name": _TOOL},
-    )
-
-
-def _rendered(render: Render, *messages: Message) -> str:
-    parameters = {"type": "object", "properties": {_PARAMETER: {"type": "string"}}, "required": [_PARAMETER]}
-    function = {"name": _TOOL, "description": "A tool.", "parameters": parameters}
-    try:
-        return render([{"role": "user", "content": "Go on."}, *messages], [{"type": "function", "function": function}])
-    # A template is a program of its own: these are what one raises on a message that it does not know.
-    except (BadTemplate, TemplateError, TypeError, ValueError, LookupError, AttributeError):
-        return ""
-
-
-def _stand_alone(render: Render, text: str, calls: re.Match[str]) -> bool:
-    """The calls stand where content would; LFM2 puts tokens of its own around them, which is another format."""
-    content = _rendered(render, {"role": "assistant", "content": _VALUE}, {"role": "user", "content": "done"})
-    before, _, after = content.partition(_VALUE)
-    left, right = text[: calls.start()], text[calls.end() :]
-    return left.rstrip() == before.rstrip() and right.lstrip()[:4] == after.lstrip()[:4]
-
-
-def _is_hermes_call(text: str) -> bool:
-    try:
-        call = json.loads(text)
-    except ValueError:
-        return False
-    return call.get("name") == _TOOL and "arguments" in call

@@ -16,7 +16,7 @@ from runner.errors import BadOption
 from runner.messages import Message, ToolCall
 from runner.options import ConstraintKind
 from runner.parsing import ToolFormat, detect_format
-from runner.parsing.base import Render
+from runner.parsing.detect import Render
 from runner.parsing.hermes import Hermes
 from runner.parsing.pythonic import Pythonic
 from runner.tools import Tool
