@@ -10,6 +10,7 @@ from runner.engines.base import Engine
 from runner.messages import Message
 from runner.parsing.base import ToolFormat
 from runner.parsing.detect import detect_format
+from runner.parsing.reasoning import OPEN as REASONING_OPEN
 from runner.tokens.bridge import Bridger
 from runner.tokens.template import Renderer, require_tools
 
@@ -25,6 +26,7 @@ class ChatModel:
         bridger: makes the ids of appended messages.
         tool_format: how it writes tool calls; None where its template carries none that we know.
         stop_ids: ids that end its turns.
+        opens_reasoning: its prompt ends inside a reasoning block, so that a turn begins with a thought.
     """
 
     def __init__(self, engine: Engine, *, options: Mapping[str, Any], now: datetime) -> None:
@@ -34,6 +36,8 @@ class ChatModel:
         self.stop_ids = tuple(engine.stop_ids)
         self.bridger = Bridger(engine.tokenizer, self.renderer, self.stop_ids)
         self.tool_format: ToolFormat | None = detect_format(self._render_probe)
+        prompt = self.renderer.render([{"role": "user", "content": "Go on."}])
+        self.opens_reasoning = prompt.rstrip().endswith(REASONING_OPEN)
 
     def require_tools(self) -> None:
         """Refuse an engine whose template cannot carry tools.

@@ -82,6 +82,8 @@ class Conversation:
         self._segment: Segment | None = None  # None until the next prompt is rendered from the start
         self._cause = "start"
         self._calls = 0
+        self._calls_before = 0  # the message that a cut turn began: its calls and its first id, to read it whole
+        self._spoken_from = 0
         self._busy = False
         self._session = setting.chat.engine.session(late=late)
 
@@ -244,7 +246,9 @@ class Conversation:
 
     def _bridged(self, segment: Segment) -> _Prepared:
         last = self.turns[-1]
-        stop = last.stop if last.finish is FinishReason.STOP and isinstance(last.stop, int) else None
+        # A stop string, or a stop id of the author's own, closes no turn of the template: it is closed like a cut one.
+        own = last.finish is FinishReason.STOP and last.stop in self._setting.chat.stop_ids
+        stop = last.stop if own and isinstance(last.stop, int) else None
         bridge = self._setting.chat.bridger.bridge(
             segment.messages, self._queued, self._schemas(), sampled=last.token_ids, stop=stop
         )
@@ -363,16 +367,13 @@ class Conversation:
         if text is None:
             stopped = turn.finish is FinishReason.STOP and isinstance(turn.stop, int)
             text = chat.tokenizer.decode(turn.log.ids[begin : turn.end - stopped])
-        turn.reasoning, content = split_reasoning(text)
+        turn.reasoning, content = split_reasoning(text, opened=chat.opens_reasoning)
         if chat.tool_format is not None and self.tools:
             parsed = chat.tool_format.parse(content, self._calls, self.tools, prepared.tool_choice)
             content, turn.tool_calls = parsed.content, parsed.calls
             self._calls += len(parsed.calls)
         turn.text = content
         segment.messages.append(_assistant_message(turn))
-
-    _spoken_from = 0
-    _calls_before = 0
 
 
 @dataclass(slots=True)

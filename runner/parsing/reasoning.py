@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["split_reasoning"]
+__all__ = ["CLOSE", "OPEN", "split_reasoning"]
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
