@@ -23,7 +23,7 @@ BUSY = 0.002
 class Job:
     """One synchronous call while it is in a thread."""
 
-    __slots__ = ("_clock", "_computed", "done", "error", "function", "name", "result", "thread")
+    __slots__ = ("_clock", "_computed", "_decided", "done", "error", "function", "name", "result", "thread")
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         self.function = function
@@ -34,6 +34,7 @@ class Job:
         self.error: BaseException | None = None
         self._clock = 0
         self._computed = 0.0
+        self._decided = threading.Lock()
 
     @property
     def abandoned(self) -> bool:
@@ -49,10 +50,18 @@ class Job:
         before, self._computed = self._computed, now
         return now - before > BUSY
 
+    def call_off(self) -> None:
+        """Nobody waits for it any more: unless it has been started already it never will be."""
+        self._decided.acquire(blocking=False)
+
     def run(self) -> None:
-        # The error travels as a value: a SystemExit that left a worker thread or a task would end the event loop.
+        if not self._decided.acquire(blocking=False):
+            return
         self.thread = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self.thread)
+        # What its thread computed for others before is not this job's.
+        self._computed = time.clock_gettime(self._clock)
+        # The error travels as a value: a SystemExit that left a worker thread or a task would end the event loop.
         try:
             self.result = self.function()
         except BaseException as error:
@@ -91,6 +100,7 @@ class Workers:
         try:
             await anyio.to_thread.run_sync(job.run, abandon_on_cancel=True, limiter=self._unlimited)
         finally:
+            job.call_off()
             del self.running[id(job)]
             self._places.release_on_behalf_of(owner)
             if job.abandoned:

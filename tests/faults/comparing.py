@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from runner import RunFile
 from runner.trajectory import Trajectory
 from tests.store.building import plain
 
@@ -19,6 +21,12 @@ def by_place(trajectories: Iterable[Trajectory]) -> dict[tuple[str, int, int, st
         assert key not in made, f"{key} came twice"
         made[key] = _timeless(plain(trajectory))
     return made
+
+
+def stored(file: Path) -> dict[tuple[str, int, int, str], Any]:
+    """What a run file holds of each agent, those that are not trained included, attempts that were retried not."""
+    with RunFile(file) as run_file:
+        return by_place([run_file.trajectory(row) for row in run_file.rows(trained=None)])
 
 
 def _timeless(value: Any) -> Any:

@@ -1,0 +1,143 @@
+"""Synchronous code that waits holds nobody up; code that computes, or blocks the loop, is named with what to do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import anyio
+import pytest
+
+from runner import Concurrency, Environment, Outcome, Run, ScriptedEngine, Task, Trajectory, Turn, reward, tool
+from runner.engines.script import Answer, Latency, ModelCall, call
+from runner.lag import Blocker
+
+pytestmark = pytest.mark.anyio
+
+SLEEPERS = 50
+SIBLINGS = 14
+WATCHDOG = 60.0
+
+
+class Bedroom:
+    """How many are asleep, and what wakes them."""
+
+    def __init__(self) -> None:
+        self.asleep = threading.Semaphore(0)
+        self.morning = threading.Event()
+
+
+class Sleepers(Environment):
+    """Fifty episodes whose synchronous tool waits, and fourteen that only talk."""
+
+    def __init__(self, bedroom: Bedroom) -> None:
+        self.bedroom = bedroom
+
+    def tasks(self) -> list[Task]:
+        sleepers = [Task(id=f"sleeper {number}", prompt="sleep") for number in range(SLEEPERS)]
+        return sleepers + [Task(id=f"sibling {number}", prompt="talk") for number in range(SIBLINGS)]
+
+    @tool
+    def sleep(self) -> str:
+        """Wait for the morning."""
+        self.bedroom.asleep.release()
+        assert self.bedroom.morning.wait(WATCHDOG)
+        return "good morning"
+
+    @reward
+    def done(self) -> bool:
+        return True
+
+
+def sleep_or_talk(turn: ModelCall) -> Answer:
+    if turn.episode.startswith("sleeper") and turn.turn == 0:
+        return call("sleep")
+    return "la " * 300
+
+
+async def test_50_blocking_synchronous_tools_delay_no_other_episodes_tokens() -> None:
+    bedroom = Bedroom()
+    played: list[Trajectory] = []
+    # A delta a millisecond: the siblings talk for a third of a second.
+    engine = ScriptedEngine(sleep_or_talk, tick=0.001, latency=Latency(between=1), chunks=1)
+    with anyio.fail_after(WATCHDOG):
+        async with Run(Sleepers(bedroom), engine, concurrency=Concurrency(episodes=SLEEPERS + SIBLINGS)) as run:
+            async for trajectory in run:
+                played.append(trajectory)
+                if len(played) == SIBLINGS:
+                    assert all(bedroom.asleep.acquire(blocking=False) for _ in range(SLEEPERS)), "all 50 sleep by now"
+                    assert not any("Sleepers" in blocker.where for blocker in run.lag.blockers()), "waiting is no crime"
+                    bedroom.morning.set()
+    assert all(trajectory.task.id.startswith("sibling") for trajectory in played[:SIBLINGS])
+    assert {trajectory.outcome for trajectory in played} == {Outcome.COMPLETED}
+
+
+# --- who is to blame
+
+
+class Computing(Environment):
+    """Its tool computes in its threads until somebody has named it."""
+
+    def __init__(self, named: threading.Event) -> None:
+        self.named = named
+
+    def tasks(self) -> list[Task]:
+        return [Task(id=str(number), prompt="compute") for number in range(16)]
+
+    @tool
+    def compute(self) -> int:
+        """Count."""
+        number = 0
+        while not self.named.is_set():
+            number += 1
+        return 0
+
+    @reward
+    def done(self) -> bool:
+        return True
+
+
+class BlockingTheLoop(Computing):
+    """Its step sleeps on the event loop."""
+
+    async def step(self, turn: Turn) -> None:
+        time.sleep(0.3)  # noqa: ASYNC251  # what must not be done
+
+
+async def blockers_until_named(
+    make: Callable[[threading.Event], Environment], name: str, engine: ScriptedEngine
+) -> list[Blocker]:
+    """Who was named, once somebody of this name was."""
+    named = threading.Event()
+    run = Run(make(named), engine)
+
+    async def play() -> None:
+        async with run:
+            async for _ in run:
+                pass
+
+    try:
+        with anyio.fail_after(WATCHDOG):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(play)
+                while not any(name in blocker.where for blocker in run.lag.blockers()):  # noqa: ASYNC110  # by a thread
+                    await anyio.sleep(0.01)
+                named.set()
+    finally:
+        named.set()
+    return [blocker for blocker in run.lag.blockers() if name in blocker.where]
+
+
+async def test_a_synchronous_tool_that_computes_is_named_by_the_lag_report_with_what_to_do_about_it() -> None:
+    engine = ScriptedEngine([call("compute"), "done"])
+    (blocker, *_) = await blockers_until_named(Computing, "Computing.compute", engine)
+    assert blocker.thread
+    assert __file__ in blocker.where
+    assert "anyio.to_process" in blocker.advice
+
+
+async def test_an_async_hook_that_blocks_the_loop_is_named_with_what_to_do_about_it() -> None:
+    (blocker, *_) = await blockers_until_named(BlockingTheLoop, "BlockingTheLoop.step", ScriptedEngine("hi"))
+    assert not blocker.thread
+    assert "make the method synchronous" in blocker.advice

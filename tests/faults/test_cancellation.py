@@ -1,0 +1,81 @@
+"""Cancelled wherever an episode or a run suspends: no request stays open, no session, no thread, no task."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from runner import Concurrency, Environment, Run, ScriptedEngine
+from runner.chat import ChatModel
+from runner.context import RunContext
+from runner.engines.script import Latency
+from runner.episode import Place
+from runner.options import Limits, Sampling
+from runner.play import Play
+from runner.testing import cancel_everywhere, no_leaks
+from runner.threads import Workers
+from runner.trajectory import Outcome
+from tests.faults.crowd import Crowd, talk
+from tests.faults.suspects import AsyncPupils, SyncPupils, speak
+
+pytestmark = pytest.mark.anyio
+
+
+def context(environment: Environment, engine: ScriptedEngine) -> RunContext:
+    return RunContext(
+        environment=environment,
+        chat=ChatModel(engine, options={}, now=datetime.now(UTC)),
+        sampling=Sampling(),
+        limits=Limits.defaults(),
+        scorers=environment.scorers,
+        seed=1,
+        workers=Workers(8),
+    )
+
+
+@pytest.mark.parametrize("environment", [SyncPupils, AsyncPupils, Crowd])
+async def test_cancelling_at_every_suspension_point_of_an_episode_leaves_no_open_request(
+    environment: type[Environment],
+) -> None:
+    async with ScriptedEngine(
+        talk if environment is Crowd else speak, places=1, chunks=4, latency=Latency(first=1, between=1)
+    ) as engine:
+        shared = context(environment(), engine)
+        task = next(iter(environment().tasks()))  # type: ignore[arg-type]  # both give an iterable
+        kept: list[Outcome] = []
+
+        async def episode() -> None:
+            play = Play(shared, Place(task=task, index=0))
+            try:
+                await play.run()
+            finally:
+                kept.append(play.trajectories()[0].outcome)
+
+        def nothing_is_open() -> None:
+            stats = engine.stats()
+            assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
+
+        with no_leaks(engine):
+            points = await cancel_everywhere(episode, check=nothing_is_open)
+        assert points > 20
+        assert kept[-1] is Outcome.COMPLETED
+        assert set(kept[:-1]) <= {Outcome.CANCELLED, Outcome.COMPLETED}
+
+
+@pytest.mark.parametrize("environment", [SyncPupils, AsyncPupils])
+async def test_cancelling_a_run_wherever_its_reader_waits_leaves_nothing(environment: type[Environment]) -> None:
+    async with ScriptedEngine(speak, latency=Latency(between=1)) as engine:
+
+        async def read() -> None:
+            async with Run(environment(), engine, concurrency=Concurrency(episodes=16)) as run:
+                async for _ in run:
+                    if run.summary.episodes > 8:
+                        break
+
+        def nothing_is_open() -> None:
+            stats = engine.stats()
+            assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
+
+        with no_leaks(engine):
+            assert await cancel_everywhere(read, check=nothing_is_open) > 3

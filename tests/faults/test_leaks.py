@@ -1,0 +1,69 @@
+"""Nothing is left of a thousand episodes, and memory follows those in flight."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner import Concurrency, Outcome, Run, ScriptedEngine, Task
+from runner.testing import no_leaks
+from runner.trajectory import Trajectory
+from tests.faults.suspects import AsyncPupils, Pupils, SyncPupils, speak
+
+pytestmark = pytest.mark.anyio
+
+EPISODES = 1000
+WIDTH = 16
+GROWTH = 300_000
+"""Bytes that may be allocated more after 1000 episodes than after 500; one episode takes some 20 kB."""
+
+
+def many(base: type[Pupils]) -> Pupils:
+    class Many(base):  # type: ignore[misc, valid-type]
+        def tasks(self) -> Any:
+            return (Task(id=str(number), prompt=f"Task {number}: add two numbers.") for number in range(EPISODES))
+
+    return Many()
+
+
+@pytest.mark.parametrize("environment", [SyncPupils, AsyncPupils])
+async def test_nothing_leaks_after_1000_episodes(tmp_path: Path, environment: type[Pupils]) -> None:
+    engine = ScriptedEngine(speak)
+    async with engine:
+        with no_leaks(engine):
+            run = Run(many(environment), engine, file=tmp_path / "run.db", concurrency=Concurrency(episodes=WIDTH))
+            async with run:
+                async for _ in run:
+                    pass
+        assert run.summary.outcomes == {Outcome.COMPLETED: EPISODES}
+
+
+async def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    sizes: dict[int, int] = {}
+    tracemalloc.start()
+    try:
+        width = Concurrency(episodes=WIDTH)
+        async with Run(many(AsyncPupils), ScriptedEngine(speak), file=tmp_path / "run.db", concurrency=width) as run:
+            async for _ in run:
+                if run.summary.episodes in (EPISODES // 2, EPISODES):
+                    gc.collect()
+                    sizes[run.summary.episodes], _peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sizes[EPISODES] - sizes[EPISODES // 2] < GROWTH
+
+
+async def test_no_more_trajectories_live_than_episodes_are_in_flight_or_wait_to_be_read() -> None:
+    most = 0
+    async with Run(many(AsyncPupils), ScriptedEngine(speak), concurrency=Concurrency(episodes=WIDTH)) as run:
+        number = 0
+        async for trajectory in run:
+            number += 1
+            del trajectory
+            if number % 100 == 0:
+                most = max(most, sum(isinstance(thing, Trajectory) for thing in gc.get_objects()))
+    assert 0 < most <= 3 * WIDTH

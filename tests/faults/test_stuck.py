@@ -1,0 +1,124 @@
+"""Nothing happens for ten minutes: the run ends and says who waits for what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from runner import Environment, Limits, Outcome, Run, RunFile, RunStuck, ScriptedEngine, Task, Turn, reward, tool
+from runner.engines.script import Answer, Fault, ModelCall, Reply, call
+from runner.watching import STUCK_SECONDS
+from tests.faults.clocks import ASYNCIO, put_forward, trio_backend
+
+pytestmark = pytest.mark.anyio
+
+WATCHDOG = 60.0
+NO_LIMITS = Limits.defaults().lifted()
+
+
+@pytest.fixture(params=[ASYNCIO, trio_backend()], ids=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+class Waiting(Environment):
+    """Each of its episodes waits for ever for something else; one does not."""
+
+    def tasks(self) -> list[Task]:
+        return [Task(id=name, prompt="hello") for name in ("step", "tool", "limiter", "engine", "nothing")]
+
+    @tool
+    async def ponder(self) -> None:
+        """Never comes back."""
+        await anyio.sleep_forever()
+
+    async def step(self, turn: Turn) -> str | None:
+        match self.task.id:
+            case "step":
+                await anyio.sleep_forever()
+            case "limiter":
+                async with self.episode.limiter("door", 1), self.episode.limiter("door", 1):
+                    raise AssertionError("one cannot go through a door twice at once")
+        return None
+
+    @reward
+    def passed(self) -> bool:
+        return True
+
+
+def speak(turn: ModelCall) -> Answer:
+    match turn.episode:
+        case "tool#0":
+            return call("ponder")
+        case "engine#0":
+            return Reply("never", fault=Fault.stall(at=1))
+        case _:
+            return "hi"
+
+
+def doing(run: Run) -> set[str]:
+    return {play.doing for play in run.plays}
+
+
+async def test_no_event_in_the_whole_run_for_10_minutes_names_who_waits_for_what_and_ends_the_run(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "run.db"
+    run = Run(Waiting(), ScriptedEngine(speak), file=file, limits=NO_LIMITS)
+    told: list[str] = []
+
+    async def play() -> None:
+        try:
+            async with run:
+                async for _ in run:
+                    pass
+        except RunStuck as stuck:
+            told.append(str(stuck))
+
+    with anyio.fail_after(100 * STUCK_SECONDS):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(play)
+            while run.summary.episodes < 1 or len(run.plays) < 4 or not all_wait(run):
+                await checkpoint()
+            put_forward(2)  # it looks every second
+            for _ in range(100):
+                await checkpoint()
+            put_forward(STUCK_SECONDS / 2)
+            for _ in range(100):
+                await checkpoint()
+            assert not told, "half of the time is too early"
+            put_forward(STUCK_SECONDS)
+    (message,) = told
+    assert "nothing happened for 600 s; 4 episodes in flight" in message
+    for line in ("step#0 waits for step", "tool#0 waits for ponder()", "limiter#0 waits for limiter 'door'"):
+        assert line in message
+    assert "engine#0 waits for main: engine" in message
+    with RunFile(file) as run_file:
+        assert run_file.outcomes() == {Outcome.COMPLETED: 1, Outcome.CANCELLED: 4}
+        assert not run_file.complete
+
+
+def all_wait(run: Run) -> bool:
+    return {"step", "ponder()", "limiter 'door'", "main: engine"} <= doing(run)
+
+
+async def test_a_run_in_which_something_happens_is_never_stuck() -> None:
+    class Slow(Waiting):
+        def tasks(self) -> list[Task]:
+            return [Task(id="slow", prompt="hello")]
+
+        async def step(self, turn: Turn) -> str | None:
+            if len(self.episode.turns) == 5:
+                return None
+            put_forward(STUCK_SECONDS - 1)
+            await checkpoint()
+            return "go on"
+
+    with anyio.fail_after(100 * STUCK_SECONDS):
+        async with Run(Slow(), ScriptedEngine(speak), limits=NO_LIMITS) as run:
+            (trajectory,) = [trajectory async for trajectory in run]
+    assert trajectory.outcome is Outcome.COMPLETED
