@@ -79,15 +79,17 @@ class Clock:
 class Waiting:
     """Stops every clock over the current task from entering until `over()` or leaving."""
 
-    __slots__ = ("_clocks", "began", "seconds")
+    __slots__ = ("_clocks", "_waits", "began", "seconds")
 
     def __init__(self) -> None:
         self._clocks: tuple[Clock, ...] = ()
+        self._waits = False
         self.began = 0.0
         self.seconds = 0.0
 
     def __enter__(self) -> Self:
         self._clocks = _running.get()
+        self._waits = True
         self.began = anyio.current_time()
         for clock in self._clocks:
             clock.stop()
@@ -95,9 +97,9 @@ class Waiting:
 
     def over(self) -> None:
         """The wait is over; the clocks go on. Twice is allowed."""
-        if self.began:
+        if self._waits:
+            self._waits = False
             self.seconds = anyio.current_time() - self.began
-            self.began = 0.0
             for clock in self._clocks:
                 clock.go_on()
 

@@ -1,0 +1,354 @@
+"""Time limits, on trio's virtual clock: time stands still until a test moves it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import anyio
+import anyio.from_thread
+import pytest
+import trio.testing
+
+from runner import Conversation, FinishReason, Limits, Outcome, Run, Turn, metric, reward, tool
+from runner.options import Concurrency
+from runner.testing import Latency, Reply, call
+from tests.playing import Plain, play, play_all, recording, tasks
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def clock() -> trio.testing.MockClock:
+    return trio.testing.MockClock()
+
+
+@pytest.fixture
+def anyio_backend(clock: trio.testing.MockClock) -> tuple[str, dict[str, object]]:
+    return "trio", {"clock": clock}
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    """Lets threads that were left behind end."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+class Timed(Plain):
+    """An environment that moves the clock itself."""
+
+    def __init__(self, clock: trio.testing.MockClock, release: threading.Event | None = None) -> None:
+        self.clock = clock
+        self.release = release
+
+    @reward
+    async def correct(self) -> bool:  # not in a thread, which takes real time
+        return True
+
+    async def passes(self, seconds: float) -> None:
+        """So many seconds pass while this code is at work."""
+        self.clock.jump(seconds)
+        await anyio.lowlevel.checkpoint()
+
+    def hangs(self, seconds: float) -> None:
+        """In a worker thread: so many seconds pass, and it does not come back."""
+        assert self.release is not None
+        anyio.from_thread.run_sync(self.clock.jump, seconds)
+        self.release.wait()
+
+
+async def test_seconds_cut_the_play_where_it_stands_and_it_is_scored(clock: trio.testing.MockClock) -> None:
+    class Slow(Timed):
+        async def rollout(self, conversation: Conversation) -> None:
+            await conversation.generate()
+            await self.passes(601)
+            raise AssertionError("the play went on")
+
+    trajectory = await play(Slow(clock), "Yes")
+    assert (trajectory.outcome, trajectory.limit, trajectory.reward) == (Outcome.TIME_LIMIT, "seconds", 1.0)
+
+
+async def test_a_half_written_turn_is_kept_as_aborted(clock: trio.testing.MockClock) -> None:
+    class Interrupted(Timed):
+        async def rollout(self, conversation: Conversation) -> None:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self.wait_for_words, conversation)
+                await conversation.generate()
+
+        async def wait_for_words(self, conversation: Conversation) -> None:
+            while engine.stats().sampled_tokens < 4:
+                await anyio.lowlevel.checkpoint()
+            clock.jump(601)
+
+    engine = recording([Reply("123456789" * 20, latency=Latency(between=1))], chunks=1)
+    trajectory = await play(Interrupted(clock), engine, limits=Limits(stall_seconds=None))
+    (turn,) = trajectory.turns
+    assert (trajectory.outcome, trajectory.limit) == (Outcome.TIME_LIMIT, "seconds")
+    assert turn.finish is FinishReason.ABORT
+    assert 4 <= len(turn.token_ids) < 180
+    assert ("123456789" * 20).startswith(turn.text)
+    assert turn.text
+    assert trajectory.reward == 1.0
+
+
+async def test_a_session_opened_in_setup_is_alive_for_scoring_after_the_time_limit(
+    clock: trio.testing.MockClock,
+) -> None:
+    class WithSession(Timed):
+        async def setup(self) -> None:
+            self.group = await self.episode.exit_stack.enter_async_context(anyio.create_task_group())
+            self.asked = anyio.Event()
+            self.answered = anyio.Event()
+            self.group.start_soon(self.serve)
+
+        async def serve(self) -> None:
+            await self.asked.wait()
+            self.answered.set()
+
+        async def step(self, turn: Turn) -> None:
+            await self.passes(601)
+
+        @reward
+        async def correct(self) -> bool:
+            self.asked.set()
+            await self.answered.wait()
+            return True
+
+    trajectory = await play(WithSession(clock), "Yes", limits=Limits(step_seconds=None))
+    assert (trajectory.outcome, trajectory.reward, trajectory.error) == (Outcome.TIME_LIMIT, 1.0, "")
+
+
+async def test_the_model_reads_that_a_tool_took_longer_and_play_goes_on(clock: trio.testing.MockClock) -> None:
+    class Searches(Timed):
+        @tool
+        async def search(self) -> str:
+            """Search."""
+            await self.passes(121)
+            return "found"
+
+        @tool(seconds=30)
+        async def look(self) -> str:
+            """Look."""
+            await self.passes(31)
+            return "seen"
+
+        @tool(seconds=None)
+        async def ponder(self) -> str:
+            """Take as long as it takes."""
+            await self.passes(200)
+            return "thought"
+
+    replies = [call("search"), call("look"), call("ponder"), "Nothing"]
+    trajectory = await play(Searches(clock), replies)
+    results = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
+    assert results == ["search took longer than 120 s.", "look took longer than 30 s.", "thought"]
+    assert (trajectory.outcome, trajectory.text) == (Outcome.COMPLETED, "Nothing")
+
+
+async def test_one_slow_tool_of_a_turn_does_not_take_the_others_results(clock: trio.testing.MockClock) -> None:
+    class Two(Timed):
+        @tool(seconds=30)
+        async def slow(self) -> str:
+            """Slow."""
+            await anyio.sleep(1)  # the other one is at work
+            return "late"
+
+        @tool(seconds=None)
+        async def quick(self) -> str:
+            """Quick."""
+            await anyio.wait_all_tasks_blocked()
+            await self.passes(31)
+            return "here"
+
+    trajectory = await play(Two(clock), [[call("slow"), call("quick")], "Done"])
+    results = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
+    assert results in (["slow took longer than 30 s.", "here"], ["late", "here"])
+    assert trajectory.outcome is Outcome.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("hook", "seconds", "limit"),
+    [("tool", 121, "tool_seconds"), ("step", 121, "step_seconds"), ("tool_play", 601, "seconds")],
+)
+async def test_a_clock_that_abandons_a_sync_call_is_env_error_and_unscored(
+    clock: trio.testing.MockClock, release: threading.Event, hook: str, seconds: float, limit: str
+) -> None:
+    class Hangs(Timed):
+        @tool
+        def hang(self) -> None:
+            """Hang."""
+            self.hangs(seconds)
+
+        def step(self, turn: Turn) -> None:
+            self.hangs(seconds)
+
+    replies = "Yes" if hook == "step" else [call("hang"), "Never"]
+    limits = Limits(tool_seconds=None) if hook == "tool_play" else Limits()
+    trajectory = await play(Hangs(clock, release), replies, limits=limits)
+    assert (trajectory.outcome, trajectory.limit, trajectory.reward) == (Outcome.ENV_ERROR, limit, None)
+    assert "may still write" in trajectory.error
+
+
+async def test_setup_seconds_is_env_error_and_what_was_opened_is_unwound(clock: trio.testing.MockClock) -> None:
+    seen: list[str] = []
+
+    class SlowSetup(Timed):
+        async def setup(self) -> None:
+            self.episode.exit_stack.callback(seen.append, "unwound")
+            await self.passes(301)
+
+        def close(self) -> None:
+            seen.append("closed")
+
+    trajectory = await play(SlowSetup(clock), "Yes")
+    assert (trajectory.outcome, trajectory.limit, trajectory.reward) == (Outcome.ENV_ERROR, "setup_seconds", None)
+    assert "setup took longer than 300 s" in trajectory.error
+    assert seen == ["unwound"]
+
+
+async def test_prompt_counts_as_setup_and_is_closed(clock: trio.testing.MockClock) -> None:
+    seen: list[str] = []
+
+    class SlowPrompt(Timed):
+        async def prompt(self) -> str:
+            await self.passes(301)
+            return "late"
+
+        async def close(self) -> None:
+            await anyio.lowlevel.checkpoint()
+            seen.append("closed")
+
+    trajectory = await play(SlowPrompt(clock), "Yes")
+    assert (trajectory.outcome, trajectory.limit) == (Outcome.ENV_ERROR, "setup_seconds")
+    assert seen == ["closed"]
+
+
+async def test_setup_time_is_no_time_of_play(clock: trio.testing.MockClock) -> None:
+    class Prepares(Timed):
+        async def setup(self) -> None:
+            await self.passes(200)
+
+        async def step(self, turn: Turn) -> str | None:
+            await self.passes(100)
+            return "more" if len(self.episode.turns) < 5 else None
+
+    trajectory = await play(Prepares(clock), lambda turn: "Yes")
+    assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.COMPLETED, 5)
+    trajectory = await play(Prepares(clock), lambda turn: "Yes", limits=Limits(seconds=450))
+    assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.TIME_LIMIT, 5)
+
+
+async def test_step_seconds_is_env_error(clock: trio.testing.MockClock) -> None:
+    class SlowStep(Timed):
+        async def step(self, turn: Turn) -> None:
+            await self.passes(121)
+
+    trajectory = await play(SlowStep(clock), "Yes")
+    assert (trajectory.outcome, trajectory.limit, trajectory.reward) == (Outcome.ENV_ERROR, "step_seconds", None)
+    assert "step() took longer than 120 s" in trajectory.error
+
+
+async def test_reward_seconds_is_env_error_and_closed(clock: trio.testing.MockClock) -> None:
+    seen: list[str] = []
+
+    class SlowReward(Timed):
+        @reward
+        async def correct(self) -> bool:
+            await self.passes(301)
+            return True
+
+        async def close(self) -> None:
+            await anyio.lowlevel.checkpoint()
+            seen.append("closed")
+
+    trajectory = await play(SlowReward(clock), "Yes")
+    assert (trajectory.outcome, trajectory.limit, trajectory.reward) == (Outcome.ENV_ERROR, "reward_seconds", None)
+    assert seen == ["closed"]
+
+
+async def test_close_seconds_is_reported_and_the_reward_stays(clock: trio.testing.MockClock) -> None:
+    class SlowClose(Timed):
+        async def close(self) -> None:
+            await self.passes(31)
+
+    async with Run(SlowClose(clock), recording("Yes")) as run:
+        (trajectory,) = [t async for t in run]
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 1.0)
+    assert list(run.summary.faults) == ["t0#0: close(): TooSlow: close() took longer than 30 s"]
+
+
+async def test_waiting_in_a_limiter_stops_every_clock(clock: trio.testing.MockClock) -> None:
+    order: list[str] = []
+
+    class Shares(Timed):
+        @tool
+        async def use(self) -> str:
+            """Use what is shared."""
+            async with self.episode.limiter("sandbox", 1):
+                order.append(self.task.id)
+                await anyio.wait_all_tasks_blocked()  # whoever can, waits for the limiter
+                await self.passes(100)
+            return "used"
+
+    played = await play_all(Shares(clock), [call("use"), "Done"], tasks=tasks(8), limits=Limits(seconds=150))
+    assert [t.outcome for t in played] == [Outcome.COMPLETED] * 8  # the last one waited for 700 s
+    assert sorted(order) == [f"t{n}" for n in range(8)]
+    assert all("took longer" not in message["content"] for t in played for message in t.messages)
+
+
+async def test_waiting_for_a_place_in_the_engine_stops_every_clock(clock: trio.testing.MockClock) -> None:
+    async def speak(turn: object) -> str:
+        clock.jump(100)
+        await anyio.lowlevel.checkpoint()
+        return "Yes"
+
+    engine = recording(speak, places=1)
+    limits = Limits(seconds=150, stall_seconds=None)
+    played = await play_all(Timed(clock), engine, tasks=tasks(6), limits=limits, concurrency=Concurrency(episodes=6))
+    assert [t.outcome for t in played] == [Outcome.COMPLETED] * 6
+    assert max(t.waited for t in played) >= 400
+
+
+async def test_an_engine_that_sends_nothing_is_engine_error(clock: trio.testing.MockClock) -> None:
+    from runner.testing import Fault
+
+    class Watches(Timed):
+        async def rollout(self, conversation: Conversation) -> None:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self.wait)
+                await conversation.generate()
+
+        async def wait(self) -> None:
+            await anyio.wait_all_tasks_blocked()
+            clock.jump(121)
+
+    trajectory = await play(Watches(clock), [Reply("Yes", fault=Fault.stall(2))], retries=0)
+    assert trajectory.outcome is Outcome.ENGINE_ERROR
+    assert "sent nothing for 120 s" in trajectory.error
+    assert [len(turn.token_ids) for turn in trajectory.turns] == [2]
+
+
+async def test_none_lifts_a_limit(clock: trio.testing.MockClock) -> None:
+    class Patient(Timed):
+        async def step(self, turn: Turn) -> None:
+            await self.passes(1_000_000)
+
+        @metric
+        def moved(self) -> float:
+            return 1
+
+    trajectory = await play(Patient(clock), "Yes", limits=Limits(seconds=None, step_seconds=None))
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 1.0)
+
+
+async def test_a_limit_of_the_run_goes_over_that_of_the_class_field_by_field(clock: trio.testing.MockClock) -> None:
+    class Own(Timed):
+        limits = Limits(seconds=50, step_seconds=None)
+
+        async def step(self, turn: Turn) -> None:
+            await self.passes(200)
+
+    assert (await play(Own(clock), "Yes")).outcome is Outcome.TIME_LIMIT
+    assert (await play(Own(clock), "Yes", limits=Limits(seconds=300))).outcome is Outcome.COMPLETED
