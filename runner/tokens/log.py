@@ -62,7 +62,7 @@ class TokenLog:
             raise ValueError(f"{len(ids)} ids came with {len(logprobs)} log-probabilities")
         self.ids.extend(ids)
         self.logprobs.extend(logprobs if logprobs is not None else array("f", [math.nan]) * len(ids))
-        self.sources.extend(array("b", [Source.SAMPLED]) * len(ids))
+        self.sources.frombytes(_SAMPLED * len(ids))
 
     def stamp(self, spans: Iterable[VersionSpan], start: int) -> None:
         """Record weight versions; the spans count from `start`, the first id of the turn."""
@@ -73,7 +73,8 @@ class TokenLog:
         return array("b", (self.sources.tobytes().translate(_MASK)))
 
     def sampled_count(self) -> int:
-        return self.sources.tobytes().count(bytes([Source.SAMPLED]))
+        return self.sources.tobytes().count(_SAMPLED)
 
 
+_SAMPLED = bytes([Source.SAMPLED])
 _MASK = bytes(1 if value == Source.SAMPLED else 0 for value in range(256))
