@@ -32,7 +32,7 @@ test: setup
 	@$(BIN)/python -m pytest
 
 bench: setup
-	@$(BIN)/python -m pytest tests/benchmarks --override-ini "python_files=bench_*.py" --capture=no
+	@$(BIN)/python -m tests.benchmarks
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,92 @@
+"""Figures of a benchmark: several rounds of one measurement, what they should be, and how they are shown."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["Figure", "main", "on_one_core", "shown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measurement.
+
+    Attributes:
+        name: what was measured.
+        unit: of the values.
+        values: one for each round.
+        at_least: the median should not be below.
+        under: the median should be below.
+    """
+
+    name: str
+    unit: str
+    values: tuple[float, ...]
+    at_least: float | None = None
+    under: float | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the median is what it should be; None where nothing is promised."""
+        if self.at_least is not None:
+            return self.median >= self.at_least
+        return None if self.under is None else self.median < self.under
+
+    @property
+    def target(self) -> str:
+        if self.at_least is not None:
+            return f"at least {_number(self.at_least)}"
+        return "" if self.under is None else f"under {_number(self.under)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "median": self.median, "met": self.met}
+
+
+def main(measure: Callable[[], Iterable[Figure]]) -> None:
+    """Print what `measure` gives: a table, or with `--json` one object a line."""
+    parser = argparse.ArgumentParser(description=measure.__doc__)
+    parser.add_argument("--json", action="store_true", help="one object a line instead of a table")
+    as_json = parser.parse_args().json
+    figures = list(measure())
+    if as_json:
+        for figure in figures:
+            print(json.dumps(figure.as_dict()), flush=True)
+    else:
+        Console().print(shown(figures))
+
+
+def shown(figures: Sequence[Figure]) -> Table:
+    """Medians with the lowest and highest round, and the target beside each."""
+    table = Table("", "median", "rounds", "", "target", "", box=None, pad_edge=False)
+    for column in (1, 2):
+        table.columns[column].justify = "right"
+    for figure in figures:
+        verdict = {None: "", True: "[green]met[/]", False: "[red]missed[/]"}[figure.met]
+        spread = f"{_number(min(figure.values))} - {_number(max(figure.values))}" if len(figure.values) > 1 else ""
+        table.add_row(figure.name, _number(figure.median), spread, figure.unit, figure.target, verdict)
+    return table
+
+
+def on_one_core() -> None:
+    """Keep this process, its threads included, on one of the cores that it may use."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
+def _number(value: float) -> str:
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

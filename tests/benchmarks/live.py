@@ -1,0 +1,88 @@
+"""Ten thousand episodes alive at once, on one core: what one of them weighs, and how late the event loop runs."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+
+import anyio
+import anyio.lowlevel
+import psutil
+
+from runner import Concurrency, Run
+from runner.edge import collector_settings, on_event_loop
+from runner.testing import Latency, ScriptedEngine
+from tests.benchmarks.environments import AsyncSums
+from tests.benchmarks.figures import Figure, main, on_one_core
+
+EPISODES = 10_000
+SPOKEN = 250
+TICK = 0.25
+SECONDS = 10.0
+PROBE = 0.005
+
+
+def measure() -> Iterator[Figure]:
+    """Ten thousand live episodes: memory, and the loop's lag while an id comes for each of them every 250 ms."""
+    on_one_core()
+    yield from on_event_loop(_measure)
+
+
+async def _measure() -> list[Figure]:
+    # An id a tick for each stream; that they begin apart by up to 50 ticks changes nothing once all have begun.
+    engine = ScriptedEngine(
+        "x" * SPOKEN, places=EPISODES, chunks=1, latency=Latency(between=1, jitter=50), tick=TICK, logprobs=False
+    )
+    async with Run(AsyncSums(EPISODES), engine, concurrency=Concurrency(episodes=EPISODES)) as run:
+        empty = _resident()
+        with collector_settings():
+            while len(run.plays) < EPISODES or engine.stats().sampled_tokens < EPISODES:  # noqa: ASYNC110  # nobody tells
+                await anyio.sleep(0.1)
+            gc.collect()
+            kilobytes = (_resident() - empty) / EPISODES / 1000
+            tokens = _token_bytes(engine) / EPISODES / 1000
+            began, sampled = time.perf_counter(), engine.stats().sampled_tokens
+            by_clock, by_processor = await _lags()
+            rate = (engine.stats().sampled_tokens - sampled) / (time.perf_counter() - began)
+        run.cancel()
+    return [
+        Figure("a live episode, without its tokens", "kB", (kilobytes - tokens,), under=30),
+        Figure("  its tokens at that moment", "kB", (tokens,)),
+        Figure("ids that come in meanwhile, one a delta", "ids/s", (rate,)),
+        Figure("lag of the loop, 99th percentile", "ms", (_percentile(by_clock, 99),), under=10),
+        Figure("  median", "ms", (_percentile(by_clock, 50),)),
+        Figure("  a round of the loop by processor time, 99th percentile", "ms", (_percentile(by_processor, 99),)),
+    ]
+
+
+async def _lags() -> tuple[list[float], list[float]]:
+    """How late a timer comes, in ms; and how long the round of the loop takes that follows it."""
+    by_clock: list[float] = []
+    by_processor: list[float] = []
+    end = time.perf_counter() + SECONDS
+    while (began := time.perf_counter()) < end:
+        await anyio.sleep(PROBE)
+        by_clock.append((time.perf_counter() - began - PROBE) * 1e3)
+        worked = time.thread_time()
+        await anyio.lowlevel.checkpoint()
+        by_processor.append((time.thread_time() - worked) * 1e3)
+    return by_clock, by_processor
+
+
+def _token_bytes(engine: ScriptedEngine) -> int:
+    """Bytes of ids, log-probabilities and sources in the logs, and of what the engine keeps for what it will say."""
+    logged = sum(len(stream.request.prompt) + stream.sent for stream in engine._open)
+    return logged * 9 + EPISODES * (SPOKEN + 1) * 2 * 8
+
+
+def _resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _percentile(values: list[float], percent: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * percent / 100))]
+
+
+if __name__ == "__main__":
+    main(measure)

@@ -1,0 +1,134 @@
+"""The same token-level requests through `Run` and straight through `AsyncLLM`, on one engine, turns about."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import anyio
+
+from runner import Concurrency, Conversation, Environment, Run, Sampling, Task, reward
+from runner.edge import collector_settings, on_event_loop
+from runner.engines.output import quiet_output
+from runner.engines.vllm import VllmEngine
+from tests.benchmarks.figures import Figure, main
+
+EPISODES = 16
+TURNS = 4
+TOKENS = 24
+ROUNDS = int(os.environ.get("ROUNDS", "8"))
+WORDS = "one two three four five six seven eight nine ten "
+ANSWER = "Go on, and say what comes next. " * 2
+
+
+class Chatter(Environment):
+    """Turns of a fixed length, so that both ways ask for the same work."""
+
+    sampling = Sampling(max_tokens=TOKENS, temperature=0)
+
+    def tasks(self) -> Iterator[Task]:
+        for number in range(EPISODES):
+            yield Task(id=str(number), prompt=f"Episode {number}. " + WORDS * 30)
+
+    async def rollout(self, conversation: Conversation) -> None:
+        for turn in range(TURNS):
+            if turn:
+                conversation.add(ANSWER)
+            await conversation.generate()
+
+    @reward
+    async def length(self) -> float:
+        return len(self.episode.turns)
+
+
+Requests = list[list[tuple[list[int], tuple[int, ...], int | None]]]
+"""Of each episode, of each turn: the prompt's ids, the ids that end it, the seed."""
+
+
+def measure() -> Iterator[Figure]:
+    """Sampled ids a second through `Run` and straight through `AsyncLLM`: the same requests, turns about."""
+    with TemporaryDirectory() as folder, quiet_output(Path(folder) / "vllm.log"):
+        ours, raw = on_event_loop(_measure)
+    ratios = tuple(one / other for one, other in zip(ours, raw, strict=True))
+    name = f"{EPISODES} episodes of {TURNS} turns of {TOKENS} ids"
+    yield Figure(f"{name}, through Run", "ids/s", ours)
+    yield Figure(f"{name}, straight through AsyncLLM", "ids/s", raw)
+    yield Figure("  Run / AsyncLLM, round by round", "", ratios, at_least=0.97)
+
+
+async def _measure() -> tuple[tuple[float, ...], tuple[float, ...]]:
+    ours: list[float] = []
+    raw: list[float] = []
+    async with VllmEngine("smollm2-135m", max_num_seqs=EPISODES, max_model_len=2048) as engine:
+        _, requests = await _through_run(engine)  # also warms the engine up
+        await _straight(engine, requests)
+        for number in range(ROUNDS):
+            # Who comes first alternates, since a machine that is getting busier would favour the other.
+            for own in (True, False) if number % 2 else (False, True):
+                await engine._llm.reset_prefix_cache()
+                if own:
+                    ours.append((await _through_run(engine))[0])
+                else:
+                    raw.append(await _straight(engine, requests))
+    return tuple(ours), tuple(raw)
+
+
+async def _through_run(engine: VllmEngine) -> tuple[float, Requests]:
+    requests: Requests = []
+    sampled = 0
+    with TemporaryDirectory() as folder:
+        run = Run(Chatter, engine, file=Path(folder) / "run.db", concurrency=Concurrency(episodes=EPISODES))
+        async with run:
+            with collector_settings():
+                began = time.perf_counter()
+                async for trajectory in run:
+                    sampled += trajectory.sampled
+                    requests.append([(t.prompt_ids.tolist(), engine.stop_ids, t.seed) for t in trajectory.turns])
+                return sampled / (time.perf_counter() - began), requests
+
+
+async def _straight(engine: VllmEngine, requests: Requests) -> float:
+    sampled: list[int] = []
+
+    async def episode(number: int) -> None:
+        for turn, (prompt, stop_ids, seed) in enumerate(requests[number]):
+            name = f"raw-{number}-{turn}-{time.monotonic_ns()}"
+            sampled.extend([ids async for ids in _generate(engine, name, prompt, stop_ids, seed)])
+
+    with collector_settings():
+        began = time.perf_counter()
+        async with anyio.create_task_group() as episodes:
+            for number in range(len(requests)):
+                episodes.start_soon(episode, number)
+        return sum(sampled) / (time.perf_counter() - began)
+
+
+async def _generate(
+    engine: VllmEngine, name: str, prompt: list[int], stop_ids: tuple[int, ...], seed: int | None
+) -> AsyncIterator[int]:
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    parameters = SamplingParams(
+        max_tokens=TOKENS,
+        temperature=0,
+        seed=seed,
+        stop_token_ids=list(stop_ids),
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.DELTA,
+        stream_interval=8,
+    )
+    llm: Any = engine._llm
+    async for output in llm.generate(tokens_input(prompt), parameters, name):
+        yield len(output.outputs[0].token_ids)
+
+
+if __name__ == "__main__":
+    main(measure)

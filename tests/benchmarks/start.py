@@ -1,0 +1,40 @@
+"""How soon something happens: `import runner`, and an answer of the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.benchmarks.figures import Figure, main
+
+ROUNDS = 9
+
+
+def measure() -> Iterator[Figure]:
+    """How soon something happens, as a new process each time."""
+    command = str(Path(sys.executable).with_name("deltarunner"))
+    nothing = _milliseconds([sys.executable, "-c", "pass"])
+    imported = _milliseconds([sys.executable, "-c", "import runner"])
+    used = _milliseconds([sys.executable, "-c", "from runner import Environment, Run, ScriptedEngine, VllmEngine"])
+    bare = sorted(nothing)[ROUNDS // 2]
+    yield Figure("import runner", "ms", tuple(max(0.0, value - bare) for value in imported), under=150)
+    yield Figure("  and what a run needs from it", "ms", tuple(max(0.0, value - bare) for value in used))
+    yield Figure("deltarunner --help", "ms", _milliseconds([command, "--help"]), under=500)
+    yield Figure("  python that does nothing", "ms", nothing)
+
+
+def _milliseconds(command: Sequence[str]) -> tuple[float, ...]:
+    def once() -> float:
+        began = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return (time.perf_counter() - began) * 1e3
+
+    once()  # writes what is compiled
+    return tuple(once() for _ in range(ROUNDS))
+
+
+if __name__ == "__main__":
+    main(measure)

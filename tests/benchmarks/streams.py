@@ -1,0 +1,190 @@
+"""What an id costs at 1,000 streams, from vLLM's wire format to the token log, on one core.
+
+Everything of vLLM that runs in this process runs here: the decoder of its messages, `AsyncLLM`'s own output loop,
+its output processor and collectors; then ours. Only the core is missing: one encoded step is answered again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import numpy as np
+
+from runner.edge import collector_settings, on_event_loop
+from runner.engines.base import GenerationRequest
+from runner.engines.vllm import VllmEngine
+from runner.options import Sampling
+from runner.sampling import Sample, sample
+from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.log import Source, TokenLog
+from tests.benchmarks.figures import Figure, main, on_one_core
+
+STREAMS = 1000
+STEPS = 100
+PROMPT = list(range(256))
+ROUNDS = 5
+
+
+def measure() -> Iterator[Figure]:
+    """What an id costs at 1,000 streams through AsyncLLM's own output path."""
+    on_one_core()
+    kinds = {
+        "an id at 1,000 streams, each a delta": (1, True),
+        "  eight ids a delta, our default": (8, True),
+        "  each a delta, Python's own collector settings": (1, False),
+    }
+    rounds = [{name: on_event_loop(_microseconds, *kind) for name, kind in kinds.items()} for _ in range(ROUNDS)]
+    for name, (interval, tuned) in kinds.items():
+        values = tuple(results[name] for results in rounds)
+        yield Figure(name, "us", values, under=25 if interval == 1 and tuned else None)
+
+
+class Core:
+    """Answers as a core would that samples one id for every stream in every step."""
+
+    def __init__(self) -> None:
+        from vllm.v1.engine import EngineCoreOutputs
+        from vllm.v1.serial_utils import MsgpackDecoder
+
+        self.answered = 0
+        self.began = self.worked = 0.0
+        self._decode = MsgpackDecoder(EngineCoreOutputs).decode
+        self._step, self._last = _encoded_step(finished=False), _encoded_step(finished=True)
+
+    async def get_output_async(self) -> Any:
+        # As the socket's reader does: the loop comes to everybody else between two steps.
+        await asyncio.sleep(0)
+        if self.answered == STEPS:
+            await asyncio.Event().wait()
+        self.answered += 1
+        if self.answered == 2:  # the first step wakes tasks that are still being started
+            self.began = time.thread_time()
+        return self._decode(self._last if self.answered == STEPS else self._step)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        raise AssertionError(f"nothing is aborted here: {request_ids}")
+
+
+def _encoded_step(*, finished: bool) -> Any:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    logprobs = LogprobsLists(
+        logprob_token_ids=np.array([[65]], dtype=np.int32),
+        logprobs=np.array([[-0.25]], dtype=np.float32),
+        sampled_token_ranks=np.array([1], dtype=np.int32),
+    )
+    reason = FinishReason.LENGTH if finished else None
+    outputs = [
+        EngineCoreOutput(f"{number}", [65], new_logprobs=logprobs, finish_reason=reason) for number in range(STREAMS)
+    ]
+    return [bytes(buffer) for buffer in MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs, timestamp=1.0))]
+
+
+class Frontend:
+    """The part of `AsyncLLM` that an engine of ours calls, over its real output loop and processor."""
+
+    errored = False
+
+    def __init__(self, core: Core) -> None:
+        from vllm.v1.engine.output_processor import OutputProcessor
+
+        self.engine_core = core
+        self.output_processor = OutputProcessor(None, log_stats=False)
+        self.log_stats = False
+        self.logger_manager = None
+        self.output_handler: asyncio.Task[None] | None = None
+        self.renderer = SimpleNamespace(mm_processor_cache=None)
+
+    def read(self) -> None:
+        """Begin `AsyncLLM`'s own output loop, over the attributes that it reads."""
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        AsyncLLM._run_output_handler(self)
+
+    async def add_request(self, name: str, prompt: Any, parameters: Any) -> Any:
+        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.engine.output_processor import RequestOutputCollector
+
+        request = EngineCoreRequest(
+            request_id=name.partition("/")[0],
+            prompt_token_ids=prompt["prompt_token_ids"],
+            mm_features=None,
+            sampling_params=parameters,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+            external_req_id=name,
+        )
+        collector = RequestOutputCollector(parameters.output_kind, request.request_id)
+        self.output_processor.add_request(request, None, None, 0, collector)
+        return collector
+
+
+def _engine(frontend: Frontend, stream_interval: int) -> VllmEngine:
+    """An engine of ours that was not started: its core is not there."""
+    engine = VllmEngine("smollm2-135m", stream_interval=stream_interval)
+    engine._llm = frontend
+    engine._use(
+        SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=4096),
+            scheduler_config=SimpleNamespace(max_num_seqs=STREAMS),
+            cache_config=SimpleNamespace(num_gpu_blocks=1_000_000, block_size=16),
+        )
+    )
+    engine.running = True
+    return engine
+
+
+async def _microseconds(stream_interval: int, tuned: bool) -> float:
+    core = Core()
+    frontend = Frontend(core)
+    engine = _engine(frontend, stream_interval)
+    logs = [TokenLog() for _ in range(STREAMS)]
+    with collector_settings() if tuned else nullcontext():
+        async with anyio.create_task_group() as streams:
+            for number, log in enumerate(logs):
+                streams.start_soon(_stream, engine, number, log)
+            while len(frontend.output_processor.request_states) < STREAMS:
+                await anyio.lowlevel.checkpoint()
+            frontend.read()
+        cost = time.thread_time() - core.began
+    assert frontend.output_handler is not None
+    frontend.output_handler.cancel()
+    gc.collect()
+    assert all(log.sampled_count() == STEPS for log in logs)
+    return cost / STREAMS / (STEPS - 1) * 1e6
+
+
+async def _stream(engine: VllmEngine, number: int, log: TokenLog) -> None:
+    request = GenerationRequest(
+        name=f"{number}/main/0",
+        prompt=PROMPT,
+        sampling=Sampling(max_tokens=STEPS).over(Sampling.defaults()),
+        stop_ids=(2,),
+        seed=number,
+    )
+    await sample(
+        Sample(log),
+        engine,
+        request,
+        new_ids=PROMPT,
+        source=Source.PROMPT,
+        tokenizer=ByteTokenizer(),
+        stall_seconds=120,
+    )
+
+
+if __name__ == "__main__":
+    main(measure)
