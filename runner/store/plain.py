@@ -91,6 +91,8 @@ def _key(value: Any) -> str:
 
 
 def _has_strange_float(value: Any) -> bool:
+    if value is None or isinstance(value, str | int):  # nearly all there is, and the rest of this is slow
+        return False
     if isinstance(value, float):
         return not math.isfinite(value)
     if isinstance(value, Mapping):
