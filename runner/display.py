@@ -199,7 +199,8 @@ class Display(Reporter):
 
     def finished(self, trajectory: Trajectory) -> None:
         """Remember what went wrong last."""
-        if trajectory.outcome.failed:
+        never_spoke = bool(trajectory.error) and not trajectory.turns  # its prompt was over the context
+        if trajectory.outcome.failed or never_spoke:
             self.last_fault = f"{trajectory.id} {trajectory.outcome.value}: {trajectory.error}"
 
     def say(self, line: str) -> None:

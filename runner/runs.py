@@ -223,7 +223,7 @@ class Run:
             tasks: Tasks = await self.workers.call(Job(self.environment.tasks, "tasks()"))
         except DeltarunnerError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise BadTask(f"tasks() raised {describe_error(error)}") from error
         return tasks
 
@@ -319,20 +319,24 @@ class Run:
             async with self._announce_to, anyio.create_task_group() as watched:
                 watched.start_soon(self._watch_progress)
                 watched.start_soon(self._watch_engines)
-                await self._recall_stored()
-                async with anyio.create_task_group() as episodes:
-                    with self._feeding:
-                        await self._begin_episodes(episodes)
-                        self._all_begun = True
-                await self._announce_unfinished_groups()
-                self.summary.stop()
-                complete = self._all_begun and self.failure is None and not self.summary.cut_short
-                await self._writer.finish(self.summary.as_dict(), complete=complete)
+                try:
+                    await self._play_tasks()
+                except DeltarunnerError as error:  # here, since the task group would wrap it
+                    self.failure = self.failure or error
                 watched.cancel_scope.cancel()
-        except DeltarunnerError as error:
-            self.failure = self.failure or error
         finally:
             self.over = True
+
+    async def _play_tasks(self) -> None:
+        await self._recall_stored()
+        async with anyio.create_task_group() as episodes:
+            with self._feeding:
+                await self._begin_episodes(episodes)
+                self._all_begun = True
+        await self._announce_unfinished_groups()
+        self.summary.stop()
+        complete = self._all_begun and self.failure is None and not self.summary.cut_short
+        await self._writer.finish(self.summary.as_dict(), complete=complete)
 
     async def _recall_stored(self) -> None:
         """Count what an earlier run of the file finished, and tell the source."""
@@ -352,7 +356,7 @@ class Run:
                 await self._begin_group(task, episodes)
         except DeltarunnerError as error:
             self.fail(error)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.fail(BadTask(f"tasks() raised {describe_error(error)}"))
 
     def _check_system_prompt(self, task: Task) -> None:

@@ -105,7 +105,7 @@ class TaskFeed:
         try:
             async with self._hearing:
                 await self._hear(trajectory)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise BadTask(f"finished() of the task source raised {describe_error(error)}") from error
 
     async def _hear(self, trajectory: Trajectory) -> None:

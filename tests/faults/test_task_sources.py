@@ -1,0 +1,74 @@
+"""A source of tasks that fails ends the run with one error; what was finished is kept."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner import BadTask, Outcome, Run, RunFile, ScriptedEngine, Task, Trajectory
+from tests.faults.suspects import AsyncPupils, recurses, speak
+
+pytestmark = pytest.mark.anyio
+
+
+def exits() -> None:
+    sys.exit(3)
+
+
+def raises() -> None:
+    raise OSError("the dataset is gone")
+
+
+async def asynchronous(deed: Callable[[], Any]) -> AsyncIterator[Task]:
+    for number in range(8):
+        yield Task(id=str(number), prompt="hello")
+    deed()
+
+
+def synchronous(deed: Callable[[], Any]) -> Iterator[Task]:
+    for number in range(8):
+        yield Task(id=str(number), prompt="hello")
+    deed()
+
+
+class Hearing:
+    """A source whose `finished` fails at its fourth result."""
+
+    def __init__(self, deed: Callable[[], Any]) -> None:
+        self.deed = deed
+        self.heard = 0
+
+    def __iter__(self) -> Iterator[Task]:
+        return (Task(id=str(number), prompt="hello") for number in range(8))
+
+    def finished(self, trajectory: Trajectory) -> None:
+        self.heard += 1
+        if self.heard == 4:
+            self.deed()
+
+
+@pytest.mark.parametrize("deed", [raises, exits, recurses])
+@pytest.mark.parametrize("source", [synchronous, asynchronous, Hearing])
+async def test_a_source_that_fails_ends_the_run_with_one_error_and_keeps_what_was_finished(
+    tmp_path: Path, source: Callable[[Any], Any], deed: Callable[[], Any]
+) -> None:
+    file = tmp_path / "run.db"
+    run = Run(AsyncPupils(), ScriptedEngine(speak), tasks=source(deed), file=file)
+    played: list[Trajectory] = []
+
+    async def read() -> None:
+        async with run:
+            async for trajectory in run:
+                played.append(trajectory)  # noqa: PERF401  # what came before the error is what is looked at
+
+    with pytest.raises(BadTask, match=r"(tasks|finished)\(\).* raised .*test_task_sources|recurs"):
+        await read()
+    with RunFile(file) as run_file:
+        stored = {row.id for row in run_file if row.outcome is Outcome.COMPLETED}
+        assert {trajectory.id for trajectory in played if trajectory.outcome is Outcome.COMPLETED} <= stored
+        assert stored
+        assert not run_file.complete
