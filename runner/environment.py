@@ -67,8 +67,10 @@ class Environment(Generic[TaskT]):
         super().__init_subclass__(**kwargs)
         cls.tool_specs = tuple(collect_tools(cls).values())
         cls.scorers = collect_scorers(cls)
-        for name in ("prompt", "step", "rollout", "setup", "close", "tasks"):
+        for name in _PARAMETERS:
             _check_signature(cls, name)
+        for name, kind in (("limits", Limits), ("sampling", Sampling)):
+            _check_setting(cls, name, kind)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
@@ -195,7 +197,13 @@ def as_environment(environment: Environment[Any] | type[Environment[Any]]) -> En
         raise BadEnvironment(f"{name} cannot be constructed without arguments ({error}): give {name}(...).") from error
 
 
-_PARAMETERS = {"setup": 0, "prompt": 0, "step": 1, "rollout": 1, "close": 0, "tasks": 0}
+_PARAMETERS = {"setup": 0, "prompt": 0, "step": 1, "rollout": 1, "close": 0, "tasks": 0, "lifespan": 0}
+
+
+def _check_setting(cls: type[Environment[Any]], name: str, kind: type[Limits] | type[Sampling]) -> None:
+    value = getattr(cls, name)
+    if not isinstance(value, kind | property):
+        raise BadEnvironment(f"{cls.__name__}.{name} = {value!r:.60}: give {kind.__name__}(...).")
 
 
 def _check_signature(cls: type[Environment[Any]], hook: str) -> None:

@@ -293,8 +293,10 @@ class Play:
         """What each agent saw and did; `main` first."""
         ending = self._ending or self._cut or Ending(Outcome.CANCELLED)
         seconds = anyio.current_time() - self.began
-        made = [self._trajectory(name, ending, seconds) for name in self.episode.conversations]
-        return made or [self._empty(MAIN, ending, seconds)]
+        conversations = self.episode.conversations
+        # An agent that spoke in setup() was opened before `main`; and where setup() failed there is no `main` yet.
+        main = self._trajectory(MAIN, ending, seconds) if MAIN in conversations else self._empty(MAIN, ending, seconds)
+        return [main, *(self._trajectory(name, ending, seconds) for name in conversations if name != MAIN)]
 
     def _empty(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
         place = self.place

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
-from runner.errors import BadOption
+from runner.errors import BadEnvironment, BadOption
 
 __all__ = ["Score", "Scorer", "ScorerKind", "collect_scorers", "group_reward", "metric", "reward", "weighted_sum"]
 
@@ -75,6 +76,10 @@ def group_reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
 
 
 def _mark(function: Any, kind: str, weight: float) -> Any:
+    if function is not None and not inspect.isfunction(function):
+        raise BadEnvironment(
+            f"@{kind} goes on a method, not on {function!r:.40}; a weight is given as @{kind}(weight=...)."
+        )
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise BadOption(f"@{kind}(weight={weight!r}): give a finite number.")
 
@@ -86,16 +91,35 @@ def _mark(function: Any, kind: str, weight: float) -> Any:
 
 
 def collect_scorers(cls: type) -> tuple[Scorer, ...]:
-    """The scorers of a class in the order they are written, base classes first."""
+    """The scorers of a class in the order they are written, base classes first.
+
+    Raises:
+        BadEnvironment: one has a wrong signature, or is overridden by a method that is no scorer.
+    """
     found: dict[str, Scorer] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
             scorer = getattr(value, _MARK, None)
             if scorer is not None:
+                _check_signature(base, scorer, value)
                 found[name] = scorer
             elif name in found:
-                del found[name]  # overridden by a method that is no scorer
+                if value is not None:
+                    kind = found[name].kind
+                    raise BadEnvironment(
+                        f"{base.__name__}.{name} overrides a {kind}: decorate it with @{kind}, or write {name} = None."
+                    )
+                del found[name]
     return tuple(found.values())
+
+
+def _check_signature(cls: type, scorer: Scorer, function: Callable[..., Any]) -> None:
+    arguments = ("self", "group") if scorer.kind == ScorerKind.GROUP_REWARD else ("self",)
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        where = f"{cls.__name__}.{scorer.name}"
+        raise BadEnvironment(f"{where}: a {scorer.kind} is called as {scorer.name}({', '.join(arguments)}).") from None
 
 
 def with_weights(scorers: tuple[Scorer, ...], weights: Mapping[str, float]) -> tuple[Scorer, ...]:

@@ -1,0 +1,99 @@
+"""What is wrong with an environment's class is an error when the class is defined, with the fix in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from runner import BadEnvironment, Environment, Run, ScriptedEngine, Task, metric, reward
+
+
+class Base(Environment):
+    @reward
+    def good(self) -> bool:
+        return True
+
+    def tasks(self) -> list[Task]:
+        return [Task("one", "Hello.")]
+
+
+def override_without_decorator() -> None:
+    type("Sub", (Base,), {"good": lambda self: True})
+
+
+def reward_with_parameters() -> None:
+    def good(self: Any, text: str) -> bool:
+        return True
+
+    type("Sub", (Base,), {"good": reward(good)})
+
+
+def weight_by_position() -> None:
+    reward(0.1)  # type: ignore[call-overload]  # that is the point
+
+
+def limits_as_a_dict() -> None:
+    type("Sub", (Base,), {"limits": {"turns": 3}})
+
+
+def rollout_that_is_not_async() -> None:
+    type("Sub", (Base,), {"rollout": lambda self, conversation: None})
+
+
+def step_without_a_turn() -> None:
+    type("Sub", (Base,), {"step": lambda self: None})
+
+
+@pytest.mark.parametrize(
+    ("define", "message"),
+    [
+        (override_without_decorator, r"Sub\.good overrides a reward: decorate it with @reward, or write good = None"),
+        (reward_with_parameters, r"Sub\.good: a reward is called as good\(self\)"),
+        (weight_by_position, r"@reward goes on a method, not on 0\.1; a weight is given as @reward\(weight="),
+        (limits_as_a_dict, r"Sub\.limits = \{'turns': 3\}: give Limits\(\.\.\.\)"),
+        (rollout_that_is_not_async, r"Sub\.rollout must be async"),
+        (step_without_a_turn, r"Sub\.step: wrong signature"),
+    ],
+)
+def test_a_wrong_definition_is_refused_with_its_fix(define: Callable[[], None], message: str) -> None:
+    with pytest.raises(BadEnvironment, match=message):
+        define()
+
+
+def test_none_takes_a_reward_of_the_base_class_away() -> None:
+    class Sub(Base):
+        good = None  # type: ignore[assignment]  # as the message says
+
+        @metric
+        def length(self) -> float:
+            return 1
+
+    assert [scorer.name for scorer in Sub.scorers] == ["length"]
+    with pytest.raises(BadEnvironment, match="Sub has no reward"):
+        Run(Sub(), ScriptedEngine("Hello."))
+
+
+@pytest.mark.anyio
+async def test_an_agent_that_speaks_in_setup_does_not_take_the_place_of_main() -> None:
+    class Early(Base):
+        async def setup(self) -> None:
+            await self.episode.conversation("helper", prompt="Begin.").generate()
+
+    async with Run(Early(), ScriptedEngine("Hello.")) as run:
+        (trajectory,) = [trajectory async for trajectory in run]
+    assert (trajectory.agent, trajectory.reward) == ("main", 1)
+    assert run.summary.reward.count == 1
+
+
+@pytest.mark.anyio
+async def test_an_episode_whose_setup_failed_after_an_agent_spoke_is_announced_as_main() -> None:
+    class Broken(Base):
+        async def setup(self) -> None:
+            await self.episode.conversation("helper", prompt="Begin.").generate()
+            raise ValueError("no")
+
+    async with Run(Broken(), ScriptedEngine("Hello.")) as run:
+        (trajectory,) = [trajectory async for trajectory in run]
+    assert (trajectory.agent, trajectory.outcome, trajectory.reward) == ("main", "env_error", None)
