@@ -105,7 +105,7 @@ def describe_error(error: BaseException) -> str:
 
 def _text_of(error: BaseException) -> str:
     try:
-        text = str(error)
+        text = "; ".join([str(error), *getattr(error, "__notes__", ())])
     except Exception as broken:
         return f"its text cannot be made ({type(broken).__name__})"
     return text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}... ({len(text)} characters)"

@@ -233,13 +233,18 @@ class Episode:
         return self._environment.tool_choice
 
     async def _call_tools(self, conversation: Conversation, turn: Turn) -> list[Message]:
-        return await answer_calls(
-            turn,
-            conversation.tools,
-            author=self._author,
-            seconds=self._allowance.limits.tool_seconds,
-            doing=self._doing,
-        )
+        try:
+            return await answer_calls(
+                turn,
+                conversation.tools,
+                author=self._author,
+                seconds=self._allowance.limits.tool_seconds,
+                doing=self._doing,
+            )
+        except Exception as error:
+            if not conversation.train:
+                error.add_note(f"in a tool of agent {conversation.name!r}")
+            raise
 
 
 def task_rng(seed: int, task_id: str, visit: int) -> random.Random:

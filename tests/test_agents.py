@@ -1,0 +1,354 @@
+"""Agents and scoring: who speaks, who is trained, and what the reward is made of."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+
+from runner import (
+    BadOption,
+    Conversation,
+    Environment,
+    Group,
+    Limits,
+    Outcome,
+    Run,
+    Task,
+    Tool,
+    Turn,
+    group_reward,
+    metric,
+    reward,
+)
+from runner.testing import Fault, Reply, ScriptedEngine, assert_exact, call
+from tests.playing import Plain, play, play_all, recording, tasks
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_conversation_is_opened_at_its_first_call_and_the_same_one_after() -> None:
+    class Asks(Plain):
+        def step(self, turn: Turn) -> None:
+            first = self.episode.conversation("judge", system_prompt="Judge.", prompt="Well?")
+            again = self.episode.conversation("judge", prompt="ignored")
+            assert first is again
+            assert [message["role"] for message in first.messages] == ["system", "user"]
+
+    assert (await play_all(Asks, "Yes"))[0].outcome is Outcome.COMPLETED
+
+
+async def test_main_cannot_be_opened_before_the_runner_does() -> None:
+    class Early(Plain):
+        def setup(self) -> None:
+            self.episode.conversation()
+
+    trajectory = await play(Early, "Yes")
+    assert trajectory.outcome is Outcome.ENV_ERROR
+    assert "opened after prompt()" in trajectory.error
+
+
+async def test_a_simulated_user_is_recorded_and_not_trained() -> None:
+    class Served(Plain):
+        async def step(self, turn: Turn) -> str | None:
+            user = self.episode.conversation("user", system_prompt="You are a customer.")
+            user.add(turn.text)
+            said = await user.generate()
+            return None if said.text == "Bye" else said.text
+
+    engine = recording({"main": lambda turn: "How can I help?", "user": ["My order is late", "Bye"]})
+    async with Run(Served, engine) as run:
+        (trajectory,) = [t async for t in run]
+    assert_exact(trajectory, engine)
+    assert (trajectory.agent, len(trajectory.turns), trajectory.reward) == ("main", 2, 1.0)
+    assert run.summary.turns == 4  # the user's are counted and stored, and not announced
+
+
+async def test_self_play_with_both_trained_makes_two_trajectories_announced_together() -> None:
+    class Duel(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            other = self.episode.conversation("black", system_prompt="You are black.", train=True)
+            while len(conversation.turns) < 2:
+                other.add((await conversation.generate()).text)
+                conversation.add((await other.generate()).text)
+
+        @reward
+        def correct(self) -> dict[str, float]:  # type: ignore[override]
+            return {"main": 1.0, "black": -1.0}
+
+    engine = recording({"main": lambda turn: "e4", "black": lambda turn: "e5"})
+    white, black = await play_all(Duel, engine)
+    assert (white.agent, white.reward, black.agent, black.reward) == ("main", 1.0, "black", -1.0)
+    assert white.id == black.id
+    assert (white.trained, black.trained) == (True, True)
+    assert white.turns[0].seed != black.turns[0].seed
+
+
+async def test_limits_count_trained_conversations_together_and_no_others() -> None:
+    class Talks(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            partner = self.episode.conversation("partner", train=True)
+            user = self.episode.conversation("user")
+            while True:
+                user.add((await conversation.generate()).text)
+                partner.add((await user.generate()).text)
+                conversation.add((await partner.generate()).text)
+
+    main, partner = await play_all(Talks, lambda turn: "Yes", limits=Limits(turns=3))
+    assert (len(main.turns), len(partner.turns)) == (2, 1)
+    assert (main.outcome, main.limit_agent, partner.outcome) == (Outcome.TURN_LIMIT, "partner", Outcome.TURN_LIMIT)
+
+
+async def test_an_agent_on_an_engine_of_its_own_is_not_trained() -> None:
+    class Opposed(Plain):
+        train = False
+
+        async def step(self, turn: Turn) -> None:
+            opponent = self.episode.conversation("opponent", prompt="Move!", train=self.train)
+            assert (await opponent.generate()).text == "from elsewhere"
+
+    class Trained(Opposed):
+        train = True
+
+    elsewhere = ScriptedEngine("from elsewhere")
+    trajectory = await play(Opposed, "Yes", engines={"opponent": elsewhere})
+    assert (trajectory.outcome, trajectory.error) == (Outcome.COMPLETED, "")
+    trajectory = await play(Trained, "Yes", engines={"opponent": elsewhere})
+    assert trajectory.outcome is Outcome.ENV_ERROR
+    assert "'opponent' plays on an engine of its own" in trajectory.error
+
+
+@pytest.mark.parametrize("what", ["context", "template"])
+async def test_what_fails_in_an_untrained_agent_is_env_error_and_names_it(what: str) -> None:
+    class Served(Plain):
+        async def step(self, turn: Turn) -> str:
+            user = self.episode.conversation("user", prompt="x" * 500 if what == "context" else "Hello")
+            await user.generate()
+            user.add({"role": "assistant", "content": "not sampled"})
+            await user.generate()
+            return "more"
+
+    trajectory = await play(Served, lambda turn: "Yes", limits=Limits(context=200))
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.ENV_ERROR, None)
+    assert "agent 'user'" in trajectory.error
+
+
+async def test_an_exception_in_a_tool_of_an_untrained_agent_names_it() -> None:
+    def lookup() -> str:
+        """Look something up."""
+        raise LookupError("no such order")
+
+    class Served(Plain):
+        async def step(self, turn: Turn) -> str:
+            user = self.episode.conversation("user", prompt="Hello", tools=[Tool(lookup)])
+            await self.episode.answer(await user.generate())
+            return "more"
+
+    trajectory = await play(Served, {"main": lambda turn: "Yes", "user": [call("lookup")]})
+    assert trajectory.outcome is Outcome.ENV_ERROR
+    assert "no such order" in trajectory.error
+    assert "agent 'user'" in trajectory.error
+
+
+class Judged(Plain):
+    @reward
+    async def correct(self) -> bool:
+        judge = self.episode.conversation("judge", prompt=f"Is {self.episode.text!r} right?")
+        return (await judge.generate()).text == "right"
+
+
+async def test_a_judge_in_a_reward_speaks_also_after_a_limit_or_an_end() -> None:
+    class Endless(Judged):
+        def step(self, turn: Turn) -> str:
+            return "Go on."
+
+    class Ends(Judged):
+        def step(self, turn: Turn) -> str:
+            self.episode.end()
+            return "Thank you."
+
+    replies = {"main": lambda turn: "4", "judge": ["right"]}
+    assert (await play(Judged, replies)).reward == 1.0
+    limited = await play(Endless, replies, limits=Limits(turns=2))
+    assert (limited.outcome, limited.reward) == (Outcome.TURN_LIMIT, 1.0)
+    ended = await play(Ends, replies)
+    assert (ended.outcome, ended.reward) == (Outcome.COMPLETED, 1.0)
+
+
+async def test_a_trained_agent_cannot_speak_while_it_is_scored() -> None:
+    class Adds(Plain):
+        @reward
+        async def correct(self) -> bool:
+            main = self.episode.conversation()
+            main.add("Once more?")
+            await main.generate()
+            return True
+
+    trajectory = await play(Adds, lambda turn: "Yes")
+    assert trajectory.outcome is Outcome.ENV_ERROR
+    assert "is trained, and the play is over" in trajectory.error
+    assert len(trajectory.turns) == 1
+
+
+async def test_an_engines_failure_under_a_judge_is_the_engines_and_played_again() -> None:
+    replies = {"main": "4", "judge": [Reply("right")]}
+    failed: list[int] = []
+
+    def once(turn: Any) -> Fault | None:
+        if turn.agent == "judge" and not failed:
+            failed.append(turn.number)
+            return Fault.error(0, "out of memory")
+        return None
+
+    async with Run(Judged, recording(replies, faults=once)) as run:
+        (trajectory,) = [t async for t in run]
+    assert (trajectory.outcome, trajectory.attempt, trajectory.reward) == (Outcome.COMPLETED, 1, 1.0)
+    assert run.summary.retried == 1
+
+
+async def test_reward_is_the_weighted_sum_and_metrics_are_never_added() -> None:
+    class Scored(Environment):
+        def tasks(self) -> list[Task]:
+            return tasks(1)
+
+        @reward
+        def right(self) -> bool:
+            return True
+
+        @reward(weight=0.5)
+        async def style(self) -> float:
+            return 0.5
+
+        @metric
+        def length(self) -> float:
+            return 100
+
+    trajectory = await play(Scored, "Yes")
+    assert trajectory.rewards == {"right": 1.0, "style": 0.5}
+    assert (trajectory.reward, trajectory.metrics) == (1.25, {"length": 100.0})
+    assert (await play(Scored, "Yes", weights={"style": 0})).reward == 1.0
+    with pytest.raises(BadOption, match="'stile' is no reward"):
+        Run(Scored, recording("Yes"), weights={"stile": 0})
+
+
+async def test_one_reward_that_is_none_makes_the_sum_none() -> None:
+    class Unsure(Plain):
+        @reward
+        def style(self) -> None:
+            return None
+
+    trajectory = await play(Unsure, "Yes")
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, None)
+    assert trajectory.rewards == {"correct": 1.0, "style": None}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("0.5", "the string '0.5'"),
+        (math.nan, "nan"),
+        ([1], r"\[1\]"),
+        ({"nobody": 1.0}, "'nobody', which is no trained"),
+    ],
+    ids=["string", "nan", "list", "unknown agent"],
+)
+async def test_what_is_no_reward_is_env_error(value: Any, said: str) -> None:
+    class Odd(Plain):
+        @reward
+        def correct(self) -> Any:
+            return value
+
+    trajectory = await play(Odd, "Yes")
+    assert trajectory.outcome is Outcome.ENV_ERROR
+    assert re.search(said, trajectory.error)
+
+
+async def test_a_metric_that_raises_is_absent_and_counted() -> None:
+    class Fragile(Plain):
+        @metric
+        def length(self) -> float:
+            raise ZeroDivisionError("nothing there")
+
+        @metric
+        def other(self) -> float:
+            return 1
+
+    async with Run(Fragile, recording("Yes")) as run:
+        (trajectory,) = [t async for t in run]
+    assert (trajectory.reward, trajectory.metrics) == (1.0, {"other": 1.0})
+    assert "metric length(): ZeroDivisionError: nothing there" in run.summary.faults[0]
+
+
+class Raises(Plain):
+    def step(self, turn: Turn) -> str | None:
+        return "more" if self.task.info.get("long") else None
+
+    @reward
+    def broken(self) -> float:
+        raise ZeroDivisionError("by zero")
+
+    @group_reward
+    def compared(self, group: Group) -> list[float]:
+        return [1.0 for _ in group.trajectories]
+
+
+async def test_a_reward_that_raises_is_env_error_and_after_a_limit_none() -> None:
+    short = await play(Raises, "Yes")
+    assert (short.outcome, short.reward, short.rewards) == (Outcome.ENV_ERROR, None, {})
+    assert "reward broken(): ZeroDivisionError: by zero" in short.error
+    long = await play(
+        Raises, lambda turn: "Yes", tasks=[Task(id="a", prompt="?", info={"long": True})], limits=Limits(turns=2)
+    )
+    assert (long.outcome, long.reward) == (Outcome.TURN_LIMIT, None)
+    assert long.rewards == {"correct": 1.0, "broken": None, "compared": 1.0}
+
+
+async def test_group_reward_is_a_term_of_the_sum_over_the_scored_ones_of_a_task() -> None:
+    class Longest(Plain):
+        def tasks(self) -> list[Task]:
+            return tasks(2)
+
+        def step(self, turn: Turn) -> None:
+            if self.episode.index == 1:
+                raise ValueError("unlucky")
+
+        @group_reward(weight=10)
+        def longest(self, group: Group) -> list[float]:
+            longest = max(len(t.text) for t in group.trajectories)
+            assert [t.outcome for t in group.trajectories] == [Outcome.COMPLETED] * 2
+            return [float(len(t.text) == longest) for t in group.trajectories]
+
+    def speak(turn: Any) -> str:
+        return "x" * (int(turn.episode[-1]) + 1)
+
+    played = await play_all(Longest, speak, group_size=3, breaker=1)
+    assert sorted((t.task.id, t.index, t.reward) for t in played if t.index != 1) == [
+        ("t0", 0, 1.0),
+        ("t0", 2, 11.0),
+        ("t1", 0, 1.0),
+        ("t1", 2, 11.0),
+    ]
+    assert {t.reward for t in played if t.index == 1} == {None}
+
+
+async def test_a_group_reward_that_raises_leaves_the_sum_none_and_is_reported() -> None:
+    class Broken(Plain):
+        @group_reward
+        def compared(self, group: Group) -> list[float]:
+            return [1.0]
+
+    async with Run(Broken, recording("Yes"), group_size=2) as run:
+        played = [t async for t in run]
+    assert [t.reward for t in played] == [None, None]
+    assert "1 numbers for 2 trajectories" in run.summary.faults[0]
+
+
+async def test_turn_reward_is_recorded_beside_the_sum() -> None:
+    class Credits(Plain):
+        def step(self, turn: Turn) -> None:
+            turn.reward = 0.25
+
+    trajectory = await play(Credits, "Yes")
+    assert (trajectory.turns[0].reward, trajectory.reward) == (0.25, 1.0)

@@ -1,0 +1,220 @@
+"""Conversations: what is put before the model, what is kept of what it said, and how it may be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from runner import Conversation, FinishReason, Limits, Outcome, Sampling, Tool, Trajectory
+from runner.testing import Reply
+from runner.tokens.log import Source
+from tests.playing import Plain, play, play_all, recording, tasks
+
+pytestmark = pytest.mark.anyio
+
+Talk = Callable[[Conversation], Awaitable[None]]
+
+
+async def talked(talk: Talk, replies: Any, **options: Any) -> Trajectory:
+    class Talks(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            await talk(conversation)
+
+    return await play(Talks, replies, **options)
+
+
+@pytest.mark.parametrize("chunks", [1, 3, "whole"])
+async def test_a_stop_string_cuts_the_text_and_keeps_the_ids_up_to_the_completing_one(chunks: Any) -> None:
+    async def talk(conversation: Conversation) -> None:
+        first = await conversation.generate(sampling=Sampling(stop=("END", "ND.")))
+        assert (first.text, first.finish, first.stop) == ("one ", FinishReason.STOP, "END")
+        conversation.add("Go on.")
+        await conversation.generate()
+
+    engine = recording(["one END. two", "three"], chunks=chunks)
+    trajectory = await talked(talk, engine)
+    first, second = trajectory.turns
+    assert engine.tokenizer.decode(first.token_ids) == "one END"
+    assert first.dropped == len("one END. two") + 1 - len("one END")
+    assert second.prompt_ids[: first.end] == first.prompt_ids + first.token_ids
+    assert second.junction is not None
+    assert second.junction.dropped == first.dropped
+    assert trajectory.messages[1]["content"] == "one "
+
+
+async def test_generate_goes_on_with_a_turn_that_was_cut() -> None:
+    async def talk(conversation: Conversation) -> None:
+        first = await conversation.generate(sampling=Sampling(max_tokens=4))
+        assert (first.text, first.finish) == ("Once", FinishReason.LENGTH)
+        second = await conversation.generate()
+        assert second.text == "Once upon"
+        assert engine.tokenizer.decode(second.token_ids[:-1]) == " upon"
+
+    engine = recording(["Once more", " upon"])
+    trajectory = await talked(talk, engine)
+    assert [message["content"] for message in trajectory.messages] == ["Question 0?", "Once upon"]
+    assert (trajectory.outcome, len(trajectory.segments)) == (Outcome.COMPLETED, 1)
+
+
+async def test_generate_with_nothing_added_after_a_whole_turn_is_an_error_that_says_so() -> None:
+    async def talk(conversation: Conversation) -> None:
+        await conversation.generate()
+        with pytest.raises(RuntimeError, match="nothing was added to conversation 'main'"):
+            await conversation.generate()
+
+    assert (await talked(talk, "Yes")).outcome is Outcome.COMPLETED
+
+
+async def test_add_queues_and_one_bridge_takes_the_run_of_them() -> None:
+    async def talk(conversation: Conversation) -> None:
+        await conversation.generate()
+        conversation.add("one")
+        conversation.add({"role": "user", "content": "two"}, "three")
+        assert [message["content"] for message in conversation.messages][-3:] == ["one", "two", "three"]
+        await conversation.generate()
+
+    trajectory = await talked(talk, lambda turn: "Yes")
+    sources = trajectory.segments[0].log.sources
+    changes = [after for before, after in zip(sources, sources[1:], strict=False) if before != after]
+    assert changes == [Source.SAMPLED, Source.BRIDGE, Source.SAMPLED]
+
+
+async def test_remaining_counts_what_is_left_also_if_messages_were_added() -> None:
+    async def talk(conversation: Conversation) -> None:
+        first = await conversation.remaining()
+        await conversation.generate()
+        said = await conversation.remaining()
+        assert said == first - len("Yes") - 1
+        assert await conversation.remaining("Go on.") < said
+        assert await conversation.remaining() == said  # it was only asked
+        assert await conversation.remaining("x" * 400) < 0
+        assert await conversation.remaining("x" * 1_000_000) < 0
+        conversation.add("Go on.")
+        before = await conversation.remaining()
+        turn = await conversation.generate()
+        assert turn.start == 300 - before
+
+    assert (await talked(talk, lambda turn: "Yes", limits=Limits(context=300))).outcome is Outcome.COMPLETED
+
+
+async def test_replace_starts_a_segment_with_mask_0_throughout_and_says_why() -> None:
+    async def talk(conversation: Conversation) -> None:
+        await conversation.generate()
+        conversation.replace([{"role": "user", "content": "In short."}, {"role": "assistant", "content": "Yes"}])
+        conversation.add("And?")
+        await conversation.generate()
+
+    trajectory = await talked(talk, lambda turn: "Yes")
+    first, second = trajectory.segments
+    assert (first.cause, second.cause) == ("start", "environment")
+    assert sum(first.log.mask()) == sum(second.log.mask()) == 4
+    start = trajectory.turns[1].start
+    assert not any(second.log.mask()[:start])
+    assert [turn.segment for turn in trajectory.turns] == [0, 1]
+    assert trajectory.messages[0]["content"] == "In short."
+
+
+async def test_replace_of_tools_shows_the_new_ones_and_keeps_the_history() -> None:
+    def jump(height: int) -> int:
+        """Jump."""
+        return height
+
+    async def talk(conversation: Conversation) -> None:
+        await conversation.generate()
+        conversation.replace(tools=[Tool(jump)])
+        conversation.add("Now jump.")
+        turn = await conversation.generate()
+        conversation.add(*await conversation.call_tools(turn))
+        await conversation.generate()
+
+    engine = recording(["Yes", "[jump(height=2)]", "Done"])
+    trajectory = await talked(talk, engine)
+    assert [segment.cause for segment in trajectory.segments] == ["start", "environment"]
+    prompt = engine.tokenizer.decode(trajectory.turns[1].prompt_ids)
+    assert "jump(height: int)" in prompt
+    assert "Question 0?" in prompt
+    assert trajectory.messages[-2]["content"] == "2"
+
+
+async def test_messages_that_the_model_never_saw_are_flagged() -> None:
+    async def talk(conversation: Conversation) -> None:
+        await conversation.generate()
+        conversation.add("one", "two")
+
+    trajectory = await talked(talk, "Yes")
+    assert [message["content"] for message in trajectory.messages][-2:] == ["one", "two"]
+    assert trajectory.segments[0].unseen == 2
+    assert len(trajectory.segments[0].log) == trajectory.turns[-1].end
+
+
+async def test_settings_go_generate_conversation_run_class() -> None:
+    class Layers(Plain):
+        sampling = Sampling(temperature=0.1, top_p=0.2, top_k=3, max_tokens=40)
+
+        async def rollout(self, conversation: Conversation) -> None:
+            await conversation.generate(sampling=Sampling(temperature=0.9))
+            judge = self.episode.conversation("judge", prompt="?", sampling=Sampling(top_p=0.8))
+            await judge.generate()
+
+    engine = recording(lambda turn: "Yes")
+    await play(Layers, engine, sampling=Sampling(temperature=0.5, top_p=0.5))
+    main, judge = (made.sampling for made in engine.calls)
+    assert (main.temperature, main.top_p, main.top_k, main.max_tokens) == (0.9, 0.5, 3, 40)
+    assert (judge.temperature, judge.top_p, judge.top_k) == (0.1, 0.8, 3)  # the run's own is for trained agents
+
+
+async def test_defaults_are_those_written_down() -> None:
+    engine = recording("Yes")
+    trajectory = await play(Plain, engine)
+    asked = engine.calls[0]
+    assert asked.sampling == Sampling.defaults()
+    assert (asked.sampling.max_tokens, asked.sampling.temperature, asked.sampling.top_p) == (1024, 1.0, 1.0)
+    assert asked.stop_ids == engine.stop_ids
+    assert trajectory.turns[0].stop == engine.tokenizer.eos_id
+
+
+async def test_seeds_are_recorded_differ_within_a_group_and_are_the_same_in_every_run() -> None:
+    class Random(Plain):
+        def setup(self) -> None:
+            numbers.append((self.task.id, self.episode.rng.random()))
+
+    numbers: list[tuple[str, float]] = []
+    engine = recording("Yes")
+    first = await play_all(Random, engine, tasks=tasks(2), group_size=2, seed=5)
+    again = await play_all(Random, "Yes", tasks=tasks(2), group_size=2, seed=5)
+    other = await play_all(Random, "Yes", tasks=tasks(2), group_size=2, seed=6)
+    seeds = {t.id: t.turns[0].seed for t in first}
+    assert len(set(seeds.values())) == 4
+    assert seeds == {t.id: t.turns[0].seed for t in again}
+    assert not set(seeds.values()) & {t.turns[0].seed for t in other}
+    assert set(seeds.values()) == {made.seed for made in engine.calls}
+    assert len({number for _, number in numbers[:4]}) == 2  # one for each task, shared by its group
+    assert set(numbers[:4]) == set(numbers[4:8])
+    assert not set(numbers[:4]) & set(numbers[8:])
+
+
+async def test_assistant_messages_in_the_prompt_are_context_with_mask_0() -> None:
+    class Shown(Plain):
+        def prompt(self) -> Any:
+            return [
+                {"role": "user", "content": "1 + 1?"},
+                {"role": "assistant", "content": "2"},
+                {"role": "user", "content": "2 + 2?"},
+            ]
+
+    trajectory = await play(Shown, "4")
+    assert sum(trajectory.segments[0].log.mask()) == 2
+    assert len(trajectory.turns) == 1
+
+
+async def test_control_text_in_a_reply_that_was_cut_still_extends() -> None:
+    async def talk(conversation: Conversation) -> None:
+        await conversation.generate(sampling=Sampling(max_tokens=5))
+        conversation.add("Go on.")
+        await conversation.generate()
+
+    trajectory = await talked(talk, [Reply("né à Paris"), "Done"])
+    assert trajectory.turns[1].junction is not None
+    assert trajectory.turns[1].junction.close == "masked"
