@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -31,6 +30,7 @@ from runner.lag import LagMonitor
 from runner.messages import as_messages
 from runner.options import Concurrency, Limits, Sampling
 from runner.play import Play
+from runner.provisions import enter_lifespan, own_tasks
 from runner.scoring import ScorerKind, with_weights
 from runner.sources import TaskFeed, Tasks
 from runner.store.header import Header
@@ -153,8 +153,8 @@ class Run:
                     await exit_stack.enter_async_context(engine)
             await exit_stack.enter_async_context(self.lag)
             self._context = await self._open(exit_stack)
-            await self._enter_lifespan(exit_stack)
-            source = self._tasks if self._tasks is not None else await self._own_tasks()
+            self._context.shared = await enter_lifespan(self.environment, exit_stack)
+            source = self._tasks if self._tasks is not None else await own_tasks(self.environment, self.workers)
             self._feed = TaskFeed(source, task_class=self.environment.task_class(), workers=self.workers)
             exit_stack.push_async_callback(self._feed.aclose)
             self._start()
@@ -205,27 +205,6 @@ class Run:
             seed=self.seed,
             workers=self.workers,
         )
-
-    async def _enter_lifespan(self, exit_stack: AsyncExitStack) -> None:
-        if not self.environment.overrides("lifespan"):
-            return
-        lifespan: Any = self.environment.lifespan()
-        if hasattr(lifespan, "__aenter__"):
-            self._context.shared = await exit_stack.enter_async_context(lifespan)
-        else:
-            self._context.shared = exit_stack.enter_context(lifespan)
-
-    async def _own_tasks(self) -> Tasks:
-        """The environment's own; in a thread, since it may load them all."""
-        if inspect.isasyncgenfunction(self.environment.tasks):
-            return self.environment.tasks()
-        try:
-            tasks: Tasks = await self.workers.call(Job(self.environment.tasks, "tasks()"))
-        except DeltarunnerError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise BadTask(f"tasks() raised {describe_error(error)}") from error
-        return tasks
 
     def _start(self) -> None:
         episodes = self.concurrency.episodes or 2 * self.engine.places

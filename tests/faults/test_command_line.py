@@ -22,7 +22,7 @@ WATCHDOG = 100.0
 ENDS_WITHIN = 20.0  # ten times the promise
 
 AUTHOR = '''
-import itertools, time
+import contextlib, time
 from runner import Environment, Limits, Task, reward
 
 class Greeting(Environment):
@@ -59,6 +59,12 @@ class Exploding(Greeting):
     def tasks(self):
         yield Task(id="1", prompt="hello")
         raise OSError("the dataset is gone")
+
+class Disconnected(Greeting):
+    @contextlib.contextmanager
+    def lifespan(self):
+        raise OSError("the database is gone")
+        yield
 
 class Hanging(Greeting):
     limits = Limits(setup_seconds=0.5)
@@ -108,6 +114,7 @@ BAD_INPUT: dict[str, tuple[list[str], int, list[str]]] = {
     "a task without id": (["mine.py:Nameless"], 4, ["a task has no id", "'who am I?'", "unique"]),
     "duplicate ids": (["mine.py:Twice"], 4, ["task 3 has the id 'same'", "task 2", "an id of its own"]),
     "tasks that raise": (["mine.py:Exploding"], 4, ["the dataset is gone", "mine.py:"]),
+    "a lifespan that raises": (["mine.py:Disconnected"], 3, ["lifespan() raised", "the database is gone", "mine.py:"]),
     "only over-long prompts": (["mine.py:Long"], 10, ["endless#0: 6019 ids do not fit the context of 2000"]),
     "an impossible limit": (["mine.py:Greeting", "--limit", "turns=0"], 2, ["turns=0", "1"]),
     "a limit that is no number": (["mine.py:Greeting", "--limit", "seconds=soon"], 2, ["seconds='soon'", "number"]),
