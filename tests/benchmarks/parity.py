@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,8 +18,8 @@ from tests.benchmarks.figures import Figure, main
 
 EPISODES = 16
 TURNS = 4
-TOKENS = 24
-ROUNDS = int(os.environ.get("ROUNDS", "8"))
+TOKENS = 16
+ROUNDS = 8
 WORDS = "one two three four five six seven eight nine ten "
 ANSWER = "Go on, and say what comes next. " * 2
 
