@@ -8,7 +8,7 @@ from runner import Environment, Limits, Run, Sampling, Task, Trajectory, reward
 from runner.engines.replies import Replies
 from runner.testing import ScriptedEngine, assert_exact
 
-__all__ = ["Plain", "play", "play_all", "recording", "tasks"]
+__all__ = ["Plain", "play", "play_all", "recording", "tasks", "until_end"]
 
 
 class Plain(Environment):
@@ -18,7 +18,7 @@ class Plain(Environment):
         return tasks(1)
 
     @reward
-    def correct(self) -> bool:
+    def correct(self) -> Any:  # a subclass may give another reward, of either colour
         return True
 
 
@@ -40,6 +40,13 @@ async def play_all(
     for trajectory in trajectories:
         assert_exact(trajectory, engine)
     return trajectories
+
+
+async def until_end(run: Run, got: list[Trajectory]) -> None:
+    """What a run gives before the error that it ends with."""
+    async with run:
+        async for trajectory in run:
+            got.append(trajectory)  # noqa: PERF401  # it raises in the end
 
 
 async def play(

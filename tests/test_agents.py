@@ -23,7 +23,7 @@ from runner import (
     metric,
     reward,
 )
-from runner.testing import Fault, Reply, ScriptedEngine, assert_exact, call
+from runner.testing import Fault, Replies, Reply, ScriptedEngine, assert_exact, call
 from tests.playing import Plain, play, play_all, recording, tasks
 
 pytestmark = pytest.mark.anyio
@@ -75,7 +75,7 @@ async def test_self_play_with_both_trained_makes_two_trajectories_announced_toge
                 conversation.add((await other.generate()).text)
 
         @reward
-        def correct(self) -> dict[str, float]:  # type: ignore[override]
+        def correct(self) -> dict[str, float]:
             return {"main": 1.0, "black": -1.0}
 
     engine = recording({"main": lambda turn: "e4", "black": lambda turn: "e5"})
@@ -193,7 +193,7 @@ async def test_a_trained_agent_cannot_speak_while_it_is_scored() -> None:
 
 
 async def test_an_engines_failure_under_a_judge_is_the_engines_and_played_again() -> None:
-    replies = {"main": "4", "judge": [Reply("right")]}
+    replies: Replies = {"main": "4", "judge": [Reply("right")]}
     failed: list[int] = []
 
     def once(turn: Any) -> Fault | None:

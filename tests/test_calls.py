@@ -11,7 +11,7 @@ import pytest
 
 from runner import Conversation, FinishReason, Outcome, Sampling, ToolError, Turn, tool
 from runner.options import ConstraintKind
-from runner.testing import call
+from runner.testing import Replies, call
 from tests.playing import Plain, play, recording
 
 pytestmark = pytest.mark.anyio
@@ -128,7 +128,8 @@ async def test_a_bad_call_goes_back_as_a_tool_message_and_play_goes_on(said: str
 async def test_text_that_opens_a_call_and_does_not_parse_goes_back_as_a_user_message(template: str) -> None:
     broken = {
         "pythonic": "[add(a=1, b=2), add(a=1, b=",
-        "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>\n<tool_call>\n{"name": "add", "ar',
+        "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "add", "ar',
     }[template]
     trajectory = await play(Adds, recording([broken, call("add", a=2, b=2), "4"], template=template))
     first = trajectory.turns[0]
@@ -173,7 +174,7 @@ async def test_tool_choice_reaches_the_engine_as_a_constraint_and_is_kept_on_the
             self.tool_choice = "auto"
             return "Anything else?" if len(self.episode.turns) < 5 else None
 
-    replies = [call("add", a=1, b=2), call("answer", value=3), "[add(a=1, b=2)]", "No", "No"]
+    replies: Replies = [call("add", a=1, b=2), call("answer", value=3), "[add(a=1, b=2)]", "No", "No"]
     engine = recording(replies)
     trajectory = await play(Chooses, engine)
     kinds = [made.constraint and made.constraint.kind for made in engine.calls]

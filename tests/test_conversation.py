@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ async def test_add_queues_and_one_bridge_takes_the_run_of_them() -> None:
 
     trajectory = await talked(talk, lambda turn: "Yes")
     sources = trajectory.segments[0].log.sources
-    changes = [after for before, after in zip(sources, sources[1:], strict=False) if before != after]
+    changes = [after for before, after in pairwise(sources) if before != after]
     assert changes == [Source.SAMPLED, Source.BRIDGE, Source.SAMPLED]
 
 

@@ -22,6 +22,7 @@ from runner import (
     Run,
     RunFile,
     Sampling,
+    StorageFailed,
     Task,
     TooManyFailures,
     Trajectory,
@@ -30,8 +31,9 @@ from runner import (
     reward,
 )
 from runner.options import Concurrency
+from runner.store.writer import RunWriter
 from runner.testing import Fault, ScriptedEngine, assert_exact, no_leaks
-from tests.playing import Plain, play, play_all, recording, tasks
+from tests.playing import Plain, play, play_all, recording, tasks, until_end
 
 pytestmark = pytest.mark.anyio
 
@@ -100,12 +102,10 @@ async def test_a_line_that_is_no_task_is_refused_by_file_and_line(tmp_path: Path
     ids=["twice", "no id", "no task"],
 )
 async def test_what_is_no_task_ends_the_run_and_what_was_played_is_kept(second: Any, said: str) -> None:
-    got: list[str] = []
+    got: list[Trajectory] = []
     with pytest.raises(BadTask, match=said):
-        async with Run(Plain, recording("Yes"), tasks=[*tasks(1), second], concurrency=ONE) as run:
-            async for trajectory in run:
-                got.append(f"{trajectory.task.id} {trajectory.outcome}")  # noqa: PERF401  # it raises in the end
-    assert got == ["t0 completed"]
+        await until_end(Run(Plain, recording("Yes"), tasks=[*tasks(1), second], concurrency=ONE), got)
+    assert [(t.task.id, t.outcome) for t in got] == [("t0", Outcome.COMPLETED)]
 
 
 async def test_a_system_message_beside_a_system_prompt_is_refused_at_the_first_such_task_by_id() -> None:
@@ -221,12 +221,11 @@ async def test_the_breaker_ends_a_run_that_mostly_fails_and_names_the_cause() ->
         def step(self, turn: Turn) -> None:
             raise ConnectionError("database is down")
 
-    got = 0
+    got: list[Trajectory] = []
+    run = Run(Fails, recording("Yes"), tasks=tasks(1000), concurrency=Concurrency(episodes=4))
     with pytest.raises(TooManyFailures, match=r"database is down") as error:
-        async with Run(Fails, recording("Yes"), tasks=tasks(1000), concurrency=Concurrency(episodes=4)) as run:
-            async for _ in run:
-                got += 1
-    assert 16 <= got < 40
+        await until_end(run, got)
+    assert 16 <= len(got) < 40
     assert error.value.exit_code == 10
     assert len(await play_all(Fails, "Yes", tasks=tasks(40), breaker=1)) == 40
 
@@ -247,9 +246,7 @@ async def test_engine_death_ends_the_run_with_its_cause_and_keeps_what_was_finis
     got: list[Trajectory] = []
     engine = recording("Yes", faults={3: Fault.death(1)})
     with pytest.raises(EngineDead, match="a scripted death"):
-        async with Run(Plain, engine, tasks=tasks(20), concurrency=Concurrency(episodes=2)) as run:
-            async for trajectory in run:
-                got.append(trajectory)  # noqa: PERF401  # it raises in the end
+        await until_end(Run(Plain, engine, tasks=tasks(20), concurrency=Concurrency(episodes=2)), got)
     outcomes = {t.outcome for t in got}
     assert outcomes == {Outcome.COMPLETED, Outcome.ENGINE_ERROR}
     assert 3 <= len(got) <= 5
@@ -339,6 +336,39 @@ async def test_group_rewards_that_are_missing_in_the_file_are_computed_again(tmp
     assert [[t.reward for t in group.trajectories] for group in groups] == [[1.0, 2.0]]
     with RunFile(file) as stored:
         assert [(row.index, row.reward) for row in stored.rows()] == [(0, 1.0), (1, 2.0)]
+
+
+async def test_a_resumed_run_sums_up_the_whole_file_and_counts_each_reward_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Compared(Plain):
+        @group_reward
+        def compared(self, group: Group) -> list[float]:
+            return [float(t.index) for t in group.trajectories]
+
+    async def full(*_: object) -> None:
+        raise StorageFailed("the disk is full")
+
+    file = tmp_path / "run.db"
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWriter, "commit_group_rewards", full)
+        with pytest.raises(StorageFailed):
+            await play_all(Compared, "Yes", group_size=2, file=file, tasks=tasks(3), concurrency=ONE)
+    for _ in range(2):  # the second time everything is in the file
+        async with Run(Compared, recording("Yes"), group_size=2, file=file, tasks=tasks(3)) as run:
+            async for _trajectory in run:
+                pass
+        assert run.summary.episodes == run.summary.reward.count == run.summary.rewards["compared"].count == 6
+        assert run.summary.rewards["compared"].mean == pytest.approx(0.5)
+        with RunFile(file) as stored:
+            summary = stored.summary()
+        assert summary is not None
+        assert summary["episodes"] == 6
+
+
+async def test_iterating_over_a_run_that_has_not_begun_says_what_to_write() -> None:
+    with pytest.raises(RuntimeError, match="async with Run"):
+        await anext(Run(Plain, recording("Yes")))
 
 
 async def test_weights_of_the_run_are_in_the_header(tmp_path: Path) -> None:
