@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import os
+import signal
 import time
 from abc import abstractmethod
 from collections import deque
@@ -21,7 +22,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from runner.edge import Reporter
+from runner.edge import Reporter, supervise
+from runner.errors import DeltarunnerError
 from runner.lag import Blocker
 from runner.play import Play
 from runner.runs import Run
@@ -61,8 +63,8 @@ class Figures:
 
     Attributes:
         total: episodes that the run is to have, or None where nobody knows.
-        before: of those, played by earlier runs of the same file.
-        done: played by this run, failed ones included.
+        before: played by earlier runs of the same file.
+        done: played so far, failed ones included.
         failed: of those, failed.
         running: episodes in flight, those that wait for the engine included.
         waiting: turns that wait for a place in the engine.
@@ -94,9 +96,10 @@ class Figures:
     @property
     def remaining(self) -> float | None:
         """Seconds left at the pace so far; None where that cannot be told."""
-        if self.total is None or not self.done:
+        played = self.done - self.before
+        if self.total is None or played <= 0:
             return None
-        return max(0, self.total - self.before - self.done) * self.elapsed / self.done
+        return max(0, self.total - self.done) * self.elapsed / played
 
 
 @dataclass(slots=True)
@@ -181,6 +184,27 @@ class Display(Reporter):
         self.before = 0
         self.last_fault = ""
 
+    async def supervise(self, run: Run, reporter: Reporter | None = None) -> signal.Signals | None:
+        """`runner.edge.supervise`, shown.
+
+        Args:
+            run: the run, not entered yet.
+            reporter: is told how it goes; by default only this display is.
+        """
+        failure: DeltarunnerError | None = None
+        received: signal.Signals | None = None
+        async with anyio.create_task_group() as showing:
+            showing.start_soon(self.watch, run, name="display")
+            try:
+                received = await supervise(run, reporter or self)
+            # As a value: a task group would wrap it.
+            except DeltarunnerError as error:
+                failure = error
+            showing.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        return received
+
     async def watch(self, run: Run) -> None:
         """Show the run until cancelled."""
         gauge = Gauge(run)
@@ -245,8 +269,7 @@ class PlainDisplay(Display):
             self.say(f"{self.title}: starting the engine")
 
     def _playing(self, figures: Figures) -> None:
-        done = figures.before + figures.done
-        tenths = 10 * done // figures.total if figures.total else 0
+        tenths = 10 * figures.done // figures.total if figures.total else 0
         if figures.elapsed < self._next and tenths <= self._tenths:
             return
         self._tenths = tenths
@@ -263,8 +286,7 @@ class PlainDisplay(Display):
 
 def plain_parts(figures: Figures) -> Iterator[str]:
     """The figures in words."""
-    done = figures.before + figures.done
-    yield f"{done} of {figures.total} episodes" if figures.total else f"{done} episodes"
+    yield f"{figures.done} of {figures.total} episodes" if figures.total else f"{figures.done} episodes"
     yield f"{figures.running} running"
     if figures.waiting:
         yield f"{figures.waiting} waiting for the engine"
@@ -310,7 +332,7 @@ def live_view(figures: Figures, title: str, *, width: int, height: int) -> Rende
     """What the live display shows."""
     lines: list[RenderableType] = [Text(title, style="bold", no_wrap=True, overflow="ellipsis")]
     if width >= NARROW and figures.total:
-        lines.append(_bar(figures.total, figures.before + figures.done, width))
+        lines.append(_bar(figures.total, figures.done, width))
     lines += [_counts(figures, width), _pace(figures)]
     if figures.blocker is not None:
         lines.append(Text(f"slow loop: {figures.blocker.where} {figures.blocker.advice}", style="yellow"))
@@ -329,8 +351,7 @@ def _bar(total: int, done: int, width: int) -> Table:
 
 
 def _counts(figures: Figures, width: int) -> Text:
-    done = figures.before + figures.done
-    parts = [(f"{done} of {figures.total}" if figures.total else f"{done} done", "bold")]
+    parts = [(f"{figures.done} of {figures.total}" if figures.total else f"{figures.done} done", "bold")]
     if width >= NARROW:
         parts += [(f"{figures.running} running", ""), (f"{figures.waiting} waiting for the engine", "")]
     parts.append((f"{figures.failed} failed", "red" if figures.failed else "dim"))

@@ -71,7 +71,11 @@ class Reporter:
 
 
 def run(
-    environment: Environment[Any] | type[Environment[Any]], engine: Engine, **options: Unpack[RunOptions]
+    environment: Environment[Any] | type[Environment[Any]],
+    engine: Engine,
+    *,
+    quiet: bool = False,
+    **options: Unpack[RunOptions],
 ) -> Summary:
     """Play a run to its end, on an event loop of its own: the one synchronous door.
 
@@ -81,6 +85,7 @@ def run(
     Args:
         environment: the environment, or its class.
         engine: what speaks.
+        quiet: do not say on stderr how far the run is.
         options: those of `Run`.
 
     Returns:
@@ -93,13 +98,23 @@ def run(
 
     async def play() -> tuple[Summary, signal.Signals | None]:
         made = Run(environment, engine, **options)
-        received = await supervise(made, Reporter())
+        received = await (supervise(made, Reporter()) if quiet else _watched(made))
         return made.summary, received
 
     summary, received = on_event_loop(play)
     if received is not None:
         raise KeyboardInterrupt
     return summary
+
+
+async def _watched(made: Run) -> signal.Signals | None:
+    from rich.console import Console
+
+    from runner.display import PlainDisplay
+
+    # Plain lines, also on a terminal: what else is printed there is not ours to hold back.
+    display = PlainDisplay(Console(stderr=True, highlight=False), type(made.environment).__name__)
+    return await display.supervise(made)
 
 
 def on_event_loop(function: Callable[[*Arguments], Awaitable[T]], *arguments: *Arguments) -> T:

@@ -151,7 +151,9 @@ def test_a_named_file_is_gone_on_with(folder: Path, capfd: pytest.CaptureFixture
     file = folder / "mine.db"
     assert play("mine.py:Greeting", file=file, episodes=2) == 0
     assert play("mine.py:Greeting", file=file, episodes=3) == 0
-    assert "which has 2 episodes already: going on" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "which has 2 episodes already: going on" in out
+    assert "3, 1 of them in 0:0" in out
     with RunFile(file) as run_file:
         assert len(run_file) == 3
     with pytest.raises(DeltarunnerError, match="seed: 0 -> 1"):

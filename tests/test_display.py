@@ -17,7 +17,7 @@ from runner.lag import Blocker
 FIGURES = Figures(
     total=64,
     before=10,
-    done=22,
+    done=32,
     failed=2,
     running=16,
     waiting=3,

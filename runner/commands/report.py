@@ -30,19 +30,25 @@ def make_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
 
-def summary_table(summary: Mapping[str, Any]) -> Table:
-    """`Summary.as_dict()` for people."""
+def summary_table(summary: Mapping[str, Any], *, earlier: int = 0) -> Table:
+    """`Summary.as_dict()` for people.
+
+    Args:
+        summary: of the whole file.
+        earlier: episodes that were in it already.
+    """
     table = Table.grid(padding=(0, 2))
-    for name, value in _rows(summary):
+    for name, value in _rows(summary, earlier):
         table.add_row(Text(name, style="dim"), value)
     return table
 
 
-def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, RenderableType]]:
+def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, RenderableType]]:
     episodes = summary["episodes"]
+    played = f"{episodes}, {episodes - earlier} of them" if earlier else str(episodes)
     rate = summary["tokens_per_second"]
     pace = f", {rate:.0f} tokens/s" if rate else ""
-    yield "episodes", Text(f"{episodes} in {as_time(summary['seconds'])}{pace}", style="bold")
+    yield "episodes", Text(f"{played} in {as_time(summary['seconds'])}{pace}", style="bold")
     yield "reward", Text(_mean(summary["reward"]), style="bold")
     for name, mean in summary["rewards"].items():
         yield f"  {name}", Text(_mean(mean))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import anyio
 import orjson
 from rich.console import Console
 from rich.text import Text
@@ -22,7 +21,7 @@ from runner.commands.report import lag_lines, own_command, quoted, summary_table
 from runner.commands.selection import select
 from runner.commands.values import limits_of, pairs, plain_value
 from runner.display import Display, PlainDisplay, display_for
-from runner.edge import Reporter, on_event_loop, supervise
+from runner.edge import Reporter, on_event_loop
 from runner.engines.base import Engine
 from runner.engines.output import quiet_output
 from runner.environment import Environment, check_playable
@@ -207,25 +206,13 @@ class Show(Reporter):
             resolve_model(self._settings.model, say=self.say)
 
     async def _play(self) -> signal.Signals | None:
-        failure: DeltarunnerError | None = None
-        received: signal.Signals | None = None
         async with AsyncExitStack() as stack:
             if self._settings.debug:
                 await self._start_quietly(stack)
             self._run = run = Run(self._plan.environment, self._plan.engine, file=self._file(), **self._plan.options)
             if self._settings.index is not None:
                 run.indices = (self._settings.index,)
-            async with anyio.create_task_group() as showing:
-                showing.start_soon(self._display.watch, run, name="display")
-                try:
-                    received = await supervise(run, self)
-                # As a value: a task group would wrap it.
-                except DeltarunnerError as error:
-                    failure = error
-                showing.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
-        return received
+            return await self._display.supervise(run, self)
 
     async def _start_quietly(self, stack: AsyncExitStack) -> None:
         self.say(f"{self._plan.title}: starting the engine")
@@ -287,7 +274,7 @@ class Show(Reporter):
             for line in transcript(trajectory, run.engine.tokenizer.decode, brief=self._settings.task is None):
                 self._console.print(line, soft_wrap=not self._console.is_terminal)
         self._console.print()
-        self._console.print(summary_table(run.summary.as_dict()))
+        self._console.print(summary_table(run.summary.as_dict(), earlier=self._earlier))
         for line in lag_lines(run.lag):
             self._console.print(line, soft_wrap=True)
         if run.file is not None:
@@ -299,8 +286,6 @@ class Show(Reporter):
         with RunFile(file) as stored:
             complete = stored.complete
             example = next(iter(stored), None)
-            if self._earlier:
-                self._console.print(f"in all {len(stored)} episodes are in {file}\n", soft_wrap=True)
         lines = []
         if not complete or failed:
             lines.append(("the same command again", "goes on from here"))
