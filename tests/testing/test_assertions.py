@@ -1,0 +1,90 @@
+"""The assertion of exactness finds what it is there to find."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from runner import Run, Trajectory, Turn, tool
+from runner.testing import ScriptedEngine, assert_exact, call
+from tests.playing import Plain
+
+pytestmark = pytest.mark.anyio
+
+
+class Adds(Plain):
+    @tool
+    def add(self, a: int, b: int) -> int:
+        """Add."""
+        return a + b
+
+    def step(self, turn: Turn) -> str | None:
+        return "Sure?" if len(self.episode.turns) < 3 else None
+
+
+@pytest.fixture
+async def played() -> tuple[Trajectory, ScriptedEngine]:
+    engine = ScriptedEngine([call("add", a=1, b=2), "It is 3", "Yes"], record=True)
+    async with Run(Adds, engine) as run:
+        (trajectory,) = [t async for t in run]
+    assert_exact(trajectory, engine)
+    return trajectory, engine
+
+
+async def test_an_id_of_the_log_that_was_not_sent_is_found(played: tuple[Trajectory, ScriptedEngine]) -> None:
+    trajectory, engine = played
+    trajectory.segments[0].log.ids[trajectory.turns[1].start - 2] ^= 1
+    with pytest.raises(AssertionError, match=r"t0#0 main turn 1: the engine was sent another prompt\n  sent: "):
+        assert_exact(trajectory, engine)
+
+
+async def test_a_sampled_id_that_was_changed_is_found(played: tuple[Trajectory, ScriptedEngine]) -> None:
+    trajectory, engine = played
+    trajectory.segments[0].log.ids[trajectory.turns[2].start] ^= 1
+    with pytest.raises(AssertionError, match=r"is not what was sampled|the engine sampled"):
+        assert_exact(trajectory, engine)
+
+
+async def test_a_turn_that_does_not_extend_the_one_before_shows_the_seam(
+    played: tuple[Trajectory, ScriptedEngine],
+) -> None:
+    trajectory, engine = played
+    trajectory.turns[1].start = trajectory.turns[0].end - 4
+    with pytest.raises(AssertionError, match=r"does not extend the turn before\n  sampled: .*add\(a=1, b=2\)"):
+        assert_exact(trajectory, engine)
+
+
+async def test_a_mask_that_covers_another_id_is_found(played: tuple[Trajectory, ScriptedEngine]) -> None:
+    trajectory, _ = played
+    trajectory.turns[2].end -= 1
+    with pytest.raises(AssertionError, match="the loss mask is wrong"):
+        assert_exact(trajectory)
+
+
+async def test_a_log_probability_without_a_sample_is_found(played: tuple[Trajectory, ScriptedEngine]) -> None:
+    trajectory, _ = played
+    trajectory.segments[0].log.logprobs[0] = -1.0
+    with pytest.raises(AssertionError, match="nobody sampled"):
+        assert_exact(trajectory)
+
+
+async def test_arrays_that_went_apart_are_found(played: tuple[Trajectory, ScriptedEngine]) -> None:
+    trajectory, _ = played
+    trajectory.segments[0].log.ids.extend(array("i", [1]))
+    with pytest.raises(AssertionError, match="have lengths"):
+        assert_exact(trajectory)
+
+
+async def test_a_call_that_was_answered_twice_or_not_at_all_is_found(
+    played: tuple[Trajectory, ScriptedEngine],
+) -> None:
+    trajectory, _ = played
+    messages = trajectory.segments[0].messages
+    answer = messages[2]
+    messages.insert(2, answer)
+    with pytest.raises(AssertionError, match=r"were answered by \['call_0', 'call_0'\]"):
+        assert_exact(trajectory)
+    del messages[2:4]
+    with pytest.raises(AssertionError, match=r"were answered by \[\]"):
+        assert_exact(trajectory)
