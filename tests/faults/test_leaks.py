@@ -58,11 +58,11 @@ async def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
 
 
 async def test_no_more_trajectories_live_than_episodes_are_in_flight_or_wait_to_be_read() -> None:
-    alive: list[int] = []
+    def living() -> int:
+        return sum(isinstance(thing, Trajectory) for thing in gc.get_objects())
+
     async with Run(many(AsyncPupils), ScriptedEngine(speak), concurrency=Concurrency(episodes=WIDTH)) as run:
-        async for trajectory in run:
-            if int(trajectory.task.id) % 100 == 0:
-                alive.append(sum(isinstance(thing, Trajectory) for thing in gc.get_objects()))
+        alive = [living() async for trajectory in run if int(trajectory.task.id) % 100 == 0]
     assert len(alive) == EPISODES / 100
     assert min(alive) >= 1, "the one that is being read"
     assert max(alive) <= 3 * WIDTH
