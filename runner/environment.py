@@ -84,7 +84,7 @@ class Environment(Generic[TaskT]):
     def tasks(self) -> Iterable[TaskT] | AsyncIterable[TaskT]:
         """The problems, on the object you construct."""
         raise BadEnvironment(
-            f"{type(self).__name__} has no tasks: define tasks(), or give them to the run (tasks=, --file FILE.jsonl)."
+            f"{type(self).__name__} has no tasks: define tasks(), or give them to the run (tasks=, --tasks FILE.jsonl)."
         )
 
     def lifespan(self) -> AbstractContextManager[Any] | AbstractAsyncContextManager[Any]:

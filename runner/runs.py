@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
@@ -271,6 +271,10 @@ class Run:
         self._writer.flush()
 
     async def _next_result(self) -> Result:
+        if not hasattr(self, "_results"):
+            raise RuntimeError(
+                "the run has not begun: write `async with Run(...) as run:` and iterate over `run` inside"
+            )
         try:
             return await self._results.receive()
         except anyio.EndOfStream:
@@ -322,7 +326,7 @@ class Run:
         if self._writer.resumed:
             for trajectory in self._writer.stored():
                 if not trajectory.outcome.cut_short:
-                    self.summary.recall(trajectory)
+                    self.summary.recall(trajectory, final=self._is_final(trajectory))
                 await self._feed.finished(trajectory)
 
     async def _begin_episodes(self, episodes: TaskGroup) -> None:
@@ -423,22 +427,31 @@ class Run:
         await self._announce(trajectories, missing)
 
     async def _score_group(self, new: list[Trajectory], missing: int) -> None:
-        groups = await self._groups_of(new)
-        await score_group(self._context, groups, self.summary.faults.append)
-        await self._writer.commit_group_rewards([t for group in groups for t in group.trajectories])
+        await self._score(await self._groups_of(new), new)
         by_index = attrgetter("index")
         for _, members in groupby(sorted(new, key=by_index), key=by_index):
-            episode = list(members)
-            self.summary.add_reward(episode[0])
-            await self._announce(episode, missing)
+            await self._announce(list(members), missing)
+
+    async def _score(self, groups: list[Group], new: Collection[Trajectory] = ()) -> None:
+        """Give and commit the group rewards; what has its final reward only now is counted only now."""
+        members = [trajectory for group in groups for trajectory in group.trajectories]
+        counted = [t for t in members if t.agent == MAIN and (t in new or not self._is_final(t))]
+        await score_group(self._context, groups, self.summary.faults.append)
+        await self._writer.commit_group_rewards(members)
+        for trajectory in counted:
+            self.summary.add_reward(trajectory)
+
+    def _is_final(self, trajectory: Trajectory) -> bool:
+        """Its reward does not wait for its group any more."""
+        names = [scorer.name for scorer in self.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
+        scored = trajectory.outcome.scored and trajectory.turns
+        return not names or not scored or any(name in trajectory.rewards for name in names)
 
     async def _score_stored(self, task: Task, visit: int) -> None:
         """The last run ended between an episode's commit and its group's rewards."""
         try:
             stored = await self._writer.stored_group(task.id, visit)
-            groups = by_agent(stored, seed=self.seed, group_size=self.group_size)
-            await score_group(self._context, groups, self.summary.faults.append)
-            await self._writer.commit_group_rewards([t for group in groups for t in group.trajectories])
+            await self._score(by_agent(stored, seed=self.seed, group_size=self.group_size))
         except DeltarunnerError as error:
             self.fail(error, cancel=True)
 

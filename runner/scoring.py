@@ -80,14 +80,18 @@ def _mark(function: Any, kind: str, weight: float) -> Any:
         raise BadEnvironment(
             f"@{kind} goes on a method, not on {function!r:.40}; a weight is given as @{kind}(weight=...)."
         )
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise BadOption(f"@{kind}(weight={weight!r}): give a finite number.")
+    _check_weight(f"@{kind}(weight={weight!r})", weight)
 
     def decorate(method: Function) -> Function:
         setattr(method, _MARK, Scorer(method.__name__, kind, float(weight)))
         return method
 
     return decorate if function is None else decorate(function)
+
+
+def _check_weight(where: str, weight: Any) -> None:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise BadOption(f"{where}: give a finite number.")
 
 
 def collect_scorers(cls: type) -> tuple[Scorer, ...]:
@@ -129,9 +133,10 @@ def with_weights(scorers: tuple[Scorer, ...], weights: Mapping[str, float]) -> t
         BadOption: a name that is no reward.
     """
     names = [scorer.name for scorer in scorers if scorer.kind != ScorerKind.METRIC]
-    for name in weights:
+    for name, weight in weights.items():
         if name not in names:
             raise BadOption(f"weights: {name!r} is no reward of this environment; it has {', '.join(names) or 'none'}.")
+        _check_weight(f"weights={{{name!r}: {weight!r}}}", weight)
     return tuple(dataclasses.replace(s, weight=float(weights.get(s.name, s.weight))) for s in scorers)
 
 

@@ -171,4 +171,8 @@ def _checked(task: Any) -> Task:
         raise BadTask(
             f"a task has no id (prompt {task.prompt!r:.60}): give each task a string that is unique in the run."
         )
+    try:
+        task.id.encode()
+    except UnicodeEncodeError:
+        raise BadTask(f"the task id {task.id!r} is no text: it holds half a surrogate pair.") from None
     return task

@@ -135,11 +135,12 @@ class Summary:
             for turn in trajectory.turns:
                 self._add_turn(turn)
 
-    def recall(self, trajectory: Trajectory) -> None:
-        """Count a trajectory that an earlier run of the same file finished."""
+    def recall(self, trajectory: Trajectory, *, final: bool) -> None:
+        """Count a trajectory that an earlier run of the same file finished; its reward only where that is final."""
         if trajectory.agent == "main":
             self.add([trajectory])
-            self.add_reward(trajectory)
+            if final:
+                self.add_reward(trajectory)
         else:
             for turn in trajectory.turns:
                 self._add_turn(turn)

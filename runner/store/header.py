@@ -118,6 +118,7 @@ class Header:
         arguments: the constructor's, defaults included.
         unrecorded: the names of those that have no form in JSON.
         system_prompt: the environment's.
+        tool_choice: the environment's.
         tools: the environment's tools in OpenAI's shape, by name.
         engine: what `Engine.describe()` says.
         engines: the same for agents that are placed elsewhere, by agent.
@@ -146,6 +147,7 @@ class Header:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     unrecorded: tuple[str, ...] = ()
     system_prompt: str | None = None
+    tool_choice: str = "auto"
     tools: Mapping[str, Any] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
     engines: Mapping[str, Any] = field(default_factory=dict)
@@ -179,6 +181,7 @@ class Header:
             arguments=_without_secrets(arguments),
             unrecorded=tuple(sorted(unrecorded)),
             system_prompt=environment.system_prompt,
+            tool_choice=environment.tool_choice,
             tools={tool.name: tool.as_openai() for tool in environment.bound_tools()},
             engine=_described(run.engine),
             engines={

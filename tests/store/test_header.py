@@ -174,6 +174,7 @@ class Greeter:
     """As much of an environment as the header reads."""
 
     system_prompt = "Be kind."
+    tool_choice = "auto"
     sampling = Sampling(temperature=0.5)
 
     def construction(self) -> dict[str, Any]:
