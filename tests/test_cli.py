@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import runner.errors
 from runner import BadOption, BadTask, RunFile, ScriptedEngine, TooManyFailures
-from runner.cli import app
+from runner.cli import EPILOG, app
 from runner.commands.run import RunSettings, run_command
 from runner.commands.values import limits_of, pairs, plain_value
 from runner.engines.base import Engine
 from runner.engines.script import call
 from runner.errors import DeltarunnerError
 
+ROOT = Path(__file__).parents[1]
 REPLIES = [call("add", a=1, b=2), call("answer", value=12)]
 
 AUTHOR = '''
@@ -409,3 +411,41 @@ def test_values_are_json_or_text(text: str, value: object) -> None:
 
 def test_a_limit_may_be_lifted() -> None:
     assert limits_of(["turns=3", "seconds=none"]).given() == {"turns": 3, "seconds": None}
+
+
+# --- the pages
+
+
+def test_every_exit_code_is_in_the_page_and_in_the_help() -> None:
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    errors = [error for error in vars(runner.errors).values() if isinstance(error, type)]
+    codes = {error.exit_code for error in errors if issubclass(error, DeltarunnerError)}
+    epilog = " ".join(EPILOG.split())
+    for code in codes:
+        assert f"| {code} |" in page
+        assert f"· {code} " in epilog
+
+
+def test_every_option_of_run_is_in_the_page() -> None:
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    options = set(re.findall(r"--[a-z-]+", deltarunner("run", "--help").output)) - {"--help"}
+    assert {option for option in options if option not in page} == set()
+
+
+def test_the_environment_of_the_readme_is_short_and_right(folder: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert len([line for line in blocks[0].splitlines() if line.strip()]) < 20
+    (folder / "weather.py").write_text(blocks[0])
+    result = deltarunner("check", "weather.py:Weather")
+    assert result.exit_code == 0, result.output
+    says = [call("weather", city="Oslo"), "Sunny, rainy or foggy."]
+    assert play("weather.py:Weather", says, file=folder / "weather.db") == 0
+    with RunFile(folder / "weather.db") as run_file:
+        assert [row.reward for row in run_file] == [1.0] * 4
+
+
+def test_the_readme_names_only_pages_that_are_there() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    assert len(links) > 3
+    for link in links:
+        assert (ROOT / link).exists(), link
