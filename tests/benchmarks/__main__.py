@@ -7,9 +7,7 @@ import json
 import subprocess
 import sys
 
-from rich.console import Console
-
-from tests.benchmarks.figures import Figure, shown
+from tests.benchmarks.figures import Figure, show
 
 NAMES = ("start", "parts", "scripted", "turns", "live", "streams", "parity")
 
@@ -30,7 +28,7 @@ def main() -> None:
         for figure in figures:
             print(json.dumps(figure.as_dict()))
     else:
-        Console().print(shown(figures))
+        show(figures)
 
 
 def _measured(name: str) -> list[Figure]:

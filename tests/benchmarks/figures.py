@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Figure", "main", "on_one_core", "shown"]
+__all__ = ["Figure", "main", "on_one_core", "show", "shown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,13 @@ def main(measure: Callable[[], Iterable[Figure]]) -> None:
         for figure in figures:
             print(json.dumps(figure.as_dict()), flush=True)
     else:
-        Console().print(shown(figures))
+        show(figures)
+
+
+def show(figures: Sequence[Figure]) -> None:
+    """Print a table; where this is no terminal, as wide as it has to be."""
+    console = Console()
+    (console if console.is_terminal else Console(width=140)).print(shown(figures))
 
 
 def shown(figures: Sequence[Figure]) -> Table:
