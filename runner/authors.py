@@ -13,6 +13,7 @@ import anyio
 
 import runner
 from runner.clocks import Clock
+from runner.errors import unwrapped
 from runner.threads import Job, Workers
 
 __all__ = ["AuthorCode", "AuthorExit", "TooSlow", "describe_error", "is_async"]
@@ -57,6 +58,7 @@ class AuthorCode:
             TooSlow: it took longer than `seconds`, also if it swallowed the cancellation and returned.
             AuthorExit: it called `sys.exit`, or raised what is no Exception.
         """
+        job: Job | None = None
         try:
             if is_async(function):
                 return await self._limited(partial(function, *args), name, seconds)
@@ -68,7 +70,9 @@ class AuthorCode:
                     if job.abandoned:
                         self.abandoned = name
         except BaseException as error:
-            if isinstance(error, Exception) or _is_not_the_authors(error):
+            # What came out of a worker thread is the author's, whatever it is: no signal arrives there.
+            from_thread = job is not None and error is job.error
+            if isinstance(error, Exception) or (_is_not_the_authors(error) and not from_thread):
                 raise
             raise AuthorExit(f"{name} {_what_left(error)}") from error
         # A partial, a lambda or a callable object may hide an async function; its clock is that of what called it.
@@ -90,8 +94,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def describe_error(error: BaseException) -> str:
     """One line for people: what was raised and where in the author's own code; groups of one are unwrapped."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
+    error = unwrapped(error)
     text = _text_of(error)
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     ours = str(Path(runner.__file__).parent)

@@ -9,7 +9,7 @@ import anyio
 
 from runner import wording
 from runner.authors import AuthorCode, TooSlow
-from runner.errors import ToolError
+from runner.errors import ToolError, unwrapped
 from runner.messages import Message, ToolCall
 from runner.options import UNSET
 from runner.tools import Tool, result_text
@@ -101,8 +101,11 @@ class _Running:
         try:
             function = partial(_call_async if tool.is_async else _call, tool, tool.arguments(call.arguments))
             text: str = await self._author.call(function, name=f"tool {tool.name}()", seconds=seconds)
-        except ToolError as error:
-            return wording.tool_error(str(error))
+        except (ToolError, BaseExceptionGroup) as error:
+            told = unwrapped(error)
+            if not isinstance(told, ToolError):
+                raise
+            return wording.tool_error(str(told))
         except TooSlow as error:
             if self._author.abandoned:
                 raise
@@ -112,11 +115,19 @@ class _Running:
 
 # The result becomes text where the tool ran: a large one computed in a thread is not dumped on the loop.
 def _call(tool: Tool, arguments: dict[str, object]) -> str:
-    return result_text(tool.call(**arguments))
+    return _text(tool, tool.call(**arguments))
 
 
 async def _call_async(tool: Tool, arguments: dict[str, object]) -> str:
-    return result_text(await tool.call(**arguments))
+    return _text(tool, await tool.call(**arguments))
+
+
+def _text(tool: Tool, result: object) -> str:
+    try:
+        return result_text(result)
+    except TypeError as error:
+        error.add_note(f"it was tool {tool.name}()")
+        raise
 
 
 def _between_barriers(calls: Sequence[ToolCall], tools: dict[str, Tool]) -> Iterator[list[ToolCall]]:

@@ -45,11 +45,17 @@ class RunContext:
     seed: int
     workers: Workers
     shared: Any = None
+    _asked: set[str] = field(default_factory=set)
     _limiters: dict[str, anyio.CapacityLimiter] = field(default_factory=dict)
     _sampling: dict[bool, Sampling] = field(default_factory=dict)  # without a conversation's own, by `train`
 
     def chat_of(self, agent: str) -> ChatModel:
+        self._asked.add(agent)
         return self.elsewhere.get(agent, self.chat)
+
+    def unused(self) -> list[str]:
+        """Agents that were placed elsewhere and never opened: a misspelt name, mostly."""
+        return sorted(self.elsewhere.keys() - self._asked)
 
     def sampling_of(self, *, train: bool, conversation: Sampling | None) -> Sampling:
         """Every field set: the conversation's, the run's for trained agents, the class's, the defaults."""

@@ -74,7 +74,7 @@ class Conversation:
     ) -> None:
         self.name = name
         self.train = train
-        self.tools = list(tools)
+        self.tools = _checked_tools(tools)
         self.turns: list[Turn] = []
         self._setting = setting
         self._segments: list[Segment] = []
@@ -167,7 +167,7 @@ class Conversation:
             if self._segment is not None and not self._queued:
                 return self.context - len(self._segment.log)
             if self._oversized():
-                return -self._oversized()
+                return self.context - self._oversized() // self._setting.chat.tokenizer.longest_token
             return self.context - len(self._prepare().prompt)
         finally:
             self._queued = queued
@@ -184,7 +184,7 @@ class Conversation:
         self._queued = history
         self._cause = "environment"
         if tools is not None:
-            self.tools = list(tools)
+            self.tools = _checked_tools(tools)
         self._setting.allowance.context_rewritten(self.name)
 
     def close(self) -> None:
@@ -387,6 +387,13 @@ class _Prepared:
     junction: Junction | None
     continued: bool = False
     tool_choice: ToolChoice = "auto"
+
+
+def _checked_tools(tools: Sequence[Tool]) -> list[Tool]:
+    for tool in tools:
+        if not isinstance(tool, Tool):
+            raise TypeError(f"{tool!r:.60} is no Tool: write Tool(function) for a function with hints and a docstring")
+    return list(tools)
 
 
 def _assistant_message(turn: Turn) -> Message:

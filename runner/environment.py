@@ -180,7 +180,9 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> None:
             )
     names = [tool.name for tool in tools]
     choice = environment.tool_choice
-    if choice not in ("auto", "required", "none", *names) and not environment.overrides("setup"):
+    known = ("auto", "none", *names, *(["required"] if names else []))
+    # A setup() may bring tools of its own.
+    if choice not in known and not environment.overrides("setup"):
         raise BadOption(f"tool_choice={choice!r}: no such tool. Tools: {', '.join(names) or 'none'}.")
 
 

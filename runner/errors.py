@@ -52,6 +52,16 @@ __all__ = [
 ]
 
 
+def unwrapped(error: BaseException) -> BaseException:
+    """The one error that a group of groups holds; the error itself where it is no group, or holds several."""
+    inner = error
+    while isinstance(inner, BaseExceptionGroup):
+        if len(inner.exceptions) != 1:
+            return error
+        inner = inner.exceptions[0]
+    return inner
+
+
 class DeltarunnerError(Exception):
     """The base of every error that deltarunner raises on purpose.
 

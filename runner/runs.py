@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ from runner.context import RunContext
 from runner.engines.base import Engine
 from runner.environment import Environment, as_environment, check_playable, check_tools
 from runner.episode import MAIN, Place
-from runner.errors import BadOption, BadTask, DeltarunnerError, EngineDead
+from runner.errors import BadOption, BadTask, DeltarunnerError, EngineDead, unwrapped
 from runner.groups import GroupBook, Result, WaitingGroups, by_agent, score_group
 from runner.lag import LagMonitor
 from runner.messages import as_messages
@@ -44,6 +44,7 @@ from runner.watching import Breaker, until_dead, until_stuck
 __all__ = ["Run"]
 
 COMMIT_SECONDS = 10.0
+RECALLED_AT_ONCE = 100
 
 
 class Run:
@@ -173,8 +174,8 @@ class Run:
         try:
             return await self._exit.__aexit__(kind, error, traceback)
         except BaseExceptionGroup as group:
-            single = _single(group)
-            if single is None:
+            single = unwrapped(group)
+            if single is group:
                 raise
             if single is error:
                 return False
@@ -317,6 +318,7 @@ class Run:
                 await self._begin_episodes(episodes)
                 self._all_begun = True
         await self._announce_unfinished_groups()
+        self.summary.faults.extend(f"engines: no agent {name!r} ever spoke" for name in self._context.unused())
         self.summary.stop()
         complete = self._all_begun and self.failure is None and not self.summary.cut_short
         await self._writer.finish(self.summary.as_dict(), complete=complete)
@@ -324,10 +326,13 @@ class Run:
     async def _recall_stored(self) -> None:
         """Count what an earlier run of the file finished, and tell the source."""
         if self._writer.resumed:
-            for trajectory in self._writer.stored():
-                if not trajectory.outcome.cut_short:
-                    self.summary.recall(trajectory, final=self._is_final(trajectory))
-                await self._feed.finished(trajectory)
+            stored = self._writer.stored()
+            # In a thread, some at a time: a large file must not hold up the loop.
+            while some := await self.workers.call(Job(lambda: list(islice(stored, RECALLED_AT_ONCE)), "run file")):
+                for trajectory in some:
+                    if not trajectory.outcome.cut_short:
+                        self.summary.recall(trajectory, final=self._is_final(trajectory))
+                    await self._feed.finished(trajectory)
 
     async def _begin_episodes(self, episodes: TaskGroup) -> None:
         try:
@@ -487,12 +492,3 @@ class Run:
         self.fail(error)
         for play in self.plays:
             play.cancel(Ending(Outcome.ENGINE_ERROR, error=str(error)))
-
-
-def _single(error: BaseException) -> BaseException | None:
-    """The one error that a group of groups holds, or None if it holds several."""
-    while isinstance(error, BaseExceptionGroup):
-        if len(error.exceptions) != 1:
-            return None
-        error = error.exceptions[0]
-    return error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import anyio
 import orjson
 
-from runner.authors import describe_error
+from runner.authors import describe_error, is_async
 from runner.errors import BadTask
-from runner.tasks import Task
+from runner.tasks import Task, TaskBuilder
 from runner.threads import Job, Workers
 from runner.trajectory import Trajectory
 
@@ -109,10 +108,11 @@ class TaskFeed:
             raise BadTask(f"finished() of the task source raised {describe_error(error)}") from error
 
     async def _hear(self, trajectory: Trajectory) -> None:
-        if self._asynchronous is None:
-            await self._workers.call(Job(lambda: self._source.finished(trajectory), "finished()"))
+        hear = self._source.finished
+        if self._asynchronous is None and not is_async(hear):
+            await self._workers.call(Job(lambda: hear(trajectory), "finished()"))
             return
-        result = self._source.finished(trajectory)
+        result = hear(trajectory)
         if inspect.isawaitable(result):
             await result
 
@@ -137,30 +137,30 @@ def read_tasks(path: Path, task_class: type[Task] = Task) -> Iterator[Task]:
 
 
 def _read_lines(path: Path, task_class: type[Task]) -> Iterator[Task]:
+    build = TaskBuilder(task_class)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _task_of(line, task_class, f"{path}:{number}")
+                yield _task_of(line, build, f"{path}:{number}")
 
 
-def _task_of(line: bytes, task_class: type[Task], where: str) -> Task:
+def _task_of(line: bytes, build: TaskBuilder, where: str) -> Task:
     try:
         fields = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise BadTask(f"{where}: not JSON ({error}).") from error
     if not isinstance(fields, dict):
         raise BadTask(f"{where}: a task is a JSON object, got {type(fields).__name__}.")
-    known = {field.name for field in dataclasses.fields(task_class)}
-    unknown = sorted(set(fields) - known)
+    unknown = sorted(set(fields) - build.known)
     if unknown:
-        name = task_class.__name__
+        name = build.task_class.__name__
         raise BadTask(
             f"{where}: nothing reads {', '.join(map(repr, unknown))}: put it under 'info', or give {name} a field of "
-            f"that name (class Case(Task) with Environment[Case]). {name} has {', '.join(sorted(known))}."
+            f"that name (class Case(Task) with Environment[Case]). {name} has {', '.join(sorted(build.known))}."
         )
     try:
-        return task_class(**fields)
-    except TypeError as error:
+        return build(fields)
+    except (TypeError, ValueError) as error:
         raise BadTask(f"{where}: {error}.") from error
 
 

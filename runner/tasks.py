@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from runner.messages import Prompt
+from runner.messages import Prompt, as_messages
 
-__all__ = ["Task"]
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+__all__ = ["Task", "TaskBuilder"]
 
 
 @dataclass(frozen=True)
@@ -26,3 +32,60 @@ class Task:
     prompt: Prompt = ()
     answer: str = ""
     info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class TaskBuilder:
+    """Makes tasks of a class from JSON: each field checked, and converted to the type that the class gives it.
+
+    Attributes:
+        task_class: what is made.
+        known: the names of its fields.
+    """
+
+    def __init__(self, task_class: type[Task]) -> None:
+        self.task_class = task_class
+        self.known = frozenset(field.name for field in dataclasses.fields(task_class))
+        self._adapters = _adapters(task_class)
+
+    def __call__(self, fields: Mapping[str, Any]) -> Task:
+        """The task.
+
+        Raises:
+            ValueError: a field has a value that does not fit.
+            TypeError: a field is missing or unknown.
+        """
+        for name, kind in (("id", str), ("answer", str), ("info", Mapping)):
+            if name in fields and not isinstance(fields[name], kind):
+                raise ValueError(f"{name}: a {_JSON_NAMES[kind]} is needed, got {fields[name]!r:.60}")
+        as_messages(fields.get("prompt", ()))
+        return self.task_class(**{name: self._typed(name, value) for name, value in fields.items()})
+
+    def _typed(self, name: str, value: Any) -> Any:
+        from pydantic import ValidationError
+
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            return value
+        try:
+            return adapter.validate_python(value)
+        except ValidationError as error:
+            raise ValueError(f"{name}: {error.errors()[0]['msg']}, got {value!r:.60}") from error
+
+
+_JSON_NAMES = {str: "string", Mapping: "object"}
+_OWN_FIELDS = frozenset(field.name for field in dataclasses.fields(Task))
+
+
+def _adapters(task_class: type[Task]) -> dict[str, TypeAdapter[Any]]:
+    """What turns the JSON of each field that an author added into its type; none where there is no such way."""
+    from pydantic import PydanticUserError, TypeAdapter
+
+    try:
+        hints = typing.get_type_hints(task_class)
+    except NameError:
+        return {}
+    adapters = {}
+    for name in hints.keys() - _OWN_FIELDS:
+        with contextlib.suppress(PydanticUserError):
+            adapters[name] = TypeAdapter(hints[name])
+    return adapters

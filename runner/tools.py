@@ -277,6 +277,9 @@ def _explicit_spec(
 ) -> ToolSpec:
     if not description:
         raise BadEnvironment(f"{where}: give it a description=, which tells the model what it does.")
+    kinds = {parameter.kind for parameter in inspect.signature(call).parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds:  # an argument that the function does not take is the model's mistake
+        parameters = {"additionalProperties": False, **parameters}
     return ToolSpec(
         name=_name(mark, call, where),
         description=description,

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import json
 import math
-import typing
 from collections.abc import Mapping
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import BaseModel
 
 from runner.errors import RunFileError
-from runner.tasks import Task
+from runner.tasks import Task, TaskBuilder
 
 __all__ = [
     "TaskDecoder",
@@ -133,9 +131,7 @@ class TaskDecoder:
     """Makes tasks again of their JSON, as a `task_class`; fields that the class does not have are put under `info`."""
 
     def __init__(self, task_class: type[Task] = Task) -> None:
-        self.task_class = task_class
-        self._known = {field.name for field in dataclasses.fields(task_class)}
-        self._adapters = _adapters(task_class)
+        self._build = TaskBuilder(task_class)
 
     def __call__(self, text: str) -> Task:
         """The task.
@@ -144,40 +140,15 @@ class TaskDecoder:
             RunFileError: the fields do not fit the class.
         """
         fields = decode_json(text)
-        extra = {name: fields.pop(name) for name in fields.keys() - self._known}
+        extra = {name: fields.pop(name) for name in fields.keys() - self._build.known}
         if extra:
             fields["info"] = {**fields["info"], **extra}
         if fields["prompt"] == []:
             fields["prompt"] = ()  # the class's own default
         try:
-            return self.task_class(**{name: self._typed(name, value) for name, value in fields.items()})
+            return self._build(fields)
         except (TypeError, ValueError) as error:
             raise RunFileError(
-                f"task {fields.get('id')!r} of the run file is no {class_name(self.task_class)} ({error}). "
+                f"task {fields.get('id')!r} of the run file is no {class_name(self._build.task_class)} ({error}). "
                 f"Give the class that it was written with (task_class=), or none."
             ) from error
-
-    def _typed(self, name: str, value: Any) -> Any:
-        adapter = self._adapters.get(name)
-        if adapter is None:
-            return value
-        try:
-            return adapter.validate_python(value)
-        except ValidationError as error:
-            raise ValueError(f"{name}: {error.errors()[0]['msg']}, got {value!r:.60}") from error
-
-
-_OWN_FIELDS = frozenset(field.name for field in dataclasses.fields(Task))
-
-
-def _adapters(task_class: type[Task]) -> dict[str, TypeAdapter[Any]]:
-    """What turns the JSON of each field that an author added into its type; none where there is no such way."""
-    try:
-        hints = typing.get_type_hints(task_class)
-    except NameError:
-        return {}
-    adapters = {}
-    for name in hints.keys() - _OWN_FIELDS:
-        with contextlib.suppress(PydanticUserError):
-            adapters[name] = TypeAdapter(hints[name])
-    return adapters
