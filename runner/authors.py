@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
+from inspect import isawaitable
 from pathlib import Path
 from typing import Any
 
 import anyio
 
 import runner
+from runner.cancellation import cancellation_is_asked_for, forget_native_cancellation
 from runner.clocks import Clock
 from runner.errors import unwrapped
 from runner.threads import Job, Workers
@@ -69,14 +71,19 @@ class AuthorCode:
                 finally:
                     if job.abandoned:
                         self.abandoned = name
+            # A partial, a lambda or a callable object may hide an async function.
+            return await self._limited(partial(_awaited, result), name, seconds) if isawaitable(result) else result
+        except anyio.get_cancelled_exc_class() as error:
+            if cancellation_is_asked_for():
+                raise
+            forget_native_cancellation()
+            raise AuthorExit(f"{name} cancelled its own task") from error
         except BaseException as error:
             # What came out of a worker thread is the author's, whatever it is: no signal arrives there.
             from_thread = job is not None and error is job.error
             if isinstance(error, Exception) or (_is_not_the_authors(error) and not from_thread):
                 raise
             raise AuthorExit(f"{name} {_what_left(error)}") from error
-        # A partial, a lambda or a callable object may hide an async function; its clock is that of what called it.
-        return await result if inspect.isawaitable(result) else result
 
     async def _limited(self, function: Callable[[], Any], name: str, seconds: float | None) -> Any:
         if seconds is None:
@@ -86,6 +93,10 @@ class AuthorCode:
         if clock.fired:
             raise TooSlow(name, seconds)
         return result
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -71,6 +71,8 @@ class RunContext:
         Raises:
             BadOption: it was made with another limit.
         """
+        if limit < 1:
+            raise BadOption(f"limiter({name!r}, {limit}): at least one must get in.")
         limiter = self._limiters.get(name)
         if limiter is None:
             limiter = self._limiters[name] = anyio.CapacityLimiter(limit)

@@ -144,9 +144,9 @@ class Environment(Generic[TaskT]):
     def construction(self) -> dict[str, Any]:
         """The constructor's arguments by name, defaults included."""
         args, kwargs = self._construction
-        bound = inspect.signature(type(self)).bind(*args, **kwargs)
+        bound = inspect.signature(type(self).__init__).bind(self, *args, **kwargs)
         bound.apply_defaults()
-        return dict(bound.arguments)
+        return dict(list(bound.arguments.items())[1:])
 
 
 def check_playable(environment: Environment[Any]) -> None:

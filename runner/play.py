@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import anyio
 
 from runner.allowance import Allowance, Ending
 from runner.authors import AuthorCode, TooSlow, describe_error
+from runner.cancellation import cancellation_is_asked_for, forget_native_cancellation
 from runner.clocks import Clock
 from runner.context import RunContext
 from runner.engines.base import FinishReason
@@ -91,22 +91,32 @@ class Play:
         `trajectories()`.
         """
         try:
-            with self._outer as outer:
-                try:
-                    await self._live()
-                finally:
-                    self._enter(Phase.CLOSING)
-                    cut_before = outer.fired
-                    outer.scope.shield = True
-                    outer.start(self._context.limits.close_seconds)
-                    await self._unwind()
-            if outer.fired and not cut_before:
-                self.faults.append(f"exit_stack: unwinding took longer than {outer.seconds:g} s")
+            await self._live_and_unwind()
+        except anyio.get_cancelled_exc_class():
+            if cancellation_is_asked_for():
+                raise
+            forget_native_cancellation()
+            self._ending = Ending(Outcome.ENV_ERROR, error="the environment cancelled the task of its episode")
         finally:
             self.phase = Phase.OVER
             for conversation in self.episode.conversations.values():
                 conversation.close()
         return self.trajectories()
+
+    async def _live_and_unwind(self) -> None:
+        with self._outer as outer:
+            passing: BaseException | None = None
+            try:
+                await self._live()
+            except BaseException as error:
+                passing = error
+            self._enter(Phase.CLOSING)
+            cut_before = outer.fired
+            outer.scope.shield = True
+            outer.start(self._context.limits.close_seconds)
+            await self._unwind(passing)
+        if outer.fired and not cut_before:
+            self.faults.append(f"exit_stack: unwinding took longer than {outer.seconds:g} s")
 
     async def _live(self) -> None:
         if self._ending is not None or not await self._set_up():
@@ -188,11 +198,6 @@ class Play:
                 await self._author.call(rollout, self.episode.conversations[MAIN], name="rollout()")
             except (Exception, BaseExceptionGroup) as raised:
                 error = raised
-            except anyio.get_cancelled_exc_class() as raised:
-                if anyio.current_effective_deadline() == -math.inf:
-                    raise
-                error = RuntimeError("the environment cancelled its own task")
-                error.__cause__ = raised
         self._ending = self._judge(error)
         return self._ending
 
@@ -283,11 +288,21 @@ class Play:
         except (Exception, BaseExceptionGroup) as error:
             self.faults.append(f"close(): {describe_error(error)}")
 
-    async def _unwind(self) -> None:
+    async def _unwind(self, passing: BaseException | None) -> None:
+        """Leave what `setup()` entered. What is passing goes through it: a task group that died cancelled its host."""
+        stack = self.episode.stack
         try:
-            await self.episode.stack.aclose()
+            if passing is None:
+                await stack.aclose()
+            elif not await stack.__aexit__(type(passing), passing, passing.__traceback__):
+                raise passing
+            else:
+                self._ending = Ending(Outcome.ENV_ERROR, error="what setup() entered ended the episode")
         except (Exception, SystemExit, BaseExceptionGroup) as error:
-            self.faults.append(f"exit_stack: {describe_error(error)}")
+            if passing is None:
+                self.faults.append(f"exit_stack: {describe_error(error)}")
+            else:
+                self._fail(error)
 
     def trajectories(self) -> list[Trajectory]:
         """What each agent saw and did; `main` first."""

@@ -12,7 +12,7 @@ import orjson
 
 from runner.authors import describe_error, is_async
 from runner.errors import BadTask
-from runner.tasks import Task, TaskBuilder
+from runner.tasks import Task, TaskBuilder, check_own_fields
 from runner.threads import Job, Workers
 from runner.trajectory import Trajectory
 
@@ -175,4 +175,8 @@ def _checked(task: Any) -> Task:
         task.id.encode()
     except UnicodeEncodeError:
         raise BadTask(f"the task id {task.id!r} is no text: it holds half a surrogate pair.") from None
+    try:
+        check_own_fields(vars(task))
+    except (TypeError, ValueError) as error:
+        raise BadTask(f"task {task.id!r}: {error}.") from error
     return task

@@ -14,7 +14,7 @@ from runner.messages import Prompt, as_messages
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-__all__ = ["Task", "TaskBuilder"]
+__all__ = ["Task", "TaskBuilder", "check_own_fields"]
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,7 @@ class TaskBuilder:
             ValueError: a field has a value that does not fit.
             TypeError: a field is missing or unknown.
         """
-        for name, kind in (("id", str), ("answer", str), ("info", Mapping)):
-            if name in fields and not isinstance(fields[name], kind):
-                raise ValueError(f"{name}: a {_JSON_NAMES[kind]} is needed, got {fields[name]!r:.60}")
-        as_messages(fields.get("prompt", ()))
+        check_own_fields(fields)
         return self.task_class(**{name: self._typed(name, value) for name, value in fields.items()})
 
     def _typed(self, name: str, value: Any) -> Any:
@@ -72,7 +69,19 @@ class TaskBuilder:
             raise ValueError(f"{name}: {error.errors()[0]['msg']}, got {value!r:.60}") from error
 
 
-_JSON_NAMES = {str: "string", Mapping: "object"}
+def check_own_fields(fields: Mapping[str, Any]) -> None:
+    """Check the fields that every task has.
+
+    Raises:
+        ValueError: one has a value of another kind.
+        TypeError: the prompt is none.
+    """
+    for name, kind, wanted in (("id", str, "a string"), ("answer", str, "a string"), ("info", Mapping, "an object")):
+        if name in fields and not isinstance(fields[name], kind):
+            raise ValueError(f"{name}: {wanted} is needed, got {fields[name]!r:.60}")
+    as_messages(fields.get("prompt", ()))
+
+
 _OWN_FIELDS = frozenset(field.name for field in dataclasses.fields(Task))
 
 

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
-from runner import BadOption, BadTask, Environment, Outcome, Run, ScriptedEngine, Task, Tool, ToolError, reward, tool
+from runner import (
+    BadOption,
+    BadTask,
+    Environment,
+    Outcome,
+    Prompt,
+    Run,
+    ScriptedEngine,
+    Task,
+    Tool,
+    ToolError,
+    Turn,
+    reward,
+    tool,
+)
 from runner.testing import call
 from tests.playing import Plain, play, play_all, tasks
 
@@ -114,7 +130,7 @@ async def test_a_synchronous_source_may_hear_of_results_asynchronously() -> None
     [
         ('{"id": 5}', r"tasks.jsonl:1: id: a string is needed, got 5"),
         ('{"id": "a", "prompt": 5}', r"tasks.jsonl:1: expected a string, a message or a list of messages, got int"),
-        ('{"id": "a", "info": []}', r"tasks.jsonl:1: info: a object is needed"),
+        ('{"id": "a", "info": []}', r"tasks.jsonl:1: info: an object is needed"),
     ],
 )
 async def test_a_line_of_wrong_types_is_refused_by_file_and_line(tmp_path: Path, line: str, said: str) -> None:
@@ -136,3 +152,113 @@ async def test_no_reward_of_the_wrong_kind_is_taken_for_a_number() -> None:
     trajectory = await play(Texts(), "Yes")
     assert trajectory.outcome is Outcome.ENV_ERROR
     assert "return a number, a bool or None" in trajectory.error
+
+
+class Gone(Plain):
+    """Cancels its own task, where it is told to."""
+
+    where = ""
+
+    async def vanish(self, where: str) -> None:
+        if self.where == where and self.task.id == "t1":
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await anyio.lowlevel.checkpoint()
+
+    async def setup(self) -> None:
+        await self.vanish("setup")
+
+    async def prompt(self) -> Prompt:
+        await self.vanish("prompt")
+        return self.task.prompt
+
+    async def step(self, turn: Turn) -> None:
+        await self.vanish("step")
+
+    async def close(self) -> None:
+        await self.vanish("close")
+
+    @reward
+    async def correct(self) -> bool:
+        await self.vanish("reward")
+        return True
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize("where", ["setup", "prompt", "step", "reward", "close"])
+async def test_an_episode_that_cancels_its_own_task_fails_alone(where: str, anyio_backend: str) -> None:
+    class Here(Gone):
+        pass
+
+    Here.where = where
+    trajectories = await play_all(Here(), "Yes", tasks=tasks(4))
+    outcomes = {t.task.id: t.outcome for t in trajectories}
+    expected = Outcome.COMPLETED if where == "close" else Outcome.ENV_ERROR
+    assert outcomes == {"t0": "completed", "t1": expected, "t2": "completed", "t3": "completed"}
+
+
+@pytest.mark.parametrize("when", ["playing", "scoring"])
+async def test_a_task_group_of_the_exit_stack_that_dies_fails_its_own_episode_with_its_cause(when: str) -> None:
+    class Connected(Plain):
+        async def setup(self) -> None:
+            self.lost = anyio.Event()
+            if self.task.id == "t1":
+                group = await self.episode.exit_stack.enter_async_context(anyio.create_task_group())
+                group.start_soon(self.lose)
+
+        async def lose(self) -> None:
+            await self.lost.wait()
+            raise ConnectionError("the server went away")
+
+        async def meet(self, moment: str) -> None:
+            if moment == when and self.task.id == "t1":
+                self.lost.set()
+                await anyio.sleep_forever()
+
+        async def step(self, turn: Turn) -> None:
+            await self.meet("playing")
+
+        @reward
+        async def correct(self) -> bool:
+            await self.meet("scoring")
+            return True
+
+    trajectories = await play_all(Connected(), "Yes", tasks=tasks(4))
+    outcomes = {t.task.id: t.outcome for t in trajectories}
+    assert outcomes == {"t0": "completed", "t1": "env_error", "t2": "completed", "t3": "completed"}
+    (lost,) = [t for t in trajectories if t.task.id == "t1"]
+    assert "the server went away" in lost.error
+    assert lost.reward is None
+
+
+async def test_a_hook_that_returns_a_coroutine_keeps_its_clock_and_its_walls() -> None:
+    async def leave() -> None:
+        raise SystemExit(3)
+
+    class Hidden(Plain):
+        def step(self, turn: Turn) -> Any:
+            return leave() if self.task.id == "t1" else None
+
+    outcomes = {t.task.id: t.outcome for t in await play_all(Hidden(), "Yes", tasks=tasks(2))}
+    assert outcomes == {"t0": "completed", "t1": "env_error"}
+
+
+async def test_a_limiter_that_lets_nobody_in_is_refused() -> None:
+    class Shut(Plain):
+        async def step(self, turn: Turn) -> None:
+            async with self.episode.limiter("door", 0):
+                pass
+
+    trajectory = await play(Shut(), "Yes")
+    assert trajectory.outcome is Outcome.ENV_ERROR
+    assert "at least one must get in" in trajectory.error
+
+
+async def test_a_task_whose_answer_is_no_string_is_refused_by_id() -> None:
+    with pytest.raises(BadTask, match=r"task 'a': answer: a string is needed, got 5"):
+        await play_all(Plain(), "Yes", tasks=[Task(id="a", prompt="x", answer=5)])  # type: ignore[arg-type]
+
+
+def test_an_environment_without_a_constructor_has_no_arguments() -> None:
+    assert Plain().construction() == {}
