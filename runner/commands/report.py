@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -25,9 +25,9 @@ NOTABLE_SECONDS = 1.0
 PIPED_WIDTH = 200
 
 
-def make_console() -> Console:
-    """The console on stdout; what is piped is not broken into lines of eighty."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+def make_console(file: TextIO | None = None) -> Console:
+    """The console on `file`, or stdout; what is piped is not broken into lines of eighty."""
+    return Console(file=file, highlight=False, width=None if (file or sys.stdout).isatty() else PIPED_WIDTH)
 
 
 def summary_table(summary: Mapping[str, Any], *, earlier: int = 0) -> Table:

@@ -17,7 +17,7 @@ import orjson
 from rich.console import Console
 from rich.text import Text
 
-from runner.commands.report import lag_lines, own_command, quoted, summary_table
+from runner.commands.report import lag_lines, make_console, own_command, quoted, summary_table
 from runner.commands.selection import select
 from runner.commands.values import limits_of, pairs, plain_value
 from runner.display import Display, PlainDisplay, display_for
@@ -88,7 +88,7 @@ def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], Engi
         terminal = None if settings.debug else output.enter_context(quiet_output(log))
         stdout = terminal.stdout if terminal else sys.stdout
         stderr = terminal.stderr if terminal else sys.stderr
-        console = Console(file=stderr if settings.json else stdout, highlight=False)
+        console = make_console(stderr if settings.json else stdout)
         show = Show(plan, console, log)
         try:
             code = show.play()
@@ -285,13 +285,13 @@ class Show(Reporter):
         command = own_command()
         with RunFile(file) as stored:
             complete = stored.complete
-            example = next(iter(stored), None)
+            example = self._kept[0].id if self._kept else next((row.id for row in stored), None)
         lines = []
         if not complete or failed:
             lines.append(("the same command again", "goes on from here"))
         if example is not None:
             lines.append((f"{command} show {quoted(file)}", "all episodes"))
-            lines.append((f"{command} show {quoted(file)} {quoted(example.id)}", "one of them, to the last token"))
+            lines.append((f"{command} show {quoted(file)} {quoted(example)}", "one of them, to the last token"))
             lines.append((f"{command} export {quoted(file)} --format parquet", "to train on"))
         lines.append((f"{command} list", "other environments; README.md: one of your own"))
         width = max(len(line) for line, _ in lines)
