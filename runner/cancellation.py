@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import anyio
 
-__all__ = ["cancellation_is_asked_for", "forget_native_cancellation"]
+__all__ = ["cancellation_is_asked_for", "forget_native_cancellation", "native_cancellation_as"]
 
 
 def cancellation_is_asked_for() -> bool:
@@ -23,3 +25,15 @@ def forget_native_cancellation() -> None:
         return
     while task is not None and task.cancelling():
         task.uncancel()
+
+
+@contextmanager
+def native_cancellation_as(failure: Exception) -> Iterator[None]:
+    """Raise `failure` where the author's code lets out a cancellation that no scope asked for."""
+    try:
+        yield
+    except anyio.get_cancelled_exc_class() as error:
+        if cancellation_is_asked_for():
+            raise
+        forget_native_cancellation()
+        raise failure from error

@@ -11,6 +11,7 @@ import anyio
 import orjson
 
 from runner.authors import describe_error, is_async
+from runner.cancellation import native_cancellation_as
 from runner.errors import BadTask
 from runner.tasks import Task, TaskBuilder, check_own_fields
 from runner.threads import Job, Workers
@@ -82,7 +83,8 @@ class TaskFeed:
             BadTask: what came is no task, or it has no id.
         """
         if self._asynchronous is not None:
-            task: Any = await anext(self._asynchronous, _END)
+            with native_cancellation_as(BadTask("tasks() cancelled the task that asked for the next one")):
+                task: Any = await anext(self._asynchronous, _END)
         elif self._blocks:
             task = await self._workers.call(Job(self._next, "tasks()"))
         else:
@@ -103,7 +105,10 @@ class TaskFeed:
             return
         try:
             async with self._hearing:
-                await self._hear(trajectory)
+                with native_cancellation_as(BadTask("finished() of the task source cancelled its own task")):
+                    await self._hear(trajectory)
+        except BadTask:
+            raise
         except (Exception, SystemExit) as error:
             raise BadTask(f"finished() of the task source raised {describe_error(error)}") from error
 
