@@ -6,13 +6,15 @@ import json
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
+
+import anyio
 
 from runner.allowance import Allowance, Ending
 from runner.chat import ChatModel
 from runner.engines.base import FinishReason, GenerationRequest
-from runner.errors import BadOption
+from runner.errors import BadOption, EpisodeOver
 from runner.messages import Message, Prompt, as_messages
 from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice
 from runner.parsing.reasoning import split_reasoning
@@ -26,6 +28,8 @@ from runner.trajectory import Outcome, Segment, Trajectory, Turn
 
 __all__ = ["Conversation", "ConversationSetting"]
 
+DRAIN_SECONDS = 10.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationSetting:
@@ -36,7 +40,7 @@ class ConversationSetting:
         allowance: what the episode may still use.
         episode: its id, for errors and logs.
         sampling: every field set; `generate(sampling=)` goes over it.
-        tool_choice: read before every turn.
+        tool_choice: of the next turn, where `generate` is given none.
         seed: of a turn, by its number.
         call_tools: answers a turn's calls.
         doing: told what the conversation waits for, for the live display.
@@ -46,7 +50,7 @@ class ConversationSetting:
     allowance: Allowance
     episode: str
     sampling: Sampling
-    tool_choice: Callable[[], ToolChoice]
+    tool_choice: Callable[[Conversation], ToolChoice]
     seed: Callable[[int], int]
     call_tools: Callable[[Conversation, Turn], Awaitable[list[Message]]]
     doing: Callable[[str], None]
@@ -84,7 +88,8 @@ class Conversation:
         self._calls = 0
         self._calls_before = 0  # the message that a cut turn began: its calls and its first id, to read it whole
         self._spoken_from = 0
-        self._busy = False
+        self._speech: _Speech | None = None
+        self._closed = False
         self._session = setting.chat.engine.session(late=late)
 
     @property
@@ -123,30 +128,8 @@ class Conversation:
             RuntimeError: nothing was added, or another `generate` of this conversation is running.
         """
         with self._speaking():
-            allowance = self._setting.allowance
-            await allowance.before_turn(self.name, trained=self.train)
-            prepared = self._prepare()
-            if len(prepared.prompt) >= self.context:
-                self._refuse_length(len(prepared.prompt))
-            request, ceiling = self._request(prepared, sampling, tool_choice)
-            into = Sample(prepared.segment.log)
-            try:
-                self._setting.doing(f"{self.name}: engine")
-                await sample(
-                    into,
-                    self._setting.chat.engine,
-                    request,
-                    new_ids=prepared.new_ids,
-                    source=prepared.source,
-                    tokenizer=self._setting.chat.tokenizer,
-                    stall_seconds=allowance.limits.stall_seconds,
-                )
-            finally:
-                turn = self._record(prepared, request, into, ceiling) if into.admitted else None
-            if into.error is not None:
-                allowance.over(Ending(Outcome.ENGINE_ERROR, agent=self.name, error=str(into.error)))
-            assert turn is not None
-            return turn
+            return await self._generate(sampling, tool_choice)
+        raise self._is_over()
 
     async def call_tools(self, turn: Turn) -> list[Message]:
         """Run the turn's calls: one result for each, in order.
@@ -187,8 +170,13 @@ class Conversation:
             self.tools = _checked_tools(tools)
         self._setting.allowance.context_rewritten(self.name)
 
-    def close(self) -> None:
-        """Give the engine's room back."""
+    async def close(self) -> None:
+        """End the conversation: cut the turn that is still being sampled, and give the engine's room back."""
+        self._closed = True
+        if self._speech is not None:
+            self._speech.scope.cancel()
+            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + DRAIN_SECONDS):
+                await self._speech.over.wait()
         self._setting.chat.engine.close_session(self._session)
 
     def into_trajectory(self, trajectory: Trajectory) -> None:
@@ -207,18 +195,52 @@ class Conversation:
             segment.unseen = unseen
         self._segment = None
 
+    async def _generate(self, sampling: Sampling | None, tool_choice: ToolChoice | None) -> Turn:
+        allowance = self._setting.allowance
+        await allowance.before_turn(self.name, trained=self.train)
+        prepared = self._prepare()
+        if len(prepared.prompt) >= self.context:
+            self._refuse_length(len(prepared.prompt))
+        request, ceiling = self._request(prepared, sampling, tool_choice)
+        into = Sample(prepared.segment.log)
+        try:
+            self._setting.doing(f"{self.name}: engine")
+            await sample(
+                into,
+                self._setting.chat.engine,
+                request,
+                new_ids=prepared.new_ids,
+                source=prepared.source,
+                tokenizer=self._setting.chat.tokenizer,
+                stall_seconds=allowance.limits.stall_seconds,
+            )
+        finally:
+            turn = self._record(prepared, request, into, ceiling) if into.admitted else None
+        if into.error is not None:
+            allowance.over(Ending(Outcome.ENGINE_ERROR, agent=self.name, error=str(into.error)))
+        assert turn is not None
+        return turn
+
     @contextmanager
     def _speaking(self) -> Iterator[None]:
-        if self._busy:
+        """One `generate` at a time; `close` cuts it, from whatever task it was called in."""
+        if self._closed:
+            raise self._is_over()
+        if self._speech is not None:
             raise RuntimeError(
                 f"conversation {self.name!r} is already generating: two turns of one agent cannot be sampled at once. "
                 f"Open a second one: self.episode.conversation('another name')."
             )
-        self._busy = True
+        self._speech = _Speech()
         try:
-            yield
+            with self._speech.scope:
+                yield
         finally:
-            self._busy = False
+            self._speech.over.set()
+            self._speech = None
+
+    def _is_over(self) -> EpisodeOver:
+        return EpisodeOver(f"{self._setting.episode} is over, and with it the conversation of {self.name!r}")
 
     def _prepare(self) -> _Prepared:
         self._refuse_bytes()
@@ -308,7 +330,7 @@ class Conversation:
     def _choice(self, tool_choice: ToolChoice | None) -> ToolChoice:
         if not self.tools:
             return "none"
-        return tool_choice if tool_choice is not None else self._setting.tool_choice()
+        return tool_choice if tool_choice is not None else self._setting.tool_choice(self)
 
     def _constraint(self, settings: Sampling, tool_choice: ToolChoice) -> Constraint | None:
         tool_format = self._setting.chat.tool_format
@@ -374,6 +396,14 @@ class Conversation:
             self._calls += len(parsed.calls)
         turn.text = content
         segment.messages.append(_assistant_message(turn))
+
+
+@dataclass(frozen=True, slots=True)
+class _Speech:
+    """A `generate` that is running, and how to end it from another task."""
+
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    over: anyio.Event = field(default_factory=anyio.Event)
 
 
 @dataclass(slots=True)

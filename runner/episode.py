@@ -229,8 +229,11 @@ class Episode:
             doing=self._doing,
         )
 
-    def _tool_choice(self) -> ToolChoice:
-        return self._environment.tool_choice
+    def _tool_choice(self, conversation: Conversation) -> ToolChoice:
+        """The environment's, which is meant for `main`: another agent may not have the tool that it names."""
+        choice = self._environment.tool_choice
+        known = ("auto", "none", *(tool.name for tool in conversation.tools))
+        return choice if conversation.name == MAIN or choice in known else "auto"
 
     async def _call_tools(self, conversation: Conversation, turn: Turn) -> list[Message]:
         try:

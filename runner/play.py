@@ -100,7 +100,7 @@ class Play:
         finally:
             self.phase = Phase.OVER
             for conversation in self.episode.conversations.values():
-                conversation.close()
+                await conversation.close()
         return self.trajectories()
 
     async def _live_and_unwind(self) -> None:
