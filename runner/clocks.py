@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Self
 
 import anyio
 
-__all__ = ["Clock", "Waiting", "wait_stops_clocks"]
+__all__ = ["Clock", "Waiting"]
 
 _running: ContextVar[tuple[Clock, ...]] = ContextVar("running_clocks", default=())
 
@@ -105,10 +103,3 @@ class Waiting:
 
     def __exit__(self, *_: object) -> None:
         self.over()
-
-
-@contextmanager
-def wait_stops_clocks() -> Iterator[None]:
-    """Stop every clock over the current task for the length of the block."""
-    with Waiting():
-        yield
