@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, TypeAlias
 
@@ -131,12 +132,21 @@ class Sampling(_Layered):
         self._require("top_p", 0, exclusive=True, maximum=1)
         self._require("top_k", 0, whole=True)
         self._require("min_p", 0, maximum=1)
+        self._check_regex()
         stop: Any = self.stop
         if isinstance(stop, str) or (stop is not UNSET and not all(stop)):
             raise BadOption(f"Sampling(stop={self.stop!r}): give a tuple of strings, none of them empty.")
         constraints = [name for name in ("schema", "regex", "choice") if getattr(self, name) not in (UNSET, None)]
         if len(constraints) > 1:
             raise BadOption(f"Sampling({', '.join(constraints)}): a turn can obey one constraint; give one of them.")
+
+    def _check_regex(self) -> None:
+        if self.regex is UNSET or self.regex is None:
+            return
+        try:
+            re.compile(self.regex)
+        except (re.error, TypeError) as error:
+            raise BadOption(f"Sampling(regex={self.regex!r:.80}): no regular expression ({error}).") from None
 
     @classmethod
     def defaults(cls) -> Self:
@@ -226,7 +236,7 @@ class Concurrency:
     threads: int = 64
 
     def __post_init__(self) -> None:
-        if self.episodes is not None and self.episodes < 1:
-            raise BadOption(f"Concurrency(episodes={self.episodes!r}): at least one episode must be able to play.")
-        if self.threads < 1:
-            raise BadOption(f"Concurrency(threads={self.threads!r}): synchronous code needs at least one thread.")
+        for name, value in (("episodes", self.episodes), ("threads", self.threads)):
+            unset = name == "episodes" and value is None
+            if not unset and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise BadOption(f"Concurrency({name}={value!r}): give a whole number of at least 1.")

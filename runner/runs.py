@@ -20,11 +20,13 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from runner.allowance import Ending
 from runner.authors import describe_error
 from runner.chat import ChatModel
+from runner.checks import check_engines, check_file, check_numbers, check_objects, check_template_options
 from runner.context import RunContext
 from runner.engines.base import Engine
+from runner.engines.sharing import running
 from runner.environment import Environment, as_environment, check_playable, check_tools
 from runner.episode import MAIN, Place
-from runner.errors import BadOption, BadTask, DeltarunnerError, EngineDead, unwrapped
+from runner.errors import BadTask, DeltarunnerError, EngineDead, unwrapped
 from runner.groups import GroupBook, Result, WaitingGroups, by_agent, score_group
 from runner.lag import LagMonitor
 from runner.messages import as_messages
@@ -58,7 +60,8 @@ class Run:
 
     Args:
         environment: the environment, or its class if it can be constructed without arguments.
-        engine: what speaks; entered and left by the run if it is not running yet.
+        engine: what speaks. Whoever entered it closes it: a run enters one that is not running yet, and waits with the
+            closing for other runs that share it.
         tasks: instead of the environment's own: an iterable, an async iterable, a source, or the path of a JSONL file.
         group_size: episodes of each task.
         engines: agents that are placed on engines of their own; those are not trained.
@@ -102,12 +105,11 @@ class Run:
     ) -> None:
         self.environment = as_environment(environment)
         check_playable(self.environment)
-        if group_size < 1:
-            raise BadOption(f"group_size={group_size}: a task is played at least once.")
-        if retries < 0:
-            raise BadOption(f"retries={retries}: give 0 or more.")
-        if not 0 < breaker <= 1:
-            raise BadOption(f"breaker={breaker}: give a share above 0 and at most 1 (1 never stops the run).")
+        check_engines(engine, engines)
+        check_numbers(group_size=group_size, retries=retries, seed=seed, breaker=breaker)
+        check_objects(sampling=sampling, limits=limits, concurrency=concurrency)
+        check_template_options(template_options)
+        check_file(file)
         self.engine = engine
         self.engines = dict(engines or {})
         self._engines = list(dict.fromkeys((engine, *self.engines.values())))
@@ -150,8 +152,7 @@ class Run:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as exit_stack:
             for engine in self._engines:
-                if not engine.running:
-                    await exit_stack.enter_async_context(engine)
+                await exit_stack.enter_async_context(running(engine))
             await exit_stack.enter_async_context(self.lag)
             self._context = await self._open(exit_stack)
             self._context.shared = await enter_lifespan(self.environment, exit_stack)

@@ -1,0 +1,90 @@
+"""Sharing an engine that nobody has entered yet: whoever enters it closes it, once the others are done with it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import anyio
+
+from runner.engines.base import Engine
+
+__all__ = ["running"]
+
+
+@dataclass(slots=True)
+class _Entered:
+    """An engine that one of its users entered.
+
+    Attributes:
+        guests: users besides that one.
+        open: it has started and is not being closed.
+        started: it has, or could not.
+        left: the last guest went, since there were any.
+        closed: it is over.
+    """
+
+    guests: int = 0
+    open: bool = False
+    started: anyio.Event = field(default_factory=anyio.Event)
+    left: anyio.Event = field(default_factory=anyio.Event)
+    closed: anyio.Event = field(default_factory=anyio.Event)
+
+
+_ENTERED: WeakKeyDictionary[Engine, _Entered] = WeakKeyDictionary()
+
+
+@asynccontextmanager
+async def running(engine: Engine) -> AsyncIterator[None]:
+    """The engine runs within this block: it is entered unless it is running already.
+
+    Of several such blocks at once, the one that came first enters the engine and leaves it, both in its own task;
+    before it leaves, it waits for the others.
+
+    Raises:
+        EngineError, BadInput: the engine does not start.
+    """
+    while (entered := _ENTERED.get(engine)) is not None:
+        if entered.open:
+            async with _guest(entered):
+                yield
+            return
+        await (entered.closed if entered.started.is_set() else entered.started).wait()
+    if engine.running:
+        yield
+        return
+    async with _host(engine):
+        yield
+
+
+@asynccontextmanager
+async def _guest(entered: _Entered) -> AsyncIterator[None]:
+    entered.guests += 1
+    try:
+        yield
+    finally:
+        entered.guests -= 1
+        if not entered.guests:
+            entered.left.set()
+
+
+@asynccontextmanager
+async def _host(engine: Engine) -> AsyncIterator[None]:
+    entered = _ENTERED[engine] = _Entered()
+    try:
+        async with engine:
+            entered.open = True
+            entered.started.set()
+            try:
+                yield
+                while entered.guests:
+                    entered.left = anyio.Event()
+                    await entered.left.wait()
+            finally:
+                entered.open = False
+    finally:
+        del _ENTERED[engine]
+        entered.started.set()
+        entered.closed.set()
