@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["ENTRY_POINT", "FAILURES", "PARENT", "own_name", "read_failure", "watch_parent"]
+__all__ = ["ENTRY_POINT", "FAILURES", "PARENT", "note_failure", "own_name", "read_failure", "watch_parent"]
 
 ENTRY_POINT = "deltarunner_orphan_watch"
 """The name under which vLLM knows `watch_parent`."""
@@ -82,9 +82,13 @@ class _FailureNotes(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if error is None or not record.getMessage().startswith(_FATAL):
             return
-        line = " ".join(f"{type(error).__name__}: {error}".split())
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        note_failure(Path(self._path), f"{type(error).__name__}: {error}")
+
+
+def note_failure(path: Path, text: str) -> None:
+    """Append what a process of the engine dies of, a line each."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(" ".join(text.split()) + "\n")
 
 
 def read_failure(path: Path) -> str | None:

@@ -151,6 +151,7 @@ class VllmProcess:
         return f"its process ended with exit code {codes[0]}" if codes else "its process says nothing; see the log"
 
     def _start(self) -> None:
+        _refuse_import_by_child()
         self._failures = _new_file()
         with _VARIABLES:
             self._others = _cores()
@@ -265,3 +266,17 @@ def _no_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _refuse_import_by_child() -> None:
+    """End a process of vLLM that imports the user's script, and with it would start an engine of its own."""
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
+    text = (
+        "the script starts the engine while it is imported, and vLLM's processes import it: "
+        "put what it runs under `if __name__ == '__main__':`"
+    )
+    noted = os.environ.get(orphans.FAILURES)
+    if noted:
+        orphans.note_failure(Path(noted), text)
+    raise SystemExit(1)
