@@ -110,7 +110,7 @@ def _imported(module: str, name: str) -> ModuleType:
                 f"Environment {name!r}: there is no module {error.name!r}, neither installed nor in this folder."
             ) from None
         raise _unloadable(name, error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _unloadable(name, error) from error
 
 
@@ -136,7 +136,7 @@ def _module_of_file(path: Path) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _unloadable(str(path), error) from error
     return module
@@ -147,7 +147,7 @@ def _look_in(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _unloadable(name: str, error: Exception) -> BadEnvironment:
+def _unloadable(name: str, error: BaseException) -> BadEnvironment:
     if isinstance(error, DeltarunnerError):
         return BadEnvironment(f"{name} cannot be loaded: {error}")
     return BadEnvironment(f"{name} cannot be loaded: {describe_error(error)}")
@@ -201,7 +201,7 @@ def construct(cls: type[Environment[Any]], settings: Mapping[str, str]) -> Envir
         return cls(**values)
     except DeltarunnerError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         call = ", ".join(f"{name}={value!r}" for name, value in values.items())
         raise BadEnvironment(f"{cls.__name__}({call}): {describe_error(error)}") from error
 

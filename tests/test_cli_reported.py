@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +13,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from runner import RunFile, ScriptedEngine
+from runner import BadTask, RunFile, ScriptedEngine
 from runner.cli import app
 from runner.commands.run import RunSettings, run_command
 
 AUTHOR = """
-from runner import Environment, Task, reward
+from runner import Environment, Task, group_reward, reward
 
 class Greeting(Environment):
     def tasks(self):
@@ -25,6 +27,43 @@ class Greeting(Environment):
     @reward
     def polite(self):
         return self.episode.text == "hi"
+
+class Raising(Greeting):
+    def tasks(self):
+        raise FileNotFoundError("no puzzles here")
+
+class Leaving(Greeting):
+    def tasks(self):
+        raise SystemExit(0)
+
+class LeavingLate(Greeting):
+    def tasks(self):
+        yield Task(id="first", prompt="hello")
+        raise SystemExit(0)
+
+class Nothing(Greeting):
+    def tasks(self):
+        return None
+
+class Awaited(Greeting):
+    async def tasks(self):
+        return []
+
+class Ranked(Greeting):
+    @group_reward
+    def rank(self, group):
+        first, second = group.trajectories
+        return [0.0, 1.0]
+
+class RankedByError(Greeting):
+    @group_reward
+    def rank(self, group):
+        raise KeyError("best")
+
+class RankedShort(Greeting):
+    @group_reward
+    def rank(self, group):
+        return [1.0]
 """
 
 
@@ -76,3 +115,98 @@ def test_an_export_replaces_only_what_was_named(run_file: Path) -> None:
     assert tasks.read_text() == "these are the tasks\n"
     assert deltarunner("export", str(run_file), "-o", "w.jsonl").exit_code == 0
     assert len(tasks.read_text().splitlines()) == 2
+
+
+# --- refused before anything is shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "code"),
+    [
+        (["nowhere"], "BadEnvironment", 3),
+        (["mine.py:Greeting", "--set", "colour=red"], "BadOption", 2),
+        (["mine.py:Greeting", "--limit", "turn=3"], "BadOption", 2),
+        (["mine.py:Greeting", "--engine-option", "model=other"], "BadOption", 2),
+        (["mine.py:Greeting", "--tasks", "nowhere.jsonl"], "BadTask", 4),
+        (["mine.py:Greeting", "--task", "nowhere"], "BadTask", 4),
+        (["mine.py:Raising"], "BadTask", 4),
+        (["mine.py:Greeting", "--model", "nowhere/"], "BadModel", 5),
+        (["mine.py:Greeting", "--template", "nowhere.jinja"], "BadTemplate", 6),
+        (["mine.py:Greeting", "--file", "mine.py/w.db"], "StorageFailed", 8),
+    ],
+)
+def test_every_refused_run_ends_with_a_line_of_json(folder: Path, arguments: list[str], kind: str, code: int) -> None:
+    command = [sys.executable, "-m", "runner.cli", "run", *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    (line,) = done.stdout.splitlines()
+    told = json.loads(line)
+    assert (told["error"]["kind"], told["exit_code"], told["file"]) == (kind, code, None)
+    assert told["error"]["message"] in done.stderr
+
+
+def test_what_an_environment_prints_while_it_is_loaded_is_not_among_the_json(folder: Path) -> None:
+    (folder / "loud.py").write_text("print('loading')\n")
+    command = [sys.executable, "-m", "runner.cli", "run", "loud.py", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout)["summary"] is None
+    assert "loading" in done.stderr
+
+
+# --- what authors get wrong
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import sys\nsys.exit(0)", "SystemExit: 0 (in <module>,"),
+        ("1 / 0", "ZeroDivisionError: division by zero (in <module>,"),
+        ("def broken(:", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_module_that_cannot_be_loaded_is_named(folder: Path, command: str, source: str, said: str) -> None:
+    (folder / "broken.py").write_text(source)
+    refused = deltarunner(command, "broken.py:Broken")
+    assert refused.exit_code == 3, refused.output
+    assert f"broken.py cannot be loaded: {said}" in refused.output
+    assert "broken.py" in refused.output.partition(said)[2]
+    assert "Traceback" not in refused.output
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Raising", "tasks() raised FileNotFoundError: no puzzles here (in tasks,"),
+        ("Leaving", "tasks() raised SystemExit: 0 (in tasks,"),
+        ("Nothing", "tasks() gave None: return a list of Task"),
+        ("Awaited", "tasks() gave <coroutine object Awaited.tasks"),
+    ],
+)
+def test_tasks_that_cannot_be_had_are_a_task_error(folder: Path, command: str, name: str, said: str) -> None:
+    refused = deltarunner(command, f"mine.py:{name}")
+    assert refused.exit_code == 4, refused.output
+    assert said in refused.output
+    assert "Traceback" not in refused.output
+
+
+def test_tasks_that_leave_the_process_halfway_end_the_run_and_not_the_process(folder: Path) -> None:
+    with pytest.raises(BadTask, match=r"tasks\(\) raised SystemExit: 0"):
+        play(environment="mine.py:LeavingLate", file=Path("late.db"))
+    checked = deltarunner("check", "mine.py:LeavingLate")
+    assert (checked.exit_code, "tasks() raised SystemExit: 0" in checked.output) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("Ranked", 0, "ok"),
+        ("RankedByError", 3, "error    group_reward rank() of task 't-0': KeyError: 'best' (in rank,"),
+        ("RankedShort", 3, "error    group_reward rank() of task 't-0'"),
+    ],
+)
+def test_check_refuses_a_group_reward_that_cannot_be_had(folder: Path, name: str, code: int, said: str) -> None:
+    checked = deltarunner("check", f"mine.py:{name}")
+    assert checked.exit_code == code, checked.output
+    assert said in checked.output

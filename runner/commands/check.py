@@ -11,7 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from runner.commands.report import make_console
-from runner.commands.selection import select
+from runner.commands.selection import own_tasks, select
 from runner.commands.values import pairs
 from runner.edge import on_event_loop
 from runner.engines.script import ModelCall, Reply
@@ -119,7 +119,8 @@ async def _play(environment: Environment[Any], episodes: int, concurrency: Concu
     run = Run(
         environment,
         ScriptedEngine(Babbler(environment.bound_tools()), context=1 << 20),
-        tasks=select(environment.tasks(), environment.task_class(), most=episodes),
+        tasks=select(own_tasks(environment), environment.task_class(), most=episodes),
+        group_size=2 if _has_group_rewards(environment) else 1,  # with one there is nothing to compare
         limits=Limits(turns=min(TURNS, environment.limits.turns or TURNS), seconds=SECONDS),
         concurrency=concurrency,
         breaker=1,
@@ -133,7 +134,7 @@ async def _play(environment: Environment[Any], episodes: int, concurrency: Concu
         played.findings.append(Finding(str(error)))
     if not played.outcomes and not played.findings:
         played.findings.append(Finding("tasks() gives no task."))
-    played.findings += [Finding(_without_episode(fault), fatal=False) for fault in run.summary.faults]
+    played.findings += map(_of_fault, run.summary.faults)
     return played
 
 
@@ -173,8 +174,15 @@ def _differences(first: Played, again: Played) -> Iterator[Finding]:
         )
 
 
-def _without_episode(fault: str) -> str:
-    return fault.partition(": ")[2] or fault
+def _of_fault(fault: str) -> Finding:
+    # What a group reward does is told with its task, everything else with its episode.
+    if fault.startswith(ScorerKind.GROUP_REWARD):
+        return Finding(fault)
+    return Finding(fault.partition(": ")[2] or fault, fatal=False)
+
+
+def _has_group_rewards(environment: Environment[Any]) -> bool:
+    return any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in environment.scorers)
 
 
 class Babbler:

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from runner.commands.report import lag_lines, make_console, own_command, quoted, summary_table
-from runner.commands.selection import select
+from runner.commands.selection import own_tasks, select
 from runner.commands.values import limits_of, pairs, plain_value
 from runner.display import Display, PlainDisplay, display_for
 from runner.edge import Reporter, on_event_loop
@@ -71,6 +71,8 @@ def vllm_engine(settings: RunSettings) -> Engine:
     from runner.engines.vllm import VllmEngine
 
     arguments = {name: plain_value(value) for name, value in pairs(settings.engine_options, "--engine-option").items()}
+    for name in arguments.keys() & {"model", "template"}:
+        raise BadOption(f"--engine-option {name}=...: give --{name}.")
     return VllmEngine(settings.model, template=settings.template, **arguments)
 
 
@@ -80,27 +82,68 @@ def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], Engi
     Raises:
         DeltarunnerError: why it could not begin, or ended before its work did.
     """
-    plan = Plan.of(settings, make_engine)
-    name = settings.file.with_suffix("") if settings.file else FOLDER / short_name(settings.environment)
-    log = name.with_suffix(".log")
+    told = Told(settings)
+    try:
+        code = _play(settings, make_engine, told)
+    except DeltarunnerError as error:
+        told.print(error)
+        raise
+    told.print()
+    return code
+
+
+def _play(settings: RunSettings, make_engine: Callable[[RunSettings], Engine], told: Told) -> int:
+    with redirect_stdout(sys.stderr) if settings.json else nullcontext():
+        plan = Plan.of(settings, make_engine)
     with ExitStack() as output:
         # Not while debugging: then what the environment prints belongs on the terminal.
-        terminal = None if settings.debug else output.enter_context(quiet_output(log))
+        terminal = None if settings.debug else output.enter_context(quiet_output(told.log))
         stdout = terminal.stdout if terminal else sys.stdout
         stderr = terminal.stderr if terminal else sys.stderr
-        console = make_console(stderr if settings.json else stdout)
-        show = Show(plan, console, log)
+        show = told.show = Show(plan, make_console(stderr if settings.json else stdout), told.log)
         try:
             code = show.play()
-            show.results()
         except DeltarunnerError as error:
             show.results(error)
-            if settings.json:
-                _print_json(stdout, show.as_dict(error))
             raise
-        if settings.json:
-            _print_json(stdout, show.as_dict())
+        show.results()
     return code
+
+
+class Told:
+    """The last line of `--json`, also of a run that was refused before anything could be shown.
+
+    Attributes:
+        log: where the run's log is, or would be.
+        show: the run, once there is one.
+    """
+
+    def __init__(self, settings: RunSettings) -> None:
+        name = settings.file or FOLDER / f"{short_name(settings.environment)}.db"
+        self.log = name.with_name(f"{name.stem}.log") if name.name else Path(".log")
+        self.show: Show | None = None
+        self._settings = settings
+
+    def print(self, failure: DeltarunnerError | None = None) -> None:
+        """Print it, if it was asked for."""
+        if self._settings.json:
+            line = orjson.dumps(self._as_dict(failure), option=orjson.OPT_NON_STR_KEYS)
+            print(line.decode(), flush=True)
+
+    def _as_dict(self, failure: DeltarunnerError | None) -> dict[str, Any]:
+        run = self.show.run if self.show else None
+        received = self.show.received if self.show else None
+        return {
+            "environment": self._settings.environment,
+            "model": self._settings.model,
+            "file": str(run.file) if run and run.file else None,
+            "log": str(self.log),
+            "stored_before": self.show.earlier if self.show else 0,
+            "signal": received.name if received else None,
+            "error": {"kind": type(failure).__name__, "message": str(failure)} if failure else None,
+            "exit_code": failure.exit_code if failure else (128 + received if received else 0),
+            "summary": run.summary.as_dict() if run else None,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +195,7 @@ def _tasks(settings: RunSettings, environment: Environment[Any]) -> tuple[Any, i
     size = settings.group_size
     if settings.index is not None and settings.index >= size:
         raise BadOption(f"--index {settings.index}: a group has the episodes 0 to {size - 1} (--group-size {size}).")
-    source: Any = settings.tasks if settings.tasks is not None else environment.tasks()
+    source: Any = settings.tasks if settings.tasks is not None else own_tasks(environment)
     each = 1 if settings.index is not None else size
     if settings.task is not None:
         return select(source, environment.task_class(), only=settings.task), each
@@ -167,7 +210,13 @@ def _tasks(settings: RunSettings, environment: Environment[Any]) -> tuple[Any, i
 
 
 class Show(Reporter):
-    """One run of the command line, from its first line to its last."""
+    """One run of the command line, from its first line to its last.
+
+    Attributes:
+        run: what is played; None until it could be made.
+        received: the signal that ended it early.
+        earlier: episodes that the run file had already.
+    """
 
     def __init__(self, plan: Plan, console: Console, log: Path) -> None:
         self._plan = plan
@@ -175,10 +224,10 @@ class Show(Reporter):
         self._console = console
         self._log = log
         self._display = self._make_display()
-        self._run: Run | None = None
+        self.run: Run | None = None
         self._kept: list[Trajectory] = []
-        self._received: signal.Signals | None = None
-        self._earlier = 0
+        self.received: signal.Signals | None = None
+        self.earlier = 0
 
     def _make_display(self) -> Display:
         kind = PlainDisplay if self._settings.debug else display_for
@@ -191,9 +240,9 @@ class Show(Reporter):
         self._console.print(Text(f"log   {self._log} (what vLLM and the environment print)"), soft_wrap=True)
         _begin_log(self._log)
         self._resolve_model()
-        self._received = on_event_loop(self._play)
-        if self._received is not None:
-            return 128 + self._received
+        self.received = on_event_loop(self._play)
+        if self.received is not None:
+            return 128 + self.received
         self._raise_if_nothing_succeeded()
         return 0
 
@@ -209,7 +258,7 @@ class Show(Reporter):
         async with AsyncExitStack() as stack:
             if self._settings.debug:
                 await self._start_quietly(stack)
-            self._run = run = Run(self._plan.environment, self._plan.engine, file=self._file(), **self._plan.options)
+            self.run = run = Run(self._plan.environment, self._plan.engine, file=self._file(), **self._plan.options)
             if self._settings.index is not None:
                 run.indices = (self._settings.index,)
             return await self._display.supervise(run, self)
@@ -245,17 +294,17 @@ class Show(Reporter):
             self.say(f"file  {path}")
             return path
         with RunFile(path) as stored:
-            self._earlier = sum(count for outcome, count in stored.outcomes().items() if not outcome.cut_short)
+            self.earlier = sum(count for outcome, count in stored.outcomes().items() if not outcome.cut_short)
             changes = [str(change) for change in stored.header.changes(header) if change.meaning is OnChange.WARN]
-        self._display.before = self._earlier
-        self.say(f"file  {path}, which has {self._earlier} episodes already: going on")
+        self._display.before = self.earlier
+        self.say(f"file  {path}, which has {self.earlier} episodes already: going on")
         for change in changes:
             self.say(f"      not as it was: {change}")
         return path
 
     def _raise_if_nothing_succeeded(self) -> None:
-        assert self._run is not None
-        summary = self._run.summary
+        assert self.run is not None
+        summary = self.run.summary
         unplayable = summary.failed + (summary.outcomes[Outcome.CONTEXT_LIMIT] if not summary.turns else 0)
         if not summary.episodes or unplayable < summary.episodes:
             return
@@ -266,7 +315,7 @@ class Show(Reporter):
 
     def results(self, failure: DeltarunnerError | None = None) -> None:
         """Print what came of it."""
-        run = self._run
+        run = self.run
         if run is None or not run.summary.elapsed:
             return
         for trajectory in self._kept:
@@ -274,7 +323,7 @@ class Show(Reporter):
             for line in transcript(trajectory, run.engine.tokenizer.decode, brief=self._settings.task is None):
                 self._console.print(line, soft_wrap=not self._console.is_terminal)
         self._console.print()
-        self._console.print(summary_table(run.summary.as_dict(), earlier=self._earlier))
+        self._console.print(summary_table(run.summary.as_dict(), earlier=self.earlier))
         for line in lag_lines(run.lag):
             self._console.print(line, soft_wrap=True)
         if run.file is not None:
@@ -300,21 +349,6 @@ class Show(Reporter):
             shown = Text.assemble(f"{label:6}", (line.ljust(width), "bold"), (f"  {what}", "dim"))
             self._console.print(shown, soft_wrap=True)
 
-    def as_dict(self, failure: DeltarunnerError | None = None) -> dict[str, Any]:
-        """The last line of `--json`."""
-        run = self._run
-        return {
-            "environment": self._settings.environment,
-            "model": self._settings.model,
-            "file": str(run.file) if run and run.file else None,
-            "log": str(self._log),
-            "stored_before": self._earlier,
-            "signal": self._received.name if self._received else None,
-            "error": {"kind": type(failure).__name__, "message": str(failure)} if failure else None,
-            "exit_code": failure.exit_code if failure else (128 + self._received if self._received else 0),
-            "summary": run.summary.as_dict() if run else None,
-        }
-
 
 def _by_id(trajectory: Trajectory) -> list[tuple[int, str]]:
     """Numbers by their value: task 9 comes before task 10."""
@@ -325,8 +359,3 @@ def _begin_log(log: Path) -> None:
     """Tell the launches in a log apart."""
     with quiet_output(log):
         print(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {' '.join(sys.argv)}")
-
-
-def _print_json(stdout: Any, value: Mapping[str, Any]) -> None:
-    stdout.write(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode() + "\n")
-    stdout.flush()

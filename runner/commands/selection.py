@@ -1,4 +1,4 @@
-"""Which of an environment's tasks a command plays: the first so many, or the one with an id."""
+"""Which of an environment's tasks a command plays: all, the first so many, or the one with an id."""
 
 from __future__ import annotations
 
@@ -8,11 +8,33 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from runner.errors import BadTask
+from runner.authors import describe_error
+from runner.environment import Environment
+from runner.errors import BadTask, DeltarunnerError
 from runner.sources import Tasks, read_tasks
 from runner.tasks import Task
 
-__all__ = ["select"]
+__all__ = ["own_tasks", "select"]
+
+
+def own_tasks(environment: Environment[Any]) -> Tasks:
+    """What the environment's `tasks()` gives.
+
+    Raises:
+        BadTask: it raised, or gave nothing that can be iterated over.
+    """
+    try:
+        source: Any = environment.tasks()
+    except DeltarunnerError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise BadTask(f"tasks() raised {describe_error(error)}") from error
+    if not isinstance(source, Iterable | AsyncIterable):
+        close = getattr(source, "close", None)
+        if close is not None:  # a coroutine that nobody awaits would be warned of
+            close()
+        raise BadTask(f"tasks() gave {source!r:.80}: return a list of Task, or yield them (`async def` only to yield).")
+    return source
 
 
 def select(source: Tasks, task_class: type[Task], *, most: int | None = None, only: str | None = None) -> Tasks:
