@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from runner import BadTask, RunFile, ScriptedEngine
+from runner import BadTask, Run, RunFile, ScriptedEngine
 from runner.cli import app
 from runner.commands.run import RunSettings, run_command
+from runner.engines.script import call
 
 AUTHOR = """
 from runner import Environment, Task, group_reward, reward
@@ -210,3 +214,37 @@ def test_check_refuses_a_group_reward_that_cannot_be_had(folder: Path, name: str
     checked = deltarunner("check", f"mine.py:{name}")
     assert checked.exit_code == code, checked.output
     assert said in checked.output
+
+
+# --- the README
+
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), flags=re.DOTALL)
+
+
+@pytest.fixture
+def weather(folder: Path) -> Iterator[ModuleType]:
+    """The README's `weather.py`, as a module that its other examples import."""
+    (folder / "weather.py").write_text(BLOCKS[0])
+    sys.path.insert(0, str(folder))
+    yield importlib.import_module("weather")
+    del sys.modules["weather"]
+
+
+@pytest.mark.anyio
+async def test_the_environment_of_the_readme_rewards_nothing_for_doing_nothing(weather: ModuleType) -> None:
+    async with Run(weather.Weather(), ScriptedEngine("It may be anything.")) as run:
+        assert {trajectory.reward async for trajectory in run} == {0.0}
+
+
+@pytest.mark.parametrize("block", BLOCKS[1:], ids=["summary", "groups"])
+def test_the_scripts_of_the_readme_run(
+    weather: ModuleType, block: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    says: list[Any] = [call("weather", city="Oslo"), "Sunny, rainy or foggy."]
+    # The engine is the one thing that is replaced: starting the real one is tried in tests/engines.
+    monkeypatch.setattr("runner.VllmEngine", lambda model: ScriptedEngine(says))
+    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert "Oslo" in printed
+    assert "1.0" in printed
