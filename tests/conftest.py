@@ -52,11 +52,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.definition.add_marker(pytest.mark.parametrize("anyio_backend", ["asyncio"], scope="session"))
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    # Here, since `-m` selects before the hook below.
+    if "engine" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.engine)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "engine" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.engine)
     items.sort(key=_turn)
 
 
