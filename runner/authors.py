@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -108,9 +109,8 @@ def describe_error(error: BaseException) -> str:
     error = unwrapped(error)
     text = _text_of(error)
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    ours = str(Path(runner.__file__).parent)
     origin = error.__cause__ if isinstance(error, AuthorExit) and error.__cause__ else error
-    frames = [f for f in traceback.extract_tb(origin.__traceback__) if not _foreign(f.filename, ours)]
+    frames = [f for f in traceback.extract_tb(origin.__traceback__) if not _foreign(f.filename)]
     if not frames:
         return what
     last = frames[-1]
@@ -139,5 +139,8 @@ def _is_not_the_authors(error: BaseException) -> bool:
     return isinstance(error, kinds)
 
 
-def _foreign(filename: str, ours: str) -> bool:
-    return filename.startswith((ours, "<")) or "/site-packages/" in filename or "/lib/python3" in filename
+_OURS = f"{Path(runner.__file__).parent}{os.sep}"
+
+
+def _foreign(filename: str) -> bool:
+    return filename.startswith((_OURS, "<")) or "/site-packages/" in filename or "/lib/python3" in filename

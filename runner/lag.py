@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -138,7 +139,7 @@ class LagMonitor:
         return _describe(found) if found is not None else "an unknown place"
 
 
-_OURS = str(Path(runner.__file__).parent)
+_OURS = f"{Path(runner.__file__).parent}{os.sep}"
 
 
 _LOOPS = frozenset({"run", "run_forever", "run_until_complete", "unrolled_run"})
