@@ -5,14 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from functools import cached_property
+from types import UnionType
 from typing import Any, ClassVar, Generic, Self, cast, get_args
 
 from typing_extensions import TypeVar
 
+from runner.authors import describe_error
 from runner.chat import ChatModel
 from runner.conversation import Conversation
 from runner.episode import Episode
-from runner.errors import BadEnvironment, BadOption, BadTemplate
+from runner.errors import BadEnvironment, BadOption, BadTemplate, DeltarunnerError
 from runner.messages import Prompt
 from runner.options import Limits, Sampling, ToolChoice
 from runner.scoring import Scorer, ScorerKind, collect_scorers
@@ -69,8 +72,9 @@ class Environment(Generic[TaskT]):
         cls.scorers = collect_scorers(cls)
         for name in _PARAMETERS:
             _check_signature(cls, name)
-        for name, kind in (("limits", Limits), ("sampling", Sampling)):
-            _check_setting(cls, name, kind)
+        _check_setting(cls, "system_prompt", str | None, "a string or None")
+        _check_setting(cls, "limits", Limits, "Limits(...)")
+        _check_setting(cls, "sampling", Sampling, "Sampling(...)")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
@@ -192,20 +196,26 @@ def as_environment(environment: Environment[Any] | type[Environment[Any]]) -> En
         if not isinstance(environment, Environment):
             raise BadEnvironment(f"{environment!r:.80} is no Environment: subclass runner.Environment.")
         return environment
+    name = environment.__name__
+    try:
+        inspect.signature(environment.__init__).bind(None)
+    except TypeError as error:
+        raise BadEnvironment(f"{name} cannot be constructed without arguments ({error}): give {name}(...).") from error
     try:
         return environment()
-    except TypeError as error:
-        name = environment.__name__
-        raise BadEnvironment(f"{name} cannot be constructed without arguments ({error}): give {name}(...).") from error
+    except DeltarunnerError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise BadEnvironment(f"{name}() raised {describe_error(error)}") from error
 
 
 _PARAMETERS = {"setup": 0, "prompt": 0, "step": 1, "rollout": 1, "close": 0, "tasks": 0, "lifespan": 0}
 
 
-def _check_setting(cls: type[Environment[Any]], name: str, kind: type[Limits] | type[Sampling]) -> None:
+def _check_setting(cls: type[Environment[Any]], name: str, kind: type | UnionType, wanted: str) -> None:
     value = getattr(cls, name)
-    if not isinstance(value, kind | property):
-        raise BadEnvironment(f"{cls.__name__}.{name} = {value!r:.60}: give {kind.__name__}(...).")
+    if not isinstance(value, kind | property | cached_property):
+        raise BadEnvironment(f"{cls.__name__}.{name} = {value!r:.60}: give {wanted}.")
 
 
 def _check_signature(cls: type[Environment[Any]], hook: str) -> None:
@@ -218,5 +228,17 @@ def _check_signature(cls: type[Environment[Any]], hook: str) -> None:
         inspect.signature(function).bind(None, *[None] * _PARAMETERS[hook])
     except TypeError as error:
         raise BadEnvironment(f"{cls.__name__}.{hook}: wrong signature ({error}).") from error
+    _check_color(cls, hook, function)
     if hook == "rollout" and not inspect.iscoroutinefunction(function):
         raise BadEnvironment(f"{cls.__name__}.rollout must be async: write `async def rollout(self, conversation)`.")
+
+
+def _check_color(cls: type[Environment[Any]], hook: str, function: Callable[..., Any]) -> None:
+    """Only `tasks` may be a generator, and `lifespan` a context manager made of one."""
+    where = f"{cls.__name__}.{hook}"
+    yields = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    if hook == "lifespan":
+        if yields or inspect.iscoroutinefunction(function):
+            raise BadEnvironment(f"{where} is no context manager: put @contextlib.asynccontextmanager above it.")
+    elif yields and hook != "tasks":
+        raise BadEnvironment(f"{where} yields, so its body would never run: return instead.")

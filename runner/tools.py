@@ -66,6 +66,9 @@ def tool(
     """
 
     def mark(function: _FunctionT) -> _FunctionT:
+        given: object = function  # whatever an author without a type checker put there
+        if not callable(given) and not isinstance(given, classmethod):
+            raise BadEnvironment(f"@tool goes on a method, not on {given!r:.40}; a name is given as @tool(name=...).")
         setattr(function, _MARK, _Mark(name, seconds, parallel, eager))
         return function
 
@@ -220,6 +223,9 @@ def collect_tools(cls: type) -> dict[str, ToolSpec]:
     """
     attributes = {name: None for base in reversed(cls.__mro__) for name, value in vars(base).items() if _mark_of(value)}
     specs: dict[str, ToolSpec] = {}
+    for name, value in vars(cls).items():
+        if isinstance(value, property) and _mark_of(value.fget):
+            raise BadEnvironment(f"{cls.__name__}.{name} is a property: a tool is called, so take @property away.")
     for attribute in attributes:
         definition = inspect.getattr_static(cls, attribute)
         if definition is None:
@@ -304,7 +310,9 @@ def _name(mark: _Mark, function: Callable[..., Any], where: str) -> str:
 
 
 def _checked_seconds(seconds: float | None, where: str) -> float | None:
-    if seconds is not UNSET and seconds is not None and not seconds > 0:
+    if seconds is UNSET or seconds is None:
+        return seconds
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise BadEnvironment(f"{where}: seconds={seconds!r}: give a number above 0, or None for no limit.")
     return seconds
 
