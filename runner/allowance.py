@@ -18,12 +18,21 @@ __all__ = ["Allowance", "Ending"]
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an episode ended: its outcome, the field of `Limits` that fired, whose limit it was, what went wrong."""
+    """How an episode ended.
+
+    Attributes:
+        outcome: which way.
+        limit: the field of `Limits` that fired.
+        agent: whose limit it was.
+        error: what went wrong.
+        lasting: played again it would end the same, though the engine failed.
+    """
 
     outcome: Outcome
     limit: str = ""
     agent: str = ""
     error: str = ""
+    lasting: bool = False
 
 
 class Allowance:

@@ -14,7 +14,7 @@ import anyio
 from runner.allowance import Allowance, Ending
 from runner.chat import ChatModel
 from runner.engines.base import FinishReason, GenerationRequest
-from runner.errors import BadOption, EpisodeOver
+from runner.errors import BadOption, EpisodeOver, RequestRejected
 from runner.messages import Message, Prompt, as_messages
 from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice
 from runner.parsing.reasoning import split_reasoning
@@ -217,7 +217,8 @@ class Conversation:
         finally:
             turn = self._record(prepared, request, into, ceiling) if into.admitted else None
         if into.error is not None:
-            allowance.over(Ending(Outcome.ENGINE_ERROR, agent=self.name, error=str(into.error)))
+            rejected = isinstance(into.error, RequestRejected)
+            allowance.over(Ending(Outcome.ENGINE_ERROR, agent=self.name, error=str(into.error), lasting=rejected))
         assert turn is not None
         return turn
 

@@ -77,6 +77,11 @@ class Play:
         environment.tools = environment.bound_tools()
         return environment
 
+    @property
+    def lasting(self) -> bool:
+        """Played again, it would end the same."""
+        return self._ending is not None and self._ending.lasting
+
     def cancel(self, ending: Ending | None = None) -> None:
         """Cut the play where it stands; it is closed and kept, as partial unless another ending is given."""
         scopes = {Phase.SETUP: self._outer, Phase.PLAYING: self._allowance.play, Phase.SCORING: self._scoring}

@@ -60,8 +60,7 @@ class Run:
 
     Args:
         environment: the environment, or its class if it can be constructed without arguments.
-        engine: what speaks. Whoever entered it closes it: a run enters one that is not running yet, and waits with the
-            closing for other runs that share it.
+        engine: what speaks. Whoever entered it closes it; a run enters one that nobody has, and runs may share it.
         tasks: instead of the environment's own: an iterable, an async iterable, a source, or the path of a JSONL file.
         group_size: episodes of each task.
         engines: agents that are placed on engines of their own; those are not trained.
@@ -73,7 +72,7 @@ class Run:
         file: the run file, or what names it by the run's header; one of the same configuration is resumed. None keeps
             none.
         weights: of rewards, by name, over those in the class.
-        retries: how often an episode is played again after an engine's failure.
+        retries: how often an episode is played again after an engine's failure; a request that it refuses is none.
         breaker: the run stops when more than this share of the recent episodes failed; 1 never stops it.
 
     Raises (when it is entered):
@@ -130,9 +129,8 @@ class Run:
         self.lag = LagMonitor(self.workers)
         self.plays: set[Play] = set()
         self.failure: DeltarunnerError | None = None
-        self.draining = False
-        self.over = False
-        self._all_begun = False
+        self.draining = self.over = False
+        self._entered = self._all_begun = False
         self._given = 0
         self._tasks = tasks
         self._context: RunContext
@@ -150,6 +148,9 @@ class Run:
     # --- starting and ending
 
     async def __aenter__(self) -> Self:
+        if self._entered:
+            raise RuntimeError("a run is entered once: make another Run(...) to play again")
+        self._entered = True
         async with AsyncExitStack() as exit_stack:
             for engine in self._engines:
                 await exit_stack.enter_async_context(running(engine))
@@ -274,11 +275,11 @@ class Run:
 
     async def _next_result(self) -> Result:
         if not hasattr(self, "_results"):
-            raise RuntimeError(
-                "the run has not begun: write `async with Run(...) as run:` and iterate over `run` inside"
-            )
+            raise RuntimeError("the run has not begun: write `async with Run(...) as run:` and iterate inside")
         try:
             return await self._results.receive()
+        except anyio.ClosedResourceError:
+            raise RuntimeError("the run is over: iterate over it inside its `async with` block") from None
         except anyio.EndOfStream:
             if self.failure is not None:
                 raise self.failure from None
@@ -403,7 +404,7 @@ class Run:
                 self.plays.discard(play)
                 self.summary.faults.extend(f"{place.id}: {fault}" for fault in play.faults)
             tried = place.attempt - first_attempt
-            if not await self._try_again(trajectories[0], tried):
+            if play.lasting or not await self._try_again(trajectories[0], tried):
                 return trajectories
             await self._writer.commit_episode(trajectories, retry=True)
             self.summary.retried += 1
@@ -433,7 +434,10 @@ class Run:
         await self._announce(trajectories, missing)
 
     async def _score_group(self, new: list[Trajectory], missing: int) -> None:
-        await self._score(await self._groups_of(new), new)
+        groups = await self._groups_of(new)
+        # What the next run of the file plays again belongs to the comparison: until then there is no reward to tell.
+        if self.file is None or not any(t.outcome.cut_short for group in groups for t in group.trajectories):
+            await self._score(groups, new)
         by_index = attrgetter("index")
         for _, members in groupby(sorted(new, key=by_index), key=by_index):
             await self._announce(list(members), missing)

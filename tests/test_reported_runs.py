@@ -10,12 +10,15 @@ from typing import Any
 import anyio
 import pytest
 
+import runner
 from runner import (
+    BadEnvironment,
     BadOption,
     BadTask,
     Concurrency,
     Conversation,
     EpisodeOver,
+    Group,
     Outcome,
     Run,
     RunFile,
@@ -25,9 +28,11 @@ from runner import (
     Tool,
     Trajectory,
     Turn,
+    group_reward,
     tool,
 )
-from runner.testing import Latency, call
+from runner.authors import describe_error
+from runner.testing import Fault, Latency, call
 from tests.playing import Plain, play, play_all, tasks, until_end
 
 pytestmark = pytest.mark.anyio
@@ -192,3 +197,130 @@ async def test_a_run_does_not_close_the_engine_that_somebody_else_entered() -> N
     async with ScriptedEngine("Yes") as engine:
         await play_all(Plain(), engine)
         assert engine.running
+
+
+class Compared(Plain):
+    """Everybody gets the size of the group."""
+
+    @group_reward
+    def size(self, group: Group) -> list[int]:
+        return [len(group.trajectories)] * len(group.trajectories)
+
+
+async def test_a_group_is_scored_once_its_failed_member_was_played_again(tmp_path: Path) -> None:
+    file = tmp_path / "run.db"
+    options: dict[str, Any] = {"tasks": tasks(2), "group_size": 3, "retries": 0, "breaker": 1, "file": file}
+    failing = ScriptedEngine("Yes", faults=lambda ask: Fault.error(at=1) if ask.episode == "t0#1" else None)
+    async with Run(Compared(), failing, **options) as run:
+        first = {trajectory.id: trajectory.reward async for trajectory in run}
+    assert first == {"t0#0": None, "t0#1": None, "t0#2": None, "t1#0": 4, "t1#1": 4, "t1#2": 4}
+    assert run.summary.reward.count == 3
+
+    async with Run(Compared(), ScriptedEngine("Yes"), **options) as run:
+        assert [trajectory.id async for trajectory in run] == ["t0#1"]
+    with RunFile(file) as stored:
+        rewards = [row.reward for row in stored if row.outcome is Outcome.COMPLETED]
+    assert rewards == [4] * 6
+    assert run.summary.reward.as_dict() == {"mean": 4, "standard_error": 0, "count": 6}
+
+
+async def test_without_a_file_a_group_is_scored_as_it_is() -> None:
+    failing = ScriptedEngine("Yes", faults=lambda ask: Fault.error(at=1) if ask.episode == "t0#1" else None)
+    async with Run(Compared(), failing, group_size=3, retries=0, breaker=1) as run:
+        rewards = {trajectory.id: trajectory.reward async for trajectory in run}
+    assert rewards == {"t0#0": 3, "t0#1": None, "t0#2": 3}
+
+
+async def test_a_request_that_the_engine_refuses_is_not_played_again() -> None:
+    async with Run(Plain(), ScriptedEngine({"judge": ["never"]}), retries=5, breaker=1) as run:
+        (trajectory,) = [trajectory async for trajectory in run]
+    assert trajectory.outcome is Outcome.ENGINE_ERROR
+    assert "no replies for agent 'main'" in trajectory.error
+    assert trajectory.attempt == run.summary.retried == 0
+
+
+async def test_a_run_that_was_left_says_so_when_it_is_iterated() -> None:
+    async with Run(Plain(), ScriptedEngine("Yes")) as run:
+        pass
+    with pytest.raises(RuntimeError, match="the run is over"):
+        await anext(run)
+
+
+async def test_a_run_is_entered_once() -> None:
+    async with Run(Plain(), ScriptedEngine("Yes")) as run:
+        with pytest.raises(RuntimeError, match="entered once"):
+            await run.__aenter__()
+        assert [trajectory.outcome async for trajectory in run] == [Outcome.COMPLETED]
+
+
+def test_a_constructor_that_raises_is_told_with_its_cause() -> None:
+    class Unmade(Plain):
+        def __init__(self) -> None:
+            len(5)  # type: ignore[arg-type]  # that is the point
+
+    with pytest.raises(BadEnvironment, match=r"Unmade\(\) raised TypeError: object of type 'int' has no len"):
+        Run(Unmade, ScriptedEngine("Yes"))
+
+
+def test_a_constructor_that_wants_arguments_is_told_apart() -> None:
+    class Wants(Plain):
+        def __init__(self, level: int) -> None:
+            self.level = level
+
+    with pytest.raises(BadEnvironment, match=r"without arguments \(missing .*'level'\): give Wants\(\.\.\.\)"):
+        Run(Wants, ScriptedEngine("Yes"))
+
+
+def hook(self: Any) -> Any:
+    """One that yields."""
+    yield
+
+
+async def colored(self: Any) -> Any:
+    """One that is awaited."""
+
+
+def weigh(self: Any) -> int:
+    """Weigh it."""
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"system_prompt": 5}, "system_prompt = 5: give a string or None"),
+        ({"setup": hook}, "setup yields, so its body would never run"),
+        ({"close": hook}, "close yields"),
+        ({"lifespan": hook}, "lifespan is no context manager: put @contextlib.asynccontextmanager above it"),
+        ({"lifespan": colored}, "lifespan is no context manager"),
+        ({"weigh": property(tool(weigh))}, "weigh is a property: a tool is called"),
+    ],
+)
+def test_a_member_that_cannot_work_is_refused_when_the_class_is_defined(members: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadEnvironment, match=said):
+        type("Wrong", (Plain,), members)
+
+
+@pytest.mark.parametrize("function", ["name", property(weigh)])
+def test_a_tool_mark_on_what_is_no_method_is_refused(function: Any) -> None:
+    with pytest.raises(BadEnvironment, match=r"@tool goes on a method, .* @tool\(name=\.\.\.\)"):
+        tool(function)
+
+
+def test_seconds_of_a_tool_that_are_no_number_are_refused() -> None:
+    def slow(self: Any) -> str:
+        """Take long."""
+        return ""
+
+    with pytest.raises(BadEnvironment, match="seconds='5': give a number above 0"):
+        type("Wrong", (Plain,), {"slow": tool(seconds="5")(slow)})  # type: ignore[call-overload]  # that is the point
+
+
+def test_a_folder_whose_name_begins_like_ours_is_the_authors() -> None:
+    file = f"{Path(runner.__file__).parent}_envs/game.py"
+    names: dict[str, Any] = {}
+    exec(compile("def fail():\n    raise ValueError('lost')\n", file, "exec"), names)  # a file of that name
+    with pytest.raises(ValueError, match="lost") as raised:
+        names["fail"]()
+    inner = raised.value.with_traceback(raised.tb.tb_next)  # without this test's own frame
+    assert describe_error(inner) == f"ValueError: lost (in fail, {file}:2)"
