@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from runner import BadTask, Run, RunFile, ScriptedEngine
+from runner import BadTask, ConfigurationChanged, Run, RunFile, RunFileError, ScriptedEngine
 from runner.cli import app
 from runner.commands.run import RunSettings, run_command
 from runner.engines.script import call
+from runner.errors import DeltarunnerError
 
 AUTHOR = """
 from runner import Environment, Task, group_reward, reward
@@ -248,3 +249,39 @@ def test_the_scripts_of_the_readme_run(
     printed = capsys.readouterr().out
     assert "Oslo" in printed
     assert "1.0" in printed
+
+
+# --- refused before the engine is made
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"task": "nowhere"}, BadTask, "no task 'nowhere' among 2"),
+        ({"seed": 1}, ConfigurationChanged, "seed: 0 -> 1"),
+        ({"group_size": 2}, ConfigurationChanged, "group_size: 1 -> 2"),
+        ({"sampling": {"temperature": 0.5}}, ConfigurationChanged, r"sampling.temperature: \(not set\) -> 0.5"),
+        ({"limits": ("turns=3",)}, ConfigurationChanged, "limits.turns"),
+        ({"environment": "mine.py:Ranked"}, ConfigurationChanged, "environment: .*Greeting.* -> .*Ranked"),
+        ({"file": Path("mine.py")}, RunFileError, "no run file"),
+    ],
+)
+def test_what_can_be_refused_is_refused_before_an_engine_is_made(
+    run_file: Path, options: dict[str, Any], error: type[DeltarunnerError], said: str
+) -> None:
+    made: list[ScriptedEngine] = []
+
+    def make_engine(settings: RunSettings) -> ScriptedEngine:
+        made.append(ScriptedEngine("hi"))
+        return made[-1]
+
+    settings = RunSettings(**{"environment": "mine.py:Greeting", "file": run_file, **options})
+    with pytest.raises(error, match=said):
+        run_command(settings, make_engine)
+    assert made == []
+
+
+def test_the_same_configuration_goes_on_with_its_file(run_file: Path) -> None:
+    assert play(environment="mine.py:Greeting", file=run_file, concurrency=1) == 0
+    with RunFile(run_file) as stored:
+        assert len(stored) == 2

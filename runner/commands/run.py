@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.text import Text
 
 from runner.commands.report import lag_lines, make_console, own_command, quoted, summary_table
-from runner.commands.selection import own_tasks, select
+from runner.commands.resuming import check_resumable
+from runner.commands.selection import at_once, own_tasks, select
 from runner.commands.values import limits_of, pairs, plain_value
 from runner.display import Display, PlainDisplay, display_for
 from runner.edge import Reporter, on_event_loop
@@ -181,6 +182,8 @@ class Plan:
                 for name, value in pairs(settings.template_options, "--template-option").items()
             },
         }
+        if settings.file is not None:
+            check_resumable(settings.file, environment, options, model=settings.model)
         return cls(
             settings=settings, environment=environment, engine=make_engine(settings), options=options, total=total
         )
@@ -198,7 +201,7 @@ def _tasks(settings: RunSettings, environment: Environment[Any]) -> tuple[Any, i
     source: Any = settings.tasks if settings.tasks is not None else own_tasks(environment)
     each = 1 if settings.index is not None else size
     if settings.task is not None:
-        return select(source, environment.task_class(), only=settings.task), each
+        return at_once(select(source, environment.task_class(), only=settings.task), source, environment), each
     if settings.episodes is None:
         known = len(source) * each if hasattr(source, "__len__") else None
         return select(source, environment.task_class()), known

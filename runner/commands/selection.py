@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,7 @@ from runner.errors import BadTask, DeltarunnerError
 from runner.sources import Tasks, read_tasks
 from runner.tasks import Task
 
-__all__ = ["own_tasks", "select"]
+__all__ = ["at_once", "own_tasks", "select"]
 
 
 def own_tasks(environment: Environment[Any]) -> Tasks:
@@ -55,6 +55,25 @@ def select(source: Tasks, task_class: type[Task], *, most: int | None = None, on
     if hasattr(source, "finished"):
         chosen.finished = source.finished
     return chosen  # type: ignore[no-any-return]  # one of the two
+
+
+def at_once(chosen: Tasks, source: Tasks, environment: Environment[Any]) -> Tasks:
+    """What was chosen of `source`, looked up now where it can be: what is wrong is better said before the start.
+
+    An async source, one that hears of results, and a generator that may read what `lifespan()` yields have to wait.
+
+    Raises:
+        BadTask: there is no such task, or the source raised.
+    """
+    ready = isinstance(source, str | Path | Sequence) or not environment.overrides("lifespan")
+    if not ready or not isinstance(chosen, _Selection) or hasattr(chosen, "finished"):
+        return chosen
+    try:
+        return list(chosen)
+    except DeltarunnerError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise BadTask(f"tasks() raised {describe_error(error)}") from error
 
 
 class _Selection:
