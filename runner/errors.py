@@ -10,7 +10,7 @@ DeltarunnerError                 catch this to catch all of them
 ├── RunFileError                 the run file
 │   ├── ConfigurationChanged     the file holds a run of another configuration
 │   ├── NewerRunFile             the file was written by a newer version
-│   └── StorageFailed            the disk is full, the folder read-only, the file no run file
+│   └── StorageFailed            the disk is full, the folder read-only, the file damaged or locked
 ├── EngineError                  the engine; retried, never the episode's fault
 │   ├── EngineDead               no request can be answered any more
 │   ├── RequestRejected          this one request was refused

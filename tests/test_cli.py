@@ -257,8 +257,8 @@ def test_bad_input_is_named_with_its_fix(
         (["run", "mine.py:Greeting", "--model", "nowhere/"], 5, "no model folder 'nowhere/'"),
         (["run", "calculator", "--template", "nowhere.jinja"], 6, "nowhere.jinja"),
         (["run", "calculator", "--temperature", "warm"], 2, "temperature"),
-        (["show", "nowhere.db"], 8, "no run file nowhere.db"),
-        (["export", "mine.py"], 8, "no run file"),
+        (["show", "nowhere.db"], 7, "no run file nowhere.db"),
+        (["export", "mine.py"], 7, "no run file"),
         (["nonsense"], 2, "No such command"),
     ],
 )

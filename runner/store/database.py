@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
-from runner.errors import NewerRunFile, StorageFailed
+from runner.errors import NewerRunFile, RunFileError, StorageFailed
 from runner.store.schema import APPLICATION_ID, FORMAT, MIGRATIONS
 
 __all__ = [
@@ -44,7 +44,6 @@ _CAUSES: Final = (
         "SQLITE_CANTOPEN",
         "it cannot be opened. Check that its folder is there and writable, or give another path (--file)",
     ),
-    ("SQLITE_NOTADB", "it is no run file (not a SQLite database). Give another path (--file)"),
     ("SQLITE_CORRUPT", "it is damaged ({error}). Keep a copy, and save what is readable with `sqlite3 FILE .recover`"),
     (
         "SQLITE_BUSY",
@@ -64,10 +63,14 @@ def storage_failed(path: Path, error: Exception) -> StorageFailed:
 
 @contextmanager
 def storage_faults(path: Path) -> Iterator[None]:
-    """Errors of the database inside the block are raised as `StorageFailed`."""
+    """Errors of the database inside the block are raised as `StorageFailed`; `RunFileError` where it is no database."""
     try:
         yield
     except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorname", "") == "SQLITE_NOTADB":
+            raise RunFileError(
+                f"run file {path}: it is no run file (not a SQLite database). Give another path (--file)."
+            ) from error
         raise storage_failed(path, error) from error
 
 
@@ -117,11 +120,12 @@ def open_reader(path: Path) -> sqlite3.Connection:
     """A connection that cannot write, also to a file that grows or stands on a read-only disk.
 
     Raises:
-        StorageFailed: there is no such file, or it is no run file.
+        RunFileError: there is no such file, or it is no run file.
+        StorageFailed: it cannot be read.
         NewerRunFile: its format is newer than this version's.
     """
     if not path.is_file():
-        raise StorageFailed(f"there is no run file {path}. Run files are in runs/ unless --file named another path.")
+        raise RunFileError(f"there is no run file {path}. Run files are in runs/ unless --file named another path.")
     with storage_faults(path):
         try:
             connection = _connect_reader(path, "mode=ro")
@@ -140,7 +144,7 @@ def _connect_reader(path: Path, mode: str) -> sqlite3.Connection:
     try:
         check_format(connection, path)
         if not tables_in(connection):
-            raise StorageFailed(f"run file {path}: it is empty; its run ended before it began.")
+            raise RunFileError(f"run file {path}: it is empty; its run ended before it began.")
     except BaseException:
         connection.close()
         raise
@@ -160,14 +164,14 @@ def check_format(connection: sqlite3.Connection, path: Path) -> int:
     """The file's format version; `FORMAT` for a file that is still empty.
 
     Raises:
-        StorageFailed: a database, but no run file.
+        RunFileError: a database, but no run file.
         NewerRunFile: its format is newer than this version's.
     """
     if not tables_in(connection):
         return FORMAT
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     if application != APPLICATION_ID:
-        raise StorageFailed(
+        raise RunFileError(
             f"run file {path}: this is a SQLite database, but no run file of deltarunner. Give another path (--file)."
         )
     (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -240,6 +244,6 @@ def _last_writer(path: Path) -> str:
     try:
         with closing(open_reader(path)) as connection:
             row = connection.execute("SELECT process, host FROM launches ORDER BY number DESC LIMIT 1").fetchone()
-    except (StorageFailed, sqlite3.Error):
+    except (RunFileError, sqlite3.Error):
         return "another run"
     return f"process {row['process']} on {row['host']}" if row else "another run"

@@ -122,7 +122,8 @@ class RunFile:
         task_class: what tasks are read back as; with the default, an author's own fields are in `Task.info`.
 
     Raises:
-        StorageFailed: there is no such file, or it is no run file.
+        RunFileError: there is no such file, or it is no run file.
+        StorageFailed: it cannot be read.
         NewerRunFile: it was written by a newer version.
     """
 

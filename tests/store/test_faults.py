@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.errors import StorageFailed
+from runner.errors import RunFileError, StorageFailed
 from runner.store.reader import RunFile
 from runner.store.writer import RunWriter
 from runner.trajectory import Outcome
@@ -247,12 +247,13 @@ async def test_what_is_no_run_file_is_named_and_left_alone(tmp_path: Path) -> No
         (tmp_path, "this is a folder"),
     ]:
         before = path.read_bytes() if path.is_file() else b""
-        with pytest.raises(StorageFailed, match=said):
+        with pytest.raises(RunFileError, match=said):
             await opened(path)
         assert not path.is_file() or path.read_bytes() == before
     for path in (text, foreign):
-        with pytest.raises(StorageFailed):
+        with pytest.raises(RunFileError) as caught:
             RunFile(path)
+        assert not isinstance(caught.value, StorageFailed)  # nothing is wrong with the disk
 
 
 @pytest.mark.anyio
@@ -272,7 +273,7 @@ async def test_a_lock_does_not_outlive_its_process(tmp_path: Path) -> None:
 async def test_a_file_whose_run_ended_before_it_began_is_begun(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     path.touch()
-    with pytest.raises(StorageFailed, match="it is empty"):
+    with pytest.raises(RunFileError, match="it is empty"):
         RunFile(path)
     await opened(path)
     with RunFile(path) as run_file:

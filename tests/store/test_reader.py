@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from runner.errors import RunFileError, StorageFailed
+from runner.errors import RunFileError
 from runner.store import reader
 from runner.store.codec import load_trajectory
 from runner.store.reader import EpisodeRow, RunFile
@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_missing_file_is_named(path: Path) -> None:
-    with pytest.raises(StorageFailed, match=r"there is no run file .*run\.db"):
+    with pytest.raises(RunFileError, match=r"there is no run file .*run\.db"):
         RunFile(path)
 
 
