@@ -258,6 +258,7 @@ def test_the_scripts_of_the_readme_run(
     ("options", "error", "said"),
     [
         ({"task": "nowhere"}, BadTask, "no task 'nowhere' among 2"),
+        ({"tasks": Path("typo.jsonl"), "episodes": 2}, BadTask, r"typo.jsonl:2: nothing reads 'promt'"),
         ({"seed": 1}, ConfigurationChanged, "seed: 0 -> 1"),
         ({"group_size": 2}, ConfigurationChanged, "group_size: 1 -> 2"),
         ({"sampling": {"temperature": 0.5}}, ConfigurationChanged, r"sampling.temperature: \(not set\) -> 0.5"),
@@ -269,6 +270,7 @@ def test_the_scripts_of_the_readme_run(
 def test_what_can_be_refused_is_refused_before_an_engine_is_made(
     run_file: Path, options: dict[str, Any], error: type[DeltarunnerError], said: str
 ) -> None:
+    Path("typo.jsonl").write_text('{"id": "a", "prompt": "hello"}\n{"id": "b", "promt": "hello"}\n')
     made: list[ScriptedEngine] = []
 
     def make_engine(settings: RunSettings) -> ScriptedEngine:

@@ -209,7 +209,8 @@ def _tasks(settings: RunSettings, environment: Environment[Any]) -> tuple[Any, i
         raise BadOption(
             f"--episodes {settings.episodes} is no multiple of --group-size {size}; groups are played whole."
         )
-    return select(source, environment.task_class(), most=settings.episodes // each), settings.episodes
+    chosen = select(source, environment.task_class(), most=settings.episodes // each)
+    return at_once(chosen, source, environment) if settings.tasks is not None else chosen, settings.episodes
 
 
 class Show(Reporter):
