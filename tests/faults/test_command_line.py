@@ -123,7 +123,7 @@ BAD_INPUT: dict[str, tuple[list[str], int, list[str]]] = {
     "an unknown template": (["mine.py:Greeting", "--template", "hermess"], 6, ["hermess", "hermes"]),
     "no task file": (["mine.py:Greeting", "--tasks", "none.jsonl"], 4, ["no task file 'none.jsonl'", "JSONL"]),
     "a folder that cannot be made": (["mine.py:Greeting", "--file", "mine.py/run.db"], 8, ["mine.py", "Name another"]),
-    "a file that is no run file": (["mine.py:Greeting", "--file", "mine.py"], 8, ["mine.py", "not a SQLite database"]),
+    "a file that is no run file": (["mine.py:Greeting", "--file", "mine.py"], 7, ["mine.py", "not a SQLite database"]),
 }
 
 
