@@ -132,6 +132,7 @@ def test_an_export_replaces_only_what_was_named(run_file: Path) -> None:
         (["mine.py:Greeting", "--set", "colour=red"], "BadOption", 2),
         (["mine.py:Greeting", "--limit", "turn=3"], "BadOption", 2),
         (["mine.py:Greeting", "--engine-option", "model=other"], "BadOption", 2),
+        (["mine.py:Greeting", "--engine-option", "stream_interval=often"], "BadOption", 2),
         (["mine.py:Greeting", "--tasks", "nowhere.jsonl"], "BadTask", 4),
         (["mine.py:Greeting", "--task", "nowhere"], "BadTask", 4),
         (["mine.py:Raising"], "BadTask", 4),

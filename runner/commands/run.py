@@ -74,6 +74,9 @@ def vllm_engine(settings: RunSettings) -> Engine:
     arguments = {name: plain_value(value) for name, value in pairs(settings.engine_options, "--engine-option").items()}
     for name in arguments.keys() & {"model", "template"}:
         raise BadOption(f"--engine-option {name}=...: give --{name}.")
+    interval = arguments.get("stream_interval")
+    if not isinstance(interval, int | None):
+        raise BadOption(f"--engine-option stream_interval={interval}: give a whole number of ids.")
     return VllmEngine(settings.model, template=settings.template, **arguments)
 
 
