@@ -61,7 +61,7 @@ async def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
 
 async def test_no_more_trajectories_live_than_episodes_are_in_flight_or_wait_to_be_read() -> None:
     def living() -> int:
-        return sum(isinstance(thing, Trajectory) for thing in gc.get_objects())
+        return sum(type(thing) is Trajectory for thing in gc.get_objects())
 
     gc.collect()
     others = living()  # of earlier tests, which pytest may still hold
