@@ -134,7 +134,8 @@ async def test_the_gauge_reads_a_run_while_it_plays() -> None:
 @pytest.mark.parametrize("terminal", [True, False], ids=["live", "plain"])
 async def test_a_run_is_shown_from_its_start_to_its_end(terminal: bool) -> None:
     screen = Screen()
-    console = Console(file=screen, force_terminal=terminal, width=100, color_system=None)
+    environment = {"TERM": "xterm"}  # a dumb one gets plain lines
+    console = Console(file=screen, force_terminal=terminal, width=100, color_system=None, _environ=environment)
     display = display_for(console, "waiting on scripted")
     assert isinstance(display, LiveDisplay if terminal else PlainDisplay)
     display.total = 4
