@@ -68,7 +68,7 @@ class _Layered:
 
     def given(self) -> dict[str, Any]:
         """The fields that somebody gave, by name."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]  # as above
         return {name: value for name, value in values.items() if value is not UNSET}
 
     def _require(

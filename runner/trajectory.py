@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from runner.engines.base import FinishReason
 from runner.messages import Message, ToolCall
@@ -226,4 +226,3 @@ class Group:
     trajectories: Sequence[Trajectory]
     rng: random.Random
     complete: bool = True
-    rewards: Mapping[str, Any] = field(default_factory=dict)

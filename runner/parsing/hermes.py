@@ -64,7 +64,7 @@ def _read_call(text: str, start: int) -> tuple[ToolCall, int]:
             if close < 0 or not error.msg.startswith("Unterminated string"):
                 raise
             # The closing tag may stand in a string: then the JSON decides where the call ends.
-            value, end = _DECODER.raw_decode(text, _SPACE.match(text, start).end())  # type: ignore[union-attr]
+            value, end = _DECODER.raw_decode(text, _SPACE.match(text, start).end())  # type: ignore[union-attr]  # it matches ""
             close = text.find(CLOSE, end)
     except json.JSONDecodeError as error:
         return _malformed(f"{error.msg} at character {error.pos} of the JSON"), _after_close(text, start)

@@ -69,7 +69,7 @@ class _Run:
         """Drive the coroutine as its task would, counting what it yields to the event loop."""
         coroutine = self.coroutine
         suspensions = 0
-        resume: Callable[[], Any] = lambda: coroutine.send(None)  # noqa: E731
+        resume: Callable[[], Any] = lambda: coroutine.send(None)  # noqa: E731  # replaced below
         while True:
             try:
                 awaited = resume()
