@@ -188,7 +188,7 @@ class Conversation:
     def _retire(self, unseen: int = 0) -> None:
         segment = self._segment
         if segment is None and unseen:
-            segment = Segment(cause=self._cause)
+            segment = Segment(cause=self._cause, tools=self._schemas())
             self._segments.append(segment)
         if segment is not None and unseen:
             segment.messages.extend(self._queued)
@@ -263,8 +263,9 @@ class Conversation:
     def _first_prompt(self) -> _Prepared:
         if not self._queued:
             raise RuntimeError(f"conversation {self.name!r} has no message yet: add() one, or give it a prompt.")
-        ids = self._setting.chat.bridger.first_prompt(self._queued, self._schemas())
-        segment = Segment(cause=self._cause)
+        tools = self._schemas()
+        ids = self._setting.chat.bridger.first_prompt(self._queued, tools)
+        segment = Segment(cause=self._cause, tools=tools)
         return _Prepared(segment, array("i", ids), ids, Source.PROMPT, None)
 
     def _bridged(self, segment: Segment) -> _Prepared:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runner.engines.base import FinishReason
 from runner.messages import Message, ToolCall
@@ -80,12 +80,14 @@ class Segment:
             stand at the end, `unseen` says how many.
         cause: why it was started: "start", "environment".
         unseen: how many of the last messages the model never saw.
+        tools: what could be called, in OpenAI's form, as its prompts were rendered with.
     """
 
     log: TokenLog = field(default_factory=TokenLog)
     messages: list[Message] = field(default_factory=list)
     cause: str = "start"
     unseen: int = 0
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(slots=True, eq=False)
