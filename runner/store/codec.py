@@ -34,7 +34,7 @@ class Rows:
 
     Attributes:
         episode: its row of `episodes`, without what only the writer knows (key, superseded, committed, launch).
-        segments: without the episode's key.
+        segments: without the episode's key, and with the JSON itself in `tools`.
         turns: likewise, and with the `Constraint` itself in `constrained`.
     """
 
@@ -93,6 +93,7 @@ def _segment_row(number: int, segment: Segment) -> Row:
         "logprobs": _packed_logprobs(log),
         "sources": encode_json(list(source_spans(log.sources))),
         "versions": encode_json([(span.version, span.start, span.end) for span in log.versions]),
+        "tools": encode_json(segment.tools) if segment.tools else None,
     }
 
 
@@ -134,7 +135,10 @@ def decode_trajectory(
     segments: Iterable[StoredRow],
     turns: Iterable[StoredRow],
 ) -> Trajectory:
-    """The trajectory that these rows were made of; `turns` come with their constraint's `kind` and `value`."""
+    """The trajectory that these rows were made of.
+
+    `turns` come with their constraint's `kind` and `value`, `segments` with the JSON of their tools in `schemas`.
+    """
     decoded = [_segment(row) for row in segments]
     agent = decode_text(episode["agent"])
     return Trajectory(
@@ -171,7 +175,13 @@ def _segment(row: StoredRow) -> Segment:
         sources=sources,
         versions=[VersionSpan(*span) for span in decode_json(row["versions"])],
     )
-    return Segment(log=log, messages=decode_json(row["messages"]), cause=row["cause"], unseen=row["unseen"])
+    return Segment(
+        log=log,
+        messages=decode_json(row["messages"]),
+        cause=row["cause"],
+        unseen=row["unseen"],
+        tools=() if row["schemas"] is None else decode_json(row["schemas"]),
+    )
 
 
 def _turn(row: StoredRow, agent: str, log: TokenLog) -> Turn:
@@ -283,12 +293,22 @@ TURNS_OF_EPISODE = """
 """
 
 
+SEGMENTS_OF_EPISODE = """
+    SELECT segments.*, tools.tools AS schemas
+    FROM segments LEFT JOIN tools ON tools.key = segments.tools
+    WHERE segments.episode = ? ORDER BY segments.number
+"""
+_SEGMENTS_OF_FORMAT_1 = "SELECT *, NULL AS schemas FROM segments WHERE episode = ? ORDER BY number"
+
+
 def load_trajectory(connection: sqlite3.Connection, episode: StoredRow, decode_task: TaskDecoder) -> Trajectory:
     """The trajectory of a row of `episodes`."""
     key = episode["key"]
     (task,) = connection.execute(
         "SELECT task FROM tasks WHERE id = ? AND visit = ?", (episode["task_id"], episode["visit"])
     ).fetchone()
-    segments = connection.execute("SELECT * FROM segments WHERE episode = ? ORDER BY number", (key,)).fetchall()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()  # a reader leaves an older file as it is
+    statement = SEGMENTS_OF_EPISODE if version > 1 else _SEGMENTS_OF_FORMAT_1
+    segments = connection.execute(statement, (key,)).fetchall()
     turns = connection.execute(TURNS_OF_EPISODE, (key,)).fetchall()
     return decode_trajectory(episode, decode_task(task), segments, turns)

@@ -67,7 +67,7 @@ class Batch:
 
 
 _CHUNKS: Final = (64, 16, 4, 1)
-_KNOWN_ALREADY: Final = frozenset({"tasks", "constraints"})
+_KNOWN_ALREADY: Final = frozenset({"tasks", "constraints", "tools"})
 
 
 def _chunks(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
@@ -111,6 +111,7 @@ class Packer:
         mine = {"key": key, "superseded": int(superseded), "committed": time.time(), "launch": self._launch}
         batch.insert("episodes", rows.episode | mine)
         for row in rows.segments:
+            row["tools"] = self._add_tools(batch, row["tools"])
             batch.insert("segments", {"episode": key, **row})
         for row in rows.turns:
             row["constrained"] = self._add_constraint(batch, row["constrained"])
@@ -121,10 +122,18 @@ class Packer:
             row = {"id": encode_text(task.id), "visit": visit, "class": class_name(type(task))}
             batch.insert("tasks", row | {"task": encode_task(task)})
 
+    def _add_tools(self, batch: Batch, tools: str | None) -> int | None:
+        if tools is None:
+            return None
+        key = _key_of("tools", tools)
+        if self._first_time(key):
+            batch.insert("tools", {"key": key, "tools": tools})
+        return key
+
     def _add_constraint(self, batch: Batch, constraint: Constraint | None) -> int | None:
         if constraint is None:
             return None
-        key = _constraint_key(constraint)
+        key = _key_of(constraint.kind.value, constraint.value)
         if self._first_time(key):
             batch.insert("constraints", {"key": key, "kind": constraint.kind.value, "value": constraint.value})
         return key
@@ -139,9 +148,9 @@ class Packer:
         return True
 
 
-def _constraint_key(constraint: Constraint) -> int:
+def _key_of(kind: str, value: str) -> int:
     """The same for the same text, so that nothing has to be looked up; 63 bits."""
-    text = f"{constraint.kind.value}:{constraint.value}".encode("utf-8", "surrogatepass")
+    text = f"{kind}:{value}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 

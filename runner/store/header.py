@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from runner.store.plain import class_name, decode_json, encode_json
 from runner.store.schema import FORMAT
 from runner.store.secrets import hide_secrets
+from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.wording import WORDING_VERSION
 
 if TYPE_CHECKING:
@@ -81,6 +82,12 @@ _RULES: Final = (
     ("*", OnChange.REFUSE),
 )
 
+BYTES: Final = 256
+"""Where the control tokens of a vocabulary of bytes begin."""
+
+# Fields that headers of format 1 do not have: a run that was begun with one can be gone on with.
+_SINCE_FORMAT_2: Final = ("engine*.tokenizer", "engine*.stop_ids")
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -120,7 +127,8 @@ class Header:
         system_prompt: the environment's.
         tool_choice: the environment's.
         tools: the environment's tools in OpenAI's shape, by name.
-        engine: what `Engine.describe()` says.
+        engine: what `Engine.describe()` says, the fingerprint of its `tokenizer` and its `stop_ids`; of a vocabulary
+            of bytes also the `control_tokens` and the `eos_token` that it is made of.
         engines: the same for agents that are placed elsewhere, by agent.
         template: the engine's chat template: name, text, variables, fingerprint.
         template_options: names that the template reads, such as `enable_thinking`.
@@ -189,7 +197,7 @@ class Header:
             },
             template=_template(run.engine),
             template_options=_without_secrets(run.template_options),
-            clock=now,
+            clock=datetime.fromisoformat(now.isoformat()),  # as it comes back from the file, where zones have no name
             sampling=run.sampling.given(),
             environment_sampling=environment.sampling.given(),
             limits=run.limits.given(),
@@ -226,10 +234,15 @@ class Header:
         """How `new` differs from this one, in the order of the fields; what is free to change is among it."""
         old_fields, new_fields = dict(_flat(decode_json(self.to_json()))), dict(_flat(decode_json(new.to_json())))
         return [
-            Change(path, old, changed, _meaning(path))
+            Change(path, old, changed, self._meaning(path, old))
             for path in dict.fromkeys([*old_fields, *new_fields])
             if (old := old_fields.get(path, MISSING)) != (changed := new_fields.get(path, MISSING))
         ]
+
+    def _meaning(self, path: str, old: Any) -> OnChange:
+        if old is MISSING and self.format < 2 and any(fnmatchcase(path, pattern) for pattern in _SINCE_FORMAT_2):
+            return OnChange.FREE
+        return _meaning(path)
 
     def refused(self, new: Header) -> list[Change]:
         """Of the changes, those with which the run cannot be resumed."""
@@ -297,7 +310,17 @@ def _has_json(value: Any) -> bool:
 
 
 def _described(engine: Engine) -> dict[str, Any]:
-    return _without_secrets(engine.describe())
+    return _without_secrets({**engine.describe(), **_vocabulary(engine)})
+
+
+def _vocabulary(engine: Engine) -> dict[str, Any]:
+    tokenizer = engine.tokenizer
+    named = {"tokenizer": tokenizer.fingerprint, "stop_ids": list(engine.stop_ids)}
+    if not isinstance(tokenizer, ByteTokenizer) or tokenizer.pieces is None:
+        return named
+    control_tokens = [piece.decode() for piece in tokenizer.pieces[BYTES:]]
+    eos_token = None if tokenizer.eos_id is None else control_tokens[tokenizer.eos_id - BYTES]
+    return {**named, "control_tokens": control_tokens, "eos_token": eos_token}
 
 
 def _without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -131,8 +131,11 @@ class RunFile:
         self.path = Path(path)
         self._decode_task = TaskDecoder(task_class)
         self._connection = open_reader(self.path)
-        (header,) = self._one("SELECT header FROM run")
-        self.header = Header.from_json(header)
+        try:
+            self.header = self._header(self._one("SELECT header FROM run")["header"])
+        except RunFileError:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -154,6 +157,23 @@ class RunFile:
     def complete(self) -> bool:
         """Every task of the run was played."""
         return bool(self._one("SELECT complete FROM run")[0])
+
+    def first_launch(self) -> Header | None:
+        """The header as the process that began the run wrote it beside the run's own; None where it wrote none.
+
+        Raises:
+            RunFileError: it is no header.
+        """
+        row = self._one("SELECT header FROM launches ORDER BY number LIMIT 1")
+        launched = None if row is None else self._header(row["header"])
+        # A process that died before it noted its launch has left the first row to another one.
+        return launched if launched is not None and launched.created == self.header.created else None
+
+    def _header(self, text: str) -> Header:
+        try:
+            return Header.from_json(text)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise RunFileError(f"run file {self.path}: its header is damaged ({error}).") from error
 
     def summary(self) -> dict[str, Any] | None:
         """The summary that the run ended with; None while it plays, or where it was killed."""

@@ -7,13 +7,18 @@ from typing import Final
 
 __all__ = ["APPLICATION_ID", "FORMAT", "MIGRATIONS", "TABLES"]
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """The version of the tables, kept in `PRAGMA user_version`."""
 
 APPLICATION_ID: Final = 0x64656C74
 """In `PRAGMA application_id` ("delt"): tells a run file from any other SQLite database."""
 
-MIGRATIONS: Final[Mapping[int, Sequence[str]]] = {}
+MIGRATIONS: Final[Mapping[int, Sequence[str]]] = {
+    1: (
+        "CREATE TABLE tools (key INTEGER PRIMARY KEY, tools TEXT NOT NULL)",
+        "ALTER TABLE segments ADD COLUMN tools INTEGER",
+    ),
+}
 """Statements that take a file from the format they are filed under to the next one; run when a writer opens it."""
 
 TABLES: Final = """
@@ -86,6 +91,7 @@ CREATE TABLE segments (
     logprobs    BLOB,                       -- float32, little-endian, one per *sampled* id; NULL where there are none
     sources     TEXT NOT NULL,              -- JSON: [[source, length], ...]; 0 prompt, 1 bridge, 2 sampled
     versions    TEXT NOT NULL,              -- JSON: [[weight version, start, end], ...]
+    tools       INTEGER,                    -- tools.key: what could be called; NULL where there was nothing
     PRIMARY KEY (episode, number)
 );
 
@@ -124,6 +130,11 @@ CREATE TABLE constraints (                  -- a grammar is the same for thousan
     key         INTEGER PRIMARY KEY,        -- a hash of the rest
     kind        TEXT NOT NULL,
     value       TEXT NOT NULL
+);
+
+CREATE TABLE tools (                        -- as the prompts were rendered with; the same for thousands of segments
+    key         INTEGER PRIMARY KEY,        -- a hash of the rest
+    tools       TEXT NOT NULL               -- JSON: in OpenAI's form, in order
 );
 
 CREATE VIEW trajectories AS                 -- what one trains on: the last attempts of trained agents

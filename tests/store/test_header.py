@@ -5,16 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from zoneinfo import ZoneInfo
 
 import pytest
 
 from runner.options import Concurrency, Limits, Sampling
 from runner.store.header import Header, OnChange
 from runner.store.secrets import hide_secrets, is_secret_name
+from runner.tokens.byte_tokenizer import ByteTokenizer
 from tests.store.building import CLOCK, header
 
 SECRETS = [
@@ -192,12 +194,15 @@ class Greeter:
         return [SimpleNamespace(name="add", as_openai=lambda: {"type": "function", "function": {"name": "add"}})]
 
 
-def header_of(environment: object) -> Header:
+def header_of(environment: object, now: datetime = CLOCK) -> Header:
     template = SimpleNamespace(
         name="pythonic", fingerprint="f", text="{{ messages }}", variables={"eos_token": "<|im_end|>"}
     )
     engine = SimpleNamespace(
-        describe=lambda: {"kind": "scripted", "arguments": {"hf_token": "hf_123"}}, template=template
+        describe=lambda: {"kind": "scripted", "arguments": {"hf_token": "hf_123"}},
+        template=template,
+        tokenizer=ByteTokenizer(["<|call|>"]),
+        stop_ids=(257,),
     )
     run = SimpleNamespace(
         environment=environment,
@@ -213,7 +218,7 @@ def header_of(environment: object) -> Header:
         retries=2,
         breaker=0.5,
     )
-    return Header.of(cast("Any", run), now=CLOCK)
+    return Header.of(cast("Any", run), now=now)
 
 
 def test_a_header_says_everything_that_matters() -> None:
@@ -233,6 +238,29 @@ def test_a_header_says_everything_that_matters() -> None:
     assert written.versions["python"] == sys.version.split()[0]
     assert "anyio" in written.versions
     assert written.clock == CLOCK
+
+
+def test_a_header_names_what_every_vocabulary_is_made_of() -> None:
+    written = Header.from_json(header_of(Greeter()).to_json())
+    for engine in (written.engine, written.engines["judge"]):
+        again = ByteTokenizer(engine["control_tokens"], eos_token=engine["eos_token"])
+        assert again.fingerprint == engine["tokenizer"] == ByteTokenizer(["<|call|>"]).fingerprint
+        assert engine["stop_ids"] == [257]
+
+
+def test_the_clock_of_a_run_prints_as_the_one_in_its_file_does() -> None:
+    begun = header_of(Greeter(), now=datetime(2026, 3, 1, 12, tzinfo=ZoneInfo("America/New_York")))
+    stored = Header.from_json(begun.to_json())
+    assert begun.clock.strftime("%c %Z") == stored.clock.strftime("%c %Z")
+    assert stored.clock.utcoffset() == timedelta(hours=-5)
+
+
+def test_a_run_that_an_older_version_began_can_be_gone_on_with() -> None:
+    engine = {"kind": "vllm", "model": "m"}
+    old = header(engine=engine, engines={"judge": engine}, format=1)
+    now = {**engine, "tokenizer": "f", "stop_ids": [2]}
+    assert old.refused(header(engine=now, engines={"judge": now})) == []
+    assert len(header(engine=engine).refused(header(engine=now))) == 2
 
 
 def test_no_secret_is_in_the_header_of_a_run() -> None:

@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from runner.errors import BadTask, ConfigurationChanged, NewerRunFile, StorageFailed
+from runner.errors import BadTask, ConfigurationChanged, NewerRunFile, RunFileError, StorageFailed
 from runner.store import database, schema
 from runner.store.commits import CommitThread
 from runner.store.reader import RunFile
@@ -339,7 +339,7 @@ async def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
     await claims(path)
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {schema.FORMAT + 1}")
-    with pytest.raises(NewerRunFile, match=r"format is 2.*pip install -U deltarunner"):
+    with pytest.raises(NewerRunFile, match=rf"format is {schema.FORMAT + 1}.*pip install -U deltarunner"):
         await claims(path)
     with pytest.raises(NewerRunFile):
         RunFile(path)
@@ -348,14 +348,77 @@ async def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
 async def test_a_file_of_an_older_version_is_migrated(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with RunWriter(path, header()) as writer:
         await writer.commit_episode([played()])
-    monkeypatch.setattr(database, "FORMAT", 2)
+    monkeypatch.setattr(database, "FORMAT", schema.FORMAT + 1)
     monkeypatch.setattr(
-        database, "MIGRATIONS", {1: ["ALTER TABLE episodes ADD COLUMN mood TEXT NOT NULL DEFAULT 'calm'"]}
+        database, "MIGRATIONS", {schema.FORMAT: ["ALTER TABLE episodes ADD COLUMN mood TEXT NOT NULL DEFAULT 'calm'"]}
     )
     await claims(path)
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT mood FROM episodes").fetchall() == [("calm",)]
-        assert connection.execute("PRAGMA user_version").fetchone() == (2,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (schema.FORMAT + 1,)
+
+
+def with_tools(task: str, *names: str) -> Trajectory:
+    trajectory = played(task)
+    trajectory.segments[0].tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return trajectory
+
+
+async def test_the_tools_of_a_segment_are_kept_once_and_come_back_in_their_order(path: Path) -> None:
+    written = [with_tools("a", "add", "sub"), with_tools("b", "add", "sub"), with_tools("c", "sub", "add"), played("d")]
+    async with RunWriter(path, header()) as writer:
+        for trajectory in written:
+            await writer.commit_episode([trajectory])
+    with RunFile(path) as run_file:
+        for trajectory in written:
+            assert_equal(run_file.trajectory(trajectory.id), trajectory)
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM tools").fetchone() == (2,)
+
+
+def make_format_1(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        for statement in ("ALTER TABLE segments DROP COLUMN tools", "DROP TABLE tools", "PRAGMA user_version = 1"):
+            connection.execute(statement)
+
+
+async def test_a_file_of_format_1_is_read_as_it_is_and_gone_on_with(path: Path) -> None:
+    async with RunWriter(path, header(format=1)) as writer:
+        await writer.commit_episode([played("a")])
+    make_format_1(path)
+    with RunFile(path) as run_file:
+        assert_equal(run_file.trajectory("a-0-0"), played("a"))
+    async with RunWriter(path, header()) as writer:
+        await writer.commit_episode([with_tools("b", "add")])
+        assert [trajectory.id for trajectory in writer.stored()] == ["a-0-0"]
+    with RunFile(path) as run_file:
+        assert run_file.header.format == 1
+        assert_equal(run_file.trajectory("a-0-0"), played("a"))
+        assert_equal(run_file.trajectory("b-0-0"), with_tools("b", "add"))
+
+
+async def test_the_first_launch_is_that_of_the_process_that_began_the_run(path: Path) -> None:
+    async with RunWriter(path, header()):
+        pass
+    async with RunWriter(path, header(created=header().created.replace(year=2030))):
+        pass
+    with RunFile(path) as run_file:
+        assert run_file.first_launch() == header()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DELETE FROM launches WHERE number = 1")
+        connection.commit()
+    with RunFile(path) as run_file:
+        assert run_file.first_launch() is None
+
+
+async def test_a_damaged_header_is_no_header(path: Path) -> None:
+    async with RunWriter(path, header()):
+        pass
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE run SET header = substr(header, 2)")
+        connection.commit()
+    with pytest.raises(RunFileError, match="header is damaged"):
+        RunFile(path)
 
 
 async def test_a_finished_run_is_complete_and_one_that_goes_on_is_not(path: Path) -> None:
