@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 
+from runner.tokens.added import Borders, Content, blotted
 from runner.tokens.tokenizer import without_surrogates
 
 __all__ = ["ByteTokenizer"]
@@ -17,38 +18,63 @@ class ByteTokenizer:
     Args:
         control_tokens: further control tokens, after ChatML's.
         eos_token: the one that ends a turn.
+        added_tokens: tokens that are single ids as well, but not special, as "<tool_call>" is in some vocabularies.
 
     Raises:
-        ValueError: `eos_token` is no control token.
+        ValueError: `eos_token` is no control token, or a name is empty or given as both kinds.
     """
 
     CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
-    def __init__(self, control_tokens: Sequence[str] = (), *, eos_token: str = "<|im_end|>") -> None:
-        names = tuple(dict.fromkeys((*self.CHATML, *control_tokens)))
+    def __init__(
+        self,
+        control_tokens: Sequence[str] = (),
+        *,
+        eos_token: str = "<|im_end|>",
+        added_tokens: Sequence[str] = (),
+    ) -> None:
+        special = tuple(dict.fromkeys((*self.CHATML, *control_tokens)))
+        names = tuple(dict.fromkeys((*special, *added_tokens)))
+        if "" in names or len(names) != len(special) + len(set(added_tokens)):
+            raise ValueError(f"{'a token is empty' if '' in names else 'a token is given as special and as added'}")
         self._control = {name: 256 + index for index, name in enumerate(names)}
-        if eos_token not in self._control:
-            raise ValueError(f"{eos_token!r} is none of the control tokens {', '.join(names)}")
+        if eos_token not in special:
+            raise ValueError(f"{eos_token!r} is none of the control tokens {', '.join(special)}")
         self.eos_id: int | None = self._control[eos_token]
-        self.special_ids = frozenset(self._control.values())
+        self.special_ids = frozenset(self._control[name] for name in special)
+        self.control_ids = frozenset(self._control.values())
         self.size = 256 + len(names)
         self.pieces: Sequence[bytes] | None = [bytes([value]) for value in range(256)] + [n.encode() for n in names]
         self._bytes = dict(enumerate(self.pieces))
         self.longest_token = max(map(len, self.pieces))
-        self.fingerprint = hashlib.sha256("\0".join((*names, eos_token)).encode()).hexdigest()[:16]
+        kinds = (*special, eos_token, *(("", *added_tokens) if added_tokens else ()))
+        self.fingerprint = hashlib.sha256("\0".join(kinds).encode()).hexdigest()[:16]
         # Longest first, so that a token which begins like another is not cut short.
         longest_first = sorted(names, key=len, reverse=True)
-        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+        self._borders = Borders(names)
+        self._blot = next(char for char in map(chr, range(256, 512)) if not any(char in name for name in names))
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`, none added; see `Tokenizer`."""
+    def encode(self, text: str, content: Content = ()) -> list[int]:
+        """Ids of `text`, none added; see `Tokenizer`.
+
+        Raises:
+            ValueError: the spans are not sorted, not disjoint, or not within the text.
+        """
+        text = without_surrogates(text)
+        scaffold = blotted(text, content, lambda said: self._blot * len(said)) if content else text
         ids: list[int] = []
-        for index, part in enumerate(self._split(without_surrogates(text))):
-            if index % 2:
-                ids.append(self._control[part])
-            else:
-                ids.extend(part.encode())
+        end = 0
+        for match in self._pattern.finditer(scaffold):
+            ids.extend(text[end : match.start()].encode())
+            ids.append(self._control[match[0]])
+            end = match.end()
+        ids.extend(text[end:].encode())
         return ids
+
+    def holds_control(self, text: str) -> bool:
+        """Whether `text` as content could form a control token; see `Tokenizer`."""
+        return self._pattern.search(text) is not None or self._borders.touched_by(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; see `Tokenizer`."""

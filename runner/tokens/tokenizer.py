@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
@@ -12,8 +13,9 @@ from typing import Any, Protocol
 import tokenizers
 
 from runner.errors import BadModel
+from runner.tokens.added import AddedTokens, Content, deaf_model
 
-__all__ = ["Tokenizer", "VocabularyTokenizer", "load_tokenizer", "without_surrogates"]
+__all__ = ["Content", "Tokenizer", "VocabularyTokenizer", "load_tokenizer", "without_surrogates"]
 
 
 class Tokenizer(Protocol):
@@ -22,6 +24,8 @@ class Tokenizer(Protocol):
     Attributes:
         eos_id: the id that ends a turn by the vocabulary's own word, or None.
         special_ids: ids of control tokens, which no plain text encodes to by merging.
+        control_ids: these and the ids of tokens that were merely added, such as "<tool_call>" in some vocabularies;
+            content never encodes to one of them.
         size: number of ids, padding rows of the model not included.
         longest_token: bytes of the longest token, so that n bytes are at least n / longest_token ids.
         fingerprint: a hash that names the vocabulary and its rules.
@@ -31,13 +35,27 @@ class Tokenizer(Protocol):
 
     eos_id: int | None
     special_ids: frozenset[int]
+    control_ids: frozenset[int]
     size: int
     longest_token: int
     fingerprint: str
     pieces: Sequence[bytes] | None
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`; control tokens written in it become control ids, none are added."""
+    def encode(self, text: str, content: Content = ()) -> list[int]:
+        """Ids of `text`; control tokens written in it become control ids, none are added.
+
+        Args:
+            text: what to encode.
+            content: sorted, disjoint spans of `text` that hold what users and tools said. Control text that lies in
+                one of them, even partly, is ordinary text; where none does, the ids are those of the plain encoding.
+        """
+        ...
+
+    def holds_control(self, text: str) -> bool:
+        """Whether `text` as content could form a control token, alone or with what stands beside it.
+
+        Where it says no, encoding it as content and encoding it plainly give the same ids.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -66,32 +84,95 @@ class VocabularyTokenizer:
 
     def __init__(self, text: str, *, eos_token: str | None = None) -> None:
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing more precise
             raise ValueError(str(error)) from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         settings = json.loads(text)
-        added = self._tokenizer.get_added_tokens_decoder()
-        self.eos_id: int | None = self.token_id(eos_token) if eos_token is not None else None
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.size = max(vocabulary.values(), default=-1) + 1
         self._normalizer = _visible_normalizer(settings.get("normalizer"))
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.size = max(vocabulary.values(), default=-1) + 1
         self.pieces: Sequence[bytes] | None = (
             _pieces(vocabulary, self.size) if _is_byte_level(settings.get("decoder")) else None
         )
         longest = max(map(len, self.pieces if self.pieces is not None else (name.encode() for name in vocabulary)))
         # Composing characters makes a text up to three times shorter before it is cut into tokens.
         self.longest_token = longest * (1 if self._normalizer is None else 3)
+        added = tokenizer.get_added_tokens_decoder()
+        self._deaf = deaf_model(settings["model"], (token.content for token in added.values()))
+        self._use(tokenizer, eos_token)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`, none added; see `Tokenizer`."""
+    def _use(self, tokenizer: tokenizers.Tokenizer, eos_token: str | None) -> None:
+        self._tokenizer = tokenizer
+        self.eos_id: int | None = self.token_id(eos_token) if eos_token is not None else None
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = AddedTokens(tokenizer, self._deaf, self.normalize)
+        self.control_ids = self._added.control_ids
+
+    def extended(self, special_tokens: Sequence[str], *, eos_token: str | None = None) -> VocabularyTokenizer:
+        """This vocabulary with further special tokens behind its last id; what it learnt is shared, not copied.
+
+        Args:
+            special_tokens: their names; those that are special already stay what they are.
+            eos_token: the one that ends a turn; None for this vocabulary's own.
+
+        Raises:
+            ValueError: a name is an ordinary word of the vocabulary, or `eos_token` is none of its tokens.
+        """
+        added = dict(sorted(self._tokenizer.get_added_tokens_decoder().items()))
+        known = {token.content for token in added.values()}
+        new = [name for name in dict.fromkeys(special_tokens) if name not in known]
+        words = [name for name in new if self.token_id(name) is not None]
+        if words:
+            raise ValueError(f"{words[0]!r} is an ordinary word of this vocabulary and cannot be a special token")
+        tokenizer = tokenizers.Tokenizer(self._tokenizer.model)
+        for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+            setattr(tokenizer, part, getattr(self._tokenizer, part))
+        further = [tokenizers.AddedToken(name, special=True, normalized=False) for name in new]
+        tokenizer.add_tokens([*added.values(), *further])
+        return self._with(tokenizer, added, new, eos_token)
+
+    def _with(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        added: Mapping[int, tokenizers.AddedToken],
+        new: Sequence[str],
+        eos_token: str | None,
+    ) -> VocabularyTokenizer:
+        """A copy of this with `tokenizer` for its own, which has the added tokens and then the new ones."""
+        if any(tokenizer.token_to_id(token.content) != token_id for token_id, token in added.items()):
+            raise ValueError("the added tokens of this vocabulary leave ids out, so none can be added behind them")
+        other = copy.copy(self)
+        other.size = max([self.size, *(token_id + 1 for token_id in tokenizer.get_added_tokens_decoder())])
+        if self.pieces is not None:
+            other.pieces = [*self.pieces, *(name.encode() for name in new)]
+        other.longest_token = max([self.longest_token, *(len(name.encode()) for name in new)])
+        other.fingerprint = hashlib.sha256("\0".join((self.fingerprint, *new)).encode()).hexdigest()[:16]
+        own = self._tokenizer.id_to_token(self.eos_id) if self.eos_id is not None else None
+        other._use(tokenizer, eos_token or own)
+        if eos_token is not None and other.eos_id is None:
+            raise ValueError(f"{eos_token!r} is no token of this vocabulary")
+        return other
+
+    def encode(self, text: str, content: Content = ()) -> list[int]:
+        """Ids of `text`, none added; see `Tokenizer`.
+
+        Raises:
+            ValueError: the spans are not sorted, not disjoint, or not within the text.
+        """
+        if any(self.holds_control(text[start:stop]) for start, stop in content):
+            return self._added.encode(without_surrogates(text), content)
         try:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError:
             return self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids
+
+    def holds_control(self, text: str) -> bool:
+        """Whether `text` as content could form a control token; see `Tokenizer`."""
+        return self._added.near(without_surrogates(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; see `Tokenizer`."""

@@ -1,0 +1,264 @@
+"""Added tokens: which control text stands in a text, and encoding in which user and tool content forms none.
+
+A tokenizer looks for its added tokens in the raw text, wherever it came from. Here they are looked for with the
+content blotted out, by the library itself, so that its rules hold (longest first, white space swallowed, single words,
+normalised forms). Each one found is written as a mark that no text holds, and the marked text is encoded in one go by
+a twin tokenizer: the same model, normaliser and pre-tokenizer, and no added tokens but the marks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+__all__ = ["AddedTokens", "Borders", "Content", "blotted", "deaf_model"]
+
+Content = Sequence[tuple[int, int]]
+"""Sorted, disjoint spans of a text, as indices into it: what users and tools said."""
+
+
+def blotted(text: str, content: Content, blot: Callable[[str], str]) -> str:
+    """`text` with each span of content replaced by what `blot` makes of it, which has the same length.
+
+    Raises:
+        ValueError: the spans are not sorted, not disjoint, or not within the text.
+    """
+    parts: list[str] = []
+    end = 0
+    for start, stop in content:
+        if not end <= start <= stop <= len(text):
+            raise ValueError(f"content spans must be sorted, disjoint and within {len(text)} characters: {content!r}")
+        parts += text[end:start], blot(text[start:stop])
+        end = stop
+    return "".join((*parts, text[end:]))
+
+
+class Borders:
+    """Whether a text could be part of one of some names, together with what stands beside it."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        names = [name for name in names if name]
+        self._joined = "\0".join(names)
+        self._heads = frozenset(name[:end] for name in names for end in range(1, len(name)))
+        self._tails = frozenset(name[start:] for name in names for start in range(1, len(name)))
+        self._longest = max(map(len, names), default=0)
+
+    def touched_by(self, text: str) -> bool:
+        """`text` is inside a name, or begins as a name ends, or ends as a name begins; also without its white space."""
+        bare = text.strip()
+        if text in self._joined or bare in self._joined:
+            return bool(text)
+        return any(map(self._begins, {text, text.lstrip()})) or any(map(self._ends, {text, text.rstrip()}))
+
+    def _begins(self, text: str) -> bool:
+        return any(text[:end] in self._tails for end in range(1, min(len(text), self._longest) + 1))
+
+    def _ends(self, text: str) -> bool:
+        return any(text[-length:] in self._heads for length in range(1, min(len(text), self._longest) + 1))
+
+
+class AddedTokens:
+    """The added tokens of one tokenizer, which stays as it is: its model is shared, none of its flags is set.
+
+    Args:
+        tokenizer: the library's tokenizer.
+        deaf: what the twin encodes with, where the tokenizer's own model makes control tokens of plain text.
+        visible: what the normaliser makes of a text, as far as decoding does not undo it.
+
+    Attributes:
+        control_ids: ids of all added tokens but those of white space, which control nothing.
+    """
+
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, deaf: tokenizers.models.Model | None, visible: Callable[[str], str]
+    ) -> None:
+        added = sorted(tokenizer.get_added_tokens_decoder().items())
+        self._control = [(token_id, token) for token_id, token in added if token.content.strip()]
+        self.control_ids = frozenset(token_id for token_id, _ in self._control)
+        self._visible = visible
+        names = [token.content for _, token in self._control]
+        self._borders = Borders({*names, *map(visible, names)})
+        self._normalizer = tokenizer.normalizer
+        self._finder = _finder(tokenizer, [token for _, token in added])
+        self._places = {self._finder.token_to_id(name): place for place, name in enumerate(names)}
+        self._single_words = any(token.single_word for _, token in self._control)
+        self._word, self._other = _blots("".join((*names, *map(visible, names))))
+        # A normalised token is cut out of normalised text, so then the twin's text has to be normalised before.
+        self._normalizes_first = _changes_text(tokenizer.normalizer) and any(
+            token.normalized for _, token in self._control
+        )
+        self._stem = f"zq{secrets.token_hex(12)}n"
+        self._tokenizer, self._deaf = tokenizer, deaf
+        self._spaces = [(token_id, token) for token_id, token in added if not token.content.strip()]
+
+    def near(self, text: str) -> bool:
+        """`text` holds an added token, or part of one that its neighbours may complete."""
+        return any(self._found(form) or self._borders.touched_by(form) for form in {text, self._visible(text)})
+
+    def encode(self, text: str, content: Content) -> list[int]:
+        """Ids of `text`, with control ids for the added tokens that stand outside `content` alone.
+
+        Raises:
+            ValueError: the spans are not sorted, not disjoint, or not within the text.
+        """
+        twin, ids = self._twin
+        marked = self._marked(text, list(self._scaffold(text, content)))
+        return [ids.get(token_id, token_id) for token_id in twin.encode(marked, add_special_tokens=False).ids]
+
+    def _found(self, text: str) -> list[tuple[int, int, int]]:
+        """The control tokens in `text`: place in the list, start, stop; white space that they swallow included."""
+        found = self._finder.encode(text, add_special_tokens=False)
+        if len(found.ids) < 2 and not set(found.ids) & self._places.keys():
+            return []
+        places = self._places
+        return [(places[i], *span) for i, span in zip(found.ids, found.offsets, strict=True) if i in places]
+
+    def _scaffold(self, text: str, content: Content) -> Iterator[tuple[int, int, int]]:
+        """The control tokens outside `content`; they may swallow white space of it, as they do in any text."""
+        for place, start, stop in self._found(blotted(text, content, self._blot)):
+            token = self._control[place][1]
+            name = text[start:stop]
+            first = stop - len(name.lstrip(_SPACES)) if token.lstrip or self._is_normalized(token) else start
+            last = start + len(name.rstrip(_SPACES)) if token.rstrip else stop
+            if not any(begin < last and first < end for begin, end in content if begin < end):
+                yield place, start, stop
+
+    def _blot(self, said: str) -> str:
+        """As many characters, none of them in a control token; what the neighbours can see of `said` is kept."""
+        core = said.strip(_SPACES)
+        if not core:
+            return said
+        begin = said.index(core[0])
+        before, after = said[:begin], said[begin + len(core) :]
+        blot = self._other * len(core)
+        if self._single_words:
+            first, last = (self._word if _is_word(char) else self._other for char in (core[0], core[-1]))
+            blot = (first + blot[1:-1] + last)[-len(core) :]
+        return before + blot + after
+
+    def _marked(self, text: str, found: Sequence[tuple[int, int, int]]) -> str:
+        """`text` with marks for what was found; normalised where the twin does not do that itself."""
+        parts: list[str] = []
+        stretch, end = "", 0
+        for place, start, stop in found:
+            stretch += text[end:start]
+            if self._is_normalized(self._control[place][1]):
+                stretch += self._mark(place)
+            else:
+                parts += self._normalized(stretch), self._mark(place)
+                stretch = ""
+            end = max(end, stop)
+        return "".join((*parts, self._normalized(stretch + text[end:])))
+
+    def _normalized(self, stretch: str) -> str:
+        if not self._normalizes_first or not stretch:
+            return stretch
+        text: str = self._normalizer.normalize_str(stretch)
+        # What is written before a stretch that begins with a normalised token belongs to that token.
+        return text[text.index(self._stem) :] if stretch.startswith(self._stem) else text
+
+    def _is_normalized(self, token: tokenizers.AddedToken) -> bool:
+        return self._normalizes_first and bool(token.normalized)
+
+    def _mark(self, place: int) -> str:
+        # It ends in digits, which compose with no accent that may follow.
+        return f"{self._stem}{place:06}"
+
+    @functools.cached_property
+    def _twin(self) -> tuple[tokenizers.Tokenizer, dict[int | None, int]]:
+        """The twin, and what its ids for added tokens stand for."""
+        twin = tokenizers.Tokenizer(self._deaf or self._tokenizer.model)
+        twin.pre_tokenizer = self._tokenizer.pre_tokenizer
+        if not self._normalizes_first:
+            twin.normalizer = self._tokenizer.normalizer
+        # Ids go on behind the number of learnt tokens, which is not behind their ids where some are left out.
+        learnt = twin.get_vocab(with_added_tokens=False)
+        gaps = max(learnt.values(), default=-1) + 1 - len(learnt)
+        marks = {self._mark(place): token_id for place, (token_id, _) in enumerate(self._control)}
+        names = [*(f"{self._stem}gap{index}" for index in range(gaps)), *marks]
+        spaces = {token_id: self._whitespace(token) for token_id, token in self._spaces}
+        twin.add_tokens([*(tokenizers.AddedToken(name, normalized=False) for name in names), *spaces.values()])
+        ids = {twin.token_to_id(mark): token_id for mark, token_id in marks.items()}
+        return twin, ids | {twin.token_to_id(token.content): token_id for token_id, token in spaces.items()}
+
+    def _whitespace(self, token: tokenizers.AddedToken) -> tokenizers.AddedToken:
+        if self._is_normalized(token):
+            return _copy(token, content=self._normalizer.normalize_str(token.content), normalized=False)
+        return _copy(token)
+
+
+def deaf_model(settings: Mapping[str, Any], names: Iterable[str]) -> tokenizers.models.Model | None:
+    """A model with the same ids that makes none of `names` out of plain text; None where it makes none anyway.
+
+    A model that learnt control tokens as words, as Unigram models do, needs no added token to make them.
+
+    Args:
+        settings: the model's part of a tokenizer.json.
+        names: the control tokens.
+    """
+    vocabulary = settings["vocab"]
+    learnt = vocabulary if isinstance(vocabulary, dict) else {name for name, _ in vocabulary}
+    inside = {name for name in names if name in learnt and name != settings.get("unk_token")}
+    if not inside:
+        return None
+    is_bpe = "merges" in settings
+    merges = [
+        tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in settings.get("merges", ())
+    ]
+    kept = [merge for merge in merges if "".join(merge) not in inside and not inside.intersection(merge)]
+    if is_bpe and len(kept) == len(merges) and not settings.get("ignore_merges"):
+        return None
+    unheard = f"zq{secrets.token_hex(12)}"
+    renamed: Any = (
+        {unheard + name if name in inside else name: token_id for name, token_id in vocabulary.items()}
+        if isinstance(vocabulary, dict)
+        else [[unheard + name if name in inside else name, score] for name, score in vocabulary]
+    )
+    changed = {**settings, "vocab": renamed} | ({"merges": kept} if is_bpe else {})
+    model: tokenizers.models.Model = tokenizers.Tokenizer.from_str(
+        json.dumps({"version": "1.0", "model": changed})
+    ).model
+    return model
+
+
+# White space as the library has it; Python's own has U+001C to U+001F as well.
+_SPACES = "".join(map(chr, (*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F)))
+_SPACES += "\u205f\u3000"
+
+
+def _finder(tokenizer: tokenizers.Tokenizer, added: Sequence[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
+    """A tokenizer that finds the added tokens as `tokenizer` does, and takes all between two of them for one word."""
+    word = secrets.token_hex(12)
+    finder = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab={word: 0}, unk_token=word))
+    finder.normalizer = tokenizer.normalizer
+    finder.add_tokens([_copy(token) for token in added])
+    return finder
+
+
+def _changes_text(normalizer: tokenizers.normalizers.Normalizer | None) -> bool:
+    if isinstance(normalizer, tokenizers.normalizers.Sequence):
+        return len(normalizer) > 0
+    return normalizer is not None
+
+
+def _copy(token: tokenizers.AddedToken, **changed: Any) -> tokenizers.AddedToken:
+    names = ("content", "single_word", "lstrip", "rstrip", "normalized")
+    return tokenizers.AddedToken(**({name: getattr(token, name) for name in names} | changed))
+
+
+def _blots(names: str) -> tuple[str, str]:
+    """A letter and a sign that are in none of the names and that no normaliser changes."""
+    return next(char for char in "жщыэю" if char not in names), next(char for char in "☃☎♞⚓" if char not in names)
+
+
+@functools.cache
+def _is_word(char: str) -> bool:
+    """Whether the library takes `char` for a part of a word."""
+    probe = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab={"a": 0}, unk_token="a"))
+    probe.add_tokens([tokenizers.AddedToken("b", single_word=True, normalized=False)])
+    return 1 not in probe.encode(char + "b", add_special_tokens=False).ids
