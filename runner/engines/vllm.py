@@ -56,6 +56,10 @@ class VllmEngine(Engine):
         template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
         stream_interval: ids in a delta where nobody acts on single ones; the first always comes at once.
         engine_arguments: passed to vLLM's `AsyncEngineArgs`. What is not given and set by us: `describe()["chosen"]`.
+
+    Attributes:
+        given: the engine arguments.
+        vocabulary: number of ids that can be sampled, the model's padding rows included; set once it is entered.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class VllmEngine(Engine):
         self.model = model
         self._template = template
         self._stream_interval = stream_interval or _STREAM_INTERVAL
-        self._given = engine_arguments
+        self.given = engine_arguments
         self._numbers = itertools.count()
         self._sampled = 0
         self._death: EngineDead | None = None
@@ -87,7 +91,7 @@ class VllmEngine(Engine):
             raise RuntimeError("this engine is already running")
         source = await anyio.to_thread.run_sync(resolve_model, self.model, abandon_on_cancel=True)
         self._load_vocabulary(source)
-        self._process = VllmProcess(source, self._given)
+        self._process = VllmProcess(source, self.given)
         self._llm = await self._process.start()
         self._use(self._llm.vllm_config)
         self._death = None
@@ -111,6 +115,7 @@ class VllmEngine(Engine):
         self._delta_kind = RequestOutputKind.DELTA
         self._sampling_names = frozenset(SamplingParams.__struct_fields__)
         self.context = config.model_config.max_model_len
+        self.vocabulary = config.model_config.get_vocab_size()
         self.places = config.scheduler_config.max_num_seqs
         cache = config.cache_config
         room = cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else self.places * self.context
@@ -176,7 +181,7 @@ class VllmEngine(Engine):
             "kind": "vllm",
             "model": os.fspath(self.model),
             "versions": {name: version for name, version in versions.items() if version is not None},
-            "arguments": _recorded(self._given),
+            "arguments": _recorded(self.given),
             "chosen": _recorded(settings.chosen),
             "context": self.context,
             "places": self.places,

@@ -1,0 +1,293 @@
+"""Making a real engine sample given ids, with the model's own log-probabilities: any conversation, canonical or not."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, Self, TypeAlias
+
+from runner.engines.base import Delta, DeltaStream, Engine, EngineStats, Finish, GenerationRequest, Session
+from runner.engines.script import ModelCall
+from runner.engines.scripted import RecordedCall
+from runner.engines.sharing import running
+from runner.engines.vllm import VllmEngine
+from runner.errors import BadOption, RequestRejected
+
+__all__ = ["FORCING", "ForcedEngine", "ForcedScript", "ForcedTurn", "force"]
+
+_PROCESSOR: Final = "runner.testing.forced_ids:ForcedIds"
+
+FORCING: Final[Mapping[str, Any]] = {"logits_processors": [_PROCESSOR], "logprobs_mode": "raw_logprobs"}
+"""What a `VllmEngine` must be started with so that its ids can be forced: `VllmEngine(model, **FORCING)`."""
+
+ForcedTurn: TypeAlias = Sequence[int] | None
+"""The ids of one turn, the stop id that ends it among them; None leaves the turn to the model."""
+
+ForcedScript: TypeAlias = Sequence[ForcedTurn] | Mapping[str, Sequence[ForcedTurn]] | Callable[[ModelCall], ForcedTurn]
+"""A list of turns that every conversation reads from its beginning; such a list for each agent by name, agents without
+one being free; or a function of the turn."""
+
+
+def force(engine: Engine, script: ForcedScript) -> ForcedEngine:
+    """An engine that samples exactly the ids of `script` on `engine`, to be given to a `Run` in its place.
+
+    async with Run(environment, force(engine, [[75, 2104, 2], [504, 2]])) as run: ...
+
+    Each turn's list ends with the stop id that ends the turn; a turn that is to be cut has as many ids as its
+    `max_tokens`, or more. Several may force one engine at once, and requests that go to it directly stay free.
+
+    Args:
+        engine: a `VllmEngine` that is started with `FORCING`, or a `ScriptedEngine`.
+        script: the ids of each turn.
+
+    Raises:
+        BadOption: the engine cannot be forced, or the script is none.
+    """
+    return ForcedEngine(engine, script)
+
+
+class ForcedEngine(Engine):
+    """The engine that `force` makes; whatever is not said here, the engine beneath says.
+
+    A turn that cannot be sampled as the script says is refused (`RequestRejected`) and never played otherwise: ids
+    past the vocabulary, too few of them, some behind a stop id, a turn under a grammar, an engine that samples others.
+
+    Attributes:
+        engine: the engine beneath.
+        calls: every request that was sent and what it was given, free turns too; `assert_exact` compares them.
+    """
+
+    def __init__(self, engine: Engine, script: ForcedScript) -> None:
+        _refuse_engine(engine)
+        self.engine = engine
+        self.calls: list[RecordedCall] = []
+        self._turn = _reader(script)
+        self._described = _described(script)
+        self._inside: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.engine, name)
+
+    @property
+    def running(self) -> bool:  # type: ignore[override]  # it runs while the engine beneath does
+        """The engine beneath is running."""
+        return self.engine.running
+
+    async def __aenter__(self) -> Self:
+        self._inside = running(self.engine)
+        await self._inside.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        inside, self._inside = self._inside, None
+        await inside.__aexit__(kind, error, traceback)
+
+    def stream(self, request: GenerationRequest) -> ForcedStream:
+        """The deltas of one request; nothing happens before the block is entered."""
+        return ForcedStream(self, request)
+
+    def session(self, *, late: bool = False) -> Session:
+        """A handle of the engine beneath."""
+        return self.engine.session(late=late)
+
+    def close_session(self, session: Session) -> None:
+        """Give the session's room back; twice is allowed."""
+        self.engine.close_session(session)
+
+    def stats(self) -> EngineStats:
+        """What the engine beneath is doing now."""
+        return self.engine.stats()
+
+    async def health(self) -> None:
+        """Return when the engine beneath can answer.
+
+        Raises:
+            EngineDead: it cannot.
+        """
+        await self.engine.health()
+
+    def describe(self) -> dict[str, Any]:
+        """The engine beneath, and that its ids were forced: a run file of forced turns says so."""
+        return {**self.engine.describe(), "forced": self._described}
+
+    def _ids(self, request: GenerationRequest) -> list[int] | None:
+        """The ids of a turn, or None where it is free.
+
+        Raises:
+            RequestRejected: they cannot be sampled.
+        """
+        call = ModelCall(request, _turn_number(request), len(self.calls), self.tokenizer, 0)
+        turn = self._turn(call)
+        if turn is None:
+            return None
+        ids = _checked(turn, request.name, RequestRejected)
+        _refuse_ids(ids, request, _vocabulary(self.engine))
+        return ids
+
+
+class ForcedStream(DeltaStream):
+    """The deltas of one request, seen to be the ones that were forced."""
+
+    def __init__(self, engine: ForcedEngine, request: GenerationRequest) -> None:
+        self.rest: list[Delta] = []
+        self.finish: Finish | None = None
+        self._engine = engine
+        self._request = request
+        self._forced: list[int] = []
+        self._sampled = array("i")
+
+    async def __aenter__(self) -> Self:
+        request, ids = self._request, self._engine._ids(self._request)
+        if ids is not None:
+            self._forced = ids
+            request = replace(request, extra={**request.extra, "force": ids})
+        self._stream = self._engine.engine.stream(request)
+        await self._stream.__aenter__()
+        self._record = RecordedCall(
+            request.name,
+            array("i", request.prompt),
+            request.sampling,
+            request.stop_ids,
+            request.seed,
+            request.constraint,
+            self._sampled,
+        )
+        self._engine.calls.append(self._record)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self._stream.__aexit__(kind, error, traceback)
+        finally:
+            self.rest = self._stream.rest
+            self.finish = self._record.finish = self._stream.finish
+            for delta in self.rest:
+                self._sampled.extend(delta.token_ids)
+
+    async def __anext__(self) -> Delta:
+        delta = await self._stream.__anext__()
+        begin = len(self._sampled)
+        self._sampled.extend(delta.token_ids)
+        for sampled, wanted in zip(self._sampled[begin:], self._forced[begin:], strict=False):
+            if sampled != wanted:
+                raise RequestRejected(
+                    f"{self._request.name}: the engine sampled {sampled} where {wanted} was forced: it forces no ids."
+                )
+        self.finish = delta.finish
+        return delta
+
+
+def _reader(script: ForcedScript) -> Callable[[ModelCall], ForcedTurn]:
+    """What gives each turn's ids, or None where it is free.
+
+    Raises:
+        BadOption: `script` is none.
+    """
+    if isinstance(script, Mapping):
+        agents = {agent: _turns(turns) for agent, turns in script.items()}
+        return lambda call: _listed(agents[call.agent], call) if call.agent in agents else None
+    if isinstance(script, Sequence):
+        return partial(_listed, _turns(script))
+    if callable(script):
+        return script
+    raise _no_script(script)
+
+
+def _listed(turns: Sequence[ForcedTurn], call: ModelCall) -> ForcedTurn:
+    if call.turn < len(turns):
+        return turns[call.turn]
+    raise RequestRejected(
+        f"{call.request.name}: force() has ids for {len(turns)} turns of this conversation, and this is number "
+        f"{call.turn + 1}. Add them, or None for a turn that the model is free in."
+    )
+
+
+def _described(script: ForcedScript) -> str:
+    """A script's name for the run's header: a function's, else a hash."""
+    if callable(script):
+        return str(getattr(script, "__qualname__", type(script).__qualname__))
+    return hashlib.sha256(repr(script).encode()).hexdigest()[:16]
+
+
+def _turns(turns: Any) -> list[ForcedTurn]:
+    if not isinstance(turns, Sequence) or isinstance(turns, str | bytes):
+        raise _no_script(turns)
+    return [None if turn is None else _checked(turn, f"force(), turn {n}", BadOption) for n, turn in enumerate(turns)]
+
+
+def _checked(ids: Any, name: str, error: type[BadOption | RequestRejected]) -> list[int]:
+    try:
+        return list(map(operator.index, ids))
+    except TypeError:
+        raise error(f"{name}: {ids!r:.60} is no turn: give a list of token ids, or None to leave it free.") from None
+
+
+def _no_script(script: object) -> BadOption:
+    return BadOption(
+        f"force({script!r:.60}): give a list of turns, each a list of token ids, a dict of such lists by agent, "
+        "or a function of the turn."
+    )
+
+
+def _refuse_engine(engine: Engine) -> None:
+    if not isinstance(engine, VllmEngine):
+        return  # a scripted engine forces by itself; of any other it shows in the first delta
+    fix = "Start it with VllmEngine(model, **FORCING), from runner.testing."
+    if _PROCESSOR not in (engine.given.get("logits_processors") or ()):
+        raise BadOption(f"force(): this engine has no logits processor that could force ids. {fix}")
+    mode = engine.given.get("logprobs_mode", "processed_logprobs")
+    if mode != "raw_logprobs":
+        raise BadOption(
+            f"force(): with logprobs_mode={mode!r} a forced id has no log-probability of the model's, as it is the "
+            f"only one that could be sampled. {fix}"
+        )
+
+
+def _vocabulary(engine: Engine) -> int:
+    """Number of ids that can be sampled; a model has padding rows past its tokenizer's."""
+    return engine.vocabulary if isinstance(engine, VllmEngine) else engine.tokenizer.size
+
+
+def _turn_number(request: GenerationRequest) -> int:
+    number = request.name.rpartition("/")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def _refuse_ids(ids: Sequence[int], request: GenerationRequest, vocabulary: int) -> None:
+    """Refuse what would be sampled otherwise than it is written.
+
+    Raises:
+        RequestRejected: says what and how to write it.
+    """
+    name, longest = request.name, request.sampling.max_tokens
+    if request.constraint is not None:
+        raise RequestRejected(
+            f"{name}: its ids cannot be forced, as it is constrained ({request.constraint.kind.value}). Play it with "
+            "tool_choice='auto' or 'none' and without schema, regex and choice."
+        )
+    for token_id in ids:
+        if not 0 <= token_id < vocabulary:
+            raise RequestRejected(f"{name}: {token_id} cannot be forced: the model's ids are 0 to {vocabulary - 1}.")
+    stops = {*request.stop_ids, *request.sampling.stop_ids}
+    end = next((index for index, token_id in enumerate(ids, 1) if token_id in stops), None)
+    if end is None and len(ids) < longest:
+        raise RequestRejected(
+            f"{name}: {len(ids)} ids are forced and the turn may have {longest}: end them with a stop id "
+            f"({', '.join(map(str, sorted(stops)))}), or cut the turn there with Sampling(max_tokens={len(ids)})."
+        )
+    if end is not None and end < len(ids):
+        raise RequestRejected(
+            f"{name}: the stop id {ids[end - 1]} ends the turn after {end} ids, so the {len(ids) - end} behind it "
+            "could never be sampled. Leave them out."
+        )
