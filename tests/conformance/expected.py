@@ -1,0 +1,181 @@
+"""What must stand between two turns, read off full renders of the real conversation; nothing of `runner.tokens.bridge`.
+
+Every content of a case ends with a word that stands nowhere else, so the end of the last turn and the beginning of
+what follows are found in the render itself, with the model's real words in it. Three renders are compared: the
+prompt before the turn, the conversation up to the turn, and the conversation with the new messages.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from runner.messages import Message
+from runner.tokens.template import Renderer, TemplateRaised
+from tests.conformance.corpus import control_tokens, is_special
+from tests.conformance.scenarios import Case, Cut
+
+__all__ = ["Expected", "NotApplicable", "expected"]
+
+
+class NotApplicable(Exception):
+    """The template's own renders of this case have no tail; its text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What happens at the junction, by the template's own word.
+
+    Attributes:
+        history: of the case, as far as it was sampled.
+        said: the text of the turn after its prompt, without the stop.
+        stop: the control token that ends the turn, or "" for a cut turn.
+        text: what follows the stop, up to the end of the next generation prompt.
+        anchored: the stop stands in the render with the new messages; else `text` is FIXUP's fallback.
+    """
+
+    history: tuple[Message, ...]
+    said: str
+    stop: str
+    text: str
+    anchored: bool
+
+
+def expected(case: Case, renderer: Renderer, end_of_text: str) -> Expected:
+    """The junction of `case`; `end_of_text` is what the model samples where the template never ends a turn.
+
+    Raises:
+        NotApplicable: the template raises, hides a part of the conversation, or writes it in another order.
+    """
+    prompt = _render(renderer, case, case.history[:-1], prompting=True)
+    if case.cut is Cut.IN_CALL:
+        case, said = _cut_in_call(case, renderer, prompt)
+    else:
+        said = None
+    whole = _render(renderer, case, [*case.history, *case.new], prompting=True)
+    begin, first_new = _borders(case, whole)
+    _check_new(case, whole[begin:])
+    _check_asks(case, renderer, whole)
+    tail = whole[begin:]
+    if case.cut in (Cut.IN_TEXT, Cut.IN_CALL):
+        return Expected(case.history, said or _said(case, renderer, prompt, end=0)[0], "", tail, anchored=False)
+    said, rest = _said(case, renderer, prompt, end=0)
+    stop = _stop(rest, tail, first_new - begin) or end_of_text
+    close = rest[: rest.index(stop)] if stop in rest else rest
+    if not tail.startswith(close):
+        close = os.path.commonprefix([close, tail])
+    said += close
+    if case.cut is Cut.AFTER_CALL:
+        return Expected(case.history, said, "", tail[len(close) :], anchored=False)
+    at = tail.find(stop, 0, first_new - begin + len(stop))
+    if at >= 0:
+        return Expected(case.history, said, stop, tail[at + len(stop) :], anchored=True)
+    return Expected(case.history, said, stop, _without_close(tail[len(close) :]), anchored=False)
+
+
+def _render(renderer: Renderer, case: Case, messages: Sequence[Message], *, prompting: bool) -> str:
+    try:
+        return renderer.render(messages, tools=case.tools, generation_prompt=prompting)
+    except TemplateRaised as error:
+        raise NotApplicable("raises") from error
+
+
+def _borders(case: Case, whole: str) -> tuple[int, int]:
+    """Where the last turn's words end and the first new content begins."""
+    first_new = whole.find(case.new[0]["content"].split(" ", 1)[0])
+    if first_new < 0:
+        raise NotApplicable("a new message is not shown")
+    found = whole.rfind(case.last_word, 0, first_new)
+    if found < 0:
+        moved = case.last_word in whole
+        raise NotApplicable("a new message stands before the turn" if moved else "the turn is not shown")
+    if any(word in whole[first_new:] for word in _words(case.history[-1])):
+        raise NotApplicable("the turn is repeated behind a new message")
+    return found + len(case.last_word), first_new
+
+
+def _words(message: Message) -> list[str]:
+    """The words of a message that stand nowhere else."""
+    calls: Sequence[Any] = message.get("tool_calls") or ()
+    texts = [message["content"], message.get("reasoning_content", "")]
+    texts += [str(value) for call in calls for value in call["function"]["arguments"].values()]
+    return re.findall(r"(?:kestrel|Willow|ember|Granit)[b-z]{9}", " ".join(texts))
+
+
+def _check_new(case: Case, tail: str) -> None:
+    """Every new message is there, in order, to its last word."""
+    at = 0
+    for message in case.new:
+        words = message["content"].split(" ")
+        at = tail.find(words[0], at)
+        at = tail.find(words[-1], at) if at >= 0 else at
+        if at < 0:
+            raise NotApplicable("a new message is not shown")
+
+
+def _check_asks(case: Case, renderer: Renderer, whole: str) -> None:
+    """The render ends where the model's words begin.
+
+    Either the generation prompt is there, seen against a render without one; or the template needs none, since
+    nothing but white space stands between the render and the answer in a render that has one.
+    """
+    silent = _render(renderer, case, [*case.history, *case.new], prompting=False)
+    common = len(os.path.commonprefix([whole, silent]))
+    if case.new[-1]["content"].rsplit(" ", 1)[1] in whole[:common] and len(whole) > common:
+        return
+    answer: Message = {"role": "assistant", "content": "Willowanswering"}
+    answered = _render(renderer, case, [*case.history, *case.new, answer], prompting=False)
+    begin = answered.rfind("Willowanswering")
+    if begin < 0 or not whole.startswith(answered[:begin].rstrip()):
+        raise NotApplicable("it does not ask for an answer")
+
+
+def _said(case: Case, renderer: Renderer, prompt: str, end: int) -> tuple[str, str]:
+    """The last turn as the template writes it, up to the last word, and what the template writes behind it."""
+    said = _render(renderer, case, case.history, prompting=False)
+    found = said.rfind(case.last_word)
+    if found < 0:
+        raise NotApplicable("the turn is not shown")
+    end = found + len(case.last_word)
+    return said[len(os.path.commonprefix([prompt, said[:end]])) : end], said[end:]
+
+
+def _cut_in_call(case: Case, renderer: Renderer, prompt: str) -> tuple[Case, str]:
+    """The case in which the turn breaks off inside its last argument, so that it is text and no call."""
+    said, _ = _said(case, renderer, prompt, end=0)
+    half = case.last_word[:-3]
+    said = said[: -len(case.last_word)] + half
+    last = cast("Message", {"role": "assistant", "content": said})
+    cut = Case(case.scenario, case.past, (*case.history[:-1], last), case.new, case.tools, half, case.cut)
+    return cut, said
+
+
+def _stop(rest: str, tail: str, first_new: int) -> str | None:
+    """The control token that ends the turn.
+
+    The first one that the template writes at the end of the conversation and that is no part of a call, else the one
+    that opens what follows.
+    """
+    written = [token for token in _in_order(rest) if not _of_call(token)]
+    if written:
+        return written[0]
+    following = [token for token in _in_order(tail[len(rest) : first_new]) if not _of_call(token)]
+    return following[0] if following else None
+
+
+def _in_order(text: str) -> list[str]:
+    tokens = [token for token in control_tokens(text) if is_special(token)]
+    return sorted(tokens, key=text.index)
+
+
+def _of_call(token: str) -> bool:
+    return re.search(r"tool_?▁?call|_action|argument", token.replace("tool▁call", "tool_call"), re.I) is not None
+
+
+def _without_close(tail: str) -> str:
+    """`tail` without the control token that it begins with."""
+    token = next(iter(_in_order(tail)), "")
+    return tail.removeprefix(token)

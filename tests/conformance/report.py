@@ -1,0 +1,86 @@
+"""The tables of a sweep, as Markdown: by scenario, by family, and what was refused or wrong by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tests.conformance.scenarios import Past, Scenario
+from tests.conformance.sweep import Outcome, Verdict
+
+__all__ = ["faults", "page"]
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    """The generated page, docs/conformance.md."""
+    rows = [
+        (f"{scenario}, {past}", [o for o in outcomes if (o.scenario, o.past) == (scenario, past)])
+        for past in Past
+        for scenario in Scenario
+    ]
+    families = sorted({o.family for o in outcomes}, key=str.lower)
+    by_family = [(family, [o for o in outcomes if o.family == family]) for family in families]
+    templates = len({o.template for o in outcomes})
+    capable = len({o.template for o in outcomes if o.tools})
+    return "\n".join([
+        "# Conformance of the token bridge",
+        "",
+        "Written by `python -m tests.conformance --write`.",
+        "",
+        f"{templates} chat templates, {capable} of them tool-capable, {len(outcomes)} cases.",
+        "",
+        "## By scenario and past",
+        "",
+        *_table("scenario", rows),
+        "",
+        "## By family",
+        "",
+        *_table("family", by_family),
+        "",
+        "## Refused, by name",
+        "",
+        *_names("refusal", (o for o in outcomes if o.verdict is Verdict.REFUSED)),
+        "",
+        "## Not applicable, by reason",
+        "",
+        *_names("reason", (o for o in outcomes if o.verdict is Verdict.NOT_APPLICABLE)),
+        "",
+    ])  # fmt: skip
+
+
+def faults(outcomes: Iterable[Outcome]) -> list[str]:
+    """A line for each wrong case."""
+    return [
+        f"- {o.template} [{o.family}], {o.scenario}, {o.past}: {o.detail}"
+        for o in outcomes
+        if o.verdict is Verdict.WRONG
+    ]
+
+
+_COLUMNS: dict[str, Callable[[Outcome], bool]] = {
+    "renderable": lambda o: o.verdict is not Verdict.NOT_APPLICABLE,
+    "bridged": lambda o: o.verdict is Verdict.EXACT,
+    "on the stop": lambda o: o.verdict is Verdict.EXACT and o.detail == "stop",
+    "by the fallback": lambda o: o.verdict is Verdict.EXACT and o.detail == "common_prefix",
+    "refused": lambda o: o.verdict is Verdict.REFUSED,
+    "wrong": lambda o: o.verdict is Verdict.WRONG,
+}
+
+
+def _table(first: str, rows: Sequence[tuple[str, Sequence[Outcome]]]) -> list[str]:
+    lines = [_line([first, *_COLUMNS]), _line(["---", *("---:" for _ in _COLUMNS)])]
+    for name, outcomes in [*rows, ("all", [o for _, some in rows for o in some])]:
+        counts = [sum(map(test, outcomes)) for test in _COLUMNS.values()]
+        if outcomes:
+            lines.append(_line([name, *counts]))
+    return lines
+
+
+def _names(first: str, outcomes: Iterable[Outcome]) -> list[str]:
+    counts = Counter(o.detail for o in outcomes)
+    return [_line([first, "cases"]), _line(["---", "---:"]), *(_line(item) for item in counts.most_common())]
+
+
+def _line(cells: Iterable[Any]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"

@@ -1,0 +1,263 @@
+"""The scenarios: what may happen between two turns of a model, after histories of several kinds."""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runner.messages import Message
+from runner.tokens.template import ToolSchema
+
+__all__ = ["Case", "Cut", "Past", "Scenario", "case"]
+
+
+class Scenario(enum.StrEnum):
+    """What the model did last, and what follows."""
+
+    TOOL_RESULT = "tool result"
+    TEXT_AND_CALL = "text + tool call"
+    PARALLEL_RESULTS = "parallel tool results"
+    RESULT_AND_USER = "tool result + user"
+    SECOND_ROUND = "second tool round"
+    AFTER_ROUND_WITH_REASONING = "user after a tool round with reasoning"
+    AFTER_REASONING = "user after a reasoning answer"
+    AFTER_ANSWER = "user after a plain answer"
+    CUT_ANSWER = "cut answer"
+    CUT_IN_CALL = "cut inside a call"
+    CUT_AFTER_CALL = "cut after a call"
+    SYSTEM = "system message mid-run"
+
+    @property
+    def needs_tools(self) -> bool:
+        """The scenario has calls or results in it, whatever came before."""
+        return self not in _WITHOUT_TOOLS
+
+
+class Past(enum.StrEnum):
+    """What came before the last turn."""
+
+    SHORT = "short"  # one user message
+    TURNS = "turns"  # a system message and an earlier answer, long ones
+    ROUNDS = "rounds"  # tool rounds with reasoning, text beside a call and two calls at once, in two user turns
+
+    def has_tools(self) -> bool:
+        return self is Past.ROUNDS
+
+
+class Cut(enum.Enum):
+    """Where the last turn ends without a stop."""
+
+    NO = enum.auto()
+    IN_TEXT = enum.auto()
+    IN_CALL = enum.auto()
+    AFTER_CALL = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One conversation at the moment when a bridge is wanted.
+
+    Attributes:
+        scenario: what happens.
+        past: what came before.
+        history: ends with the assistant message of the last turn; for a turn that is cut inside a call, with the
+            whole call, of which `expected` takes a part.
+        new: what is appended; each content begins with one word and ends with another that stand nowhere else.
+        tools: in OpenAI's form.
+        last_word: the last word of the last turn: of its content, or of the last argument of its last call.
+        cut: where the turn is cut.
+    """
+
+    scenario: Scenario
+    past: Past
+    history: tuple[Message, ...]
+    new: tuple[Message, ...]
+    tools: tuple[ToolSchema, ...]
+    last_word: str
+    cut: Cut
+
+
+_WITHOUT_TOOLS = frozenset({Scenario.AFTER_REASONING, Scenario.AFTER_ANSWER, Scenario.CUT_ANSWER, Scenario.SYSTEM})
+_CUTS = {
+    Scenario.CUT_ANSWER: Cut.IN_TEXT,
+    Scenario.CUT_IN_CALL: Cut.IN_CALL,
+    Scenario.CUT_AFTER_CALL: Cut.AFTER_CALL,
+}
+
+
+def case(scenario: Scenario, past: Past, seed: int) -> Case:
+    """The case of that scenario and that past; every word of it is drawn from `seed`."""
+    writer = _Writer(random.Random(f"{scenario}/{past}/{seed}"))
+    before = _PASTS[past](writer)
+    turn, new = _SCENARIOS[scenario](writer)
+    return Case(
+        scenario,
+        past,
+        (*before, *turn),
+        tuple(new),
+        writer.tools() if scenario.needs_tools or past.has_tools() else (),
+        writer.last_words[id(turn[-1])],
+        _CUTS.get(scenario, Cut.NO),
+    )
+
+
+class _Writer:
+    """Writes messages whose words stand nowhere else."""
+
+    def __init__(self, source: random.Random) -> None:
+        self._source = source
+        self._names = source.sample(("look_up", "measure", "convert_units", "book_table", "weather"), 3)
+        self._calls = 0
+        self.last_words: dict[int, str] = {}
+
+    def word(self) -> str:
+        return self._source.choice(("kestrel", "Willow", "ember", "Granit")) + "".join(
+            self._source.choices("bcdfghjklmnpqrstvwxz", k=9)
+        )
+
+    def sentence(self, words: int = 2) -> str:
+        inner = " ".join(self._source.choices(_COMMON, k=words))
+        return f"{self.word()} {inner} {self.word()}"
+
+    def says(self, role: Any, words: int = 2, **more: Any) -> Message:
+        content = self.sentence(words)
+        message: Message = {"role": role, "content": content, **more}  # type: ignore[typeddict-item]
+        self.last_words[id(message)] = content.rsplit(" ", 1)[1]
+        return message
+
+    def answers(self, words: int = 2, *, reasons: bool = False) -> Message:
+        return self.says("assistant", words, **({"reasoning_content": self.sentence(5)} if reasons else {}))
+
+    def calls(self, count: int = 1, *, text: bool = False, reasons: bool = False) -> Message:
+        calls, last = [], ""
+        for _ in range(count):
+            self._calls += 1
+            last = self.word()
+            name = self._names[self._calls % 2]
+            arguments = {"amount": self._source.randrange(100), "query": f"{self._source.choice(_COMMON)} {last}"}
+            function = {"name": name, "arguments": arguments}
+            calls.append({"id": self._id(self._calls), "type": "function", "function": function})
+        message: Message = {"role": "assistant", "content": self.sentence() if text else "", "tool_calls": calls}  # type: ignore[typeddict-item]
+        if reasons:
+            message["reasoning_content"] = self.sentence(5)
+        self.last_words[id(message)] = last
+        return message
+
+    def results(self, calling: Message, words: int = 2) -> list[Message]:
+        return [
+            self.says("tool", words, tool_call_id=call["id"], name=call["function"]["name"])
+            for call in calling["tool_calls"]
+        ]
+
+    def tools(self) -> tuple[ToolSchema, ...]:
+        properties = {
+            "amount": {"type": "integer", "description": "How many."},
+            "query": {"type": "string", "description": "What."},
+        }
+        parameters = {"type": "object", "properties": properties, "required": ["query"]}
+        return tuple(
+            {"type": "function", "function": {"name": name, "description": "Does it.", "parameters": parameters}}
+            for name in self._names
+        )
+
+    @staticmethod
+    def _id(number: int) -> str:
+        return f"call{number:05}"  # nine letters and digits, since Mistral's templates insist
+
+
+_COMMON = ("rivers", "run", "blue", "twelve", "stones", "north", "of", "here", "and", "slowly", "over", "a", "bridge")
+
+
+def _short(writer: _Writer) -> list[Message]:
+    return [writer.says("user")]
+
+
+def _turns(writer: _Writer) -> list[Message]:
+    return [
+        writer.says("system", 30), writer.says("user", 40), writer.answers(60), writer.says("user", 10),
+    ]  # fmt: skip
+
+
+def _rounds(writer: _Writer) -> list[Message]:
+    first = writer.calls(text=True, reasons=True)
+    second = writer.calls(2, reasons=True)
+    third = writer.calls()
+    return [
+        writer.says("system"), writer.says("user"),
+        first, *writer.results(first, 30), second, *writer.results(second), writer.answers(reasons=True),
+        writer.says("user"),
+        third, *writer.results(third), writer.answers(8),
+        writer.says("user"),
+    ]  # fmt: skip
+
+
+_PASTS: dict[Past, Callable[[_Writer], list[Message]]] = {
+    Past.SHORT: _short, Past.TURNS: _turns, Past.ROUNDS: _rounds,
+}  # fmt: skip
+
+_Turn = tuple[Sequence[Message], Sequence[Message]]
+
+
+def _tool_result(writer: _Writer) -> _Turn:
+    call = writer.calls()
+    return [call], writer.results(call)
+
+
+def _text_and_call(writer: _Writer) -> _Turn:
+    call = writer.calls(text=True)
+    return [call], writer.results(call)
+
+
+def _parallel_results(writer: _Writer) -> _Turn:
+    call = writer.calls(2)
+    return [call], writer.results(call)
+
+
+def _result_and_user(writer: _Writer) -> _Turn:
+    call = writer.calls()
+    return [call], [*writer.results(call), writer.says("user")]
+
+
+def _second_round(writer: _Writer) -> _Turn:
+    first, second = writer.calls(), writer.calls()
+    return [first, *writer.results(first), second], writer.results(second)
+
+
+def _after_round_with_reasoning(writer: _Writer) -> _Turn:
+    call = writer.calls(reasons=True)
+    return [call, *writer.results(call), writer.answers(reasons=True)], [writer.says("user")]
+
+
+def _after_reasoning(writer: _Writer) -> _Turn:
+    return [writer.answers(reasons=True)], [writer.says("user")]
+
+
+def _after_answer(writer: _Writer) -> _Turn:
+    return [writer.answers()], [writer.says("user")]
+
+
+def _cut_in_call(writer: _Writer) -> _Turn:
+    return [writer.calls()], [writer.says("user")]
+
+
+def _system(writer: _Writer) -> _Turn:
+    return [writer.answers()], [writer.says("system"), writer.says("user")]
+
+
+_SCENARIOS: dict[Scenario, Callable[[_Writer], _Turn]] = {
+    Scenario.TOOL_RESULT: _tool_result,
+    Scenario.TEXT_AND_CALL: _text_and_call,
+    Scenario.PARALLEL_RESULTS: _parallel_results,
+    Scenario.RESULT_AND_USER: _result_and_user,
+    Scenario.SECOND_ROUND: _second_round,
+    Scenario.AFTER_ROUND_WITH_REASONING: _after_round_with_reasoning,
+    Scenario.AFTER_REASONING: _after_reasoning,
+    Scenario.AFTER_ANSWER: _after_answer,
+    Scenario.CUT_ANSWER: _after_answer,
+    Scenario.CUT_IN_CALL: _cut_in_call,
+    Scenario.CUT_AFTER_CALL: _tool_result,
+    Scenario.SYSTEM: _system,
+}
