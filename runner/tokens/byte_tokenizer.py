@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from runner.tokens.added import Borders, Content, blotted
+from runner.tokens.pieces import Words
 from runner.tokens.tokenizer import without_surrogates
 
 __all__ = ["ByteTokenizer"]
@@ -45,6 +46,7 @@ class ByteTokenizer:
         self.control_ids = frozenset(self._control.values())
         self.size = 256 + len(names)
         self.pieces: Sequence[bytes] | None = [bytes([value]) for value in range(256)] + [n.encode() for n in names]
+        self.words: Words | None = None
         self._bytes = dict(enumerate(self.pieces))
         self.longest_token = max(map(len, self.pieces))
         kinds = (*special, eos_token, *(("", *added_tokens) if added_tokens else ()))

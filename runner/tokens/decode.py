@@ -5,25 +5,33 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
+from runner.tokens.pieces import Words
 from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["IncrementalDecoder"]
 
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
+_UNREADABLE = "\ufffd"
 
 
 class IncrementalDecoder:
     """Text of ids as they come; all it returns, joined, is `tokenizer.decode` of all the ids.
 
-    A character whose bytes are spread over several ids comes with the last of them. The work for an id does not
-    depend on how many came before.
+    A character whose bytes are spread over several ids comes with the last of them; in a vocabulary that falls back
+    to single bytes, with the id behind the run of bytes that it is in. The work for an id does not depend on how many
+    came before.
     """
 
     __slots__ = ("_steps",)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        pieces = tokenizer.pieces
-        self._steps: _ByteSteps | _WindowSteps = _ByteSteps(pieces) if pieces is not None else _WindowSteps(tokenizer)
+        self._steps: _ByteSteps | _WordSteps | _WindowSteps
+        if tokenizer.pieces is not None:
+            self._steps = _ByteSteps(tokenizer.pieces)
+        elif tokenizer.words is not None:
+            self._steps = _WordSteps(tokenizer.words)
+        else:
+            self._steps = _WindowSteps(tokenizer)
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; "" while a character is still open."""
@@ -53,11 +61,70 @@ class _ByteSteps:
         return rest
 
 
+class _WordSteps:
+    """Decoding is joining words and runs of bytes, and dropping a space at the very beginning.
+
+    A run that is valid so far is held back until it ends, since one wrong byte changes all of it.
+    """
+
+    __slots__ = ("_broken", "_open", "_run", "_to_drop", "_utf8", "_words")
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+        self._utf8 = _utf8_decoder(errors="strict")
+        self._to_drop = words.dropped
+        self._open: list[str] = []  # the characters of the run so far
+        self._run = 0  # its bytes
+        self._broken = False
+
+    def feed(self, ids: Sequence[int]) -> str:
+        texts, numbers = self._words.texts, self._words.bytes
+        shown: list[str] = []
+        for token_id in ids:
+            text = texts[token_id] if token_id < len(texts) else None
+            if token_id in numbers:
+                shown.append(self._byte(numbers[token_id]))
+            elif text is not None:
+                shown += self._end_run(), text
+        return self._without_space("".join(shown))
+
+    def finish(self) -> str:
+        rest = self._without_space(self._end_run())
+        self._to_drop = self._words.dropped
+        return rest
+
+    def _byte(self, number: int) -> str:
+        if self._broken:
+            return _UNREADABLE
+        self._run += 1
+        try:
+            self._open.append(self._utf8.decode(bytes((number,))))
+        except UnicodeDecodeError:
+            self._broken = True
+            return _UNREADABLE * self._run
+        return ""
+
+    def _end_run(self) -> str:
+        """The text of the run that ends here, as far as it was not shown."""
+        is_cut = bool(self._utf8.getstate()[0])
+        text = "" if self._broken else _UNREADABLE * self._run if is_cut else "".join(self._open)
+        self._utf8.reset()
+        self._open, self._run, self._broken = [], 0, False
+        return text
+
+    def _without_space(self, text: str) -> str:
+        while self._to_drop and text:
+            starts = text[0] == self._words.space
+            self._to_drop = self._to_drop - 1 if starts else 0
+            text = text[1:] if starts else text
+        return text
+
+
 class _WindowSteps:
     """Decoding depends on neighbours, so the ids since the last settled text are decoded again with the new ones.
 
-    Exact where an id changes no text before the last settled id; the byte-fallback ids of SentencePiece can, when
-    valid characters and invalid bytes follow each other without a plain token between.
+    Exact where an id changes no text before the last settled id, as in the decoders that remain: those of WordPiece,
+    Metaspace, and words joined by spaces.
     """
 
     __slots__ = ("_ids", "_settled", "_shown", "_tokenizer")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import json
 import re
@@ -14,6 +15,7 @@ import tokenizers
 
 from runner.errors import BadModel
 from runner.tokens.added import AddedTokens, Content, deaf_model
+from runner.tokens.pieces import Words, byte_pieces, words
 
 __all__ = ["Content", "Tokenizer", "VocabularyTokenizer", "load_tokenizer", "without_surrogates"]
 
@@ -31,6 +33,7 @@ class Tokenizer(Protocol):
         fingerprint: a hash that names the vocabulary and its rules.
         pieces: the bytes of each id, shape [size], where decoding is joining them (byte-level vocabularies); None
             where the text of an id depends on its neighbours.
+        words: the words and single bytes of the ids, where decoding is joining those (SentencePiece); None elsewhere.
     """
 
     eos_id: int | None
@@ -40,6 +43,7 @@ class Tokenizer(Protocol):
     longest_token: int
     fingerprint: str
     pieces: Sequence[bytes] | None
+    words: Words | None
 
     def encode(self, text: str, content: Content = ()) -> list[int]:
         """Ids of `text`; control tokens written in it become control ids, none are added.
@@ -94,9 +98,8 @@ class VocabularyTokenizer:
         self._normalizer = _visible_normalizer(settings.get("normalizer"))
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values(), default=-1) + 1
-        self.pieces: Sequence[bytes] | None = (
-            _pieces(vocabulary, self.size) if _is_byte_level(settings.get("decoder")) else None
-        )
+        self.pieces: Sequence[bytes] | None = byte_pieces(settings.get("decoder"), vocabulary, self.size)
+        self.words = words(settings.get("decoder"), vocabulary, self.size) if self.pieces is None else None
         longest = max(map(len, self.pieces if self.pieces is not None else (name.encode() for name in vocabulary)))
         # Composing characters makes a text up to three times shorter before it is cut into tokens.
         self.longest_token = longest * (1 if self._normalizer is None else 3)
@@ -149,6 +152,8 @@ class VocabularyTokenizer:
         other.size = max([self.size, *(token_id + 1 for token_id in tokenizer.get_added_tokens_decoder())])
         if self.pieces is not None:
             other.pieces = [*self.pieces, *(name.encode() for name in new)]
+        if self.words is not None:
+            other.words = dataclasses.replace(self.words, texts=[*self.words.texts, *new])
         other.longest_token = max([self.longest_token, *(len(name.encode()) for name in new)])
         other.fingerprint = hashlib.sha256("\0".join((self.fingerprint, *new)).encode()).hexdigest()[:16]
         own = self._tokenizer.id_to_token(self.eos_id) if self.eos_id is not None else None
@@ -221,30 +226,6 @@ def _eos_token(path: Path) -> str | None:
     token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
     name = token.get("content") if isinstance(token, dict) else token
     return name if isinstance(name, str) else None
-
-
-def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
-    if decoder is None:
-        return False
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    return all(step["type"] == "ByteLevel" for step in steps)
-
-
-def _byte_names() -> dict[int, int]:
-    """Code points of the characters in which byte-level vocabularies write bytes, to the bytes (GPT-2's table)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: byte for byte in printable} | {256 + index: byte for index, byte in enumerate(others)}
-
-
-def _pieces(vocabulary: Mapping[str, int], size: int) -> list[bytes]:
-    names = _byte_names()
-    written = {chr(point) for point in names}
-    pieces = [b""] * size
-    for name, token_id in vocabulary.items():
-        # A token with any other character stands for its own text, as added tokens do.
-        pieces[token_id] = name.translate(names).encode("latin-1") if written.issuperset(name) else name.encode()
-    return pieces
 
 
 def _visible_normalizer(settings: Mapping[str, Any] | None) -> tokenizers.normalizers.Normalizer | None:
