@@ -1,0 +1,534 @@
+"""Incoming histories: each way to depart from the stored one, and each difference that makes none."""
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from runner.messages import Message
+from runner.tokens import splice
+from runner.tokens.splice import AlignmentKind, History, compare, normalize, same_tools
+
+Dict = dict[str, Any]
+
+SYSTEM: Dict = {"role": "system", "content": "You add."}
+QUESTION: Dict = {"role": "user", "content": "What is 1 + 2, and 3 + 4?"}
+ANSWER: Dict = {"role": "assistant", "content": "3 and 7."}
+THANKS: Dict = {"role": "user", "content": "Thanks!"}
+
+
+def call(call_id: str, arguments: Any, name: str = "add") -> Dict:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(call_id: str | None, content: str, **more: Any) -> Dict:
+    message = {"role": "tool", "content": content, **more}
+    return message if call_id is None else {**message, "tool_call_id": call_id}
+
+
+CALLS: Dict = {
+    "role": "assistant",
+    "content": "",
+    "reasoning_content": "Two sums.",
+    "tool_calls": [call("call00000", {"a": 1, "b": 2}), call("call00001", {"a": 3, "b": 4})],
+}
+RESULTS = [result("call00000", "3", name="add"), result("call00001", "7", name="add")]
+STORED = [SYSTEM, QUESTION, CALLS, *RESULTS, ANSWER]
+
+
+def with_changed(index: int, **changes: Any) -> list[Dict]:
+    return [*STORED[:index], {**STORED[index], **changes}, *STORED[index + 1 :]]
+
+
+def is_same(incoming: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]] = STORED) -> bool:
+    alignment = compare(stored, incoming)
+    return alignment.kind is AlignmentKind.SAME and alignment.index == len(stored) and not alignment.appended
+
+
+# --- the classes
+
+
+def test_the_stored_history_again_is_the_same() -> None:
+    alignment = compare(STORED, copy.deepcopy(STORED))
+    assert alignment == splice.Alignment(AlignmentKind.SAME, 6, (), "nothing was added to the 6 messages")
+
+
+def test_new_messages_after_everything_are_an_append() -> None:
+    alignment = compare(STORED, [*STORED, THANKS])
+    assert (alignment.kind, alignment.index, alignment.appended) == (AlignmentKind.APPEND, 6, (THANKS,))
+    assert alignment.explanation == "1 message was added after message 5"
+
+
+def test_a_first_history_is_an_append() -> None:
+    alignment = compare([], [SYSTEM, QUESTION])
+    assert alignment.kind is AlignmentKind.APPEND
+    assert (alignment.index, alignment.appended) == (0, (SYSTEM, QUESTION))
+
+
+def test_the_history_before_the_last_assistant_turn_is_a_retry() -> None:
+    alignment = compare(STORED, STORED[:5])
+    assert alignment == splice.Alignment(
+        AlignmentKind.RETRY, 5, (), "the assistant turn of message 5 is asked for again; 1 message was dropped"
+    )
+
+
+def test_a_retry_drops_what_followed_the_assistant_turn() -> None:
+    alignment = compare(STORED[:5], STORED[:2])
+    assert (alignment.kind, alignment.index) == (AlignmentKind.RETRY, 2)
+    assert "3 messages were dropped" in alignment.explanation
+
+
+def test_a_retry_with_another_message_in_its_place_is_an_edit() -> None:
+    alignment = compare(STORED, [*STORED[:5], THANKS])
+    assert (alignment.kind, alignment.index, alignment.appended) == (AlignmentKind.EDITED, 5, (THANKS,))
+    assert alignment.explanation == "message 5 (assistant) was edited: its role is 'user'"
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 4])
+def test_anything_but_one_step_back_is_shrunk(length: int) -> None:
+    alignment = compare(STORED, STORED[:length])
+    assert (alignment.kind, alignment.index, alignment.appended) == (AlignmentKind.SHRUNK, length, ())
+    assert f"the history ends before message {length} ({STORED[length]['role']})" in alignment.explanation
+
+
+def test_a_question_that_was_not_answered_yet_and_is_left_out_is_shrunk() -> None:
+    assert compare([*STORED, THANKS], STORED).kind is AlignmentKind.SHRUNK
+
+
+def test_an_empty_history_is_never_a_retry() -> None:
+    assert compare([ANSWER], []).kind is AlignmentKind.SHRUNK
+
+
+def test_an_assistant_turn_among_the_new_messages_is_inserted() -> None:
+    alignment = compare(STORED, [*STORED, THANKS, ANSWER])
+    assert (alignment.kind, alignment.index, alignment.appended) == (AlignmentKind.INSERTED, 6, (THANKS, ANSWER))
+    assert alignment.explanation == "message 7 (assistant) was inserted: nobody sampled it here"
+
+
+def test_an_assistant_turn_in_the_middle_is_an_edit() -> None:
+    alignment = compare(STORED, [*STORED[:2], ANSWER, *STORED[2:]])
+    assert (alignment.kind, alignment.index) == (AlignmentKind.EDITED, 2)
+
+
+EDITS = {
+    "a tool result": (3, {"content": "4"}, "message 3 (tool) was edited: its content changed at character 0"),
+    "the model's words": (5, {"content": "3 and 8."}, "message 5 (assistant) was edited: its content"),
+    "the system message": (0, {"content": "You sub."}, "from 'You add.' to 'You sub.'"),
+    "the role": (1, {"role": "system"}, "message 1 (user) was edited: its role is 'system'"),
+    "the reasoning": (2, {"reasoning_content": "Two sums!"}, "its reasoning changed at character 8"),
+    "reasoning that was not there": (5, {"reasoning_content": "Hm."}, "its reasoning changed at character 0"),
+    "an argument": (
+        2,
+        {"tool_calls": [call("call00000", {"a": 1, "b": 2}), call("call00001", {"a": 3, "b": 5})]},
+        "the arguments of its call 1 changed",
+    ),
+    "a tool's name": (
+        2,
+        {"tool_calls": [call("call00000", {"a": 1, "b": 2}), call("call00001", {"a": 3, "b": 4}, name="sub")]},
+        "its call 1 was of 'add' and is of 'sub'",
+    ),
+    "a call left out": (2, {"tool_calls": CALLS["tool_calls"][:1]}, "it made 2 tool calls and has 1"),
+    "the name of the tool that answers": (4, {"name": "sub"}, "its name was 'add' and is 'sub'"),
+    "the name of a user": (1, {"name": "Ann"}, "its name was None and is 'Ann'"),
+    "the call that is answered": (3, {"tool_call_id": "call00001"}, "message 3 (tool) was edited: it answers another"),
+}
+
+
+@pytest.mark.parametrize(("index", "changes", "explanation"), EDITS.values(), ids=EDITS)
+def test_an_edit_is_named_where_it_stands(index: int, changes: Dict, explanation: str) -> None:
+    alignment = compare(STORED, with_changed(index, **changes))
+    assert (alignment.kind, alignment.index) == (AlignmentKind.EDITED, index)
+    assert explanation in alignment.explanation
+    assert len(alignment.appended) == len(STORED) - index
+
+
+# --- what makes no difference
+
+
+def test_no_content_is_empty_content() -> None:
+    assert is_same(with_changed(2, content=None))
+    assert is_same([{key: value for key, value in m.items() if m is not CALLS or key != "content"} for m in STORED])
+
+
+def test_arguments_as_json_text_are_the_object() -> None:
+    assert is_same(
+        with_changed(2, tool_calls=[call("call00000", '{"a":1,"b":2}'), call("call00001", '{ "b": 4,\n "a": 3 }')])
+    )
+
+
+def test_the_order_of_keys_does_not_matter() -> None:
+    assert is_same([dict(reversed(message.items())) for message in STORED])
+    assert is_same(
+        with_changed(2, tool_calls=[call("call00000", {"b": 2, "a": 1}), call("call00001", {"b": 4, "a": 3})])
+    )
+
+
+def test_white_space_at_the_ends_does_not_matter() -> None:
+    assert is_same(with_changed(5, content="\n\n3 and 7. \n"))
+    assert is_same(with_changed(2, reasoning_content="\nTwo sums.\n"))
+    assert not is_same(with_changed(5, content="3  and 7."))
+
+
+def test_unknown_keys_do_not_matter() -> None:
+    assert is_same([{**message, "refusal": None, "annotations": [], "cache_control": {}} for message in STORED])
+    assert is_same(with_changed(1, tool_calls=[call("x", {})], tool_call_id="x", reasoning_content="none of a user's"))
+
+
+def test_missing_reasoning_does_not_matter() -> None:
+    assert is_same(with_changed(2, reasoning_content=None))
+    assert is_same([{key: value for key, value in m.items() if key != "reasoning_content"} for m in STORED])
+
+
+def test_reasoning_has_two_names() -> None:
+    stored = [QUESTION, {**ANSWER, "reasoning_content": "Easy."}]
+    assert is_same([QUESTION, {**ANSWER, "reasoning": "Easy."}], stored)
+    assert not is_same([QUESTION, {**ANSWER, "reasoning": "Hard."}], stored)
+
+
+def renamed(messages: Sequence[Dict], ids: Mapping[str, str]) -> list[Dict]:
+    """The same history with other call ids."""
+    text = json.dumps(messages)
+    for old, new in ids.items():
+        text = text.replace(f'"{old}"', f'"{new}"')
+    return cast("list[Dict]", json.loads(text))
+
+
+def test_regenerated_call_ids_do_not_matter() -> None:
+    assert is_same(renamed(STORED, {"call00000": "toolu_x", "call00001": "toolu_y"}))
+
+
+def test_the_same_id_in_every_turn_means_the_latest_call() -> None:
+    rounds = [QUESTION]
+    for number in range(3):
+        asked = {"role": "assistant", "content": "", "tool_calls": [call(f"call0000{number}", {"a": number})]}
+        rounds += [asked, result(f"call0000{number}", str(number))]
+    assert is_same(renamed(rounds, {f"call0000{number}": "call_0" for number in range(3)}), rounds)
+
+
+def test_ids_that_two_calls_of_a_turn_share_are_answered_in_order() -> None:
+    assert is_same(renamed(STORED, {"call00001": "call00000"}))
+
+
+def test_results_without_an_id_answer_the_calls_in_order() -> None:
+    assert is_same([*STORED[:3], result(None, "3"), result(None, "7"), ANSWER])
+
+
+def test_a_result_need_not_repeat_the_tools_name() -> None:
+    assert is_same([*STORED[:3], result("call00000", "3"), result("call00001", "7"), ANSWER])
+
+
+def test_the_developer_is_the_system() -> None:
+    assert is_same(with_changed(0, role="developer"))
+    assert compare([], [{"role": "developer", "content": "You add."}]).appended == (SYSTEM,)
+
+
+def test_a_list_of_text_parts_is_their_text_line_by_line() -> None:
+    assert is_same(with_changed(1, content=[{"type": "text", "text": QUESTION["content"]}]))
+    parts = [{"type": "text", "text": "a"}, "b", {"type": "input_text", "text": "c"}]
+    assert normalize({"role": "user", "content": parts}) == {"role": "user", "content": "a\nb\nc"}
+    assert normalize({"role": "user", "content": []}) == {"role": "user", "content": ""}
+
+
+def test_an_empty_list_of_calls_is_none() -> None:
+    assert is_same(with_changed(5, tool_calls=[]))
+    assert is_same(with_changed(5, tool_calls=None))
+
+
+@pytest.mark.parametrize("arguments", ["", None, "{}", {}], ids=["empty", "None", "text", "object"])
+def test_a_call_without_arguments_has_an_empty_object(arguments: Any) -> None:
+    message = normalize({"role": "assistant", "tool_calls": [call("x", arguments)]})
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1', "[1, 2]", "[" * 100_000], ids=["cut", "a list", "too deep"])
+def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
+    spoken = {"role": "assistant", "content": "", "tool_calls": [call("x", arguments)]}
+    assert cast("Any", normalize(spoken))["tool_calls"][0]["function"]["arguments"] == arguments
+    other = {"role": "assistant", "content": "", "tool_calls": [call("x", arguments + " ")]}
+    assert is_same([spoken], [spoken])
+    assert not is_same([other], [spoken])
+
+
+def test_a_whole_number_is_an_integer_and_true_is_none() -> None:
+    stored = [{"role": "assistant", "content": "", "tool_calls": [call("x", {"a": 1.0, "b": [2.5, 1e-7]})]}]
+    assert is_same(renamed(stored, {}), stored)
+    for arguments, same in [
+        ('{"a": 1, "b": [2.5, 0.0000001]}', True),
+        ('{"a": true, "b": [2.5, 1e-7]}', False),
+        ('{"a": "1", "b": [2.5, 1e-7]}', False),
+    ]:
+        assert is_same([{"role": "assistant", "tool_calls": [call("x", arguments)]}], stored) is same
+
+
+# --- what is appended
+
+
+def test_an_appended_result_answers_the_stored_call_at_the_same_place() -> None:
+    incoming = renamed(STORED[:5], {"call00000": "toolu_x", "call00001": "toolu_y"})
+    alignment = compare(STORED[:3], incoming)
+    assert alignment.kind is AlignmentKind.APPEND
+    assert [message["tool_call_id"] for message in alignment.appended] == ["call00000", "call00001"]
+
+
+def test_appended_results_in_another_order_keep_their_calls() -> None:
+    incoming = renamed([*STORED[:3], *RESULTS[::-1]], {"call00000": "toolu_x", "call00001": "toolu_y"})
+    appended = compare(STORED[:3], incoming).appended
+    assert [(message["tool_call_id"], message["content"]) for message in appended] == [
+        ("call00001", "7"),
+        ("call00000", "3"),
+    ]
+
+
+def test_an_appended_result_without_an_id_gets_the_stored_one() -> None:
+    appended = compare(STORED[:3], [*STORED[:3], result(None, "3")]).appended
+    assert appended == ({"role": "tool", "content": "3", "tool_call_id": "call00000"},)
+
+
+def test_a_result_of_a_new_call_keeps_its_own_id() -> None:
+    new = {"role": "assistant", "content": "", "tool_calls": [call("toolu_z", {"a": 5})]}
+    appended = compare(STORED, [*STORED, new, result("toolu_z", "5")]).appended
+    assert appended[1]["tool_call_id"] == "toolu_z"
+
+
+def test_a_result_of_an_edited_call_keeps_its_own_id() -> None:
+    edited = {**CALLS, "tool_calls": [call("toolu_x", {"a": 0})]}
+    alignment = compare(STORED, [*STORED[:2], edited, result("toolu_x", "3")])
+    assert alignment.kind is AlignmentKind.EDITED
+    assert alignment.appended[1]["tool_call_id"] == "toolu_x"
+
+
+def test_a_result_that_answers_nothing_is_left_as_it_is() -> None:
+    orphan = result("nobody", "3")
+    assert compare(STORED, [*STORED, orphan]).appended == (orphan,)
+    assert is_same([QUESTION, orphan], [QUESTION, orphan])
+
+
+def test_appended_content_keeps_its_white_space() -> None:
+    assert compare(STORED, [*STORED, {"role": "user", "content": " a \n"}]).appended[0]["content"] == " a \n"
+
+
+# --- bad messages
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ("hello", "a message is a dict with role and content, got str"),
+        ({"content": "a"}, "role is system, developer, user, assistant or tool, got None"),
+        ({"role": "user", "content": 3}, "content is a list, or a string for content, got int"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "part of type 'image_url' cannot be put"),
+        ({"role": "user", "content": [3]}, "part of type 'int' cannot be put"),
+        ({"role": "assistant", "tool_calls": "add"}, "tool_calls is a list"),
+        ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "a tool call is a dict with a function and its name"),
+        ({"role": "assistant", "tool_calls": [call("x", 3)]}, "arguments are an object or its JSON text, got int"),
+    ],
+)
+def test_what_is_no_message_is_one_clear_error(message: Any, text: str) -> None:
+    history = History()
+    history.append(QUESTION)
+    with pytest.raises(TypeError, match=text):
+        history.compare([QUESTION, message])
+    with pytest.raises(TypeError, match=text):
+        history.append(THANKS, message)
+    assert len(history) == 1
+
+
+# --- tools
+
+ADD: Dict = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+SUB: Dict = {"type": "function", "function": {"name": "sub", "description": "Sub.", "parameters": {}}}
+
+
+def test_no_tools_are_no_tools() -> None:
+    assert same_tools([], None)
+    assert same_tools(None, [])
+    assert not same_tools(None, [ADD])
+
+
+def test_tools_are_the_same_in_any_order_and_with_any_order_of_keys() -> None:
+    turned = {"function": dict(reversed(ADD["function"].items())), "type": "function"}
+    assert same_tools([ADD, SUB], [SUB, turned])
+
+
+def test_what_the_model_does_not_read_of_a_tool_does_not_matter() -> None:
+    assert same_tools([SUB], [{"type": "function", "function": {"name": "sub", "description": "Sub.", "strict": True}}])
+
+
+@pytest.mark.parametrize("key", ["name", "description", "parameters"])
+def test_a_changed_tool_is_another(key: str) -> None:
+    assert not same_tools([ADD], [{"type": "function", "function": {**ADD["function"], key: {"a": "b"}}}])
+
+
+def test_a_tool_twice_is_not_a_tool_once() -> None:
+    assert not same_tools([ADD], [ADD, ADD])
+
+
+def test_what_is_no_tool_is_one_clear_error() -> None:
+    with pytest.raises(TypeError, match="a tool is a dict with a function"):
+        same_tools([ADD], [{"name": "add"}])
+
+
+# --- the history's own work
+
+
+def test_comparing_costs_one_digest_per_incoming_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    digested: list[str] = []
+    real = splice._digest
+
+    def counted(message: Message, place: Any) -> Any:
+        digested.append(message["content"])
+        return real(message, place)
+
+    monkeypatch.setattr(splice, "_digest", counted)
+    history = History()
+    for length in range(1, 50):
+        history.append(QUESTION if length % 2 else ANSWER)
+        assert len(digested) == 1
+        digested.clear()
+        incoming = [QUESTION if number % 2 else ANSWER for number in range(1, length + 2)]
+        assert history.compare(incoming).index == length
+        assert len(digested) == length
+        digested.clear()
+
+
+def test_after_one_step_back_the_history_is_the_shorter_one() -> None:
+    history = History()
+    history.append(*STORED)
+    history.truncate(3)
+    assert len(history) == 3
+    incoming = renamed(STORED[:5], {"call00000": "toolu_x", "call00001": "toolu_y"})
+    assert history.compare(incoming) == compare(STORED[:3], incoming)
+    history.append(*RESULTS)
+    assert history.compare(incoming).kind is AlignmentKind.SAME
+
+
+# --- properties
+
+TEXT = st.text(max_size=6)
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXT),
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(TEXT, inner, max_size=2)),
+    max_leaves=4,
+)
+ARGUMENTS = st.dictionaries(st.sampled_from(["a", "b", "text"]), VALUES, max_size=3)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Dict]:
+    """Turns of a user and a model, some with reasoning and some with tool rounds."""
+    messages: list[Dict] = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(TEXT)})
+        asked = draw(st.lists(ARGUMENTS, max_size=2))
+        if asked:
+            calls = [call(f"call{len(messages):03}{number:02}", given) for number, given in enumerate(asked)]
+            messages.append({"role": "assistant", "content": draw(TEXT), "tool_calls": calls})
+            messages += [result(made["id"], draw(TEXT)) for made in calls]
+        messages.append({"role": "assistant", "content": draw(TEXT), "reasoning_content": draw(TEXT)})
+    return messages
+
+
+def as_a_client_writes(message: Mapping[str, Any]) -> Dict:
+    """The same message as an OpenAI client sends it back: arguments in text, other ids, no reasoning."""
+    written = {key: value for key, value in reversed(list(message.items())) if key != "reasoning_content"}
+    if "tool_calls" in message:
+        written["tool_calls"] = [
+            call("x" + made["id"], json.dumps(made["function"]["arguments"], sort_keys=True, indent=1))
+            for made in message["tool_calls"]
+        ]
+    if "tool_call_id" in message:
+        written["tool_call_id"] = "x" + message["tool_call_id"]
+    return {**written, "content": message["content"] or None, "refusal": None}
+
+
+@given(histories(), st.data())
+def test_any_appends_are_the_same_or_an_append_at_the_right_index(messages: list[Dict], data: st.DataObject) -> None:
+    history = History()
+    while len(history) < len(messages):
+        stored = len(history)
+        until = data.draw(st.integers(stored, len(messages)))
+        alignment = history.compare([as_a_client_writes(message) for message in messages[:until]])
+        new = messages[stored:until]
+        spoken = any(message["role"] == "assistant" for message in new)
+        extended = AlignmentKind.INSERTED if spoken else AlignmentKind.APPEND
+        assert alignment.kind is (extended if new else AlignmentKind.SAME)
+        assert alignment.index == stored
+        assert [message["content"] for message in alignment.appended] == [message["content"] for message in new]
+        history.append(*messages[stored : until + 1])
+
+
+@given(histories(), st.data())
+def test_a_single_character_edited_anywhere_is_an_edit(messages: list[Dict], data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(messages) - 1))
+    key = data.draw(st.sampled_from([key for key in messages[index] if key in ("content", "reasoning_content")]))
+    text = messages[index][key]
+    at = data.draw(st.integers(0, len(text)))
+    edited = text[:at] + data.draw(st.characters()) + text[at + data.draw(st.integers(0, 1)) :]
+    assume(edited.strip() != text.strip())
+    assume(key == "content" or edited.strip())  # reasoning may be left out
+    incoming = [*messages[:index], {**messages[index], key: edited}, *messages[index + 1 :]]
+    alignment = compare(messages, incoming)
+    assert (alignment.kind, alignment.index) == (AlignmentKind.EDITED, index)
+    label = "content" if key == "content" else "reasoning"
+    assert f"message {index} ({messages[index]['role']}) was edited: its {label} changed" in alignment.explanation
+
+
+@given(histories(), ARGUMENTS, ARGUMENTS)
+def test_changed_arguments_are_an_edit(messages: list[Dict], before: Dict, after: Dict) -> None:
+    assume(json.dumps(before, sort_keys=True) != json.dumps(after, sort_keys=True) and before != after)
+    stored = {"role": "assistant", "content": "", "tool_calls": [call("x", {}), call("y", before)]}
+    changed = {"role": "assistant", "content": "", "tool_calls": [call("x", {}), call("y", json.dumps(after))]}
+    alignment = compare([*messages, stored, ANSWER], [*messages, changed, ANSWER])
+    assert (alignment.kind, alignment.index) == (AlignmentKind.EDITED, len(messages))
+    assert "the arguments of its call 1 changed" in alignment.explanation
+
+
+@given(histories(), st.data())
+def test_a_suffix_left_out_is_a_retry_or_shrunk(messages: list[Dict], data: st.DataObject) -> None:
+    length = data.draw(st.integers(0, len(messages) - 1))
+    alignment = compare(messages, [as_a_client_writes(message) for message in messages[:length]])
+    one_step_back = length == len(messages) - 1  # every such history ends with the assistant's words
+    assert alignment.kind is (AlignmentKind.RETRY if one_step_back else AlignmentKind.SHRUNK)
+    assert (alignment.index, alignment.appended) == (length, ())
+
+
+@given(histories(), histories())
+def test_the_stored_part_and_what_is_appended_are_the_incoming_history(one: list[Dict], other: list[Dict]) -> None:
+    for stored, incoming in [(one, other), (one, [*one, *other]), (one[:-1], one), (one, one[:-2])]:
+        alignment = compare(stored, incoming)
+        spliced = [*stored[: alignment.index], *alignment.appended]
+        assert compare(spliced, incoming).kind is AlignmentKind.SAME
+
+
+def turned(value: Any) -> Any:
+    """`value` with the keys of every object the other way round."""
+    if isinstance(value, dict):
+        return {key: turned(inner) for key, inner in reversed(value.items())}
+    return [turned(inner) for inner in value] if isinstance(value, list) else value
+
+
+@given(histories())
+def test_the_order_of_keys_never_matters(messages: list[Dict]) -> None:
+    assert is_same(turned(messages), messages)
+    assert is_same(messages, turned(messages))
+
+
+@given(histories(), histories())
+def test_nothing_given_is_changed(stored: list[Dict], incoming: list[Dict]) -> None:
+    before = copy.deepcopy((stored, incoming))
+    history = History()
+    history.append(*stored)
+    history.compare(incoming)
+    history.compare([*stored, *incoming])
+    assert (stored, incoming) == before
+
+
+@given(histories())
+def test_normalizing_twice_is_normalizing_once(messages: list[Dict]) -> None:
+    for message in messages:
+        once: Message = normalize(as_a_client_writes(message))
+        assert normalize(once) == once
