@@ -1,0 +1,228 @@
+"""The pytest plugin: fixtures that test environments in milliseconds, without a model, a GPU or a network.
+
+It imports pytest and the standard library; everything else is imported by the fixture that needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from runner.engines.base import Engine
+    from runner.testing.clock import VirtualClock
+    from runner.testing.queued import QueuedEngine
+    from runner.testing.vocabulary import AwkwardTokenizer, PlainTokenizer
+    from runner.testing.watchdog import LoopWatchdog
+
+_MARKERS = (
+    "scripted_engine(**settings): settings of the fixture `scripted_engine`, such as template='hermes', context=512.",
+    "engine: may start a real engine; without it, or --runner-engine, tests that ask for `real_engine` are skipped.",
+)
+_ENGINE = (
+    "real_engine starts a model: mark the test with @pytest.mark.engine, or run pytest with --runner-engine to have it"
+)
+
+_failed = pytest.StashKey[bool]()
+_running = pytest.StashKey[str]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("deltarunner", "deltarunner: tests of environments")
+    group.addoption(
+        "--runner-engine",
+        action="store_true",
+        help="run tests that ask for `real_engine`, with the marker `engine` or without",
+    )
+    group.addoption(
+        "--runner-record",
+        choices=("none", "once", "rewrite"),
+        default="none",
+        help="`recorded_engine` replays what is recorded and fails without (none, the default), "
+        "records what is missing (once), or records everything anew (rewrite)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in _MARKERS:
+        config.addinivalue_line("markers", marker)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.session.stash[_running] = item.nodeid
+    if "real_engine" in getattr(item, "fixturenames", ()) and not _may_start_engines(item):
+        pytest.skip(_ENGINE)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    report = yield
+    if call.when in ("setup", "call") and report.failed:
+        item.stash[_failed] = True
+    played = _played()
+    if call.when == "call" and report.failed and played:
+        from runner.testing.report import episodes
+
+        report.sections.append(("Episodes played", episodes(played)))
+    if call.when == "teardown":
+        played.clear()
+    return report
+
+
+# --- engines
+
+
+@pytest.fixture
+def scripted_engine(request: pytest.FixtureRequest) -> Iterator[QueuedEngine]:
+    """An engine that says what the test enqueues with `say(...)`; replies that nobody heard fail the test."""
+    from runner.testing.queued import QueuedEngine
+
+    marker = request.node.get_closest_marker("scripted_engine")
+    with _one_message():
+        engine = QueuedEngine(**_settings(marker))
+    engine.to_add = "Add one with scripted_engine.say(...)"
+    engine.to_drop = "forget them with scripted_engine.clear()"
+    yield engine
+    _complain(request, engine.problems, engine.leftovers())
+
+
+@pytest.fixture(scope="session")
+def real_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
+    """`real_engine(**options)`: vLLM on the demo model, or `real_engine(model=...)`; one is alive at a time."""
+    from runner.testing import home
+
+    pool = home.EnginePool(lambda **options: home.make_engine(**options), lambda: request.session.stash[_running])
+    workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
+
+    def started(**options: Any) -> Engine:
+        __tracebackhide__ = True
+        if workers != "1":
+            pytest.fail(
+                f"real_engine: {workers} workers of pytest-xdist would start a model each. "
+                "Run these tests in one process: pytest -m engine -n 0.",
+                pytrace=False,
+            )
+        with _one_message():
+            return pool.engine(**options)
+
+    yield started
+    pool.close()
+
+
+# --- vocabularies
+
+
+@pytest.fixture
+def byte_tokenizer() -> PlainTokenizer:
+    """A vocabulary of bytes with a chat template: nothing to download."""
+    from runner.testing.vocabulary import PlainTokenizer
+
+    return PlainTokenizer()
+
+
+@pytest.fixture
+def awkward_tokenizer() -> AwkwardTokenizer:
+    """Its twin, in which ids that are decoded and encoded again come back as others."""
+    from runner.testing.vocabulary import AwkwardTokenizer
+
+    return AwkwardTokenizer()
+
+
+# --- time and what is left behind
+
+
+@pytest.fixture
+def virtual_clock(request: pytest.FixtureRequest) -> VirtualClock:
+    """A clock that jumps to the next deadline when everything waits: `play(..., clock=virtual_clock)`."""
+    from runner.testing.clock import VirtualClock
+
+    if "real_engine" in request.fixturenames:
+        pytest.fail(
+            "virtual_clock and real_engine: a real engine takes real time. Use one of the two, or play on a "
+            "scripted_engine.",
+            pytrace=False,
+        )
+    return VirtualClock()
+
+
+@pytest.fixture
+def loop_watchdog(request: pytest.FixtureRequest) -> Iterator[LoopWatchdog]:
+    """Fails the test, by the name of the function, if an event loop that it plays on stands still."""
+    from runner.testing.playing import WATCHDOGS
+    from runner.testing.watchdog import LoopWatchdog
+
+    watchdog = LoopWatchdog()
+    WATCHDOGS.append(watchdog)
+    yield watchdog
+    WATCHDOGS.remove(watchdog)
+    _complain(request, watchdog.complaints())
+
+
+@pytest.fixture
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails the test if it leaves threads, files, or open requests of `scripted_engine` behind."""
+    from runner.testing.leaks import Leaked
+    from runner.testing.leaks import no_leaks as watched
+
+    engines = [request.getfixturevalue("scripted_engine")] if "scripted_engine" in request.fixturenames else []
+    leaks = []
+    try:
+        with watched(*engines):
+            yield
+    except Leaked as leaked:
+        leaks.append(str(leaked))
+    _complain(request, leaks)
+
+
+# --- what fixtures have in common
+
+
+def _may_start_engines(item: pytest.Item) -> bool:
+    return bool(item.config.getoption("--runner-engine")) or item.get_closest_marker("engine") is not None
+
+
+def _settings(marker: pytest.Mark | None) -> dict[str, Any]:
+    if marker is None:
+        return {}
+    if marker.args:
+        pytest.fail(
+            f"@pytest.mark.scripted_engine({', '.join(map(repr, marker.args))}): settings have names, such as "
+            "template='hermes'; replies are given with scripted_engine.say(...).",
+            pytrace=False,
+        )
+    from runner.testing.queued import check_settings
+
+    with _one_message("@pytest.mark.scripted_engine: "):
+        check_settings(marker.kwargs)
+    return dict(marker.kwargs)
+
+
+@contextmanager
+def _one_message(before: str = "") -> Iterator[None]:
+    """What is wrong with what a test gave is told in one message, without where in the kit it was found."""
+    __tracebackhide__ = True
+    from runner.errors import DeltarunnerError
+
+    try:
+        yield
+    except DeltarunnerError as error:
+        raise pytest.fail.Exception(f"{before}{error}", pytrace=False) from None
+
+
+def _complain(request: pytest.FixtureRequest, problems: list[str], leftovers: str = "") -> None:
+    """Fail the test, unless it has failed: then what is left over is no news."""
+    told = "\n".join([*problems, *([leftovers] if leftovers else [])])
+    if told and not request.node.stash.get(_failed, False):
+        pytest.fail(told, pytrace=False)
+
+
+def _played() -> list[Any]:
+    """What the test played; nothing is loaded to find that out."""
+    playing = sys.modules.get("runner.testing.playing")
+    return playing.PLAYED if playing is not None else []

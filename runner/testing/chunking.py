@@ -1,0 +1,85 @@
+"""Where a scripted reply is cut into deltas: inside a character of several bytes, or inside a marker."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Final
+
+from runner.errors import BadOption
+from runner.tokens.tokenizer import Tokenizer
+
+__all__ = ["Inside", "inside"]
+
+_SEVERAL_BYTES: Final = rb"[\xc2-\xf4][\x80-\xbf]+"
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """Cuts a reply in the middle of a piece of its text; made by `inside`.
+
+    Attributes:
+        piece: the text; "" stands for every character of several bytes.
+    """
+
+    piece: str
+
+    def sizes(self, ids: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
+        """How many ids each delta has, so that one ends inside the piece, wherever it occurs.
+
+        Raises:
+            BadOption: the piece does not occur, or is a single id.
+        """
+        said, ends = _bytes(ids, tokenizer)
+        found = list(_occurrences(self.piece.encode(), said))
+        cuts = [cut for start, end in found if (cut := _middle(ends, start, end)) is not None]
+        if not found:
+            what = repr(self.piece) if self.piece else "a character of several bytes"
+            text = tokenizer.decode(ids)
+            raise BadOption(
+                f"inside({self.piece!r}): {what} does not occur in {text!r:.60}: name a piece of the reply."
+            )
+        if not cuts:
+            raise BadOption(
+                f"inside({self.piece!r}): it is a single token id in this vocabulary, and nothing can be cut inside an "
+                f"id: name a longer piece, or use byte_tokenizer, where every byte is an id."
+            )
+        # The last size is long enough for a stop id, so that the sizes do not begin again.
+        borders = [0, *sorted(set(cuts)), len(ids) + 1]
+        return tuple(after - before for before, after in pairwise(borders))
+
+
+def inside(piece: str = "") -> Inside:
+    """Cut the deltas of a reply in the middle of `piece`, each time it occurs: `say("...", chunks=inside("<think>"))`.
+
+    Args:
+        piece: a marker, a word, a character; by default every character that is several bytes.
+    """
+    if not isinstance(piece, str):
+        raise BadOption(f"inside({piece!r:.60}): give a piece of the text, such as '<think>' or 'é'.")
+    return Inside(piece)
+
+
+def _bytes(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[bytes, list[int]]:
+    """What the ids say, and the byte at which each of them ends."""
+    pieces = tokenizer.pieces
+    if pieces is None:
+        return tokenizer.decode(ids).encode(), [
+            len(tokenizer.decode(ids[:count]).encode()) for count in range(1, len(ids) + 1)
+        ]
+    parts = [pieces[token_id] if token_id < len(pieces) else b"" for token_id in ids]
+    return b"".join(parts), list(accumulate(map(len, parts)))
+
+
+def _occurrences(piece: bytes, said: bytes) -> Iterator[tuple[int, int]]:
+    """From which byte to which the piece stands, each time it does."""
+    for found in re.finditer(re.escape(piece) if piece else _SEVERAL_BYTES, said):
+        yield found.span()
+
+
+def _middle(ends: Sequence[int], start: int, end: int) -> int | None:
+    """How many ids stand before the cut nearest to the middle of these bytes, or None where there is none inside."""
+    inner = [index + 1 for index, position in enumerate(ends) if start < position < end]
+    return min(inner, key=lambda count: abs(ends[count - 1] - (start + end) / 2), default=None)

@@ -1,0 +1,140 @@
+"""Time that passes only when nobody has anything to do: limits of minutes fire at once, and exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import anyio
+
+from runner.errors import BadOption
+
+__all__ = ["VirtualClock"]
+
+T = TypeVar("T")
+
+_PATIENCE = 1.0
+_LOOK = 0.005
+
+
+class VirtualClock:
+    """A clock for event loops in tests.
+
+    While anything runs, time stands still. Once everything waits, it jumps to the next deadline. A synchronous tool or
+    hook is given a second of real time, during which the clock stands still; one that takes longer is taken for one
+    that hangs, and time goes on.
+
+    What waits for the network or for another process looks idle to this clock, so its deadlines come at once: use
+    `VirtualClock(autojump=False)` there, and `jump()`.
+
+    Args:
+        autojump: jump to the next deadline when everything waits; else time passes by `jump()` alone.
+    """
+
+    def __init__(self, *, autojump: bool = True) -> None:
+        self.autojump = autojump
+        self._now = 0.0
+        self._trio: Any = None
+
+    @property
+    def now(self) -> float:
+        """Seconds that have passed, of virtual time."""
+        return self._now if self._trio is None else float(self._trio.current_time())
+
+    def jump(self, seconds: float) -> None:
+        """Let so many seconds pass at once; may be called from any thread.
+
+        Raises:
+            BadOption: time does not run backwards.
+        """
+        if not seconds >= 0:
+            raise BadOption(f"jump({seconds!r}): give a number of seconds, 0 or more.")
+        if self._trio is not None:
+            self._trio.jump(seconds)
+        self._now += seconds
+
+    @property
+    def asyncio_backend(self) -> tuple[str, dict[str, Any]]:
+        """What the fixture `anyio_backend` returns, so that async tests run by this clock on asyncio."""
+        return "asyncio", {"loop_factory": partial(_VirtualLoop, self)}
+
+    @property
+    def trio_backend(self) -> tuple[str, dict[str, Any]]:
+        """What the fixture `anyio_backend` returns, so that async tests run by this clock on trio.
+
+        Raises:
+            BadOption: trio is not installed.
+        """
+        try:
+            from trio.testing import MockClock
+        except ImportError:
+            raise BadOption("trio_backend: trio is not installed. Install it, or return asyncio_backend.") from None
+        self._trio = self._trio or MockClock(autojump_threshold=0.0 if self.autojump else float("inf"))
+        return "trio", {"clock": self._trio}
+
+    def run(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Run an asynchronous function to its end by this clock, on asyncio."""
+        name, options = self.asyncio_backend
+        return anyio.run(function, backend=name, backend_options=options)
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self._in_executor = 0
+        super().__init__(_VirtualSelector(clock, self))
+
+    def time(self) -> float:
+        return self._clock._now
+
+    def run_in_executor(self, *arguments: Any) -> Any:  # type: ignore[override]  # passed on as they are
+        future = super().run_in_executor(*arguments)
+        self._in_executor += 1
+        future.add_done_callback(self._left_executor)
+        return future
+
+    def _left_executor(self, future: Any) -> None:
+        self._in_executor -= 1
+
+    def busy_threads(self) -> int:
+        """Worker threads of this loop that are at work."""
+        busy = self._in_executor
+        for thread in threading.enumerate():
+            # What anyio's worker threads on asyncio look like.
+            if getattr(thread, "loop", None) is self and thread not in getattr(thread, "idle_workers", ()):
+                busy += 1
+        return busy
+
+
+class _VirtualSelector(selectors.DefaultSelector):
+    """Where the event loop would wait for its next timer, time jumps there instead."""
+
+    def __init__(self, clock: VirtualClock, loop: _VirtualLoop) -> None:
+        super().__init__()
+        self._clock = clock
+        self._loop = loop
+        self._busy_since: float | None = None
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None or timeout <= 0:
+            return super().select(timeout)
+        if ready := super().select(0):
+            self._busy_since = None
+            return ready
+        if not self._clock.autojump or self._has_to_wait():
+            return super().select(_LOOK)
+        self._clock._now += timeout
+        return []
+
+    def _has_to_wait(self) -> bool:
+        if not self._loop.busy_threads():
+            self._busy_since = None
+            return False
+        now = time.monotonic()
+        self._busy_since = self._busy_since or now
+        return now - self._busy_since < _PATIENCE

@@ -1,0 +1,333 @@
+"""Episodes played in a test: one call, and the trajectory is back, every token of it checked."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeAlias, TypedDict, TypeVar
+
+import anyio
+import anyio.to_thread
+from anyio.from_thread import BlockingPortal
+from typing_extensions import Unpack
+
+from runner.commands.selection import own_tasks, select
+from runner.edge import on_event_loop
+from runner.engines.base import Engine
+from runner.engines.replies import Replies
+from runner.engines.script import Reply
+from runner.engines.scripted import ScriptedEngine
+from runner.environment import Environment, as_environment
+from runner.episode import MAIN
+from runner.errors import BadOption, BadTask, DeltarunnerError
+from runner.options import Concurrency, Limits, Sampling
+from runner.runs import Run
+from runner.sources import Tasks
+from runner.store.reader import RunFile
+from runner.tasks import Task
+from runner.testing.assertions import assert_exact
+from runner.testing.clock import VirtualClock
+from runner.testing.queued import CheckedEngine, QueuedEngine, Saying, show_reply
+from runner.testing.watchdog import LoopWatchdog
+from runner.trajectory import Trajectory
+
+__all__ = ["PLAYED", "WATCHDOGS", "Said", "play", "play_async", "play_many", "play_many_async"]
+
+T = TypeVar("T")
+
+Played: TypeAlias = Environment[Any] | type[Environment[Any]]
+
+Said: TypeAlias = Engine | Replies | Sequence[Saying]
+"""What speaks: an engine; or what a scripted engine is to say."""
+
+PLAYED: Final[list[tuple[Trajectory, Engine]]] = []
+"""What the test that runs now has played, for the report of its failure; the plugin empties it before each test."""
+
+WATCHDOGS: Final[list[LoopWatchdog]] = []
+"""Who watches the event loops that the test that runs now plays on; the plugin fills it."""
+
+
+class PlayOptions(TypedDict, total=False):
+    """What `Run` takes by name; see there."""
+
+    group_size: int
+    engines: Mapping[str, Engine] | None
+    sampling: Sampling | None
+    limits: Limits | None
+    concurrency: Concurrency | None
+    seed: int
+    template_options: Mapping[str, Any] | None
+    file: str | Path | None
+    weights: Mapping[str, float] | None
+    retries: int
+    breaker: float
+
+
+def play(
+    environment: Played,
+    engine: Said,
+    *,
+    task: Task | str | None = None,
+    clock: VirtualClock | None = None,
+    **options: Unpack[PlayOptions],
+) -> Trajectory:
+    """Play one episode to its end, in a plain `def test_...`.
+
+    The trajectory is checked with `assert_exact`. A failed episode is returned as any other: its `outcome` and `error`
+    say what happened.
+
+    Args:
+        environment: the environment, or its class.
+        engine: an engine; or what to say: a list of replies, each said once and in order, one text or function that
+            answers every turn, or a dict of these by agent.
+        task: the task or its id; by default the first one.
+        clock: a virtual clock, on which limits of minutes pass at once.
+        options: those of `Run`.
+
+    Returns:
+        The trajectory of the agent `main`.
+
+    Raises:
+        AssertionError: replies were missing or left over, or the trajectory is not exact.
+        BadInput: something given cannot be used; the message names it and the fix.
+    """
+    __tracebackhide__ = True
+    return _at_once("play", partial(play_async, environment, engine, task=task, **options), engine, clock)
+
+
+def play_many(
+    environment: Played,
+    engine: Said,
+    *,
+    tasks: int | Tasks | None = None,
+    clock: VirtualClock | None = None,
+    **options: Unpack[PlayOptions],
+) -> list[Trajectory]:
+    """Play many episodes at once, in a plain `def test_...`.
+
+    Args:
+        environment: the environment, or its class.
+        engine: as for `play`; but a list of replies is read from its beginning by every conversation. An engine with a
+            queue of replies plays one episode after another, unless `concurrency` says otherwise.
+        tasks: how many of the environment's own, or others; by default all of them.
+        clock: a virtual clock.
+        options: those of `Run`; `group_size=4` plays each task four times.
+
+    Returns:
+        Every trained trajectory, failed ones too: by task as they were given, then by index, then by agent.
+
+    Raises:
+        AssertionError: replies were missing or left over, or a trajectory is not exact.
+        BadInput: something given cannot be used; the message names it and the fix.
+    """
+    __tracebackhide__ = True
+    return _at_once("play_many", partial(play_many_async, environment, engine, tasks=tasks, **options), engine, clock)
+
+
+async def play_async(
+    environment: Played, engine: Said, *, task: Task | str | None = None, **options: Unpack[PlayOptions]
+) -> Trajectory:
+    """`play`, for an `async def` test."""
+    __tracebackhide__ = True
+    try:
+        return await _one(environment, engine, task, options)
+    except (AssertionError, DeltarunnerError) as error:
+        # It says what to do: where in the kit it was noticed is nobody's business.
+        raise error.with_traceback(None) from error.__cause__
+
+
+async def _one(environment: Played, engine: Said, task: Task | str | None, options: PlayOptions) -> Trajectory:
+    if options.get("group_size", 1) != 1:
+        raise BadOption(f"play(group_size={options['group_size']!r}): it plays one episode; play_many() plays groups.")
+    speaker = _queue_of(engine)
+    chosen = [task] if isinstance(task, Task) else _chosen(environment, 1, task)
+    trajectories = await _played(environment, speaker, chosen, options)
+    if isinstance(speaker, QueuedEngine) and speaker is not engine:
+        _check_nothing_left(speaker.leftovers())
+    if not trajectories:
+        raise BadTask("play(): the environment has no task. Give one: play(..., task=Task(id='one', prompt='...')).")
+    return next((t for t in trajectories if t.agent == MAIN), trajectories[0])
+
+
+async def play_many_async(
+    environment: Played, engine: Said, *, tasks: int | Tasks | None = None, **options: Unpack[PlayOptions]
+) -> list[Trajectory]:
+    """`play_many`, for an `async def` test."""
+    __tracebackhide__ = True
+    try:
+        return await _many(environment, engine, tasks, options)
+    except (AssertionError, DeltarunnerError) as error:
+        raise error.with_traceback(None) from error.__cause__
+
+
+async def _many(environment: Played, engine: Said, tasks: int | Tasks | None, options: PlayOptions) -> list[Trajectory]:
+    speaker = _engine_of(engine)
+    if isinstance(speaker, QueuedEngine) and speaker is engine:
+        options.setdefault("concurrency", Concurrency(episodes=1))
+    if isinstance(tasks, bool) or (isinstance(tasks, int) and tasks < 1):
+        raise BadOption(f"play_many(tasks={tasks!r}): give how many, at least 1, or a list of tasks.")
+    chosen = _chosen(environment, tasks, None) if isinstance(tasks, int | None) else tasks
+    order: dict[str, int] = {}
+    trajectories = await _played(environment, speaker, _noting_order(chosen, order), options)
+    if speaker is not engine:
+        _check_nothing_left(_unsaid(engine, speaker))
+    return sorted(trajectories, key=lambda t: (order.get(t.task.id, 0), t.visit, t.index, t.agent != MAIN, t.agent))
+
+
+async def _played(environment: Played, engine: Engine, tasks: Tasks, options: PlayOptions) -> list[Trajectory]:
+    home: BlockingPortal | None = getattr(engine, "home", None)
+    if home is None:
+        return await _on_this_loop(environment, engine, tasks, options)
+    return await _at_home(home, partial(_on_this_loop, environment, engine, tasks, options))
+
+
+async def _on_this_loop(environment: Played, engine: Engine, tasks: Tasks, options: PlayOptions) -> list[Trajectory]:
+    # A test looks at failed episodes too: they do not stop the run.
+    settings: dict[str, Any] = {"breaker": 1, **options, "tasks": tasks}
+    async with AsyncExitStack() as watched:
+        for watchdog in WATCHDOGS:
+            await watched.enter_async_context(watchdog)
+        async with Run(environment, engine, **settings) as run:
+            trajectories = [trajectory async for trajectory in run]
+    PLAYED.extend((trajectory, engine) for trajectory in trajectories)
+    if isinstance(engine, CheckedEngine):
+        engine.check()
+    for trajectory in trajectories:
+        assert_exact(trajectory, engine)
+    return trajectories
+
+
+async def _at_home(home: BlockingPortal, function: Callable[[], Awaitable[T]]) -> T:
+    """Call it on the event loop that the engine lives on."""
+    future = home.start_task_soon(function)
+    try:
+        return await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True)
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def _at_once(name: str, function: Callable[[], Awaitable[T]], engine: Any, clock: VirtualClock | None) -> T:
+    """Call it from code that is not async."""
+    __tracebackhide__ = True
+    if _on_an_event_loop():
+        raise RuntimeError(
+            f"{name}() is for a plain `def test_...`, and this is called on an event loop: "
+            f"write `await {name}_async(...)` here."
+        )
+    if not isinstance(clock, VirtualClock | None):
+        raise BadOption(f"{name}(clock={clock!r:.60}): give the fixture `virtual_clock`, or VirtualClock().")
+    if clock is not None and getattr(engine, "home", None) is not None:
+        raise BadOption(
+            f"{name}(clock=): a real engine takes real time. Play on a scripted one, or leave the clock out."
+        )
+    try:
+        return on_event_loop(function) if clock is None else clock.run(function)
+    except (AssertionError, DeltarunnerError) as error:
+        raise error.with_traceback(None) from error.__cause__
+
+
+def _on_an_event_loop() -> bool:
+    try:
+        anyio.get_current_task()
+    except anyio.NoEventLoopError:
+        return False
+    return True
+
+
+# --- what speaks
+
+
+def _queue_of(given: Said) -> Engine:
+    """An engine for one episode: what is given in a list is said once."""
+    if isinstance(given, Engine | type) or not isinstance(given, list | tuple | Mapping):
+        return _engine_of(given)
+    queued = QueuedEngine()
+    queued.to_add, queued.to_drop = "Add one to what play() is given", "give play() fewer"
+    by_agent: Any = given if isinstance(given, Mapping) else {MAIN: given}
+    for agent, own in by_agent.items():
+        if isinstance(own, list | tuple) and own:
+            queued.say(*own, agent=agent)
+        elif own:
+            queued.always(own, agent=agent)
+        else:
+            raise BadOption(f"play({{{agent!r}: {own!r}}}): give at least one reply.")
+    return queued
+
+
+def _engine_of(given: Said) -> Engine:
+    match given:
+        case Engine():
+            return given
+        case str() | Reply():
+            return _answering(given)
+        case list() | tuple() | Mapping() | Path() | RunFile():
+            return ScriptedEngine(given, record=True)
+    if callable(given) and not isinstance(given, type):
+        return _answering(given)
+    name = given.__name__ if isinstance(given, type) else f"{given!r:.60}"
+    raise BadOption(
+        f"play(..., {name}): give an engine, such as the fixture `scripted_engine`, or what to say: a text, a list of "
+        f"replies, a function, or a dict of these by agent."
+    )
+
+
+def _answering(what: Any) -> QueuedEngine:
+    return QueuedEngine().always(what)
+
+
+def _check_nothing_left(leftovers: str) -> None:
+    if leftovers:
+        raise AssertionError(leftovers)
+
+
+def _unsaid(replies: Any, engine: Engine) -> str:
+    """Which replies of a list no conversation came to."""
+    if not isinstance(engine, ScriptedEngine) or not isinstance(replies, list | tuple | Mapping):
+        return ""
+    heard: dict[str, int] = {}
+    for call in engine.calls:
+        conversation, _, number = call.name.rpartition("/")
+        agent = conversation.rpartition("/")[2]
+        heard[agent] = max(heard.get(agent, 0), int(number) + 1)
+    by_agent: Any = replies if isinstance(replies, Mapping) else {None: replies}
+    for agent, own in by_agent.items():
+        most = max(heard.values(), default=0) if agent is None else heard.get(agent, 0)
+        if isinstance(own, list | tuple) and most < len(own):
+            whose = "" if agent is None else f" for {agent}"
+            return (
+                f"{len(own)} replies were given{whose} and no episode came to more than {most}; the first that was "
+                f"never said is {show_reply(own[most])}. Take it out, or look why every episode ended before."
+            )
+    return ""
+
+
+# --- what is played
+
+
+def _chosen(environment: Played, most: int | None, only: str | None) -> Tasks:
+    if not isinstance(only, str | None):
+        raise BadOption(f"play(task={only!r:.60}): give a Task, or the id of one of the environment's own.")
+    is_class = isinstance(environment, type) and issubclass(environment, Environment)
+    if not is_class and not isinstance(environment, Environment):
+        raise BadOption(f"play({environment!r:.60}, ...): give an environment, such as Calculator or Calculator(3).")
+    made = as_environment(environment)
+    return select(own_tasks(made), made.task_class(), most=None if only else most, only=only)
+
+
+def _noting_order(tasks: Tasks, order: dict[str, int]) -> Tasks:
+    """The same tasks; the places at which they were given are noted."""
+    if not isinstance(tasks, Iterable) or isinstance(tasks, str | Path) or hasattr(tasks, "finished"):
+        return tasks
+    if isinstance(tasks, Sequence):
+        order.update((getattr(task, "id", ""), number) for number, task in enumerate(tasks))
+        return tasks
+
+    def given() -> Iterable[Task]:
+        for number, task in enumerate(tasks):
+            order.setdefault(getattr(task, "id", ""), number)
+            yield task
+
+    return given()

@@ -1,0 +1,261 @@
+"""A scripted engine whose replies a test enqueues, and which says afterwards what was left over or missing."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeAlias
+
+from runner.authors import describe_error
+from runner.engines.replies import Speller
+from runner.engines.script import Answer, Chunks, Fault, Latency, ModelCall, Reply, as_reply
+from runner.engines.scripted import ScriptedEngine
+from runner.episode import MAIN
+from runner.errors import BadOption, RequestRejected
+from runner.testing.chunking import Inside
+from runner.testing.vocabulary import AwkwardTokenizer
+
+__all__ = ["CheckedEngine", "QueuedEngine", "Saying", "check_settings", "show_reply"]
+
+Saying: TypeAlias = Answer | Sequence[int] | Callable[[ModelCall], Answer | Awaitable[Answer]]
+"""One thing to say: a text, a call, several calls of one turn, a `Reply`, token ids, or a function of the turn."""
+
+
+class CheckedEngine(ScriptedEngine):
+    """A scripted engine that keeps every call, and what went wrong with its replies.
+
+    Attributes:
+        problems: one sentence each, with what to do about it.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.problems: list[str] = []
+        super().__init__(self._speak, record=True, **settings)
+
+    @property
+    def prompts(self) -> list[str]:
+        """What the model was shown at each call, decoded, control tokens included."""
+        return [self.tokenizer.decode(call.prompt) for call in self.calls]
+
+    def check(self) -> None:
+        """Raise what went wrong since this was last asked.
+
+        Raises:
+            AssertionError: the problems, each with what to do.
+        """
+        __tracebackhide__ = True
+        problems, self.problems = self.problems, []
+        if problems:
+            raise AssertionError("\n".join(problems))
+
+    @abstractmethod
+    def leftovers(self) -> str:
+        """What should have been said and was not, as a sentence with what to do; "" if there is nothing."""
+
+    @abstractmethod
+    async def _answer(self, call: ModelCall) -> Reply:
+        """What is said now.
+
+        Raises:
+            RequestRejected: nothing is.
+        """
+
+    async def _speak(self, call: ModelCall) -> Reply:
+        try:
+            return await self._answer(call)
+        except RequestRejected as rejected:
+            self.problems.append(str(rejected))
+            raise
+
+
+class QueuedEngine(CheckedEngine):
+    """Says what was enqueued, in that order, each once; each agent has a queue of its own.
+
+    Args:
+        settings: those of `ScriptedEngine`: tokenizer, template, context, places, chunks, latency, tick, faults ...
+
+    Attributes:
+        calls: what was asked and said, one `RecordedCall` for each request; `prompt` has the exact ids.
+        to_add: how messages say that one more is given.
+        to_drop: how they say that nothing is.
+
+    Raises:
+        BadOption: a setting that cannot be.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.to_add = "Add one with say(...)"
+        self.to_drop = "forget them with clear()"
+        self._queues: dict[str, deque[_Saying]] = {}
+        self._always: dict[str, _Saying] = {}
+        super().__init__(**settings)
+        self._speller = Speller(self.tokenizer, self.template)
+
+    def say(
+        self,
+        *sayings: Saying,
+        agent: str = MAIN,
+        chunks: Chunks | Inside = None,
+        latency: Latency | None = None,
+        fault: Fault | None = None,
+    ) -> Self:
+        """Enqueue replies.
+
+        Args:
+            sayings: one reply each.
+            agent: who says them.
+            chunks: how the ids are cut into deltas: see `Chunks`, or `inside("é")` to cut inside a piece of the text.
+            latency: when the ids arrive, in ticks of the engine.
+            fault: what goes wrong.
+
+        Raises:
+            BadOption: it is no reply, or cannot be cut so.
+        """
+        __tracebackhide__ = True
+        if not sayings:
+            raise BadOption("say(): give what to say: a text, call(...), a list of token ids, Reply(...), a function.")
+        try:
+            made = [_Saying(self._made(saying), chunks, latency, fault) for saying in sayings]
+            for saying in made:
+                if not callable(saying.what):
+                    self._reply(saying, saying.what)  # what cannot be said is refused here, where it was written
+        except BadOption as error:
+            raise error.with_traceback(None) from None
+        self._queues.setdefault(agent, deque()).extend(made)
+        return self
+
+    def always(self, saying: Saying, *, agent: str = MAIN) -> Self:
+        """Say this whenever nothing is enqueued, as often as it takes.
+
+        Raises:
+            BadOption: it is no reply.
+        """
+        __tracebackhide__ = True
+        try:
+            self._always[agent] = _Saying(self._made(saying))
+        except BadOption as error:
+            raise error.with_traceback(None) from None
+        return self
+
+    def clear(self) -> None:
+        """Forget what is enqueued: nobody is to say it any more."""
+        self._queues.clear()
+
+    def leftovers(self) -> str:
+        """What was enqueued and never said."""
+        left = [(agent, saying) for agent, queue in self._queues.items() for saying in queue]
+        if not left:
+            return ""
+        listed = "".join(f"\n  {agent}: {show_reply(saying.what)}" for agent, saying in left)
+        count = "1 reply was" if len(left) == 1 else f"{len(left)} replies were"
+        return (
+            f"{count} never said:{listed}\n"
+            f"The episode ended before (look at its outcome), or too many were given: take them out, or "
+            f"{self.to_drop}."
+        )
+
+    @staticmethod
+    def _made(saying: Saying) -> Reply | Callable[[ModelCall], Any]:
+        if callable(saying):
+            return saying
+        return _as_reply(saying)
+
+    async def _answer(self, call: ModelCall) -> Reply:
+        queue = self._queues.get(call.agent)
+        saying = queue.popleft() if queue else self._always.get(call.agent)
+        if saying is None:
+            raise RequestRejected(self._ran_dry(call))
+        what = saying.what
+        if not isinstance(what, Reply):
+            what = await _asked(what, call)
+        return self._reply(saying, what)
+
+    def _reply(self, saying: _Saying, what: Reply) -> Reply:
+        chunks: Any = saying.chunks
+        if isinstance(self.tokenizer, AwkwardTokenizer) and what.ids is None:
+            text = self.tokenizer.decode(self._speller.spell(what).ids)
+            what = replace(what, text="", calls=(), ids=self.tokenizer.misspell(text))
+        if isinstance(chunks, Inside):
+            chunks = chunks.sizes(self._speller.spell(what).ids, self.tokenizer)
+        given = {"chunks": chunks, "latency": saying.latency, "fault": saying.fault}
+        return replace(what, **{name: value for name, value in given.items() if value is not None})
+
+    def _ran_dry(self, call: ModelCall) -> str:
+        said = sum(f"/{call.agent}/" in recorded.name for recorded in self.calls) - 1  # this one is among them
+        others = [agent for agent, queue in self._queues.items() if queue]
+        agent = "" if call.agent == MAIN else f" for agent {call.agent!r}"
+        hint = f" Replies are left for {', '.join(others)} only." if others else ""
+        return (
+            f"{call.request.name}: the model was asked for a reply and none is left ({said} said so far).{hint} "
+            f"{self.to_add}{agent}, or let the episode end before. It was asked after {call.prompt[-80:]!r}."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Saying:
+    what: Reply | Callable[[ModelCall], Any]
+    chunks: Chunks | Inside = None
+    latency: Latency | None = None
+    fault: Fault | None = None
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Settings of a scripted engine that come from elsewhere than a call.
+
+    Raises:
+        BadOption: there is no such setting.
+    """
+    known = inspect.signature(ScriptedEngine.__init__).parameters.keys() - {"self", "replies", "record"}
+    for name in settings.keys() - known:
+        raise BadOption(f"there is no setting {name!r}; these are: {', '.join(sorted(known))}.")
+
+
+def show_reply(what: Any) -> str:
+    """A reply in a few words."""
+    if callable(what):
+        return f"the function {getattr(what, '__qualname__', type(what).__name__)}"
+    what = as_reply(what)
+    if what.ids is not None:
+        return f"the ids {list(what.ids)!r:.60}"
+    calls = [f"{call.name}({', '.join(f'{name}={v!r}' for name, v in call.arguments.items())})" for call in what.calls]
+    return " and ".join([*([f"{what.text!r:.60}"] if what.text or not calls else []), *calls])
+
+
+def _as_reply(saying: Any) -> Reply:
+    return Reply(ids=tuple(saying)) if _is_ids(saying) else as_reply(saying)
+
+
+def _is_ids(saying: Any) -> bool:
+    return (
+        isinstance(saying, Sequence)
+        and not isinstance(saying, str | bytes)
+        and len(saying) > 0
+        and all(isinstance(item, int) and not isinstance(item, bool) for item in saying)
+    )
+
+
+async def _asked(speaker: Callable[[ModelCall], Any], call: ModelCall) -> Reply:
+    """What a function says.
+
+    Raises:
+        RequestRejected: it raised, or gave no reply.
+    """
+    name = getattr(speaker, "__qualname__", type(speaker).__name__)
+    try:
+        answer = speaker(call)
+        if inspect.isawaitable(answer):
+            answer = await answer
+    except Exception as error:
+        raise RequestRejected(
+            f"{call.request.name}: {name}(), which plays the model, raised {describe_error(error)}"
+        ) from error
+    try:
+        return _as_reply(answer)
+    except BadOption:
+        raise RequestRejected(
+            f"{call.request.name}: {name}(), which plays the model, gave {answer!r:.60}, a {type(answer).__name__}: "
+            f"return a text, call(...), a list of calls or of token ids, or Reply(...)."
+        ) from None

@@ -1,0 +1,63 @@
+"""Watches event loops during a test, and names whose code kept one from running."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from runner.errors import BadOption
+from runner.lag import Blocker, LagMonitor
+from runner.threads import Workers
+
+__all__ = ["LoopWatchdog"]
+
+
+class LoopWatchdog:
+    """An `async with` block in which nobody may hold up the event loop; may be entered again and again.
+
+    Args:
+        seconds: how long the loop may stand still in all, in one piece of code; under 0.1 nothing is noticed.
+
+    Attributes:
+        blockers: who held it up for longer than that, so far, the worst first.
+    """
+
+    def __init__(self, seconds: float = 0.2) -> None:
+        self.seconds = seconds
+        self.blockers: list[Blocker] = []
+        self._depth = 0
+        self._monitor: LagMonitor
+
+    async def __aenter__(self) -> Self:
+        if not self.seconds > 0:
+            raise BadOption(f"loop_watchdog.seconds = {self.seconds!r}: give a number of seconds above 0.")
+        self._depth += 1
+        if self._depth == 1:
+            self._monitor = await LagMonitor(Workers(1)).__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        await self._monitor.__aexit__(None, None, None)
+        self.blockers += [blocker for blocker in self._monitor.blockers() if blocker.seconds >= self.seconds]
+
+    def complaints(self) -> list[str]:
+        """What is wrong, one sentence for each who held it up: the function, its file and line, and what to do."""
+        return [
+            f"the event loop stood still for {blocker.seconds:.2f} s or more in {blocker.where}: {blocker.advice}"
+            for blocker in self.blockers
+        ]
+
+    def check(self) -> None:
+        """Raise if somebody held the loop up so far.
+
+        Raises:
+            AssertionError: the complaints.
+        """
+        __tracebackhide__ = True
+        if self.blockers:
+            raise AssertionError("\n".join(self.complaints()))
