@@ -206,6 +206,22 @@ def export(
     return export_command(file, format=format, output=output)
 
 
+@command("verify")
+def verify(
+    file: Annotated[Path, typer.Argument(help="A run file.")],
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="FOLDER", help="The run's model, where it is not where it was.")
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="One line of JSON on stdout, everything else on stderr.")
+    ] = False,
+) -> int:
+    """Make every prompt of a run file again from its messages and sampled ids, and say what differs."""
+    from runner.commands.verify import verify_command
+
+    return verify_command(file, models=tuple(model or ()), json=json)
+
+
 @command("check")
 def check(
     environment: Annotated[str, ENVIRONMENT],
