@@ -97,25 +97,26 @@ def _family(models: Iterable[str]) -> str:
 
 
 _SPECIAL = re.compile(
-    r"<\|[^<>|\s'\"{}]+\|>"  # <|im_end|>
-    r"|<\|(?:[\w/]+|\")>|<[\w/]+\|>|<\|\"\|>"  # <|turn>, <turn|>
-    r"|<｜[^<>'\"{}]+?｜>"  # DeepSeek's
+    r"<\|[^<>|\s'\"{}]+\|>|<\|(?:[\w/]+|\")>|<[\w/]+\|>|<\|\"\|>"  # <|im_end|>, <|turn>, <turn|>, <|"|>
+    r"|<\uff5c[^<>'\"]+?\uff5c>|\[\|\w+\|\]"  # DeepSeek's, EXAONE's
     r"|\[/?(?:INST|SYSTEM_PROMPT|TOOL_[A-Z]+|AVAILABLE_TOOLS|ARGS|CALL_ID|THINK|MODEL_SETTINGS|IMG)\]"
     r"|\]~!?b\[|\]~b\]|\[e~\[|\[gMASK\]|<sop>|<eop>"
-    r"|</?s>|<(?:bos|eos|pad|unk|sep|BOS|EOS)>"
+    r"|</?s>|<(?:bos|eos|pad|unk|sep|BOS|EOS)>|<\w+:[0-9a-f]{8}>"
     r"|<(?:start|end|begin|beginning)_of_\w+>|<SPECIAL_\d+>|<extra_id_\d+>|</?(?:seed:|longcat_)\w+>"
+    r"|</?(?:system|user|assistant|human|ai)>"
 )
 _TAG = re.compile(
     r"</?(?:think|thinking|answer|arg_key|arg_value|tool_sep|tool_call|tool_calls|tool_response|tool_responses"
-    r"|minimax:tool_call|TOOLCALL|TOOL_RESPONSE|AVAILABLE_TOOLS)>"
+    r"|minimax:tool_call|TOOLCALL|TOOL_RESPONSE|AVAILABLE_TOOLS)(?::opensource)?>"
 )
 
 
 def control_tokens(text: str) -> list[str]:
     """Tokens in `text` that a vocabulary would have as one id, in order, each once.
 
-    By the shapes that public vocabularies give them: `<|...|>` and its halves, `<｜...｜>`, `[INST]` and Mistral's other
-    brackets, MiniMax's and GLM's, sentence marks, and the tags of calls and reasoning.
+    By the shapes that public vocabularies give them: `<|...|>` and its halves, the same with DeepSeek's wide bars, EXAONE's
+    `[|...|]`, `[INST]` and Mistral's other brackets, MiniMax's and GLM's, sentence marks, and the tags of roles,
+    calls and reasoning.
     """
     return list(dict.fromkeys(match.group() for match in _found(text)))
 
@@ -133,6 +134,20 @@ def _found(text: str) -> Iterator[re.Match[str]]:
 @functools.cache
 def every_control_token() -> tuple[str, ...]:
     """The control tokens of all templates together, sorted, with those that `VARIABLES` names."""
-    found = {token for entry in corpus() for token in control_tokens(entry.text)}
+    found = {token for entry in corpus() for token in control_tokens(_with_formatted(entry))}
     roles = {f"<|{role}|>" for role in ("system", "user", "assistant", "tool")}  # written as '<|' + role + '|>'
     return tuple(sorted(found | roles | {*VARIABLES.values()} | {"<|endoftext|>"}))
+
+
+def _with_formatted(entry: Entry) -> str:
+    """The text of a template, with a render where it makes its tokens by formatting, as Hunyuan's do."""
+    if "{}\uff5c>" not in entry.text:
+        return entry.text
+    calls = [{"id": "0", "type": "function", "function": {"name": "f", "arguments": {"key": "value"}}}]
+    messages = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c", "tool_calls": calls},
+        {"role": "tool", "content": "d"},
+    ]
+    return entry.renderer().render(messages)

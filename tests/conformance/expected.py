@@ -54,26 +54,31 @@ def expected(case: Case, renderer: Renderer, end_of_text: str) -> Expected:
     if case.cut is Cut.IN_CALL:
         case, said = _cut_in_call(case, renderer, prompt)
     else:
-        said = None
+        said = ""
     whole = _render(renderer, case, [*case.history, *case.new], prompting=True)
     begin, first_new = _borders(case, whole)
     _check_new(case, whole[begin:])
     _check_asks(case, renderer, whole)
     tail = whole[begin:]
-    if case.cut in (Cut.IN_TEXT, Cut.IN_CALL):
-        return Expected(case.history, said or _said(case, renderer, prompt, end=0)[0], "", tail, anchored=False)
-    said, rest = _said(case, renderer, prompt, end=0)
+    if case.cut is Cut.IN_CALL:
+        return Expected(case.history, said, "", tail, anchored=False)
+    spoken, rest = _said(case, renderer, prompt)
+    if case.cut is Cut.IN_TEXT:
+        return Expected(case.history, spoken, "", tail, anchored=False)
     stop = _stop(rest, tail, first_new - begin) or end_of_text
     close = rest[: rest.index(stop)] if stop in rest else rest
-    if not tail.startswith(close):
-        close = os.path.commonprefix([close, tail])
-    said += close
+    if stop in spoken:
+        raise NotApplicable("the turn is closed more than once")
+    if re.search(r"\w", close) and not case.history[-1].get("tool_calls"):
+        raise NotApplicable("the template's own words stand behind the conversation")
+    close = _common(close, tail)
     if case.cut is Cut.AFTER_CALL:
-        return Expected(case.history, said, "", tail[len(close) :], anchored=False)
+        close = close.rstrip()
+        return Expected(case.history, spoken + close, "", tail[len(close) :], anchored=False)
     at = tail.find(stop, 0, first_new - begin + len(stop))
     if at >= 0:
-        return Expected(case.history, said, stop, tail[at + len(stop) :], anchored=True)
-    return Expected(case.history, said, stop, _without_close(tail[len(close) :]), anchored=False)
+        return Expected(case.history, spoken + close, stop, tail[at + len(stop) :], anchored=True)
+    return Expected(case.history, spoken + close, stop, _without_close(tail[len(close) :]), anchored=False)
 
 
 def _render(renderer: Renderer, case: Case, messages: Sequence[Message], *, prompting: bool) -> str:
@@ -88,13 +93,21 @@ def _borders(case: Case, whole: str) -> tuple[int, int]:
     first_new = whole.find(case.new[0]["content"].split(" ", 1)[0])
     if first_new < 0:
         raise NotApplicable("a new message is not shown")
-    found = whole.rfind(case.last_word, 0, first_new)
-    if found < 0:
+    end = _end_of_turn(case, whole[:first_new])
+    if end < 0:
         moved = case.last_word in whole
         raise NotApplicable("a new message stands before the turn" if moved else "the turn is not shown")
     if any(word in whole[first_new:] for word in _words(case.history[-1])):
         raise NotApplicable("the turn is repeated behind a new message")
-    return found + len(case.last_word), first_new
+    return end, first_new
+
+
+def _end_of_turn(case: Case, text: str) -> int:
+    """Where the last of the turn's words ends, a call's or those beside it, or -1 where its last word is not there."""
+    if case.last_word not in text:
+        return -1
+    words = [case.last_word, *_words(case.history[-1])]
+    return max(text.rfind(word) + len(word) for word in words if word in text)
 
 
 def _words(message: Message) -> list[str]:
@@ -123,7 +136,7 @@ def _check_asks(case: Case, renderer: Renderer, whole: str) -> None:
     nothing but white space stands between the render and the answer in a render that has one.
     """
     silent = _render(renderer, case, [*case.history, *case.new], prompting=False)
-    common = len(os.path.commonprefix([whole, silent]))
+    common = len(_common(whole, silent))
     if case.new[-1]["content"].rsplit(" ", 1)[1] in whole[:common] and len(whole) > common:
         return
     answer: Message = {"role": "assistant", "content": "Willowanswering"}
@@ -133,21 +146,37 @@ def _check_asks(case: Case, renderer: Renderer, whole: str) -> None:
         raise NotApplicable("it does not ask for an answer")
 
 
-def _said(case: Case, renderer: Renderer, prompt: str, end: int) -> tuple[str, str]:
+def _said(case: Case, renderer: Renderer, prompt: str) -> tuple[str, str]:
     """The last turn as the template writes it, up to the last word, and what the template writes behind it."""
     said = _render(renderer, case, case.history, prompting=False)
-    found = said.rfind(case.last_word)
-    if found < 0:
+    end = _end_of_turn(case, said)
+    if end < 0:
         raise NotApplicable("the turn is not shown")
-    end = found + len(case.last_word)
-    return said[len(os.path.commonprefix([prompt, said[:end]])) : end], said[end:]
+    return said[len(_common(prompt, said[:end])) : end], said[end:]
+
+
+def _common(one: str, other: str) -> str:
+    """What two texts begin with alike, no control token cut in two."""
+    common = os.path.commonprefix([one, other])  # noqa: RUF071  # these are texts
+    last = _control_at(one, len(common))
+    return common[:last]
+
+
+def _control_at(text: str, index: int) -> int:
+    """Where the control token begins in whose middle `index` lies, else `index`."""
+    near = max(0, index - 40)
+    for token in control_tokens(text[near : index + 40]):
+        at = text.find(token, near)
+        if at < index < at + len(token):
+            return at
+    return index
 
 
 def _cut_in_call(case: Case, renderer: Renderer, prompt: str) -> tuple[Case, str]:
     """The case in which the turn breaks off inside its last argument, so that it is text and no call."""
-    said, _ = _said(case, renderer, prompt, end=0)
+    said, _ = _said(case, renderer, prompt)
     half = case.last_word[:-3]
-    said = said[: -len(case.last_word)] + half
+    said = said[: said.rindex(case.last_word)] + half
     last = cast("Message", {"role": "assistant", "content": said})
     cut = Case(case.scenario, case.past, (*case.history[:-1], last), case.new, case.tools, half, case.cut)
     return cut, said
@@ -172,7 +201,7 @@ def _in_order(text: str) -> list[str]:
 
 
 def _of_call(token: str) -> bool:
-    return re.search(r"tool_?▁?call|_action|argument", token.replace("tool▁call", "tool_call"), re.I) is not None
+    return re.search(r"tool.?call|action|argument|\"|ARGS|CALL_ID", token, re.IGNORECASE) is not None
 
 
 def _without_close(tail: str) -> str:
