@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -12,12 +12,22 @@ from runner.engines.base import Engine, FinishReason
 from runner.messages import Message
 from runner.tokens.log import Source
 from runner.tokens.tokenizer import Tokenizer
-from runner.trajectory import Segment, Trajectory, Turn
+from runner.trajectory import Outcome, Segment, Trajectory, Turn
 
 __all__ = ["assert_exact"]
 
 _SHOWN: Final = 24
 """Ids on each side of a seam that a failure shows."""
+
+_LIMITS: Final[Mapping[Outcome, frozenset[str]]] = {
+    Outcome.TURN_LIMIT: frozenset({"turns"}),
+    Outcome.TOKEN_LIMIT: frozenset({"tokens", "max_tokens"}),
+    Outcome.CONTEXT_LIMIT: frozenset({"context"}),
+    Outcome.TIME_LIMIT: frozenset({"seconds"}),
+    Outcome.COMPLETED: frozenset({""}),
+    Outcome.CANCELLED: frozenset({""}),
+}
+"""What `limit` may say of each outcome; of the others it says anything."""
 
 
 def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
@@ -25,7 +35,8 @@ def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
 
     Within a segment every prompt begins with the prompt before it and what was sampled on it, bit for bit; the loss
     mask covers the sampled ids and no other; log-probabilities stand where ids were sampled; every tool call that is
-    followed by anything was answered once, in order.
+    followed by anything was answered once, in order, and the messages hold the calls that the turns made; outcome,
+    limit, error and reward agree.
 
     Args:
         trajectory: of any agent, with any outcome.
@@ -33,66 +44,85 @@ def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
             which ids were sent, and those are compared.
 
     Raises:
-        AssertionError: names the episode and the turn, and shows both sides of the seam.
+        AssertionError: names the episode and the turn, and shows both sides of the seam, decoded where an engine was
+            given.
     """
+    __tracebackhide__ = True
     for number, segment in enumerate(trajectory.segments):
         turns = [turn for turn in trajectory.turns if turn.segment == number]
         _check_arrays(trajectory, segment)
         _check_extends(trajectory, segment, turns, engine)
-        _check_mask(trajectory, segment, turns)
+        _check_mask(trajectory, segment, turns, engine)
         _check_answers(trajectory, segment.messages)
+        _check_calls(trajectory, segment, turns)
         if engine is not None and turns:
             _check_text(trajectory, segment, turns, engine.tokenizer)
+    _check_turns(trajectory)
+    _check_ending(trajectory)
     if engine is not None:
         _check_sent(trajectory, engine)
 
 
+def _require(true: object, message: str) -> None:
+    # No `assert`: under pytest that would say more than the message, and under `python -O` nothing.
+    __tracebackhide__ = True
+    if not true:
+        raise AssertionError(message)
+
+
 def _check_arrays(trajectory: Trajectory, segment: Segment) -> None:
+    __tracebackhide__ = True
     log = segment.log
     lengths = len(log.ids), len(log.logprobs), len(log.sources)
-    assert len(set(lengths)) == 1, f"{trajectory.id}: ids, log-probabilities and sources have lengths {lengths}"
+    _require(len(set(lengths)) == 1, f"{trajectory.id}: ids, log-probabilities and sources have lengths {lengths}")
     for source, logprob in zip(log.sources, log.logprobs, strict=True):
         given = not math.isnan(logprob)
-        assert source == Source.SAMPLED or not given, f"{trajectory.id}: an id that nobody sampled has {logprob}"
-        assert not given or logprob <= 0, f"{trajectory.id}: a log-probability of {logprob}"
+        _require(source == Source.SAMPLED or not given, f"{trajectory.id}: an id that nobody sampled has {logprob}")
+        _require(not given or logprob <= 0, f"{trajectory.id}: a log-probability of {logprob}")
 
 
 def _check_extends(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn], engine: Engine | None) -> None:
+    __tracebackhide__ = True
     for turn in turns:
-        assert turn.log is segment.log, f"{_name(trajectory, turn)}: its ids are in the log of another segment"
-        assert 0 < turn.start <= turn.end <= len(segment.log), f"{_name(trajectory, turn)}: {turn.start}-{turn.end}"
+        name = _name(trajectory, turn)
+        _require(turn.log is segment.log, f"{name}: its ids are in the log of another segment")
+        _require(0 < turn.start <= turn.end <= len(segment.log), f"{name}: {turn.start}-{turn.end}")
     for before, turn in pairwise(turns):
         prompt, prefix = turn.prompt_ids, before.prompt_ids + before.token_ids
-        assert prompt[: len(prefix)] == prefix, (
-            f"{_name(trajectory, turn)}: its prompt does not extend the turn before\n{_seam(before, turn, engine)}"
-        )
-        bridged = segment.log.sources[before.end : turn.start]
-        assert set(bridged) <= {Source.BRIDGE}, (
-            f"{_name(trajectory, turn)}: what stands before it is no bridge\n{_seam(before, turn, engine)}"
-        )
+        if prompt[: len(prefix)] != prefix:
+            text = "its prompt does not extend the turn before"
+            raise AssertionError(f"{_name(trajectory, turn)}: {text}\n{_seam(before, turn, engine)}")
+        if not set(segment.log.sources[before.end : turn.start]) <= {Source.BRIDGE}:
+            text = "what stands before it is no bridge"
+            raise AssertionError(f"{_name(trajectory, turn)}: {text}\n{_seam(before, turn, engine)}")
 
 
-def _check_mask(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn]) -> None:
+def _check_mask(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn], engine: Engine | None) -> None:
+    __tracebackhide__ = True
     sampled = array("b", bytes(len(segment.log)))
     for turn in turns:
         sampled[turn.start : turn.end] = array("b", b"\1" * (turn.end - turn.start))
     mask = segment.log.mask()
     wrong = [index for index, (one, other) in enumerate(zip(mask, sampled, strict=True)) if one != other]
-    assert not wrong, f"{trajectory.id} {trajectory.agent}: the loss mask is wrong at {wrong[:8]}"
+    if wrong:
+        shown = _around(segment.log.ids, wrong[0], engine)
+        raise AssertionError(f"{trajectory.id} {trajectory.agent}: the loss mask is wrong at {wrong[:8]}\n{shown}")
     spans = [(span.start, span.end) for span in segment.log.versions]
     known = [(turn.start, turn.end) for turn in turns]
     for start, end in spans:
         inside = any(first <= start <= end <= last for first, last in known)
-        assert inside, f"{trajectory.id}: weight versions of {start}-{end}, which is in no turn"
+        _require(inside, f"{trajectory.id}: weight versions of {start}-{end}, which is in no turn")
 
 
 def _check_answers(trajectory: Trajectory, messages: Sequence[Message]) -> None:
     """Every call that is followed by anything has one answer, and the answers come in the order of the calls."""
+    __tracebackhide__ = True
     for index, message in enumerate(messages):
         calls = [call["id"] for call in message.get("tool_calls", ())]
         answers = [answer.get("tool_call_id") for answer in _tool_messages(messages[index + 1 :])]
         if message["role"] == "assistant" and index + 1 < len(messages):
-            assert answers == calls, f"{trajectory.id}: calls {calls} of message {index} were answered by {answers}"
+            text = f"{trajectory.id}: calls {calls} of message {index} were answered by {answers}"
+            _require(answers == calls, text)
 
 
 def _tool_messages(messages: Sequence[Message]) -> Iterator[Message]:
@@ -102,7 +132,17 @@ def _tool_messages(messages: Sequence[Message]) -> Iterator[Message]:
         yield message
 
 
+def _check_calls(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn]) -> None:
+    """The last calls of the view are those that the turns made; before them stands what the prompt brought along."""
+    __tracebackhide__ = True
+    made = [call.as_message() for turn in turns for call in turn.tool_calls if call.error is None]
+    written = [call for message in segment.messages for call in message.get("tool_calls", ())]
+    if made and written[-len(made) :] != made:
+        raise AssertionError(f"{trajectory.id}: the turns called {made}, and the messages hold {written}")
+
+
 def _check_text(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn], tokenizer: Tokenizer) -> None:
+    __tracebackhide__ = True
     begin = turns[0].start
     for before, turn in pairwise([None, *turns]):
         assert turn is not None
@@ -110,19 +150,46 @@ def _check_text(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn],
             begin = turn.start
         ids = segment.log.ids[begin : turn.end]
         said = tokenizer.decode(ids)
+        name = _name(trajectory, turn)
         for part in (turn.text, turn.reasoning):
-            assert part.strip() in said, f"{_name(trajectory, turn)}: {part!r} is not what was sampled: {said!r}"
+            _require(part.strip() in said, f"{name}: {part!r} is not what was sampled: {said!r}")
         if turn.finish is FinishReason.STOP and isinstance(turn.stop, int):
-            assert ids[-1] == turn.stop, (
-                f"{_name(trajectory, turn)}: it stopped at {turn.stop}, its last id is {ids[-1]}"
-            )
+            _require(ids[-1] == turn.stop, f"{name}: it stopped at {turn.stop}, its last id is {ids[-1]}")
     spoken = [message for message in segment.messages if message["role"] == "assistant"]
-    assert spoken, f"{trajectory.id}: turns and no assistant message"
-    assert spoken[-1]["content"] == turns[-1].text, f"{trajectory.id}: the view's last words are not the last turn's"
+    _require(spoken, f"{trajectory.id}: turns and no assistant message")
+    last = turns[-1].text
+    _require(spoken[-1]["content"] == last, f"{trajectory.id}: the view's last words are not the last turn's, {last!r}")
+
+
+def _check_turns(trajectory: Trajectory) -> None:
+    __tracebackhide__ = True
+    numbers = [turn.number for turn in trajectory.turns]
+    _require(numbers == list(range(len(numbers))), f"{trajectory.id}: its turns are numbered {numbers}")
+    segments = [turn.segment for turn in trajectory.turns]
+    _require(segments == sorted(segments), f"{trajectory.id}: its turns are in segments {segments}, out of order")
+    known = range(len(trajectory.segments))
+    _require(set(segments) <= set(known), f"{trajectory.id}: turns in segments {segments} of {len(known)}")
+
+
+def _check_ending(trajectory: Trajectory) -> None:
+    """How it ended, in every field that tells."""
+    __tracebackhide__ = True
+    name, outcome = f"{trajectory.id} {trajectory.agent}", trajectory.outcome
+    limits = _LIMITS.get(outcome)
+    if limits is not None and trajectory.limit not in limits:
+        raise AssertionError(f"{name}: outcome {outcome.value}, and its limit is {trajectory.limit!r}")
+    _require(trajectory.error or not outcome.failed, f"{name}: outcome {outcome.value}, and no error says why")
+    reward = trajectory.reward
+    if reward is not None and not (outcome.scored and trajectory.turns and trajectory.trained):
+        what = f"{outcome.value}, {len(trajectory.turns)} turns, {'' if trajectory.trained else 'not '}trained"
+        raise AssertionError(f"{name}: a reward of {reward}, and {what}")
+    credits = [reward or 0.0, *(turn.reward for turn in trajectory.turns)]
+    _require(all(map(math.isfinite, credits)), f"{name}: a reward that is no finite number, among {credits}")
 
 
 def _check_sent(trajectory: Trajectory, engine: Engine) -> None:
     """What a recording engine was sent and gave, by the name of the request."""
+    __tracebackhide__ = True
     calls: Any = getattr(engine, "calls", ())
     by_name = {call.name: call for call in calls}  # of several attempts the last
     for turn in trajectory.turns:
@@ -130,12 +197,11 @@ def _check_sent(trajectory: Trajectory, engine: Engine) -> None:
         if call is None:
             continue
         name = _name(trajectory, turn)
-        assert call.prompt == turn.prompt_ids, (
-            f"{name}: the engine was sent another prompt\n{_sent(call, turn, engine)}"
-        )
+        if call.prompt != turn.prompt_ids:
+            raise AssertionError(f"{name}: the engine was sent another prompt\n{_sent(call, turn, engine)}")
         sampled = array("i", call.sampled)
-        assert sampled[: turn.end - turn.start] == turn.token_ids, f"{name}: the engine sampled {list(sampled)}"
-        assert len(sampled) == turn.end - turn.start + turn.dropped, f"{name}: {len(sampled)} ids were sampled"
+        _require(sampled[: turn.end - turn.start] == turn.token_ids, f"{name}: the engine sampled {list(sampled)}")
+        _require(len(sampled) == turn.end - turn.start + turn.dropped, f"{name}: {len(sampled)} ids were sampled")
 
 
 def _name(trajectory: Trajectory, turn: Turn) -> str:
@@ -150,6 +216,11 @@ def _seam(before: Turn, turn: Turn, engine: Engine | None) -> str:
         "prompt": log.ids[max(0, turn.start - _SHOWN) : turn.start],
     }
     return "\n".join(f"  {name}: {_shown(ids, engine)}" for name, ids in pieces.items())
+
+
+def _around(ids: array[int], at: int, engine: Engine | None) -> str:
+    before, after = ids[max(0, at - _SHOWN) : at], ids[at : at + _SHOWN]
+    return f"  before: {_shown(before, engine)}\n  there: {_shown(after, engine)}"
 
 
 def _sent(call: Any, turn: Turn, engine: Engine) -> str:

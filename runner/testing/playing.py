@@ -116,7 +116,8 @@ def play_many(
         options: those of `Run`; `group_size=4` plays each task four times.
 
     Returns:
-        Every trained trajectory, failed ones too: by task as they were given, then by index, then by agent.
+        Every trained trajectory, failed ones too: by task as they were given, then by index, then by agent; of tasks
+        whose source hears of results, as they finished.
 
     Raises:
         AssertionError: replies were missing or left over, or a trajectory is not exact.
@@ -173,7 +174,9 @@ async def _many(environment: Played, engine: Said, tasks: int | Tasks | None, op
     trajectories = await _played(environment, speaker, _noting_order(chosen, order), options)
     if speaker is not engine:
         _check_nothing_left(_unsaid(engine, speaker))
-    return sorted(trajectories, key=lambda t: (order.get(t.task.id, 0), t.visit, t.index, t.agent != MAIN, t.agent))
+    if not order:  # a source that hears of results: it gives no order beforehand
+        return trajectories
+    return sorted(trajectories, key=lambda t: (order[t.task.id], t.visit, t.index, t.agent != MAIN, t.agent))
 
 
 async def _played(environment: Played, engine: Engine, tasks: Tasks, options: PlayOptions) -> list[Trajectory]:
