@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from runner.engines.base import Engine
+from runner.engines.base import Engine, FinishReason
 from runner.messages import Message
+from runner.options import History
 from runner.parsing.base import ToolFormat
 from runner.parsing.detect import detect_format
 from runner.parsing.reasoning import OPEN as REASONING_OPEN
 from runner.tokens.bridge import Bridger
 from runner.tokens.template import Renderer, require_tools
+from runner.trajectory import Turn
 
 __all__ = ["ChatModel"]
 
@@ -26,18 +28,37 @@ class ChatModel:
         bridger: makes the ids of appended messages.
         tool_format: how it writes tool calls; None where its template carries none that we know.
         stop_ids: ids that end its turns.
+        history: how the past is kept.
         opens_reasoning: its prompt ends inside a reasoning block, so that a turn begins with a thought.
     """
 
-    def __init__(self, engine: Engine, *, options: Mapping[str, Any], now: datetime) -> None:
+    def __init__(
+        self, engine: Engine, *, options: Mapping[str, Any], now: datetime, history: History | None = None
+    ) -> None:
         self.engine = engine
+        self.history = history or History()
         self.tokenizer = engine.tokenizer
         self.renderer: Renderer = engine.template.renderer(options=options, now=now)
         self.stop_ids = tuple(engine.stop_ids)
-        self.bridger = Bridger(engine.tokenizer, self.renderer, self.stop_ids)
+        self.bridger = Bridger(
+            engine.tokenizer,
+            self.renderer,
+            self.stop_ids,
+            content_safe=self.history.content_safe,
+            close_reasoning=self.history.close_reasoning,
+        )
         self.tool_format: ToolFormat | None = detect_format(self._render_probe)
         prompt = self.renderer.render([{"role": "user", "content": "Go on."}])
         self.opens_reasoning = prompt.rstrip().endswith(REASONING_OPEN)
+
+    def closing_stop(self, turn: Turn) -> int | None:
+        """The sampled id that closed a turn, or None where it was cut.
+
+        A stop string, or a stop id of the author's own, closes no turn of the template: such a turn is cut.
+        """
+        if turn.finish is FinishReason.STOP and isinstance(turn.stop, int) and turn.stop in self.stop_ids:
+            return turn.stop
+        return None
 
     def require_tools(self) -> None:
         """Refuse an engine whose template cannot carry tools.

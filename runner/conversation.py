@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,12 +16,11 @@ from runner.engines.base import FinishReason, GenerationRequest
 from runner.errors import BadOption, EpisodeOver, RequestRejected
 from runner.messages import Message, Prompt, as_messages
 from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice
-from runner.parsing.reasoning import split_reasoning
+from runner.parsing.reasoning import is_open, split_reasoning
+from runner.prompting import Prepared, PromptMaker
 from runner.sampling import Sample, sample
-from runner.tokens.bridge import Unbridgeable
-from runner.tokens.junction import Junction
-from runner.tokens.log import Source
-from runner.tokens.template import TemplateRaised
+from runner.threads import Workers
+from runner.tokens.refusal import Property, Unbridgeable
 from runner.tools import Tool
 from runner.trajectory import Outcome, Segment, Trajectory, Turn
 
@@ -43,6 +41,7 @@ class ConversationSetting:
         tool_choice: of the next turn, where `generate` is given none.
         seed: of a turn, by its number.
         call_tools: answers a turn's calls.
+        workers: renders what would hold up the event loop.
         doing: told what the conversation waits for, for the live display.
     """
 
@@ -54,6 +53,7 @@ class ConversationSetting:
     seed: Callable[[int], int]
     call_tools: Callable[[Conversation, Turn], Awaitable[list[Message]]]
     doing: Callable[[str], None]
+    workers: Workers
 
 
 class Conversation:
@@ -91,6 +91,7 @@ class Conversation:
         self._speech: _Speech | None = None
         self._closed = False
         self._session = setting.chat.engine.session(late=late)
+        self._prompts = PromptMaker(setting.chat, setting.workers)
 
     @property
     def messages(self) -> list[Message]:
@@ -151,7 +152,7 @@ class Conversation:
                 return self.context - len(self._segment.log)
             if self._oversized():
                 return self.context - self._oversized() // self._setting.chat.tokenizer.longest_token
-            return self.context - len(self._prepare().prompt)
+            return self.context - len((await self._prepare()).prompt)
         finally:
             self._queued = queued
 
@@ -198,7 +199,7 @@ class Conversation:
     async def _generate(self, sampling: Sampling | None, tool_choice: ToolChoice | None) -> Turn:
         allowance = self._setting.allowance
         await allowance.before_turn(self.name, trained=self.train)
-        prepared = self._prepare()
+        prepared = await self._prepare()
         if len(prepared.prompt) >= self.context:
             self._refuse_length(len(prepared.prompt))
         request, ceiling = self._request(prepared, sampling, tool_choice)
@@ -243,48 +244,36 @@ class Conversation:
     def _is_over(self) -> EpisodeOver:
         return EpisodeOver(f"{self._setting.episode} is over, and with it the conversation of {self.name!r}")
 
-    def _prepare(self) -> _Prepared:
+    async def _prepare(self) -> Prepared:
         self._refuse_bytes()
+        queued = list(self._queued)
         try:
-            if self._segment is None:
-                return self._first_prompt()
-            if self._queued:
-                return self._bridged(self._segment)
-            return self._continued(self._segment)
-        except (Unbridgeable, TemplateRaised) as error:
-            self._token_error(str(error))
+            prepared = await self._prompt(queued)
+        except Unbridgeable as missing:
+            self._no_prompt(missing)
+        prepared.queued = len(queued)
+        return prepared
 
-    def _token_error(self, text: str) -> NoReturn:
-        ending = Ending(Outcome.TOKEN_ERROR, agent=self.name, error=text)
-        if not self.train:
-            ending = Ending(Outcome.ENV_ERROR, agent=self.name, error=f"agent {self.name!r}: {text}")
-        self._setting.allowance.over(ending)
-
-    def _first_prompt(self) -> _Prepared:
-        if not self._queued:
-            raise RuntimeError(f"conversation {self.name!r} has no message yet: add() one, or give it a prompt.")
-        tools = self._schemas()
-        ids = self._setting.chat.bridger.first_prompt(self._queued, tools)
-        segment = Segment(cause=self._cause, tools=tools)
-        return _Prepared(segment, array("i", ids), ids, Source.PROMPT, None)
-
-    def _bridged(self, segment: Segment) -> _Prepared:
-        last = self.turns[-1]
-        # A stop string, or a stop id of the author's own, closes no turn of the template: it is closed like a cut one.
-        own = last.finish is FinishReason.STOP and last.stop in self._setting.chat.stop_ids
-        stop = last.stop if own and isinstance(last.stop, int) else None
-        bridge = self._setting.chat.bridger.bridge(
-            segment.messages, self._queued, self._schemas(), sampled=last.token_ids, stop=stop
-        )
-        junction = bridge.junction
-        if last.dropped:
-            junction = replace(junction, dropped=last.dropped, cause="stop_string")
-        return _Prepared(segment, segment.log.ids + array("i", bridge.ids), bridge.ids, Source.BRIDGE, junction)
-
-    def _continued(self, segment: Segment) -> _Prepared:
+    async def _prompt(self, queued: list[Message]) -> Prepared:
+        segment = self._segment
+        if segment is None:
+            if not queued:
+                raise RuntimeError(f"conversation {self.name!r} has no message yet: add() one, or give it a prompt.")
+            return self._prompts.first(queued, self._schemas(), self._cause)
+        if queued:
+            return await self._prompts.next(segment, self.turns[-1], queued, self._schemas())
         if self.turns[-1].finish is FinishReason.STOP:
             raise RuntimeError(f"nothing was added to conversation {self.name!r} since its last turn: add() an answer.")
-        return _Prepared(segment, segment.log.ids, (), Source.BRIDGE, None, continued=True)
+        return self._prompts.continued(segment)
+
+    def _no_prompt(self, missing: Unbridgeable) -> NoReturn:
+        ending = Ending(Outcome.TOKEN_ERROR, agent=self.name, error=str(missing))
+        if missing.property is Property.REASONING_CLOSED and self.turns[-1].finish in _LIMITS:
+            outcome, limit = _LIMITS[self.turns[-1].finish]
+            ending = Ending(outcome, limit, self.name, str(missing))
+        if not self.train:
+            ending = Ending(Outcome.ENV_ERROR, agent=self.name, error=f"agent {self.name!r}: {missing}")
+        self._setting.allowance.over(ending)
 
     def _schemas(self) -> list[dict[str, Any]]:
         return [tool.as_openai() for tool in self.tools]
@@ -306,7 +295,7 @@ class Conversation:
         self._setting.allowance.context_full(self.name, text, trained=self.train)
 
     def _request(
-        self, prepared: _Prepared, sampling: Sampling | None, tool_choice: ToolChoice | None
+        self, prepared: Prepared, sampling: Sampling | None, tool_choice: ToolChoice | None
     ) -> tuple[GenerationRequest, str]:
         """The request, and the name of what `max_tokens` it got stands for."""
         chat = self._setting.chat
@@ -345,13 +334,13 @@ class Conversation:
             )
         return enforced or given
 
-    def _record(self, prepared: _Prepared, request: GenerationRequest, into: Sample, ceiling: str) -> Turn:
+    def _record(self, prepared: Prepared, request: GenerationRequest, into: Sample, ceiling: str) -> Turn:
         segment = prepared.segment
-        if self._segment is None:
+        if self._segment is not segment:
             self._segment = segment
             self._segments.append(segment)
-        segment.messages.extend(self._queued)
-        self._queued = []
+        segment.messages.extend(prepared.messages)
+        del self._queued[: prepared.queued]
         turn = Turn(
             agent=self.name,
             number=len(self.turns),
@@ -377,7 +366,7 @@ class Conversation:
         self._setting.allowance.spend(turn, trained=self.train)
         return turn
 
-    def _read(self, turn: Turn, prepared: _Prepared, text: str | None) -> None:
+    def _read(self, turn: Turn, prepared: Prepared, text: str | None) -> None:
         """Fill in the view: what the sampled ids say."""
         segment, chat = prepared.segment, self._setting.chat
         begin = turn.start
@@ -392,6 +381,7 @@ class Conversation:
             stopped = turn.finish is FinishReason.STOP and isinstance(turn.stop, int)
             text = chat.tokenizer.decode(turn.log.ids[begin : turn.end - stopped])
         turn.reasoning, content = split_reasoning(text, opened=chat.opens_reasoning)
+        turn.thinking = chat.closing_stop(turn) is None and is_open(text, opened=chat.opens_reasoning)
         if chat.tool_format is not None and self.tools:
             parsed = chat.tool_format.parse(content, self._calls, self.tools, prepared.tool_choice)
             content, turn.tool_calls = parsed.content, parsed.calls
@@ -408,17 +398,10 @@ class _Speech:
     over: anyio.Event = field(default_factory=anyio.Event)
 
 
-@dataclass(slots=True)
-class _Prepared:
-    """The next prompt: `prompt` is the segment's log and `new_ids`."""
-
-    segment: Segment
-    prompt: array[int]
-    new_ids: Sequence[int]
-    source: Source
-    junction: Junction | None
-    continued: bool = False
-    tool_choice: ToolChoice = "auto"
+_LIMITS = {
+    FinishReason.LENGTH: (Outcome.TOKEN_LIMIT, "max_tokens"),
+    FinishReason.CONTEXT: (Outcome.CONTEXT_LIMIT, "context"),
+}
 
 
 def _checked_tools(tools: Sequence[Tool]) -> list[Tool]:

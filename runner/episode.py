@@ -227,6 +227,7 @@ class Episode:
             seed=lambda turn: derive_seed(self.seed, name, turn),
             call_tools=self._call_tools,
             doing=self._doing,
+            workers=self._context.workers,
         )
 
     def _tool_choice(self, conversation: Conversation) -> ToolChoice:

@@ -10,7 +10,17 @@ from typing import Any, Final, Literal, Self, TypeAlias
 
 from runner.errors import BadOption
 
-__all__ = ["UNSET", "Concurrency", "Constraint", "ConstraintKind", "Limits", "Sampling", "ToolChoice"]
+__all__ = [
+    "UNSET",
+    "Concurrency",
+    "Constraint",
+    "ConstraintKind",
+    "History",
+    "HistoryPolicy",
+    "Limits",
+    "Sampling",
+    "ToolChoice",
+]
 
 
 class _Unset(enum.Enum):
@@ -240,3 +250,49 @@ class Concurrency:
             unset = name == "episodes" and value is None
             if not unset and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise BadOption(f"Concurrency({name}={value!r}): give a whole number of at least 1.")
+
+
+class HistoryPolicy(enum.StrEnum):
+    """What is done where a template does not simply append to what was sampled."""
+
+    APPEND = "append"  # keep what was sampled; where no exact bridge is proven, fork
+    FORK = "fork"  # follow the template: where its render of the past differs, a new segment
+    REFUSE = "refuse"  # end the episode with `token_error` where no exact bridge is proven
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """How the past of a conversation is kept. A policy's name stands for History(policy=name).
+
+    Attributes:
+        policy: append, fork or refuse; default append.
+        content_safe: control text in what users and tools say is ordinary text, never control ids; default True.
+        close_reasoning: an answer to a turn that was cut inside its reasoning closes that first, as masked context;
+            default False, which ends the episode.
+    """
+
+    policy: HistoryPolicy = HistoryPolicy.APPEND
+    content_safe: bool = True
+    close_reasoning: bool = False
+
+    def __post_init__(self) -> None:
+        names = ", ".join(HistoryPolicy)
+        if self.policy not in list(HistoryPolicy):
+            raise BadOption(f"History(policy={self.policy!r}): give one of {names}.")
+        object.__setattr__(self, "policy", HistoryPolicy(self.policy))
+        for name in ("content_safe", "close_reasoning"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadOption(f"History({name}={getattr(self, name)!r}): give True or False.")
+
+    @classmethod
+    def of(cls, given: History | str | None) -> History:
+        """The options that `given` stands for.
+
+        Raises:
+            BadOption: it is neither a policy's name nor a History.
+        """
+        if given is None or isinstance(given, str):
+            return cls(policy=HistoryPolicy.APPEND if given is None else given)  # type: ignore[arg-type]  # checked there
+        if isinstance(given, History):
+            return given
+        raise BadOption(f"history={given!r:.60}: give append, fork, refuse or a History(...).")

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import anyio
 from anyio.abc import TaskGroup
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from anyio.streams.memory import MemoryObjectSendStream
 
 from runner.allowance import Ending
 from runner.authors import describe_error
@@ -27,12 +27,13 @@ from runner.engines.sharing import running
 from runner.environment import Environment, as_environment, check_playable, check_tools
 from runner.episode import MAIN, Place
 from runner.errors import BadTask, DeltarunnerError, EngineDead, unwrapped
-from runner.groups import GroupBook, Result, WaitingGroups, by_agent, score_group
+from runner.groups import GroupBook, Result, by_agent, score_group
 from runner.lag import LagMonitor
 from runner.messages import as_messages
-from runner.options import Concurrency, Limits, Sampling
+from runner.options import Concurrency, History, Limits, Sampling
 from runner.play import Play
 from runner.provisions import enter_lifespan, own_tasks
+from runner.results import Results
 from runner.scoring import ScorerKind, with_weights
 from runner.sources import TaskFeed, Tasks
 from runner.store.header import Header
@@ -74,6 +75,7 @@ class Run:
         weights: of rewards, by name, over those in the class.
         retries: how often an episode is played again after an engine's failure; a request that it refuses is none.
         breaker: the run stops when more than this share of the recent episodes failed; 1 never stops it.
+        history: how the past of a conversation is kept: append, fork, refuse, or a History with further options.
 
     Raises (when it is entered):
         BadInput: something given cannot be used; the message names it and the fix.
@@ -101,6 +103,7 @@ class Run:
         weights: Mapping[str, float] | None = None,
         retries: int = 2,
         breaker: float = 0.5,
+        history: History | str | None = None,
     ) -> None:
         self.environment = as_environment(environment)
         check_playable(self.environment)
@@ -119,6 +122,7 @@ class Run:
         self.concurrency = concurrency or Concurrency()
         self.seed = seed
         self.template_options = dict(template_options or {})
+        self.history = History.of(history)
         self.file = Path(file) if isinstance(file, str | Path) else None
         self._name_file = file if callable(file) else None
         self.scorers = with_weights(self.environment.scorers, weights or {})
@@ -137,7 +141,7 @@ class Run:
         self._writer: RunWriter
         self._feed: TaskFeed
         self._group: TaskGroup
-        self._results: MemoryObjectReceiveStream[Result]
+        self._results: Results
         self._announce_to: MemoryObjectSendStream[Result]
         self._places: anyio.Semaphore
         self._exit = AsyncExitStack()
@@ -171,7 +175,6 @@ class Run:
     ) -> bool | None:
         if not self.over:
             self.cancel()
-        # Nobody reads any more: an episode that announces itself must not wait for a reader.
         self._results.close()
         try:
             return await self._exit.__aexit__(kind, error, traceback)
@@ -193,10 +196,9 @@ class Run:
         )
         # A resumed run goes on with the clock that its templates saw first.
         now = self._writer.header.clock
-        chat = ChatModel(self.engine, options=self.template_options, now=now)
-        elsewhere = {
-            name: ChatModel(engine, options=self.template_options, now=now) for name, engine in self.engines.items()
-        }
+        chat_of = partial(ChatModel, options=self.template_options, now=now, history=self.history)
+        chat = chat_of(self.engine)
+        elsewhere = {name: chat_of(engine) for name, engine in self.engines.items()}
         check_tools(self.environment, elsewhere.get(MAIN, chat))
         return RunContext(
             environment=self.environment,
@@ -212,7 +214,8 @@ class Run:
     def _start(self) -> None:
         episodes = self.concurrency.episodes or 2 * self.engine.places
         self._places = anyio.Semaphore(episodes)
-        self._announce_to, self._results = anyio.create_memory_object_stream[Result](episodes)
+        self._announce_to, announced = anyio.create_memory_object_stream[Result](episodes)
+        self._results = Results(self, announced, self._writer)
         self._book = GroupBook(keep=self._has_group_rewards)
         self.summary.start()
 
@@ -245,25 +248,14 @@ class Run:
         return self
 
     async def __anext__(self) -> Trajectory:
-        return (await self._next_result()).trajectory
+        return (await self._reading().next()).trajectory
 
-    async def groups(self) -> AsyncIterator[Group]:
+    def groups(self) -> AsyncIterator[Group]:
         """The same results by task: a group for each trained agent, once its last episode is in.
 
         Groups that the end of the run left unfinished come last, with `complete` false.
         """
-        waiting = WaitingGroups()
-        try:
-            while True:
-                whole = waiting.add(await self._next_result())
-                for group in await self._groups_of(whole) if whole else ():
-                    yield group
-        except (StopAsyncIteration, DeltarunnerError) as end:
-            for unfinished in waiting.rest():
-                for group in await self._groups_of(unfinished):
-                    yield group
-            if isinstance(end, DeltarunnerError):
-                raise
+        return self._reading().groups()
 
     def stored(self) -> Iterator[Trajectory]:
         """What the run file held before this run, in the order of its commits, read as you go."""
@@ -273,30 +265,10 @@ class Run:
         """Commit what is on its way to the file, from any thread, where the event loop can do nothing any more."""
         self._writer.flush()
 
-    async def _next_result(self) -> Result:
+    def _reading(self) -> Results:
         if not hasattr(self, "_results"):
             raise RuntimeError("the run has not begun: write `async with Run(...) as run:` and iterate inside")
-        try:
-            return await self._results.receive()
-        except anyio.ClosedResourceError:
-            raise RuntimeError("the run is over: iterate over it inside its `async with` block") from None
-        except anyio.EndOfStream:
-            if self.failure is not None:
-                raise self.failure from None
-            raise StopAsyncIteration from None
-
-    async def _groups_of(self, trajectories: list[Trajectory]) -> list[Group]:
-        members = await self._with_stored(trajectories)
-        return by_agent(members, seed=self.seed, group_size=self.group_size)
-
-    async def _with_stored(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """The trajectories of a task, together with those that an earlier run of the file left."""
-        if not self._writer.resumed:
-            return trajectories
-        first = trajectories[0]
-        new = {(member.index, member.agent) for member in trajectories}
-        stored = await self._writer.stored_group(first.task.id, first.visit)
-        return [*trajectories, *(t for t in stored if (t.index, t.agent) not in new)]
+        return self._results
 
     # --- playing
 
@@ -434,7 +406,7 @@ class Run:
         await self._announce(trajectories, missing)
 
     async def _score_group(self, new: list[Trajectory], missing: int) -> None:
-        groups = await self._groups_of(new)
+        groups = await self._results.groups_of(new)
         # What the next run of the file plays again belongs to the comparison: until then there is no reward to tell.
         if self.file is None or not any(t.outcome.cut_short for group in groups for t in group.trajectories):
             await self._score(groups, new)

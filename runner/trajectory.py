@@ -112,6 +112,7 @@ class Turn:
         junction: how its prompt was made from the turn before; None for the first of a segment.
         timings: where its time went.
         dropped: ids that were sampled past a stop string and are not in the log.
+        thinking: it was cut inside its reasoning.
     """
 
     agent: str
@@ -131,6 +132,7 @@ class Turn:
     junction: Junction | None = None
     timings: Timings = field(default_factory=Timings)
     dropped: int = 0
+    thinking: bool = False
     reward: float = 0.0
 
     @property

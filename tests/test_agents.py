@@ -24,6 +24,7 @@ from runner import (
     reward,
 )
 from runner.testing import Fault, Replies, Reply, ScriptedEngine, assert_exact, call
+from runner.tokens.template import ChatTemplate
 from tests.playing import Plain, play, play_all, recording, tasks
 
 pytestmark = pytest.mark.anyio
@@ -126,11 +127,14 @@ async def test_what_fails_in_an_untrained_agent_is_env_error_and_names_it(what: 
         async def step(self, turn: Turn) -> str:
             user = self.episode.conversation("user", prompt="x" * 500 if what == "context" else "Hello")
             await user.generate()
-            user.add({"role": "assistant", "content": "not sampled"})
+            user.add("no more")
             await user.generate()
             return "more"
 
-    trajectory = await play(Served, lambda turn: "Yes", limits=Limits(context=200))
+    text = ChatTemplate.load("pythonic").text
+    refusing = "{% for m in messages if m.content == 'no more' %}{{ raise_exception('enough') }}{% endfor %}" + text
+    engine = recording(lambda turn: "Yes", template=ChatTemplate(refusing, name="refusing"))
+    trajectory = await play(Served, engine, limits=Limits(context=200))
     assert (trajectory.outcome, trajectory.reward) == (Outcome.ENV_ERROR, None)
     assert "agent 'user'" in trajectory.error
 

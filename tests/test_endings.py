@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from runner import (
 )
 from runner.options import Concurrency
 from runner.testing import Fault, Reply, call
+from runner.tokens.template import ChatTemplate
 from tests.playing import Plain, play, play_all, recording, tasks
 
 pytestmark = pytest.mark.anyio
@@ -174,9 +176,9 @@ async def test_a_result_that_cannot_fit_by_its_bytes_is_context_limit_and_never_
     engine = recording([call("dump"), "Done"])
     encode = engine.tokenizer.encode
 
-    def counting(text: str) -> list[int]:
+    def counting(text: str, content: Sequence[tuple[int, int]] = ()) -> list[int]:
         encoded.append(len(text))
-        return encode(text)
+        return encode(text, content)
 
     engine.tokenizer.encode = counting  # type: ignore[method-assign]
     trajectory = await play(Dumps, engine, limits=Limits(context=400))
@@ -309,16 +311,19 @@ async def test_an_exception_outside_the_episode_group_of_nothing_but_episode_ove
 
 
 async def test_a_template_that_raises_mid_run_is_token_error_and_not_retried() -> None:
-    class Interjects(Plain):
+    class Asks(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             await conversation.generate()
-            conversation.add({"role": "assistant", "content": "words that nobody sampled"})
+            conversation.add("no more")
             await conversation.generate()
 
-    async with Run(Interjects, recording(always("Yes"))) as run:
+    text = ChatTemplate.load("pythonic").text
+    refusing = "{% for m in messages if m.content == 'no more' %}{{ raise_exception('enough') }}{% endfor %}" + text
+    engine = recording(always("Yes"), template=ChatTemplate(refusing, name="refusing"))
+    async with Run(Asks, engine) as run:
         (trajectory,) = [t async for t in run]
     assert (trajectory.outcome, trajectory.reward, run.summary.retried) == (Outcome.TOKEN_ERROR, None, 0)
-    assert "assistant_in_new" in trajectory.error
+    assert "template_raises" in trajectory.error
 
 
 async def test_failures_do_not_touch_the_siblings() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["CLOSE", "OPEN", "split_reasoning"]
+__all__ = ["CLOSE", "OPEN", "is_open", "split_reasoning"]
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
@@ -26,3 +26,8 @@ def split_reasoning(text: str, opened: bool = False) -> tuple[str, str]:
         return "", text
     reasoning, _, content = start.partition(CLOSE)
     return reasoning.strip(), content.lstrip()
+
+
+def is_open(text: str, opened: bool = False) -> bool:
+    """Whether a turn's text ends inside its reasoning; the arguments are those of `split_reasoning`."""
+    return (opened or text.lstrip().startswith(OPEN)) and CLOSE not in text

@@ -8,49 +8,27 @@ for in the tail, and the bridge is what follows it.
 
 from __future__ import annotations
 
-import enum
-import itertools
-import json
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, cast
+from functools import cached_property, lru_cache
+from typing import TypeAlias, cast
 
 from runner.messages import Message
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
-from runner.tokens.template import Renderer, TemplateRaised, ToolSchema
+from runner.tokens.locality import Locality
+from runner.tokens.marking import Span, Stems, common_length, locate
+from runner.tokens.refusal import Property, Unbridgeable
+from runner.tokens.tail import Tail, TailMaker
+from runner.tokens.template import Renderer, ToolSchema
 from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["Bridge", "Bridger", "Property", "Unbridgeable"]
 
+PROMPTS_KEPT = 16
 
-class Property(enum.StrEnum):
-    """What a template, a vocabulary or a turn must have for an exact bridge; `Unbridgeable` names the missing one."""
-
-    TEMPLATE_RENDERS = "template_raises"  # the template raised on these messages
-    SENTINEL_SHOWN = "no_sentinel"  # the last assistant turn does not show what was said or called
-    TURN_STAYS_BEHIND = "marker_in_tail"  # the model's words would be repeated after the turn
-    CONTENT_SHOWN = "content_missing"  # a new message cannot be seen in the render
-    STOP_IN_TAIL = "stop_not_in_tail"  # the sampled stop does not stand where the template closes a turn
-    CLOSE_KNOWN = "close_not_found"  # a cut turn with calls: none of the stop ids closes it
-    TEXT_KEPT = "text_not_kept"  # encoding and decoding the tail gives another text
-    PROMPTS_ANSWER = "generation_prompt_missing"  # the render does not end by asking the model to speak
-    TURNS_SAMPLED = "assistant_in_new"  # an assistant message that nobody sampled was appended
-
-
-class Unbridgeable(Exception):
-    """There is no exact bridge.
-
-    Attributes:
-        property: the name of what is missing.
-        explanation: the same for people.
-    """
-
-    def __init__(self, property: Property, explanation: str) -> None:
-        super().__init__(f"{property}: {explanation}")
-        self.property = property
-        self.explanation = explanation
+PromptText: TypeAlias = tuple[str, tuple[Span, ...]]
+"""A render, and where contents in it hold control text that must not become control ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +38,26 @@ class Bridge:
     Attributes:
         ids: appended to prompt and sampled ids, with loss mask 0.
         junction: how it was found.
+        local: the tail is that of a stand-in for the history.
     """
 
     ids: list[int]
     junction: Junction
+    local: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Where in the tail the bridge begins, as an index into its ids, and why there."""
+    """Where in the tail the bridge begins, and why there.
 
-    index: int
+    Attributes:
+        ids: the bridge.
+        anchor: what it was hung on.
+        close: where the turn's closing tokens came from.
+        cause: what else there is to tell.
+    """
+
+    ids: list[int]
     anchor: Anchor
     close: Close
     cause: str = ""
@@ -79,29 +66,92 @@ class _Start:
 class Bridger:
     """Makes the prompts of one template and one vocabulary. It keeps no conversation.
 
-    Attributes:
+    Args:
         tokenizer: the vocabulary.
         renderer: the template, with its options and its clock fixed.
         stop_ids: ids that end a turn of the model.
-        stems: words for sentinels and markers, none of them twice.
+        content_safe: control text in what users and tools say is ordinary text, never control ids.
+        close_reasoning: a turn that was cut inside its reasoning is closed as masked context; else it is refused.
+
+    Attributes:
+        locality: which tails depend on nothing before the last turn.
     """
 
-    def __init__(self, tokenizer: Tokenizer, renderer: Renderer, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        renderer: Renderer,
+        stop_ids: Sequence[int],
+        *,
+        content_safe: bool = True,
+        close_reasoning: bool = False,
+    ) -> None:
         self.tokenizer = tokenizer
         self.renderer = renderer
         self.stop_ids = frozenset(stop_ids)
-        self.stems = _stems()
-        self._generation_prompt = self._probed_generation_prompt()
+        self.content_safe = content_safe
+        self.close_reasoning = close_reasoning
+        self._maker = TailMaker(renderer)
+        self.locality = Locality(self._maker)
+        self._stems = Stems()
+        self._opens: dict[int, bool] = {}
+        self._encode_prompt = lru_cache(PROMPTS_KEPT)(self._encoded)
 
-    def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """Ids of the whole render; a BOS is the template's own, none is added.
+    # --- the first prompt
+
+    def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> array[int]:
+        """Ids of the whole render, shape [prompt], int32; a BOS is the template's own, none is added.
 
         Raises:
             Unbridgeable: the template raises, or does not ask for an answer.
         """
-        text = self.render(messages, tools)
-        self.check_asks(text, lambda: self.render(messages, tools, generation_prompt=False))
-        return self.tokenizer.encode(text)
+        return self.prompt_ids(self.prompt_text(messages, tools))
+
+    def prompt_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> PromptText:
+        """The whole render, for `prompt_ids`: any thread may call.
+
+        Raises:
+            Unbridgeable: the template raises, or does not ask for an answer.
+        """
+        text = self._maker.prompt(messages, tools)
+        wanted = self._unsafe(messages)
+        if not wanted:
+            return text, ()
+        stem = self._stems.absent(messages)
+        spans = locate(text, lambda copy: self._maker.render(copy, tools), messages, wanted, stem)
+        return text, tuple(spans or ())
+
+    def prompt_ids(self, prompt: PromptText) -> array[int]:
+        """Ids of a render, shape [prompt], int32. Those of the latest are kept, since siblings begin alike."""
+        return self._encode_prompt(*prompt)[:]
+
+    def _encoded(self, text: str, spans: tuple[Span, ...]) -> array[int]:
+        return array("i", self.tokenizer.encode(text, spans))
+
+    def _unsafe(self, messages: Sequence[Message]) -> list[int]:
+        """Indices of the messages whose content holds control text that must not become control ids."""
+        if not self.content_safe:
+            return []
+        holds = self.tokenizer.holds_control
+        return [i for i, m in enumerate(messages) if m["role"] not in _TRUSTED and m["content"] and holds(m["content"])]
+
+    # --- bridges
+
+    def tail_at_hand(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], *, turn: int
+    ) -> bool:
+        """Making the tail takes no longer than rendering the new messages; else let a worker thread make it."""
+        return self.locality.at_hand(history, new, tools, turn)
+
+    def tail(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], *, turn: int
+    ) -> tuple[Tail, bool]:
+        """What `bridge` takes as `tail`: only renders, so any thread may call.
+
+        Raises:
+            Unbridgeable: the template raises, or no history of this kind can be bridged.
+        """
+        return self.locality.tail(history, new, tools, turn)
 
     def bridge(
         self,
@@ -111,6 +161,9 @@ class Bridger:
         *,
         sampled: Sequence[int],
         stop: int | None,
+        thinking: bool = False,
+        turn: int = 0,
+        tail: tuple[Tail, bool] | None = None,
     ) -> Bridge:
         """The ids that put `new` behind a sampled turn and ask for the next one.
 
@@ -120,58 +173,107 @@ class Bridger:
             tools: in OpenAI's form, the same as for the turn.
             sampled: the turn's ids, its stop included.
             stop: the id that ended the turn, or None for a turn that was cut.
+            thinking: the turn was cut inside its reasoning.
+            turn: its number in the conversation.
+            tail: what `tail` gave for the same messages; None makes it here.
 
         Raises:
-            Unbridgeable: these steps give no exact bridge; names the property that is missing.
+            Unbridgeable: there is no exact bridge; names the property that is missing.
         """
-        if not new or not history or history[-1]["role"] != "assistant":
-            raise ValueError("a bridge leads from an assistant message to at least one new message")
-        if stop is not None and (not sampled or sampled[-1] != stop):
-            raise ValueError(f"the turn's last id is not the stop id {stop}")
-        if any(message["role"] == "assistant" for message in new):
-            raise Unbridgeable(
-                Property.TURNS_SAMPLED, "an assistant message among the new ones has no sampled ids; replace() it"
-            )
-        tail = _Tail(self, history, new, tools)
-        tail.check()
-        start = self._after_stop(tail, sampled, stop) if stop is not None else self._after_cut(tail, sampled)
-        ids = tail.ids[start.index :]
-        if not ids:
+        _check_arguments(history, new, sampled, stop)
+        made, local = tail or self.tail(history, new, tools, turn=turn)
+        tail_ids = _TailIds(self, made)
+        tail_ids.check()
+        if stop is not None:
+            start = self._after_stop(tail_ids, history[-1], tools, sampled, stop)
+        elif thinking:
+            start = self._after_reasoning(tail_ids)
+        else:
+            start = self._after_cut(tail_ids, sampled)
+        if not start.ids:
             raise Unbridgeable(Property.PROMPTS_ANSWER, "nothing follows the stop that was sampled")
-        seam = self._seam(sampled, ids)
-        return Bridge(ids, Junction(Result.APPENDED, start.anchor, start.close, seam, len(ids), cause=start.cause))
+        seam = self._seam(sampled, start.ids) if tail_ids.located else Seam.UNVERIFIED
+        junction = Junction(Result.APPENDED, start.anchor, start.close, seam, len(start.ids), cause=start.cause)
+        return Bridge(start.ids, junction, local)
 
-    def _after_stop(self, tail: _Tail, sampled: Sequence[int], stop: int) -> _Start:
+    def _after_stop(
+        self, tail: _TailIds, turn: Message, tools: Sequence[ToolSchema], sampled: Sequence[int], stop: int
+    ) -> _Start:
         index = tail.find_in_close({stop})
         if index is not None:
-            return _Start(index + 1, Anchor.STOP, Close.SAMPLED)
+            return _Start(tail.ids[index + 1 :], Anchor.STOP, Close.SAMPLED)
         closed = tail.end_of_sampled_close(sampled[:-1])
         if closed is not None:
-            return _Start(closed, Anchor.STOP, Close.SAMPLED, cause="closed_before_stop")
-        raise Unbridgeable(
-            Property.STOP_IN_TAIL,
-            f"the turn ended with {self.tokenizer.decode([stop])!r}, and the template closes it with "
-            f"{tail.text[:40]!r}",
-        )
+            return _Start(tail.ids[closed:], Anchor.STOP, Close.SAMPLED, cause="closed_before_stop")
+        name = self.tokenizer.decode([stop])
+        if self._opens_a_role(stop):
+            raise Unbridgeable(
+                Property.STOP_OPENS_NEXT,
+                f"the turn ended with {name!r}, which opens no {tail.tail.new[0]['role']} message",
+            )
+        ids = tail.behind_close()
+        if ids is None:
+            raise Unbridgeable(
+                Property.STOP_IN_TAIL,
+                f"the turn ended with {name!r}, and the template closes it with {tail.text[:40]!r}",
+            )
+        return _Start(ids, Anchor.COMMON_PREFIX, Close.REPLACED)
 
-    def _after_cut(self, tail: _Tail, sampled: Sequence[int]) -> _Start:
+    def _after_cut(self, tail: _TailIds, sampled: Sequence[int]) -> _Start:
         closed = tail.end_of_sampled_close(sampled)
         if closed is not None:
-            return _Start(closed, Anchor.NONE, Close.SAMPLED)
-        if not tail.after_call:
-            return _Start(0, Anchor.NONE, Close.MASKED)
+            return _Start(tail.ids[closed:], Anchor.NONE, Close.SAMPLED)
+        if not tail.tail.after_call:
+            return _Start(tail.ids, Anchor.NONE, Close.MASKED)
         # The tail begins inside a call, whose end the model has written; only the turn's close is still missing.
         index = tail.find_in_close(self.stop_ids)
-        if index is None:
+        if index is not None:
+            return _Start(tail.ids[index:], Anchor.NONE, Close.MASKED)
+        ids = tail.behind_call()
+        if ids is None:
             raise Unbridgeable(
                 Property.CLOSE_KNOWN,
-                f"the turn was cut after a call, and no stop id of the model is in the template's {tail.text[:40]!r}",
+                f"the turn was cut after a call, and nothing shows where the call ends in {tail.text[:40]!r}",
             )
-        return _Start(index, Anchor.NONE, Close.MASKED)
+        return _Start(ids, Anchor.NONE, Close.MASKED)
+
+    def _after_reasoning(self, tail: _TailIds) -> _Start:
+        if not self.close_reasoning:
+            raise Unbridgeable(
+                Property.REASONING_CLOSED,
+                "the turn was cut inside its reasoning: History(close_reasoning=True) would close it, masked",
+            )
+        between = tail.tail.end_of_reasoning()
+        if between is None:
+            raise Unbridgeable(
+                Property.REASONING_CLOSED, "the template shows no reasoning, so nothing tells how it ends"
+            )
+        return _Start([*self.tokenizer.encode(between), *tail.ids], Anchor.NONE, Close.MASKED, cause="reasoning_closed")
+
+    def _opens_a_role(self, stop: int) -> bool:
+        """The id opens messages of some role, as those of GLM do: it may only be followed by one of that role."""
+        if stop not in self._opens:
+            self._opens[stop] = any(self._opens_role(stop, message) for message in _FOLLOWING)
+        return self._opens[stop]
+
+    def _opens_role(self, stop: int, message: Message) -> bool:
+        said: Message = {"role": "assistant", "content": "An answer."}
+        calls = cast("Message", {"role": "assistant", "content": "", "tool_calls": [_CALL]})
+        turn = calls if message["role"] == "tool" else said
+        try:
+            tail = Tail(self._maker, self._stems.absent([]), [_QUESTION, turn], [message], ())
+            alone = tail.alone
+        except Unbridgeable:
+            return False
+        ids = _TailIds(self, tail)
+        try:
+            return ids.find_in_close({stop}) is not None and stop not in self.tokenizer.encode(alone or "")
+        except Unbridgeable:
+            return False
 
     def _seam(self, sampled: Sequence[int], bridge: Sequence[int]) -> Seam:
-        special = self.tokenizer.special_ids
-        if bridge[0] in special or (sampled and sampled[-1] in special):
+        control = self.tokenizer.control_ids
+        if bridge[0] in control or (sampled and sampled[-1] in control):
             return Seam.SPECIAL
         if not sampled:  # the neighbour is the generation prompt, which is not at hand
             return Seam.UNVERIFIED
@@ -179,68 +281,43 @@ class Bridger:
         whole = self.tokenizer.encode(said + follows)
         return Seam.VERIFIED if whole == [*self.tokenizer.encode(said), *bridge] else Seam.UNVERIFIED
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, generation_prompt: bool = True
-    ) -> str:
-        """The text of `messages`.
+    @cached_property
+    def generation_prompt_ids(self) -> frozenset[int]:
+        """Ids in what asks the model to speak."""
+        return frozenset(self.tokenizer.encode(self._maker.generation_prompt))
 
-        Raises:
-            Unbridgeable: the template raises.
-        """
-        try:
-            return self.renderer.render(messages, tools=tools, generation_prompt=generation_prompt)
-        except TemplateRaised as error:
-            raise Unbridgeable(Property.TEMPLATE_RENDERS, str(error)) from error
-
-    def _probed_generation_prompt(self) -> str:
-        question: list[Message] = [{"role": "user", "content": "A question."}]
-        try:
-            silent = self.renderer.render(question, generation_prompt=False)
-            asking = self.renderer.render(question)
-        except TemplateRaised:
-            return ""
-        return asking.removeprefix(silent) if asking.startswith(silent) else ""
-
-    def check_asks(self, text: str, without: Callable[[], str]) -> None:
-        """See that the generation prompt is at the end of `text`; `without` gives the text without one.
+    def check_asks(self, tail: Tail) -> None:
+        """See that the generation prompt is at the end, once.
 
         Raises:
             Unbridgeable: it is not.
         """
-        if self._generation_prompt and text.endswith(self._generation_prompt):
-            return
-        silent = without()
-        if len(text) <= len(silent) or not text.startswith(silent):
-            raise Unbridgeable(
-                Property.PROMPTS_ANSWER,
-                f"template {self.renderer.template.name!r} ends with {text[-40:]!r}, with or without "
-                "add_generation_prompt",
-            )
+        self._maker.check_asks(tail)
+
+    def encode(self, tail: Tail) -> tuple[list[int], list[Span], bool]:
+        """The ids of a tail, the spans of contents in it that hold control text, and whether all were located."""
+        wanted = self._unsafe(tail.new)
+        if not wanted:
+            return self.tokenizer.encode(tail.text), [], True
+        spans = tail.locate(wanted)
+        return self.tokenizer.encode(tail.text, spans or ()), spans or [], spans is not None
 
 
-class _Tail:
-    """What one render has after its last sentinel.
+class _TailIds:
+    """A tail as ids, and the places in it where a bridge may begin.
 
     Attributes:
-        text: from the sentinel to the end of the generation prompt.
+        tail: the text.
         ids: its ids.
-        first_content: where the first new content begins at the earliest, as an index into `text`.
-        after_call: the sentinel stood in a tool call, so the tail begins inside it.
+        located: contents that hold control text were told from what the template writes.
     """
 
-    def __init__(
-        self, bridger: Bridger, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]
-    ) -> None:
+    def __init__(self, bridger: Bridger, tail: Tail) -> None:
         self._bridger = bridger
         self._tokenizer = bridger.tokenizer
-        self._stem = _absent(bridger.stems, itertools.chain(history, new))
-        self._history = [*history[:-1], _marked(history[-1], self._stem, tools)]
-        self._new = new
-        self._tools = tools
-        self.after_call = bool(history[-1].get("tool_calls"))
-        self.text = self._text(new)
-        self.ids = self._tokenizer.encode(self.text)
-        self.first_content = 0
+        self.tail = tail
+        self.text = tail.text
+        self.ids, self._spans, self.located = bridger.encode(tail)
 
     def check(self) -> None:
         """Everything that can be seen to be wrong with the tail.
@@ -248,13 +325,13 @@ class _Tail:
         Raises:
             Unbridgeable: by name.
         """
-        if self._stem in self.text:
+        if self.tail.markers_inside:
             raise Unbridgeable(Property.TURN_STAYS_BEHIND, "the template repeats what was said after the turn's end")
-        self.first_content = _first_content(self.text, self._new)
-        self._bridger.check_asks(self.text, lambda: self._text(self._new, generation_prompt=False))
+        _ = self.tail.first_seen  # raises where a content cannot be seen
+        self._bridger.check_asks(self.tail)
         decoded = self._tokenizer.decode(self.ids)
         if decoded != self.text and self._tokenizer.normalize(decoded) != self._tokenizer.normalize(self.text):
-            at = _common_length(self.text, decoded)
+            at = common_length(self.text, decoded)
             raise Unbridgeable(
                 Property.TEXT_KEPT,
                 f"the vocabulary has no ids for {self.text[at : at + 20]!r}, which becomes {decoded[at : at + 20]!r}",
@@ -282,114 +359,91 @@ class _Tail:
                 return end
         return None
 
+    def behind_close(self) -> list[int] | None:
+        """The ids behind the template's own close, where a stop was sampled that does not stand there, or None.
+
+        The close is what the same render ends with when nothing follows, and a control token that every turn gets
+        once something does.
+        """
+        alone = self.tail.alone
+        if alone is None:
+            return None
+        cut = min(common_length(self.text, alone), self.tail.border)
+        cut = self._token_border(cut)
+        rest = self._encode_from(cut)
+        if rest and self._is_close(rest[0], cut):
+            return rest[1:]
+        left = alone[cut:]
+        if not left or (not self.tail.after_call and self._only_control(left)):
+            return rest
+        return None
+
+    def behind_call(self) -> list[int] | None:
+        """The ids behind the end of the last call: the tail that the turn would have if it had called nothing."""
+        try:
+            plain = self.tail.after_text().text
+        except Unbridgeable:
+            return None
+        if not self.text.endswith(plain) or self.text == plain:
+            return None
+        ids = self._encode_from(len(self.text) - len(plain))
+        # Without a control token in front, where the call ends would be guesswork.
+        return ids if ids and ids[0] in self._tokenizer.special_ids else None
+
+    def _encode_from(self, begin: int) -> list[int]:
+        spans = [(one - begin, other - begin) for one, other in self._spans if one >= begin]
+        return self._tokenizer.encode(self.text[begin:], spans)
+
+    def _token_border(self, cut: int) -> int:
+        """The last place at or before `cut` that is not inside a control token."""
+        ids, control = self.ids, self._tokenizer.control_ids
+        for index, token_id in enumerate(ids):
+            if token_id in control:
+                begin = len(self._tokenizer.decode(ids[:index]))
+                if begin >= cut:
+                    return cut
+                if cut < begin + len(self._tokenizer.decode([token_id])):
+                    return begin
+        return cut
+
+    def _is_close(self, token_id: int, at: int) -> bool:
+        """A control token that stands there whatever follows, and is not what opens the next turn."""
+        if token_id not in self._tokenizer.control_ids or token_id in self._bridger.generation_prompt_ids:
+            return False
+        asking = self.tail.alone_asking
+        if asking is None or not asking.startswith(self.text[:at]):
+            return False
+        return self._tokenizer.encode(asking[at:])[:1] == [token_id]
+
+    def _only_control(self, text: str) -> bool:
+        ids = self._tokenizer.encode(text.strip())
+        return all(token_id in self._tokenizer.control_ids for token_id in ids)
+
     def _before_content(self, end: int) -> bool:
         """The first `end` ids of the tail are the template's own: no new content is among them."""
         length = len(self._tokenizer.decode(self.ids[:end]))
-        # `first_content` may be too early: a content "m" is found inside <|im_end|>. Then the place is looked up.
-        return length <= self.first_content or length <= self._content_border
-
-    @cached_property
-    def _content_border(self) -> int:
-        """Where the first new content begins, by rendering a marker in its place.
-
-        Where the content changes what the template writes before it, only what both renders begin with counts.
-        """
-        marker = self._stem + "content"
-        first = cast("Message", {**self._new[0], "content": marker})
-        close, found, _ = self._text([first, *self._new[1:]]).partition(marker)
-        return _common_length(self.text, close) if found else 0
-
-    def _text(self, new: Sequence[Message], *, generation_prompt: bool = True) -> str:
-        messages = [*self._history, *new]
-        text = self._bridger.render(messages, self._tools, generation_prompt=generation_prompt)
-        _, found, tail = text.rpartition(self._stem + _SENTINEL)
-        if not found:
-            raise Unbridgeable(
-                Property.SENTINEL_SHOWN,
-                f"template {self._bridger.renderer.template.name!r} does not show the last assistant turn",
-            )
-        return tail
+        # What was seen may be too early: a content "m" is found inside <|im_end|>. Then the place is looked up.
+        return length <= self.tail.first_seen or length <= self.tail.border
 
 
-_SENTINEL = "end"
+_TRUSTED = frozenset({"system", "developer", "assistant"})
+_QUESTION: Message = {"role": "user", "content": "A question."}
+_CALL = {"id": "probe0000", "type": "function", "function": {"name": "probe", "arguments": {"key": "value"}}}
+_FOLLOWING = (
+    cast("Message", {"role": "user", "content": "Some words."}),
+    cast("Message", {"role": "tool", "content": "Some words.", "tool_call_id": "probe0000", "name": "probe"}),
+    cast("Message", {"role": "system", "content": "Some words."}),
+)
 
 
-def _stems() -> Iterator[str]:
-    """Words of letters and digits that no text holds by chance, and none of which begins another."""
-    secret = secrets.token_hex(6)
-    return (f"zq{secret}n{number}z" for number in itertools.count())
-
-
-def _absent(stems: Iterator[str], messages: Iterable[Message]) -> str:
-    contents = [message["content"] for message in messages]
-    return next(stem for stem in stems if not any(stem in content for content in contents))
-
-
-def _marked(message: Message, stem: str, tools: Sequence[ToolSchema]) -> Message:
-    """A copy of an assistant message with the sentinel where its words end, and markers in what else it says."""
-    marked: dict[str, Any] = dict(message)
-    if message.get("reasoning_content"):
-        marked["reasoning_content"] = stem + "reasoning"
-    calls = message.get("tool_calls")
-    if not calls:
-        marked["content"] = stem + _SENTINEL
-        return cast("Message", marked)
-    if message["content"]:
-        marked["content"] = stem + "text"
-    function = calls[-1]["function"]
-    arguments = {_parameter(function, tools): stem + _SENTINEL}
-    # Name and id stay, since templates write them after the call too.
-    marked["tool_calls"] = [*calls[:-1], {**calls[-1], "function": {**function, "arguments": arguments}}]
-    return cast("Message", marked)
-
-
-def _parameter(function: Mapping[str, Any], tools: Sequence[ToolSchema]) -> str:
-    """A parameter that the called tool has, else any name."""
-    arguments = function["arguments"]
-    if arguments and isinstance(arguments, Mapping):
-        return str(next(iter(arguments)))
-    for tool in tools:
-        if tool["function"]["name"] == function["name"]:
-            parameters = tool["function"].get("parameters") or {}
-            return str(next(iter(parameters.get("properties") or ()), "value"))
-    return "value"
-
-
-def _first_content(text: str, new: Sequence[Message]) -> int:
-    """Where the first new content begins at the earliest.
-
-    Raises:
-        Unbridgeable: a content cannot be seen, in the order of the messages.
-    """
-    first, end = 0, 0
-    for index, message in enumerate(new):
-        found = next((span for span in _spans(text, message["content"], end)), None)
-        if found is None:
-            raise Unbridgeable(
-                Property.CONTENT_SHOWN,
-                f"the content of a {message['role']} message is not in the render: {message['content']!r:.80}",
-            )
-        begin, end = found
-        first = begin if index == 0 else first
-    return first
-
-
-def _spans(text: str, content: str, start: int) -> Iterator[tuple[int, int]]:
-    """Where `content` stands in `text`: as it is, without the space around it, or inside JSON."""
-    for form in _forms(content):
-        begin = text.find(form, start)
-        if begin >= 0:
-            yield begin, begin + len(form)
-
-
-def _forms(content: str) -> Iterator[str]:
-    yield content
-    yield content.strip()
-    yield json.dumps(content, ensure_ascii=False)[1:-1]
-    yield json.dumps(content)[1:-1]
-
-
-def _common_length(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
-    differences = (index for index, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
-    return next(differences, min(len(one), len(other)))
+def _check_arguments(
+    history: Sequence[Message], new: Sequence[Message], sampled: Sequence[int], stop: int | None
+) -> None:
+    if not new or not history or history[-1]["role"] != "assistant":
+        raise ValueError("a bridge leads from an assistant message to at least one new message")
+    if stop is not None and (not sampled or sampled[-1] != stop):
+        raise ValueError(f"the turn's last id is not the stop id {stop}")
+    if any(message["role"] == "assistant" for message in new):
+        raise Unbridgeable(
+            Property.TURNS_SAMPLED, "an assistant message among the new ones has no sampled ids; replace() it"
+        )

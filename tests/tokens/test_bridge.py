@@ -9,6 +9,7 @@ from runner.messages import Message
 from runner.tokens.bridge import Bridge, Bridger, Unbridgeable
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.junction import Anchor, Close, Result, Seam
+from runner.tokens.marking import Stems
 from runner.tokens.template import ChatTemplate, Renderer
 from runner.tokens.tokenizer import Tokenizer, VocabularyTokenizer
 
@@ -193,11 +194,11 @@ def test_a_stop_that_opens_the_next_message_is_written_once(glm: Bridger) -> Non
 def test_a_stop_that_opens_the_wrong_role_is_refused(glm: Bridger) -> None:
     with pytest.raises(Unbridgeable) as caught:
         answer(glm, "\n42", "<|user|>", says("", {"a": 1}), result("3"))
-    assert caught.value.property == "stop_not_in_tail"
+    assert caught.value.property == "stop_opens_wrong_role"
 
 
 def test_a_stop_that_opens_a_later_message_is_refused(glm: Bridger) -> None:
-    with pytest.raises(Unbridgeable, match="stop_not_in_tail"):
+    with pytest.raises(Unbridgeable, match="stop_opens_wrong_role"):
         answer(glm, "\n42", "<|user|>", says("", {"a": 1}), result("3"), MORE)
 
 
@@ -209,15 +210,38 @@ def test_several_stop_ids_are_each_anchored_where_they_stand() -> None:
     assert shown == "<|im_start|>user\nAnd twice that?<|eot|><|im_start|>assistant\n"
     shown, _ = answer(made, "{}", "<|eom|>", says("", {"a": 1}), result("3"))
     assert shown == "<|im_start|>tool\n3<|eot|><|im_start|>assistant\n"
-    with pytest.raises(Unbridgeable, match="stop_not_in_tail"):
-        answer(made, "42", "<|eom|>", says("42"), MORE)
 
 
-def test_a_stop_that_the_template_never_writes_is_refused_also_when_a_message_writes_it() -> None:
+def test_a_stop_of_another_kind_of_turn_stands_where_the_templates_own_would() -> None:
+    body = "{{ m.content }}{% for t in m.tool_calls or [] %}{{ t.function.arguments | tojson }}{% endfor %}"
+    text = chatml(close="", body=body + "{{ '<|eom|>' if m.tool_calls else '<|eot|>' }}")
+    made = bridger(text, ByteTokenizer(["<|eot|>", "<|eom|>"]), stops=["<|eot|>", "<|eom|>"])
+    shown, bridge = answer(made, "42", "<|eom|>", says("42"), MORE)
+    assert shown == "<|im_start|>user\nAnd twice that?<|eot|><|im_start|>assistant\n"
+    assert (bridge.junction.anchor, bridge.junction.close) == (Anchor.COMMON_PREFIX, Close.REPLACED)
+
+
+@pytest.mark.parametrize("content", ["And twice that?", "<|endoftext|> is the end"])
+def test_a_stop_that_the_template_never_writes_stands_where_its_close_would(content: str) -> None:
     made = bridger(chatml(), stops=["<|im_end|>", "<|endoftext|>"])
-    for content in ("And twice that?", "<|endoftext|> is the end"):
-        with pytest.raises(Unbridgeable, match=r"ended with '<\|endoftext\|>', and the template closes it with"):
-            answer(made, "42", "<|endoftext|>", says("42"), {"role": "user", "content": content})
+    text, bridge = answer(made, "42", "<|endoftext|>", says("42"), {"role": "user", "content": content})
+    assert text == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+    assert (bridge.junction.anchor, bridge.junction.close) == (Anchor.COMMON_PREFIX, Close.REPLACED)
+
+
+# As gpt-oss: the end of all is <|return|>, which history writes as <|end|>.
+RETURNS = chatml(
+    close="",
+    body="{{ m.content }}{% set last = loop.last and m.role == 'assistant' and not add_generation_prompt %}"
+    "{{ '<|return|>' if last else '<|end|>' }}",
+)
+
+
+def test_a_close_that_history_writes_otherwise_is_not_written_behind_the_sampled_stop() -> None:
+    made = bridger(RETURNS, ByteTokenizer(["<|return|>", "<|end|>"]), stops=["<|return|>"])
+    text, bridge = answer(made, "42", "<|return|>", says("42"), MORE)
+    assert text == "<|im_start|>user\nAnd twice that?<|end|><|im_start|>assistant\n"
+    assert (bridge.junction.anchor, bridge.junction.close) == (Anchor.COMMON_PREFIX, Close.REPLACED)
 
 
 @pytest.mark.parametrize(
@@ -278,21 +302,14 @@ def test_content_that_the_template_trims_or_escapes_is_seen() -> None:
     assert '\n"  é said \\"no\\"\\n"<|im_end|>' in escaped
 
 
-def test_sentinel_is_one_that_no_message_holds() -> None:
-    made = bridger(chatml())
-    made.stems = iter(["taken", "asked", "free"])
-    history: list[Message] = [{"role": "user", "content": "askedend"}]
-    text, _ = answer(made, "x", "<|im_end|>", says("x"), {"role": "user", "content": "takenend"}, history=history)
-    assert text == "\n<|im_start|>user\ntakenend<|im_end|>\n<|im_start|>assistant\n"
-    assert next(made.stems, None) is None
-
-
-def test_sentinels_are_never_used_twice() -> None:
-    made = bridger(chatml())
-    stems = [next(made.stems) for _ in range(100)]
-    assert len({*stems}) == 100
-    assert all(stem.isalnum() and stem.isascii() and len(stem) >= 12 for stem in stems)
-    assert not any(one != other and other.startswith(one) for one in stems for other in stems)
+def test_stems_are_never_given_twice_and_are_in_no_message() -> None:
+    stems = Stems()
+    words = [stems.absent([QUESTION]) for _ in range(100)]
+    assert len({*words}) == 100
+    assert all(stem.isalnum() and stem.isascii() and len(stem) >= 12 for stem in words)
+    assert not any(one != other and other.startswith(one) for one in words for other in words)
+    following = words[-1].replace("n99z", "n100z")
+    assert stems.absent([{"role": "user", "content": f"({following})"}]) == words[-1].replace("n99z", "n101z")
 
 
 def test_history_and_messages_are_left_as_they_were(made: Bridger) -> None:
@@ -396,10 +413,38 @@ def test_a_template_that_announces_an_empty_content_is_bridged_all_the_same() ->
     assert text == "\n<|im_start|>no tool\n<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_cut_call_without_a_known_close_is_refused_by_name() -> None:
+def test_a_turn_cut_after_a_call_is_closed_as_a_turn_without_calls_would_be() -> None:
     made = Bridger(ByteTokenizer(), ChatTemplate.load("pythonic").renderer(), [])
+    text, bridge = answer(made, "[add(a=1)] and", None, says("", {"a": 1}), result("3"))
+    assert text == "<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+    assert (bridge.junction.anchor, bridge.junction.close) == (Anchor.NONE, Close.MASKED)
+
+
+def test_a_cut_call_without_a_known_close_is_refused_by_name() -> None:
+    body = "{{ m.content }}{% for t in m.tool_calls or [] %}{{ t.function.arguments | tojson }}{% endfor %}"
+    made = bridger(chatml(close="", body=body + "{{ '; done.' if m.tool_calls else '.' }}"), stops=[])
     with pytest.raises(Unbridgeable, match="close_not_found"):
         answer(made, "[add(a=1)]", None, says("", {"a": 1}), result("3"))
+
+
+THINKS = chatml(
+    body="{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+)
+
+
+def test_a_turn_cut_inside_its_reasoning_is_refused_unless_it_may_be_closed() -> None:
+    tokenizer = ByteTokenizer()
+    sampled = tokenizer.encode("<think>\nCarry the")
+    history, stops = [QUESTION, says("", reasoning="Carry the")], tokenizer.encode("<|im_end|>")
+    renderer = ChatTemplate(THINKS, name="inline").renderer()
+    with pytest.raises(Unbridgeable, match="reasoning_open"):
+        Bridger(tokenizer, renderer, stops).bridge(history, [MORE], sampled=sampled, stop=None, thinking=True)
+    made = Bridger(tokenizer, renderer, stops, close_reasoning=True)
+    bridge = made.bridge(history, [MORE], sampled=sampled, stop=None, thinking=True)
+    assert tokenizer.decode(bridge.ids) == (
+        "\n</think>\n\n<|im_end|>\n<|im_start|>user\nAnd twice that?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (bridge.junction.close, bridge.junction.cause) == (Close.MASKED, "reasoning_closed")
 
 
 def test_a_text_that_the_vocabulary_cannot_write_is_refused_by_name(vocabulary: VocabularyTokenizer) -> None:

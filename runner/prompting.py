@@ -1,0 +1,143 @@
+"""The next prompt of a conversation: a first render, a bridge, a fork where there is none, or a cut turn going on."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from runner.chat import ChatModel
+from runner.messages import Message
+from runner.options import HistoryPolicy, ToolChoice
+from runner.threads import Job, Workers
+from runner.tokens.bridge import Bridge
+from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
+from runner.tokens.log import Source
+from runner.tokens.refusal import Property, Unbridgeable
+from runner.trajectory import Segment, Turn
+
+__all__ = ["Prepared", "PromptMaker"]
+
+Schemas = Sequence[dict[str, Any]]
+
+_NO_FORK_HELPS = (Property.REASONING_CLOSED, Property.TEXT_KEPT)
+
+
+@dataclass(slots=True)
+class Prepared:
+    """The next prompt.
+
+    Attributes:
+        segment: whose log it extends, or the one that it begins.
+        prompt: what the model is given: the segment's log and `new_ids`.
+        new_ids: appended to the log once the engine has the request.
+        source: where they came from.
+        messages: appended to the segment's view at the same time.
+        queued: how many of the queued messages are among them.
+        junction: how the prompt was made from the turn before; None where it was not.
+        continued: a cut turn goes on.
+        tool_choice: of the turn.
+    """
+
+    segment: Segment
+    prompt: array[int]
+    new_ids: Sequence[int]
+    source: Source
+    messages: Sequence[Message] = ()
+    queued: int = 0
+    junction: Junction | None = None
+    continued: bool = False
+    tool_choice: ToolChoice = "auto"
+
+
+class PromptMaker:
+    """Makes the prompts of one conversation.
+
+    Attributes:
+        local_turns: numbers of the turns whose prompts were made with a stand-in for the history.
+    """
+
+    def __init__(self, chat: ChatModel, workers: Workers) -> None:
+        self.local_turns: set[int] = set()
+        self._chat = chat
+        self._workers = workers
+
+    def first(self, messages: Sequence[Message], tools: Schemas, cause: str) -> Prepared:
+        """The first prompt of a segment.
+
+        Raises:
+            Unbridgeable: the template raises, or does not ask for an answer.
+        """
+        ids = self._chat.bridger.first_prompt(messages, tools)
+        return Prepared(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages)
+
+    def continued(self, segment: Segment) -> Prepared:
+        """A cut turn goes on: nothing is put in between."""
+        return Prepared(segment, segment.log.ids, (), Source.BRIDGE, continued=True)
+
+    async def next(self, segment: Segment, last: Turn, new: Sequence[Message], tools: Schemas) -> Prepared:
+        """The prompt after a turn that is answered, by the run's policy.
+
+        Raises:
+            Unbridgeable: the policy refuses what has no exact bridge, or there is no prompt at all.
+        """
+        if tools != segment.tools:
+            return await self._forked(segment, new, tools, "environment")
+        if self._chat.history.policy is HistoryPolicy.FORK:
+            return await self._followed(segment, new, tools)
+        try:
+            bridge = await self._bridge(segment, last, new, tools)
+        except Unbridgeable as missing:
+            if missing.property in _NO_FORK_HELPS or self._chat.history.policy is HistoryPolicy.REFUSE:
+                raise
+            return await self._forked(segment, new, tools, missing.property.value)
+        junction = bridge.junction
+        if last.dropped:
+            junction = replace(junction, dropped=last.dropped, cause="stop_string")
+        prompt = segment.log.ids + array("i", bridge.ids)
+        return Prepared(segment, prompt, bridge.ids, Source.BRIDGE, new, junction=junction)
+
+    async def _bridge(self, segment: Segment, last: Turn, new: Sequence[Message], tools: Schemas) -> Bridge:
+        bridger, history = self._chat.bridger, segment.messages
+        tail = None
+        if not bridger.tail_at_hand(history, new, tools, turn=last.number):
+            make = partial(bridger.tail, history, new, tools, turn=last.number)
+            tail = await self._workers.call(Job(make, "chat template"))
+        bridge = bridger.bridge(
+            history,
+            new,
+            tools,
+            sampled=last.token_ids,
+            stop=self._chat.closing_stop(last),
+            thinking=last.thinking,
+            turn=last.number,
+            tail=tail,
+        )
+        if bridge.local:
+            self.local_turns.add(last.number + 1)
+        return bridge
+
+    async def _forked(self, segment: Segment, new: Sequence[Message], tools: Schemas, cause: str) -> Prepared:
+        """A new segment with everything rendered anew, loss mask 0 throughout."""
+        prepared = await self._rendered([*segment.messages, *new], tools, cause)
+        prepared.junction = Junction(Result.FORKED, Anchor.NONE, Close.MASKED, Seam.VERIFIED, 0, cause=cause)
+        return prepared
+
+    async def _followed(self, segment: Segment, new: Sequence[Message], tools: Schemas) -> Prepared:
+        """What the template makes of everything: an append where it leaves the past as it was, else a fork."""
+        prepared = await self._rendered([*segment.messages, *new], tools, "template")
+        before = len(segment.log)
+        if prepared.prompt[:before] != segment.log.ids:
+            prepared.junction = Junction(Result.FORKED, Anchor.NONE, Close.MASKED, Seam.VERIFIED, 0, cause="template")
+            return prepared
+        added = prepared.prompt[before:]
+        junction = Junction(Result.APPENDED, Anchor.COMMON_PREFIX, Close.SAMPLED, Seam.VERIFIED, len(added))
+        return Prepared(segment, prepared.prompt, added, Source.BRIDGE, new, junction=junction)
+
+    async def _rendered(self, messages: Sequence[Message], tools: Schemas, cause: str) -> Prepared:
+        render = partial(self._chat.bridger.prompt_text, messages, tools)
+        text = await self._workers.call(Job(render, "chat template"))
+        ids = self._chat.bridger.prompt_ids(text)
+        return Prepared(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages)

@@ -1,0 +1,266 @@
+"""Locality: where a tail depends on nothing before the last turn, a short stand-in is rendered for the history.
+
+A stand-in is one user message and the last turn itself. A kind of append is local when histories with earlier tool
+rounds, two user turns, a system message, reasoning, text beside a call and two calls all give the stand-in's tail.
+Simpler probes are wrong for templates that count tool rounds or write something only once. Since no probe sees every
+history, some uses are compared with the full render; a difference ends all trust in stand-ins.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import orjson
+
+from runner.messages import Message, ToolCallMessage
+from runner.tokens.marking import Stems
+from runner.tokens.refusal import Property, Unbridgeable
+from runner.tokens.tail import Tail, TailMaker
+from runner.tokens.template import ToolSchema
+
+__all__ = ["Locality", "Shape"]
+
+CHECKED_ONE_IN = 64
+NAMES_KEPT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the probes of one kind of append have in common.
+
+    Attributes:
+        calls: how many the last turn made.
+        reasoning: the last turn thought.
+        text: it said something.
+        new: role and whether it is empty, of each new message; contents are strings.
+        tools: their schemas.
+    """
+
+    calls: int
+    reasoning: bool
+    text: bool
+    new: tuple[tuple[str, bool], ...]
+    tools: bytes
+
+    @classmethod
+    def of(cls, turn: Message, new: Sequence[Message], tools: Sequence[ToolSchema]) -> Shape:
+        return cls(
+            calls=len(turn.get("tool_calls") or ()),
+            reasoning=bool(turn.get("reasoning_content")),
+            text=bool(turn["content"]),
+            new=tuple((message["role"], not message["content"]) for message in new),
+            tools=orjson.dumps(tools, option=orjson.OPT_NON_STR_KEYS, default=str),
+        )
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What is known of one shape.
+
+    Attributes:
+        local: the probes agree.
+        refusal: why it cannot be bridged at all, or None.
+        turns: numbers of the turns at which it was compared with a full render.
+        uses: since the last comparison.
+        asked: names of the further renders that its tails were asked for.
+    """
+
+    local: bool
+    refusal: Unbridgeable | None = None
+    turns: set[int] = field(default_factory=set)
+    uses: int = 0
+    asked: set[str] = field(default_factory=set)
+
+
+class Locality:
+    """Makes tails, from a stand-in where that is proven to give the same one.
+
+    Attributes:
+        revoked: how a stand-in's tail was seen to differ from the full one; "" while none did.
+        relied: names of what was finished with tails of stand-ins, the latest thousand.
+        relied_count: how many.
+    """
+
+    def __init__(self, maker: TailMaker) -> None:
+        self.revoked = ""
+        self.relied: deque[str] = deque(maxlen=NAMES_KEPT)
+        self.relied_count = 0
+        self._maker = maker
+        self._stems = Stems()
+        self._kinds: dict[Shape, _Kind] = {}
+        self._probing = threading.Lock()
+
+    def at_hand(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], turn: int
+    ) -> bool:
+        """The next tail is a stand-in's and is not compared with anything: it takes no longer than the new messages."""
+        kind = self._kinds.get(Shape.of(history[-1], new, tools))
+        if kind is None or not self._may_stand_in(kind, history[-1], new):
+            return False
+        return turn in kind.turns and kind.uses + 1 < CHECKED_ONE_IN
+
+    def tail(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], turn: int
+    ) -> tuple[Tail, bool]:
+        """The tail, and whether it is a stand-in's. Any thread may call.
+
+        Args:
+            history: ends with the turn.
+            new: the messages after it.
+            tools: as shown to the model.
+            turn: the turn's number; the first use at each number is compared with the full render.
+
+        Raises:
+            Unbridgeable: no history of this kind can be bridged, or the template raises.
+        """
+        kind = self._kind(history[-1], new, tools)
+        if kind.refusal is not None:
+            raise Unbridgeable(kind.refusal.property, kind.refusal.explanation)
+        if not self._may_stand_in(kind, history[-1], new):
+            return self._full(history, new, tools, kind.asked), False
+        kind.uses += 1
+        due = turn not in kind.turns or kind.uses >= CHECKED_ONE_IN
+        short = self._tail([*_STAND_IN, history[-1]], new, tools, kind.asked)
+        if not due:
+            return short, True
+        kind.turns.add(turn)
+        kind.uses = 0
+        full = self._full(history, new, tools, kind.asked)
+        if full.text == short.text:
+            return short, True
+        self._revoke(short.text, full.text)
+        return full, False
+
+    def full(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]) -> Tail:
+        """The tail of the whole history."""
+        return self._full(history, new, tools, set())
+
+    def is_local(self, turn: Message, new: Sequence[Message], tools: Sequence[ToolSchema]) -> bool:
+        """Tails of this kind are a stand-in's.
+
+        Raises:
+            Unbridgeable: no history of this kind can be bridged.
+        """
+        kind = self._kind(turn, new, tools)
+        if kind.refusal is not None:
+            raise kind.refusal
+        return self._may_stand_in(kind, turn, new)
+
+    def finished(self, name: str) -> None:
+        """Remember that what bears this name was finished with tails of stand-ins."""
+        self.relied.append(name)
+        self.relied_count += 1
+
+    def _may_stand_in(self, kind: _Kind, turn: Message, new: Sequence[Message]) -> bool:
+        if not kind.local or self.revoked:
+            return False
+        # An answer to an earlier call is looked up by its id in the history.
+        ids = {call["id"] for call in turn.get("tool_calls") or ()}
+        return all(message.get("tool_call_id") in ids for message in new if message["role"] == "tool")
+
+    def _full(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], asked: set[str]
+    ) -> Tail:
+        tail = self._tail(history, new, tools, asked)
+        tail.complete()
+        return tail
+
+    def _tail(
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        asked: set[str] | None = None,
+    ) -> Tail:
+        return Tail(self._maker, self._stems.absent([*history, *new]), history, new, tools, asked)
+
+    def _kind(self, turn: Message, new: Sequence[Message], tools: Sequence[ToolSchema]) -> _Kind:
+        shape = Shape.of(turn, new, tools)
+        kind = self._kinds.get(shape)
+        if kind is None:
+            with self._probing:
+                kind = self._kinds.get(shape) or self._kinds.setdefault(shape, self._probe(turn, new, tools))
+        return kind
+
+    def _probe(self, turn: Message, new: Sequence[Message], tools: Sequence[ToolSchema]) -> _Kind:
+        tails = [self._attempt([*before, turn], new, tools) for before in (_STAND_IN, *_histories())]
+        shown = [tail for tail in tails if tail is not None]
+        moved = self._moved_tool(turn, new, tools)
+        if moved:
+            return _Kind(local=False, refusal=Unbridgeable(Property.TOOLS_STAY, moved))
+        return _Kind(local=tails[0] is not None and len(shown) > 1 and all(tail == tails[0] for tail in shown))
+
+    def _attempt(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]) -> str | None:
+        try:
+            return self._tail(history, new, tools).text
+        except Unbridgeable:
+            return None
+
+    def _moved_tool(self, turn: Message, new: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+        """Words for it where the template prints the tools behind the turn, else ""."""
+        if not tools:
+            return ""
+        name = self._stems.absent([])
+        extra: ToolSchema = {
+            "type": "function",
+            "function": {"name": name, "description": "A tool.", "parameters": {"type": "object", "properties": {}}},
+        }
+        tail = self._attempt([*_STAND_IN, turn], new, [*tools, extra])
+        if tail is None or name not in tail:
+            return ""
+        return (
+            f"template {self._maker.renderer.template.name!r} prints the tools behind the turn, before the new "
+            "messages, so that the tools in the prompt stand where it would not have them"
+        )
+
+    def _revoke(self, short: str, full: str) -> None:
+        self.revoked = self.revoked or (
+            f"template {self._maker.renderer.template.name!r} was taken to write the same after a turn whatever came "
+            f"before it, and wrote {full[:80]!r} where {short[:80]!r} was expected"
+        )
+
+
+_STAND_IN: Sequence[Message] = ({"role": "user", "content": "Go on."},)
+
+
+def _histories() -> Iterator[Sequence[Message]]:
+    """What may stand before a turn, beyond a plain question."""
+    system: Message = {"role": "system", "content": "You answer questions."}
+    first: Message = {"role": "user", "content": "The first question."}
+    second: Message = {"role": "user", "content": "The second question."}
+    said: Message = {"role": "assistant", "content": "An answer."}
+    thought: Message = {"role": "assistant", "content": "An answer.", "reasoning_content": "A thought."}
+    one_call, two_calls = [_call(0)], [_call(0), _call(1)]
+    round_: list[Message] = [{"role": "assistant", "content": "", "tool_calls": one_call}, _result(0)]
+    spoken: list[Message] = [
+        {"role": "assistant", "content": "I look.", "reasoning_content": "A thought.", "tool_calls": one_call},
+        _result(0),
+    ]
+    parallel: list[Message] = [
+        {"role": "assistant", "content": "", "tool_calls": two_calls},
+        _result(0),
+        _result(1),
+    ]
+    yield [system, first]
+    yield [first, said, second]
+    yield [first, *round_]
+    yield [first, *round_, *round_]
+    yield [first, *round_, said, second]
+    yield [first, thought, second]
+    yield [first, *spoken]
+    yield [first, *parallel]
+    yield [system, first, *spoken, thought, second, *parallel, *round_]
+
+
+def _call(number: int) -> ToolCallMessage:
+    return {"id": f"probe{number:04}", "type": "function", "function": {"name": "probe", "arguments": {"key": "value"}}}
+
+
+def _result(number: int) -> Message:
+    return cast(
+        "Message", {"role": "tool", "content": "A result.", "tool_call_id": f"probe{number:04}", "name": "probe"}
+    )

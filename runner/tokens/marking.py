@@ -1,0 +1,164 @@
+"""Markers: words that no message holds, put into copies of messages to see where a template writes what."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+from runner.messages import Message
+from runner.tokens.template import ToolSchema
+
+__all__ = ["Span", "Stems", "common_length", "forms", "locate", "marked", "sentinel"]
+
+Span: TypeAlias = tuple[int, int]
+"""Begin and end of a stretch of text."""
+
+Render: TypeAlias = Callable[[Sequence[Message]], str]
+
+
+class Stems:
+    """Words of letters and digits that no text holds by chance, none of which is given twice or begins another."""
+
+    def __init__(self) -> None:
+        secret = secrets.token_hex(6)
+        self._words: Iterator[str] = (f"zq{secret}n{number}z" for number in itertools.count())
+
+    def absent(self, messages: Iterable[Message]) -> str:
+        """The next word that none of `messages` holds."""
+        contents = [message["content"] for message in messages]
+        return next(stem for stem in self._words if not any(stem in content for content in contents))
+
+
+def sentinel(stem: str) -> str:
+    """Stands where the words of the last turn end."""
+    return stem + "end"
+
+
+def marked(message: Message, stem: str, tools: Sequence[ToolSchema]) -> Message:
+    """A copy of an assistant message with the sentinel where its words end, and markers in what else it says."""
+    copy: dict[str, Any] = dict(message)
+    if message.get("reasoning_content"):
+        copy["reasoning_content"] = stem + "reasoning"
+    calls = message.get("tool_calls")
+    if not calls:
+        copy["content"] = sentinel(stem)
+        return cast("Message", copy)
+    if message["content"]:
+        copy["content"] = stem + "text"
+    function = calls[-1]["function"]
+    arguments = {_parameter(function, tools): sentinel(stem)}
+    # Name and id stay, since templates write them after the call too.
+    copy["tool_calls"] = [*calls[:-1], {**calls[-1], "function": {**function, "arguments": arguments}}]
+    return cast("Message", copy)
+
+
+def _parameter(function: Mapping[str, Any], tools: Sequence[ToolSchema]) -> str:
+    """A parameter that the called tool has, else any name."""
+    arguments = function["arguments"]
+    if arguments and isinstance(arguments, Mapping):
+        return str(next(iter(arguments)))
+    for tool in tools:
+        if tool["function"]["name"] == function["name"]:
+            parameters = tool["function"].get("parameters") or {}
+            return str(next(iter(parameters.get("properties") or ()), "value"))
+    return "value"
+
+
+def forms(content: str) -> Iterator[str]:
+    """How templates write a content: as it is, trimmed, inside JSON, or as Python writes a string."""
+    for text in dict.fromkeys((content, content.strip(), content.lstrip(), content.rstrip())):
+        yield text
+        yield json.dumps(text, ensure_ascii=False)[1:-1]
+        yield json.dumps(text)[1:-1]
+        yield repr(text)[1:-1]
+
+
+def common_length(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    differences = (index for index, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
+    return next(differences, min(len(one), len(other)))
+
+
+def locate(
+    text: str, render: Render, messages: Sequence[Message], wanted: Sequence[int], stem: str
+) -> list[Span] | None:
+    """Where the contents of the wanted messages stand in `text`, which is `render(messages)`.
+
+    The real contents are rendered; a second render with markers in their place only shows what stands around them.
+    Where markers change that too, one content after the other is put in and found by what stays on both sides of it.
+
+    Args:
+        text: the render.
+        render: the text of messages.
+        messages: as they were rendered.
+        wanted: indices of messages whose content is not empty.
+        stem: stands in none of the messages.
+
+    Returns:
+        Spans in order, or None where a content cannot be told from what the template writes.
+    """
+    markers = {index: f"{stem}content{number}z" for number, index in enumerate(wanted)}
+    copy = [_with_content(m, markers[i]) if i in markers else m for i, m in enumerate(messages)]
+    contents = {markers[index]: messages[index]["content"] for index in wanted}
+    spans = _fitted(text, re.split(f"({'|'.join(markers.values())})", render(copy)), contents)
+    return spans if spans is not None else _one_by_one(text, render, copy, messages, wanted, markers)
+
+
+def _fitted(text: str, pieces: Sequence[str], contents: Mapping[str, str]) -> list[Span] | None:
+    """The spans of the contents if `text` is exactly the scaffold pieces with some form of each content between."""
+    seen = set(pieces[1::2])
+    if seen != contents.keys():
+        return None
+    dead: set[tuple[int, int]] = set()
+
+    def fit(number: int, begin: int) -> list[Span] | None:
+        if number == len(pieces):
+            return [] if begin == len(text) else None
+        if (number, begin) in dead:
+            return None
+        if number % 2 == 0:
+            rest = fit(number + 1, begin + len(pieces[number])) if text.startswith(pieces[number], begin) else None
+            if rest is not None:
+                return rest
+        else:
+            for form in dict.fromkeys(forms(contents[pieces[number]])):
+                end = begin + len(form)
+                if text.startswith(form, begin) and (rest := fit(number + 1, end)) is not None:
+                    return [(begin, end), *rest]
+        dead.add((number, begin))
+        return None
+
+    return fit(0, 0)
+
+
+def _one_by_one(
+    text: str,
+    render: Render,
+    copy: Sequence[Message],
+    messages: Sequence[Message],
+    wanted: Sequence[int],
+    markers: Mapping[int, str],
+) -> list[Span] | None:
+    current, before = list(copy), render(copy)
+    spans: list[Span] = []
+    for index in wanted:
+        current[index] = messages[index]
+        after = render(current)
+        marker = markers[index]
+        at = before.find(marker)
+        if at < 0 or marker in after or before.count(marker) > 1:
+            return None
+        begin = min(common_length(before, after), at)
+        ending = min(common_length(before[::-1], after[::-1]), len(before) - at - len(marker))
+        spans.append((begin, len(after) - ending))
+        before = after
+    apart = all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+    return spans if before == text and apart and all(begin <= end for begin, end in spans) else None
+
+
+def _with_content(message: Message, content: str) -> Message:
+    return cast("Message", {**message, "content": content})

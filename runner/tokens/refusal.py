@@ -1,0 +1,39 @@
+"""Refusals: what a template, a vocabulary or a turn must have for an exact bridge, by name."""
+
+from __future__ import annotations
+
+import enum
+
+__all__ = ["Property", "Unbridgeable"]
+
+
+class Property(enum.StrEnum):
+    """What must hold for an exact bridge; `Unbridgeable` names the one that does not."""
+
+    TEMPLATE_RENDERS = "template_raises"  # the template raised on these messages
+    SENTINEL_SHOWN = "no_sentinel"  # the last assistant turn does not show what was said or called
+    TURN_STAYS_BEHIND = "marker_in_tail"  # the model's words would be repeated after the turn
+    TOOLS_STAY = "tools_move"  # the tools are printed behind the turn, so those in the prompt are in the wrong place
+    CONTENT_SHOWN = "content_missing"  # a new message cannot be seen in the render
+    STOP_IN_TAIL = "stop_not_in_tail"  # the sampled stop cannot stand where the template closes a turn
+    STOP_OPENS_NEXT = "stop_opens_wrong_role"  # the sampled stop opens a message of another role than the one that came
+    CLOSE_KNOWN = "close_not_found"  # a cut turn with calls: nothing shows where the template closes it
+    REASONING_CLOSED = "reasoning_open"  # the turn was cut inside its reasoning
+    TEXT_KEPT = "text_not_kept"  # encoding and decoding the tail gives another text
+    PROMPTS_ANSWER = "generation_prompt_missing"  # the render does not end by asking the model to speak
+    OPENED_ONCE = "assistant_opened_twice"  # the generation prompt stands there twice
+    TURNS_SAMPLED = "assistant_in_new"  # an assistant message that nobody sampled was appended
+
+
+class Unbridgeable(Exception):
+    """There is no exact bridge.
+
+    Attributes:
+        property: the name of what is missing.
+        explanation: the same for people.
+    """
+
+    def __init__(self, property: Property, explanation: str) -> None:
+        super().__init__(f"{property}: {explanation}")
+        self.property = property
+        self.explanation = explanation

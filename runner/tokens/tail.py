@@ -1,0 +1,219 @@
+"""The tail: what a render has after the words of the last assistant turn. Text only; safe in any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import cast
+
+from runner.messages import Message
+from runner.tokens.marking import Span, common_length, forms, locate, marked, sentinel
+from runner.tokens.refusal import Property, Unbridgeable
+from runner.tokens.template import Renderer, TemplateRaised, ToolSchema
+
+__all__ = ["Tail", "TailMaker"]
+
+
+class TailMaker:
+    """Renders conversations and asks of each render what every prompt must have.
+
+    Attributes:
+        renderer: the template, with its options and its clock fixed.
+        generation_prompt: what asks the model to speak, as a plain question shows it; "" where that shows nothing.
+    """
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.renderer = renderer
+        self.generation_prompt = _generation_prompt(renderer)
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, generation_prompt: bool = True
+    ) -> str:
+        """The text of `messages`.
+
+        Raises:
+            Unbridgeable: the template raises.
+        """
+        try:
+            return self.renderer.render(messages, tools=tools, generation_prompt=generation_prompt)
+        except TemplateRaised as error:
+            raise Unbridgeable(Property.TEMPLATE_RENDERS, str(error)) from error
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+        """The whole render, which asks the model to speak.
+
+        Raises:
+            Unbridgeable: the template raises, or does not ask.
+        """
+        text = self.render(messages, tools)
+        silent = None if self._asks(text) else self.render(messages, tools, generation_prompt=False)
+        self._check_asks(text, silent)
+        return text
+
+    def _asks(self, text: str) -> bool:
+        return bool(self.generation_prompt) and text.endswith(self.generation_prompt)
+
+    def _check_asks(self, text: str, silent: str | None) -> None:
+        name = self.renderer.template.name
+        if silent is not None and (len(text) <= len(silent) or not text.startswith(silent)):
+            raise Unbridgeable(
+                Property.PROMPTS_ANSWER,
+                f"template {name!r} ends with {text[-40:]!r}, with or without add_generation_prompt",
+            )
+        asked = self.generation_prompt
+        if asked.strip() and text.removesuffix(asked).endswith(asked):
+            raise Unbridgeable(Property.OPENED_ONCE, f"template {name!r} opens the assistant's turn twice: {asked!r}")
+
+    def check_asks(self, tail: Tail) -> None:
+        """See that the generation prompt is at the end of a tail, once.
+
+        Raises:
+            Unbridgeable: it is not.
+        """
+        self._check_asks(tail.text, None if self._asks(tail.text) else tail.silent)
+
+
+class Tail:
+    """What one render has after its last sentinel.
+
+    Attributes:
+        new: the messages that were appended.
+        text: from the sentinel to the end of the generation prompt.
+        after_call: the sentinel stood in a tool call, so the tail begins inside it.
+        markers_inside: what was said before the turn's end stands in the tail once more.
+
+        asked: names of the further renders that were asked for; shared by the tails of one kind.
+
+    Raises:
+        Unbridgeable: the template raises, or does not show the last turn.
+    """
+
+    def __init__(
+        self,
+        maker: TailMaker,
+        stem: str,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        asked: set[str] | None = None,
+    ) -> None:
+        self.new = new
+        self.asked = set() if asked is None else asked
+        self.after_call = bool(history[-1].get("tool_calls"))
+        self._maker = maker
+        self._stem = stem
+        self._history = [*history[:-1], marked(history[-1], stem, tools)]
+        self._tools = tools
+        self.text = self._text(new)
+        self.markers_inside = stem in self.text
+
+    def complete(self) -> None:
+        """Make the renders that tails of this kind were asked for before, so that none is made on the event loop."""
+        for name in tuple(self.asked):
+            with suppress(Unbridgeable):
+                getattr(self, name)
+
+    @cached_property
+    def first_seen(self) -> int:
+        """Where the first new content is found, which may be too early: "m" is in the template's own words too.
+
+        Raises:
+            Unbridgeable: a content cannot be seen, in the order of the messages.
+        """
+        first, end = 0, 0
+        for index, message in enumerate(self.new):
+            found = _find(self.text, message["content"], end)
+            if found is None:
+                raise Unbridgeable(
+                    Property.CONTENT_SHOWN,
+                    f"the content of a {message['role']} message is not in the render: {message['content']!r:.80}",
+                )
+            begin, end = found
+            first = begin if index == 0 else first
+        return first
+
+    @cached_property
+    def border(self) -> int:
+        """Where the first new content begins, by rendering a marker in its place.
+
+        Where the content changes what the template writes before it, only what both renders begin with counts.
+        """
+        self.asked.add("border")
+        marker = self._stem + "content"
+        first = cast("Message", {**self.new[0], "content": marker})
+        close, found, _ = self._text([first, *self.new[1:]]).partition(marker)
+        return common_length(self.text, close) if found else 0
+
+    @cached_property
+    def silent(self) -> str:
+        """The tail without the generation prompt."""
+        self.asked.add("silent")
+        return self._text(self.new, generation_prompt=False)
+
+    @cached_property
+    def alone(self) -> str | None:
+        """The tail without the new messages: the turn's close where nothing follows; None where that raises."""
+        self.asked.add("alone")
+        try:
+            return self._text((), generation_prompt=False)
+        except Unbridgeable:
+            return None
+
+    @cached_property
+    def alone_asking(self) -> str | None:
+        """The tail without the new messages, with the generation prompt; None where that raises."""
+        self.asked.add("alone_asking")
+        try:
+            return self._text(())
+        except Unbridgeable:
+            return None
+
+    def locate(self, wanted: Sequence[int]) -> list[Span] | None:
+        """Where the contents of these new messages stand in `text`, or None where that cannot be told."""
+        try:
+            return locate(self.text, self._text, self.new, wanted, self._stem)
+        except Unbridgeable:
+            return None
+
+    def after_text(self) -> Tail:
+        """The same tail if the turn had called nothing."""
+        said = cast("Message", {"role": "assistant", "content": "x"})
+        return Tail(self._maker, self._stem, [*self._history[:-1], said], self.new, self._tools)
+
+    def end_of_reasoning(self) -> str | None:
+        """What the template writes between the turn's reasoning and its text; None where it shows no reasoning."""
+        end, words = self._stem + "thought", self._stem + "words"
+        turn = cast("Message", {"role": "assistant", "content": words, "reasoning_content": end})
+        text = self._maker.render([*self._history[:-1], turn], self._tools, generation_prompt=False)
+        _, found, rest = text.rpartition(end)
+        between, shown, _ = rest.partition(words)
+        return between if found and shown else None
+
+    def _text(self, new: Sequence[Message], *, generation_prompt: bool = True) -> str:
+        text = self._maker.render([*self._history, *new], self._tools, generation_prompt=generation_prompt)
+        _, found, tail = text.rpartition(sentinel(self._stem))
+        if not found:
+            raise Unbridgeable(
+                Property.SENTINEL_SHOWN,
+                f"template {self._maker.renderer.template.name!r} does not show the last assistant turn",
+            )
+        return tail
+
+
+def _find(text: str, content: str, start: int) -> Span | None:
+    for form in forms(content):
+        begin = text.find(form, start)
+        if begin >= 0:
+            return begin, begin + len(form)
+    return None
+
+
+def _generation_prompt(renderer: Renderer) -> str:
+    question: list[Message] = [{"role": "user", "content": "A question."}]
+    try:
+        silent = renderer.render(question, generation_prompt=False)
+        asking = renderer.render(question)
+    except TemplateRaised:
+        return ""
+    return asking.removeprefix(silent) if asking.startswith(silent) else ""
