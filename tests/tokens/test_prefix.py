@@ -186,6 +186,12 @@ def test_a_second_stop_id_looks_like_a_cut_turn_without_them() -> None:
     assert replaced == joined([10, 2, 99, 51, 3, 2, 12, 2, 99])
 
 
+def test_an_eos_among_the_stop_ids_is_no_second_stop() -> None:
+    prefix = [10, 2, 99, 50, 2]
+    replaced = replace_prefix_tokens([10, 2, 99, 51, 2], prefix, [*prefix, 12, 2, 99], EOS, stop_ids=[2, 3])
+    assert replaced == joined([10, 2, 99, 51, 2, 12, 2, 99])
+
+
 def test_two_trailing_eos_are_refused() -> None:
     prefix = [10, 2, 99, 51, 2]
     replaced = replace_prefix_tokens([10, 2, 99, 51, 2, 2], prefix, [*prefix, 12, 2, 99], EOS)

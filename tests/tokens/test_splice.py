@@ -146,6 +146,17 @@ def test_an_edit_is_named_where_it_stands(index: int, changes: Dict, explanation
     assert len(alignment.appended) == len(STORED) - index
 
 
+def test_a_result_without_a_name_that_answers_another_call_is_an_edit_of_its_call() -> None:
+    alignment = compare(STORED, [*STORED[:3], result("call00001", "3"), *STORED[4:]])
+    assert (alignment.kind, alignment.index) == (AlignmentKind.EDITED, 3)
+    assert alignment.explanation == "message 3 (tool) was edited: it answers another call"
+
+
+def test_reasoning_that_is_missing_is_not_what_was_edited() -> None:
+    alignment = compare(STORED, with_changed(2, reasoning_content=None, name="Ann"))
+    assert alignment.explanation == "message 2 (assistant) was edited: its name was None and is 'Ann'"
+
+
 # --- what makes no difference
 
 
@@ -209,6 +220,14 @@ def test_the_same_id_in_every_turn_means_the_latest_call() -> None:
     assert is_same(renamed(rounds, {f"call0000{number}": "call_0" for number in range(3)}), rounds)
 
 
+def test_a_result_may_answer_the_call_of_an_earlier_turn() -> None:
+    other = {"role": "assistant", "content": "", "tool_calls": [call("call00002", {"a": 5})]}
+    stored = [*STORED[:4], other, result("call00002", "5"), result("call00001", "7")]
+    incoming = renamed(stored, {f"call0000{number}": f"toolu_{number}" for number in range(3)})
+    assert is_same(incoming, stored)
+    assert compare(stored[:6], incoming).appended[0]["tool_call_id"] == "call00001"
+
+
 def test_ids_that_two_calls_of_a_turn_share_are_answered_in_order() -> None:
     assert is_same(renamed(STORED, {"call00001": "call00000"}))
 
@@ -236,6 +255,7 @@ def test_a_list_of_text_parts_is_their_text_line_by_line() -> None:
 def test_an_empty_list_of_calls_is_none() -> None:
     assert is_same(with_changed(5, tool_calls=[]))
     assert is_same(with_changed(5, tool_calls=None))
+    assert normalize({**ANSWER, "tool_calls": []}) == ANSWER
 
 
 @pytest.mark.parametrize("arguments", ["", None, "{}", {}], ids=["empty", "None", "text", "object"])
@@ -404,6 +424,14 @@ def test_after_one_step_back_the_history_is_the_shorter_one() -> None:
     assert history.compare(incoming) == compare(STORED[:3], incoming)
     history.append(*RESULTS)
     assert history.compare(incoming).kind is AlignmentKind.SAME
+
+
+def test_a_call_that_was_forgotten_is_answered_by_nobody() -> None:
+    history = History()
+    history.append(*STORED)
+    history.truncate(2)
+    history.append(RESULTS[0])
+    assert history.compare([*STORED[:2], RESULTS[0]]).kind is AlignmentKind.SAME
 
 
 # --- properties
