@@ -21,12 +21,14 @@ class Words:
         bytes: the byte of each id that stands for one.
         space: the character that may be dropped at the very beginning.
         dropped: how many of them are, at most.
+        rewritten: what decoding writes in another way wherever it stands, such as "▁" for a space, and how.
     """
 
     texts: Sequence[str | None]
     bytes: Mapping[int, int]
     space: str
     dropped: int
+    rewritten: Sequence[tuple[str, str]]
 
 
 def byte_pieces(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int], size: int) -> list[bytes] | None:
@@ -71,7 +73,7 @@ def words(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int], size
         if "B" in shape and _BYTE.fullmatch(text):
             numbers[token_id] = int(text[3:5], 16)
     strip: Mapping[str, Any] = steps[-1] if shape.endswith("S") else {"content": " ", "start": 0}
-    return Words(texts, numbers, strip["content"], strip["start"])
+    return Words(texts, numbers, strip["content"], strip["start"], replaced)
 
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")

@@ -17,7 +17,7 @@ from runner.errors import BadModel
 from runner.tokens.added import AddedTokens, Content, deaf_model
 from runner.tokens.pieces import Words, byte_pieces, words
 
-__all__ = ["Content", "Tokenizer", "VocabularyTokenizer", "load_tokenizer", "without_surrogates"]
+__all__ = ["Content", "Tokenizer", "VocabularyTokenizer", "check_round_trip", "load_tokenizer", "without_surrogates"]
 
 
 class Tokenizer(Protocol):
@@ -189,8 +189,12 @@ class VocabularyTokenizer:
 
     def normalize(self, text: str) -> str:
         """`text` as the vocabulary's normaliser leaves it; see `Tokenizer`."""
-        plain = without_surrogates(text)
-        return plain if self._normalizer is None else self._normalizer.normalize_str(plain)
+        kept = without_surrogates(text)
+        if self._normalizer is not None:
+            kept = self._normalizer.normalize_str(kept)
+        for old, new in self.words.rewritten if self.words is not None else ():
+            kept = kept.replace(old, new)
+        return kept
 
 
 def load_tokenizer(folder: Path) -> VocabularyTokenizer:
@@ -199,17 +203,49 @@ def load_tokenizer(folder: Path) -> VocabularyTokenizer:
     It is read from tokenizer.json itself, since classes that rebuild it from the model's type change some vocabularies.
 
     Raises:
-        BadModel: there is no usable tokenizer.json.
+        BadModel: there is no usable tokenizer.json, or text is lost by encoding and decoding it.
     """
     path = folder / "tokenizer.json"
     try:
         text = path.read_text(encoding="utf-8")
-        return VocabularyTokenizer(text, eos_token=_eos_token(folder / "tokenizer_config.json"))
+        tokenizer = VocabularyTokenizer(text, eos_token=_eos_token(folder / "tokenizer_config.json"))
     except (OSError, ValueError) as error:
         raise BadModel(
             f"no tokenizer can be read from {path}: {error}. "
             f"Save one there with AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})."
         ) from error
+    check_round_trip(tokenizer, source=str(path))
+    return tokenizer
+
+
+def check_round_trip(tokenizer: Tokenizer, *, source: str = "the vocabulary") -> None:
+    """See that ordinary text of several scripts survives encoding and decoding, spaces and line breaks included.
+
+    Args:
+        tokenizer: the vocabulary.
+        source: where it is from, for the message.
+
+    Raises:
+        BadModel: a text is lost; the message has it and what became of it.
+    """
+    for text in _ORDINARY:
+        kept = tokenizer.decode(tokenizer.encode(text))
+        if kept != tokenizer.normalize(text):
+            raise BadModel(
+                f"{source} loses text: {text!r} comes back as {kept!r}. A class that rebuilds a tokenizer from the "
+                "model's type does that when it takes it for another type: put the tokenizer.json that the model was "
+                "published with in its place, or save one with PreTrainedTokenizerFast(tokenizer_file=...)."
+            )
+
+
+_ORDINARY = (
+    "What is 12 + 345.6? It's 357.6, isn't it:  yes.",
+    "one\ntwo\n\n  three\tfour",
+    "def add(a, b):\n    return {'sum': a + b}  # \"x\" <= 10 && !y\n",
+    "Ça va, größer, naïve, España, İstanbul",
+    "Привет, мир. Γειά σου Κόσμε. שלום עולם. مرحبا بالعالم.",  # noqa: RUF001
+    "你好，世界。こんにちは世界。안녕하세요 세계. नमस्ते दुनिया. สวัสดี",  # noqa: RUF001
+)
 
 
 def without_surrogates(text: str) -> str:

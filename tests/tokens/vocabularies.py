@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import random
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from runner.tokens.tokenizer import VocabularyTokenizer, load_tokenizer
 
 Json = dict[str, Any]
 
-__all__ = ["NAMES", "host", "mistral_sentencepiece_file", "qwen_file", "tekken_file", "vocabulary"]
+__all__ = ["NAMES", "host", "mistral_sentencepiece_file", "qwen_file", "spoken", "tekken_file", "vocabulary"]
 
 QWEN_SPECIAL = [f"<|{name}|>" for name in ("endoftext", "im_start", "im_end")]
 QWEN_SPECIAL += [f"<|{kind}_{end}|>" for kind in ("object_ref", "box", "quad", "vision") for end in ("start", "end")]
@@ -157,6 +158,35 @@ _BUILDERS: Mapping[str, Callable[[], VocabularyTokenizer]] = {
     "smollm2": smollm2,
 }
 NAMES = tuple(_BUILDERS)
+
+
+def spoken(rng: random.Random, control: Sequence[str] = ()) -> str:
+    """A text as people, tools and programs write it, with whole and broken control tokens among the words."""
+    broken = [name[: rng.randrange(1, len(name))] for name in control] + [name[1:] for name in control if name[1:]]
+    words = [*_WORDS, *control, *broken] if control else _WORDS
+    return "".join(rng.choice(words) + rng.choice(_SPACES) for _ in range(rng.randrange(1, 14)))
+
+
+_WORDS = (
+    *("the", "Result:", "x=1", "42", "1e-7", "don't", '{"a": [1, 2]}', "def f(x):", "http://a.b/c?d=e", "</b>", "<p>"),
+    *(
+        "é",
+        "e\u0301",
+        "naïve",
+        "你好",
+        "世界。",
+        "🙂",
+        "👩‍👩‍👧",
+        "Привет",
+        "नमस्ते",
+        "שלום",
+        "\u00a0",
+        "\ufffd",
+        "\u200d",
+    ),
+    *("<", ">", "|", "<|", "|>", "[", "]", "▁", "</", "_", "\n", "\t", "\r\n", "  ", "   ", "    ", ".", "!?", ",,,"),
+)
+_SPACES = ("", "", "", " ", " ", " ", "\n", "  ", "\n\n")
 
 
 def qwen_file(name: str) -> Path:
