@@ -19,7 +19,9 @@ from typer.testing import CliRunner, Result
 
 from runner import Conversation, Environment, Run, RunFile, Sampling, Task, Tool, Turn, reward, tool
 from runner.cli import app
+from runner.differences import Kind
 from runner.engines.base import FinishReason
+from runner.options import History
 from runner.store.header import Header
 from runner.testing import Reply, ScriptedEngine, call
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -27,7 +29,7 @@ from runner.tokens.log import Source
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import load_tokenizer
 from runner.trajectory import Trajectory
-from runner.verification import Kind, closing_stop, first_difference, stored_chat
+from runner.verification import first_difference, stored_chat
 
 DATED = "<|im_start|>system\nIt is {{ strftime_now('%d %B %Y, %H:%M:%S') }}.<|im_end|>\n"
 
@@ -41,7 +43,7 @@ class Wandering(Environment):
     """Everything that can become of a turn: calls, cuts, stops, a rewritten history, and two more agents."""
 
     def tasks(self) -> list[Task]:
-        return [Task(id=f"t{number}", prompt=f"Question {number}, größer?") for number in range(3)]
+        return [Task(id=f"t{number}", prompt=f"Question {number}, größer <|im_end|>?") for number in range(3)]
 
     @tool
     def add(self, a: int, b: int) -> int:
@@ -127,13 +129,15 @@ def replies(hermes: bool) -> dict[str, Any]:
     return {"main": main, "user": ["My order is late.", "Bye."]}
 
 
-async def play(path: Path, template: str, tokenizer: Any = None) -> None:
+async def play(path: Path, template: str, tokenizer: Any = None, history: Any = None) -> None:
     own = ChatTemplate.load(template)
     dated = ChatTemplate(DATED + own.text, name="dated", variables={"eos_token": "<|im_end|>"})
     engine = ScriptedEngine(replies(template == "hermes"), template=dated, tokenizer=tokenizer)
     elsewhere = ScriptedEngine("Well said.", template="hermes", tokenizer=ByteTokenizer(["<|judge|>"]))
-    run = Run(Wandering, engine, engines={"judge": elsewhere}, file=path, template_options={"enable_thinking": False})
-    async with run:
+    options = {"enable_thinking": False}
+    async with Run(
+        Wandering, engine, engines={"judge": elsewhere}, file=path, template_options=options, history=history
+    ) as run:
         async for trajectory in run:
             assert trajectory.outcome.scored, trajectory.error
 
@@ -216,6 +220,69 @@ def test_a_file_that_nobody_touched_follows_from_its_messages_and_sampled_ids(
     assert {row.agent for row in rows} == {"main", "user", "judge"}
     counts = len(rows), sum(row.turns for row in rows), sum(row.tokens for row in rows)
     assert "{} trajectories, {} turns, {} ids: all of it follows".format(*counts) in result.output
+
+
+@pytest.mark.parametrize(
+    ("history", "segments"),
+    [("refuse", 3), ("fork", 8), (History(content_safe=False), 3)],
+    ids=["refuse", "fork", "contents may control"],
+)
+def test_a_file_is_verified_as_its_run_kept_the_past(tmp_path: Path, history: Any, segments: int) -> None:
+    path = tmp_path / "run.db"
+    anyio.run(partial(play, history=history), path, "pythonic")
+    result = verify(path)
+    assert result.exit_code == 0, result.output
+    trajectory = trajectory_of(path)
+    assert len(trajectory.segments) == segments
+    begin = next(begin for part in range(segments) for _, begin in bridges(trajectory, part))
+    part = next(part for part in range(segments) if bridges(trajectory, part))
+    change_id(path, begin, segment=part)
+    found = damaged(path)
+    assert (found["kind"], found["segment"], found["index"]) == ("bridge", part, begin)
+
+
+class Pondering(Environment):
+    """Its model is cut while it thinks, and answered all the same."""
+
+    def tasks(self) -> list[Task]:
+        return [Task(id="t1", prompt="Why?")]
+
+    @reward
+    def correct(self) -> bool:
+        return True
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        conversation.add("Well?")
+        await conversation.generate()
+
+
+THINKING = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif -%}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_a_turn_that_was_cut_inside_its_reasoning_is_verified_with_what_closed_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.db"
+
+    async def ponder() -> None:
+        engine = ScriptedEngine(
+            [Reply("<think>Because", finish="length"), "So."], template=ChatTemplate(THINKING, name="thinking")
+        )
+        async with Run(Pondering, engine, file=path, history=History(close_reasoning=True)) as run:
+            async for trajectory in run:
+                assert trajectory.outcome.scored, trajectory.error
+
+    anyio.run(ponder)
+    assert verify(path).exit_code == 0, verify(path).output
+    first, second = trajectory_of(path).turns
+    assert (first.thinking, second.thinking) == (True, False)
+    change_id(path, first.end)
+    assert damaged(path)["index"] == first.end
+    change(path, f"UPDATE turns SET thinking = 0 WHERE {OF_ONE}", "main", 0)
+    assert (damaged(path)["kind"], damaged(path)["turn"]) == ("turn", 0)
 
 
 def test_the_file_that_is_damaged_below_has_every_kind_of_turn(path: Path) -> None:
@@ -525,7 +592,7 @@ def test_help_and_a_missing_argument() -> None:
 
 def pure_chat(header: Header) -> Any:
     template = ChatTemplate(header.template["text"], name="dated", variables=header.template["variables"])
-    return stored_chat(ByteTokenizer(), template, stop_ids=[257], options={}, now=header.clock)
+    return stored_chat(ByteTokenizer(), template, stop_ids=[257], options={}, now=header.clock, history=History())
 
 
 def test_a_segment_that_tries_a_turn_again_begins_with_the_prompt_of_that_turn(path: Path) -> None:
@@ -548,9 +615,3 @@ def test_a_segment_that_tries_a_turn_again_begins_with_the_prompt_of_that_turn(p
     found = first_difference(trajectory, chat)
     assert found is not None
     assert "no earlier turn had the prompt" in found.explanation
-
-
-def test_only_a_stop_id_of_the_model_closes_a_turn(path: Path) -> None:
-    turns = trajectory_of(path).turns
-    assert [closing_stop(turn, [257]) for turn in turns[3:7]] == [257, None, None, None]
-    assert closing_stop(turns[5], [257, 33]) == 33

@@ -14,8 +14,10 @@ from rich.text import Text
 
 from runner.chat import ChatModel
 from runner.commands.report import make_console
+from runner.differences import Difference, Kind
 from runner.errors import BadModel, DeltarunnerError, RunFileError
 from runner.models import resolve_model
+from runner.options import History
 from runner.store.header import Header
 from runner.store.plain import encode_standard_json
 from runner.store.reader import EpisodeRow, RunFile
@@ -23,7 +25,7 @@ from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer, load_tokenizer
 from runner.transcript import printable
-from runner.verification import Difference, Kind, first_difference, stored_chat
+from runner.verification import first_difference, stored_chat
 
 __all__ = ["verify_command"]
 
@@ -162,6 +164,7 @@ class Chats:
             stop_ids=engine["stop_ids"],
             options=header.template_options,
             now=header.clock,
+            history=History(**header.history),
         )
 
     def _vocabulary(self, engine: Mapping[str, Any]) -> Tokenizer:

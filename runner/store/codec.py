@@ -114,6 +114,7 @@ def _turn_row(position: int, turn: Turn) -> Row:
         "constrained": turn.constraint,
         "cached": turn.cached_tokens,
         "dropped": turn.dropped,
+        "thinking": int(turn.thinking),
         "reward": turn.reward,
         "queued": turn.timings.queued,
         "first_token": turn.timings.first_token,
@@ -204,6 +205,7 @@ def _turn(row: StoredRow, agent: str, log: TokenLog) -> Turn:
         junction=_junction(row),
         timings=Timings(row["queued"], row["first_token"], row["decode"], row["environment"]),
         dropped=row["dropped"],
+        thinking=bool(row["thinking"]),
         reward=row["reward"],
     )
 
@@ -286,19 +288,19 @@ def _unpacked_logprobs(data: bytes | None, sources: array[int]) -> array[float]:
 # --- reading
 
 
-TURNS_OF_EPISODE = """
+_TURNS = """
     SELECT turns.*, constraints.kind, constraints.value
     FROM turns LEFT JOIN constraints ON constraints.key = turns.constrained
     WHERE turns.episode = ? ORDER BY turns.position
 """
-
-
-SEGMENTS_OF_EPISODE = """
+_SEGMENTS = """
     SELECT segments.*, tools.tools AS schemas
     FROM segments LEFT JOIN tools ON tools.key = segments.tools
     WHERE segments.episode = ? ORDER BY segments.number
 """
-_SEGMENTS_OF_FORMAT_1 = "SELECT *, NULL AS schemas FROM segments WHERE episode = ? ORDER BY number"
+# What a file of format 1 does not have; who only reads it leaves it as it is.
+_TURNS_1 = _TURNS.replace("turns.*", "turns.*, 0 AS thinking")
+_SEGMENTS_1 = "SELECT *, NULL AS schemas FROM segments WHERE episode = ? ORDER BY number"
 
 
 def load_trajectory(connection: sqlite3.Connection, episode: StoredRow, decode_task: TaskDecoder) -> Trajectory:
@@ -307,8 +309,7 @@ def load_trajectory(connection: sqlite3.Connection, episode: StoredRow, decode_t
     (task,) = connection.execute(
         "SELECT task FROM tasks WHERE id = ? AND visit = ?", (episode["task_id"], episode["visit"])
     ).fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()  # a reader leaves an older file as it is
-    statement = SEGMENTS_OF_EPISODE if version > 1 else _SEGMENTS_OF_FORMAT_1
-    segments = connection.execute(statement, (key,)).fetchall()
-    turns = connection.execute(TURNS_OF_EPISODE, (key,)).fetchall()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    segments = connection.execute(_SEGMENTS if version > 1 else _SEGMENTS_1, (key,)).fetchall()
+    turns = connection.execute(_TURNS if version > 1 else _TURNS_1, (key,)).fetchall()
     return decode_trajectory(episode, decode_task(task), segments, turns)

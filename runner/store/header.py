@@ -86,7 +86,7 @@ BYTES: Final = 256
 """Where the control tokens of a vocabulary of bytes begin."""
 
 # Fields that headers of format 1 do not have: a run that was begun with one can be gone on with.
-_SINCE_FORMAT_2: Final = ("engine*.tokenizer", "engine*.stop_ids")
+_SINCE_FORMAT_2: Final = ("engine*.tokenizer", "engine*.stop_ids", "history.content_safe", "history.close_reasoning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Header:
         group_size: episodes of each task.
         seed: all random numbers follow from it.
         weights: of each reward, by name.
-        history: what is done where no exact bridge is proven.
+        history: how the past of a conversation is kept, as a `History` has it.
         wording: version of the fixed words that go back to a model.
         retries: how often an episode is played again after an engine's failure.
         breaker: the share of failures that ends the run.
@@ -169,7 +169,7 @@ class Header:
     group_size: int = 1
     seed: int = 0
     weights: Mapping[str, float] = field(default_factory=dict)
-    history: str = "append"
+    history: Mapping[str, Any] = field(default_factory=dict)
     wording: int = WORDING_VERSION
     retries: int = 0
     breaker: float = 1.0
@@ -205,6 +205,7 @@ class Header:
             group_size=run.group_size,
             seed=run.seed,
             weights={scorer.name: scorer.weight for scorer in run.scorers if scorer.kind != "metric"},
+            history=dataclasses.asdict(run.history),
             retries=run.retries,
             breaker=run.breaker,
             versions=_versions(),
@@ -228,6 +229,8 @@ class Header:
         values["clock"] = datetime.fromisoformat(values["clock"])
         values["created"] = datetime.fromisoformat(values["created"])
         values["unrecorded"] = tuple(values["unrecorded"])
+        if isinstance(values.get("history"), str):  # format 1 has the policy alone
+            values["history"] = {"policy": values["history"]}
         return cls(**values)
 
     def changes(self, new: Header) -> list[Change]:

@@ -17,6 +17,7 @@ MIGRATIONS: Final[Mapping[int, Sequence[str]]] = {
     1: (
         "CREATE TABLE tools (key INTEGER PRIMARY KEY, tools TEXT NOT NULL)",
         "ALTER TABLE segments ADD COLUMN tools INTEGER",
+        "ALTER TABLE turns ADD COLUMN thinking INTEGER NOT NULL DEFAULT 0",
     ),
 }
 """Statements that take a file from the format they are filed under to the next one; run when a writer opens it."""
@@ -111,6 +112,7 @@ CREATE TABLE turns (
     constrained INTEGER,                    -- constraints.key: what could be sampled
     cached      INTEGER,
     dropped     INTEGER NOT NULL,
+    thinking    INTEGER NOT NULL DEFAULT 0, -- 1: it was cut inside its reasoning
     reward      REAL NOT NULL,
     queued      REAL NOT NULL,              -- seconds, as the next three
     first_token REAL NOT NULL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from runner.options import Concurrency, Limits, Sampling
+from runner.options import Concurrency, History, HistoryPolicy, Limits, Sampling
 from runner.store.header import Header, OnChange
 from runner.store.secrets import hide_secrets, is_secret_name
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -215,6 +216,7 @@ def header_of(environment: object, now: datetime = CLOCK) -> Header:
         seed=3,
         template_options={"enable_thinking": False},
         scorers=(SimpleNamespace(name="correct", kind="reward", weight=2.0), SimpleNamespace(name="n", kind="metric")),
+        history=History(policy=HistoryPolicy.FORK),
         retries=2,
         breaker=0.5,
     )
@@ -234,6 +236,7 @@ def test_a_header_says_everything_that_matters() -> None:
     assert written.template_options == {"enable_thinking": False}
     assert (written.sampling, written.environment_sampling) == ({"max_tokens": 64}, {"temperature": 0.5})
     assert written.limits["seconds"] == 600
+    assert History(**written.history) == History(policy=HistoryPolicy.FORK)
     assert written.weights == {"correct": 2.0}
     assert written.versions["python"] == sys.version.split()[0]
     assert "anyio" in written.versions
@@ -257,9 +260,13 @@ def test_the_clock_of_a_run_prints_as_the_one_in_its_file_does() -> None:
 
 def test_a_run_that_an_older_version_began_can_be_gone_on_with() -> None:
     engine = {"kind": "vllm", "model": "m"}
-    old = header(engine=engine, engines={"judge": engine}, format=1)
+    text = header(engine=engine, engines={"judge": engine}, format=1).to_json()
+    old = Header.from_json(text.replace('"history":{}', '"history":"append"'))
     now = {**engine, "tokenizer": "f", "stop_ids": [2]}
-    assert old.refused(header(engine=now, engines={"judge": now})) == []
+    history = dataclasses.asdict(History())
+    assert old.refused(header(engine=now, engines={"judge": now}, history=history)) == []
+    forking = header(engine=now, engines={"judge": now}, history={**history, "policy": "fork"})
+    assert [change.path for change in old.refused(forking)] == ["history.policy"]
     assert len(header(engine=engine).refused(header(engine=now))) == 2
 
 

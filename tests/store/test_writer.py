@@ -360,6 +360,7 @@ async def test_a_file_of_an_older_version_is_migrated(path: Path, monkeypatch: p
 
 def with_tools(task: str, *names: str) -> Trajectory:
     trajectory = played(task)
+    trajectory.turns[-1].thinking = True
     trajectory.segments[0].tools = [{"type": "function", "function": {"name": name}} for name in names]
     return trajectory
 
@@ -378,7 +379,12 @@ async def test_the_tools_of_a_segment_are_kept_once_and_come_back_in_their_order
 
 def make_format_1(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
-        for statement in ("ALTER TABLE segments DROP COLUMN tools", "DROP TABLE tools", "PRAGMA user_version = 1"):
+        for statement in (
+            "ALTER TABLE segments DROP COLUMN tools",
+            "ALTER TABLE turns DROP COLUMN thinking",
+            "DROP TABLE tools",
+            "PRAGMA user_version = 1",
+        ):
             connection.execute(statement)
 
 
