@@ -115,6 +115,25 @@ def real_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine
     pool.close()
 
 
+@pytest.fixture
+def recorded_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
+    """`recorded_engine()`: says what `real_engine()` said when the test was recorded; see --runner-record."""
+    from runner.testing.cassette import Cassette
+
+    cassette = Cassette(request, record=request.config.getoption("--runner-record"))
+
+    def recorded(source: Any = None, *, name: str = "", tokenizer: Any = None) -> Engine:
+        __tracebackhide__ = True
+        with _one_message():
+            return cassette.engine(source, name=name, tokenizer=tokenizer)
+
+    yield recorded
+    if not request.node.stash.get(_failed, False):
+        with _one_message():
+            cassette.save()
+        _complain(request, cassette.problems())
+
+
 # --- vocabularies
 
 

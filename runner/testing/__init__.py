@@ -13,6 +13,7 @@ from runner.testing.forcing import FORCING, ForcedEngine, force
 from runner.testing.leaks import Leaked, no_leaks
 from runner.testing.playing import play, play_async, play_many, play_many_async
 from runner.testing.queued import QueuedEngine
+from runner.testing.recording import record, replay
 from runner.testing.vocabulary import AwkwardTokenizer, PlainTokenizer
 from runner.testing.watchdog import LoopWatchdog
 
@@ -42,4 +43,6 @@ __all__ = [
     "play_async",
     "play_many",
     "play_many_async",
+    "record",
+    "replay",
 ]

@@ -1,0 +1,201 @@
+"""Recordings: what an engine said once, in a small file beside the test, said again without it."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from runner.engines.base import (
+    Delta,
+    DeltaStream,
+    Engine,
+    EngineStats,
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    Session,
+)
+from runner.engines.script import ModelCall, Reply
+from runner.errors import BadInput, RequestRejected
+from runner.testing.queued import CheckedEngine
+from runner.testing.recording_file import AGAIN, RecordedTurn, Recording, read_recording, write_recording
+from runner.testing.token_diff import first_difference, token_diff
+from runner.tokens.tokenizer import Tokenizer
+
+__all__ = ["RecordingEngine", "ReplayEngine", "record", "replay"]
+
+
+def record(engine: Engine) -> RecordingEngine:
+    """An engine that passes everything on to `engine` and keeps it; `save(path)` writes the recording."""
+    return RecordingEngine(engine)
+
+
+def replay(path: Path | str, *, tokenizer: Tokenizer | None = None, places: int = 256) -> ReplayEngine:
+    """An engine that says what is recorded in a file, each turn to the prompt that it was said to.
+
+    Args:
+        path: the recording.
+        tokenizer: the vocabulary of the model; by default it is loaded by the model's name, without the model.
+        places: requests that run at once.
+
+    Raises:
+        BadInput: the file is missing, damaged, edited by hand or of another version, or its vocabulary or template is
+            not what it was; the message says what to do.
+    """
+    recording = read_recording(Path(path), tokenizer)
+    return ReplayEngine(recording, places=places)
+
+
+class RecordingEngine(Engine):
+    """Another engine, whose requests and answers are kept.
+
+    Attributes:
+        inner: the engine.
+        recorded: how many requests were.
+    """
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+        self._calls: list[RecordedTurn] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    @property
+    def recorded(self) -> int:
+        return len(self._calls)
+
+    @property
+    def running(self) -> bool:  # type: ignore[override]  # the inner engine's
+        return self.inner.running
+
+    async def __aenter__(self) -> Self:
+        await self.inner.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.inner.__aexit__(kind, error, traceback)
+
+    def stream(self, request: GenerationRequest) -> DeltaStream:
+        """The deltas of one request, kept as they are read."""
+        return _RecordedStream(self.inner.stream(request), request, self._calls)
+
+    def session(self, *, late: bool = False) -> Session:
+        """A handle for one conversation."""
+        return self.inner.session(late=late)
+
+    def close_session(self, session: Session) -> None:
+        """Give the session's room back."""
+        self.inner.close_session(session)
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing now."""
+        return self.inner.stats()
+
+    async def health(self) -> None:
+        """Return while the engine can answer."""
+        await self.inner.health()
+
+    def describe(self) -> dict[str, Any]:
+        """What a run's header keeps of the engine."""
+        return self.inner.describe()
+
+    def save(self, path: Path | str) -> None:
+        """Write the recording: sorted, so that it does not depend on who was played first; one line a list of ids.
+
+        Raises:
+            BadInput: nothing was recorded, or the engine failed meanwhile.
+        """
+        if not self._calls:
+            raise BadInput(f"{path}: nothing was asked of the engine, so there is nothing to record.")
+        failed = [call.name for call in self._calls if call.finish in (None, FinishReason.ERROR)]
+        if failed:
+            raise BadInput(f"{path}: the engine failed at {', '.join(failed)}, so nothing is recorded.")
+        write_recording(Path(path), self.inner, self._calls)
+
+
+class ReplayEngine(CheckedEngine):
+    """Says what is recorded; made by `replay`."""
+
+    def __init__(self, recording: Recording, *, places: int) -> None:
+        self._path = recording.path
+        self._recorded = recording.turns
+        self._left = list(recording.turns)
+        super().__init__(
+            tokenizer=recording.tokenizer,
+            template=recording.template,
+            stop_ids=recording.stop_ids,
+            context=recording.context,
+            places=places,
+        )
+
+    def leftovers(self) -> str:
+        """What is recorded and nobody asked for."""
+        if not self._left:
+            return ""
+        names = ", ".join(call.name for call in self._left[:8])
+        return (
+            f"{self._path}: {len(self._left)} of {len(self._recorded)} recorded turns were never asked for ({names}): "
+            f"the recording is stale. If that is meant, {AGAIN}."
+        )
+
+    async def _answer(self, call: ModelCall) -> Reply:
+        prompt = array("i", call.prompt_ids)
+        name = call.request.name
+        same = [recorded for recorded in self._left if recorded.prompt == prompt]
+        found = next((recorded for recorded in same if recorded.name == name), same[0] if same else None)
+        if found is None:
+            raise RequestRejected(self._differs(name, prompt))
+        self._left.remove(found)
+        return found.reply()
+
+    def _differs(self, name: str, prompt: array[int]) -> str:
+        again = f"If that is meant, {AGAIN}."
+        nearest = next((recorded for recorded in self._left if recorded.name == name), None) or max(
+            self._left, key=lambda recorded: first_difference(recorded.prompt, prompt), default=None
+        )
+        if nearest is None:
+            return f"{name}: {self._path} has no further turn; all {len(self._recorded)} were said. {again}"
+        at = first_difference(nearest.prompt, prompt)
+        return (
+            f"{name}: the prompt differs from {nearest.name} in {self._path} at id {at} "
+            f"(of {len(nearest.prompt)} recorded, {len(prompt)} now). {again}\n"
+            f"{token_diff(nearest.prompt, prompt, self.tokenizer)}"
+        )
+
+
+class _RecordedStream(DeltaStream):
+    def __init__(self, inner: DeltaStream, request: GenerationRequest, calls: list[RecordedTurn]) -> None:
+        self._inner = inner
+        self._calls = calls
+        self._call = RecordedTurn(request.name, array("i", request.prompt))
+
+    @property
+    def rest(self) -> list[Delta]:  # type: ignore[override]  # the inner stream's
+        return self._inner.rest
+
+    @property
+    def finish(self) -> Finish | None:  # type: ignore[override]  # the inner stream's
+        return self._inner.finish
+
+    async def __aenter__(self) -> Self:
+        await self._inner.__aenter__()
+        self._calls.append(self._call)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._inner.__aexit__(kind, error, traceback)
+        for delta in self._inner.rest:
+            self._call.hear(delta)
+        self._call.end(self._inner.finish)
+
+    async def __anext__(self) -> Delta:
+        delta = await self._inner.__anext__()
+        self._call.hear(delta)
+        return delta

@@ -1,0 +1,276 @@
+"""The file of a recording: small, sorted and readable JSON, written and read back with every doubt about it told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from runner.engines.base import Delta, Engine, Finish, FinishReason
+from runner.engines.script import Reply
+from runner.errors import BadInput, DeltarunnerError
+from runner.testing.vocabulary import AwkwardTokenizer, PlainTokenizer
+from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.template import ChatTemplate
+from runner.tokens.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["AGAIN", "RecordedTurn", "Recording", "read_recording", "write_recording"]
+
+VERSION: Final = 1
+AGAIN: Final = "run pytest with --runner-record=rewrite to record it anew"
+
+_OWN: Final[dict[str, Callable[[], ByteTokenizer]]] = {"bytes": PlainTokenizer, "awkward": AwkwardTokenizer}
+
+
+@dataclass(slots=True)
+class RecordedTurn:
+    """One request and what came of it.
+
+    Attributes:
+        name: episode, agent and turn.
+        prompt: every id that was sent.
+        said: every id that was sampled, read or not.
+        logprobs: of those, or None.
+        finish: why it ended.
+        stop: the stop id behind it.
+    """
+
+    name: str
+    prompt: array[int]
+    said: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: list[float] | None = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop: int | None = None
+
+    def hear(self, delta: Delta) -> None:
+        self.said.extend(delta.token_ids)
+        if delta.logprobs is None:
+            self.logprobs = None
+        elif self.logprobs is not None:
+            self.logprobs.extend(delta.logprobs)
+
+    def end(self, finish: Finish | None) -> None:
+        self.finish = finish.reason if finish is not None else FinishReason.ERROR
+        self.stop = finish.stop if finish is not None and isinstance(finish.stop, int) else None
+
+    def reply(self) -> Reply:
+        # What the runner cut itself, it will cut again: the engine only stops there.
+        stops = self.finish is FinishReason.STOP
+        finish = FinishReason.STOP if stops else FinishReason.LENGTH
+        return Reply(ids=self.said, logprobs=self.logprobs, finish=finish, stop=self.stop if stops else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What is in a file.
+
+    Attributes:
+        path: the file.
+        turns: sorted by name.
+        tokenizer: the vocabulary of the model that spoke.
+        template: its chat template.
+        stop_ids: what ended its turns.
+        context: the most ids that a prompt and what is sampled on it may have together.
+    """
+
+    path: Path
+    turns: Sequence[RecordedTurn]
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    stop_ids: tuple[int, ...]
+    context: int
+
+
+def write_recording(path: Path, engine: Engine, turns: Sequence[RecordedTurn]) -> None:
+    """Write what `engine` said: sorted, so that it does not depend on who was played first."""
+    in_order = sorted(turns, key=lambda turn: _natural(turn.name))
+    document = {"engine": _described(engine), "calls": list(_written(in_order, engine.tokenizer))}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_as_text(document), encoding="utf-8")
+
+
+def read_recording(path: Path, tokenizer: Tokenizer | None) -> Recording:
+    """Read it back.
+
+    Args:
+        path: the file.
+        tokenizer: the vocabulary, where it cannot be loaded by the model's name.
+
+    Raises:
+        BadInput: the file is missing, damaged, edited by hand or of another version, or its vocabulary or template is
+            not what it was; the message says what to do.
+    """
+    document = _read(path)
+    said = document["engine"]
+    return Recording(
+        path,
+        list(_calls(document["calls"])),
+        _vocabulary(path, said, tokenizer),
+        _template(path, said["template"]),
+        tuple(said["stop_ids"]),
+        said["context"],
+    )
+
+
+# --- writing
+
+
+def _described(engine: Engine) -> dict[str, Any]:
+    tokenizer, template = engine.tokenizer, engine.template
+    own = next((name for name, make in _OWN.items() if make().fingerprint == tokenizer.fingerprint), None)
+    try:
+        bundled = ChatTemplate.load(template.name).fingerprint == template.fingerprint
+    except DeltarunnerError:
+        bundled = False
+    text = {} if bundled else {"text": template.text, "variables": dict(template.variables)}
+    return {
+        "vocabulary": own or engine.describe().get("model"),
+        "fingerprint": tokenizer.fingerprint,
+        "template": {"name": template.name, "fingerprint": template.fingerprint, **text},
+        "stop_ids": list(engine.stop_ids),
+        "context": engine.context,
+    }
+
+
+def _written(calls: Sequence[RecordedTurn], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    names: dict[str, int] = {}
+    for number, call in enumerate(calls):
+        names[call.name] = names.get(call.name, 0) + 1
+        if names[call.name] > 1:  # an episode that was played again
+            call = replace(call, name=f"{call.name} ({names[call.name]})")
+        before = [earlier for earlier in calls[:number] if _is_prefix(earlier, call)]
+        longest = max(before, key=lambda earlier: len(earlier.prompt) + len(earlier.said), default=None)
+        known = len(longest.prompt) + len(longest.said) if longest is not None else 0
+        new = call.prompt[known:]
+        logprobs = call.logprobs if call.logprobs is not None and all(map(math.isfinite, call.logprobs)) else None
+        yield {
+            "call": call.name,
+            "after": longest.name if longest is not None else None,
+            "prompt": tokenizer.decode(new),
+            "prompt_ids": _packed(new),
+            "said": tokenizer.decode(call.said),
+            "said_ids": _packed(call.said),
+            "logprobs": None if logprobs is None else " ".join(f"{value:.4f}" for value in logprobs),
+            "finish": call.finish,
+            "stop": call.stop,
+        }
+
+
+def _is_prefix(earlier: RecordedTurn, call: RecordedTurn) -> bool:
+    known = earlier.prompt + earlier.said
+    return len(known) <= len(call.prompt) and call.prompt[: len(known)] == known
+
+
+def _packed(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts turn 10 behind turn 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _as_text(document: dict[str, Any]) -> str:
+    def lines(fields: dict[str, Any]) -> str:
+        return ",\n".join(
+            f" {json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items()
+        )
+
+    calls = ",\n".join(f"{{\n{lines(call)}\n}}" for call in document["calls"])
+    head = lines({"recording": VERSION, "digest": _digest(document), "engine": document["engine"]})
+    return f'{{\n{head},\n "calls": [\n{calls}\n]\n}}\n'
+
+
+def _digest(document: dict[str, Any]) -> str:
+    content = json.dumps([document["engine"], document["calls"]], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+# --- reading
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInput(
+            f"there is no recording {path}: run pytest with --runner-record=once to make it, where the model is."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path} cannot be read as JSON ({error}): restore it, or {AGAIN}.") from None
+    version = document.get("recording") if isinstance(document, dict) else None
+    if version is None:
+        raise BadInput(f"{path} is no recording: restore it, or {AGAIN}.")
+    if version != VERSION:
+        raise BadInput(f"{path} is a recording of version {version!r}, and this is version {VERSION}: {AGAIN}.")
+    try:
+        digest = _digest(document)
+    except KeyError as missing:
+        raise BadInput(f"{path} has no {missing}: it was edited by hand. Restore it, or {AGAIN}.") from None
+    if document.get("digest") != digest:
+        raise BadInput(
+            f"{path} was edited by hand, or merged: what it holds is not what was recorded. Restore it, or {AGAIN}."
+        )
+    return document
+
+
+def _calls(written: Sequence[dict[str, Any]]) -> Iterator[RecordedTurn]:
+    known: dict[str, RecordedTurn] = {}
+    for fields in written:
+        before = known.get(fields["after"] or "")
+        prompt = before.prompt + before.said if before is not None else array("i")
+        logprobs = fields["logprobs"]
+        call = known[fields["call"]] = RecordedTurn(
+            fields["call"],
+            prompt + _ids(fields["prompt_ids"]),
+            _ids(fields["said_ids"]),
+            None if logprobs is None else [float(value) for value in logprobs.split()],
+            FinishReason(fields["finish"]),
+            fields["stop"],
+        )
+        yield call
+
+
+def _ids(text: str) -> array[int]:
+    return array("i", map(int, text.split()))
+
+
+def _vocabulary(path: Path, said: dict[str, Any], given: Tokenizer | None) -> Tokenizer:
+    name = said["vocabulary"]
+    tokenizer = given if given is not None else _load(path, name)
+    if tokenizer.fingerprint != said["fingerprint"]:
+        raise BadInput(
+            f"{path} was recorded with another vocabulary ({said['fingerprint']}, {name}) than this one "
+            f"({tokenizer.fingerprint}): give that one with tokenizer=, or {AGAIN}."
+        )
+    return tokenizer
+
+
+def _load(path: Path, name: Any) -> Tokenizer:
+    if name in _OWN:
+        return _OWN[name]()
+    if not isinstance(name, str):
+        raise BadInput(f"{path} does not say which vocabulary it was recorded with: give it, tokenizer=....")
+    from runner.models import resolve_model
+
+    try:
+        return load_tokenizer(resolve_model(name).folder)
+    except DeltarunnerError as error:
+        raise BadInput(
+            f"{path} needs the vocabulary of {name!r}, which cannot be loaded: {error} Or give it, tokenizer=...."
+        ) from None
+
+
+def _template(path: Path, said: dict[str, Any]) -> ChatTemplate:
+    if "text" in said:
+        return ChatTemplate(said["text"], said["name"], said["variables"])
+    template = ChatTemplate.load(said["name"])
+    if template.fingerprint != said["fingerprint"]:
+        raise BadInput(f"{path} was recorded with another version of the template {said['name']!r}: {AGAIN}.")
+    return template

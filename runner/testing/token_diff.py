@@ -1,0 +1,68 @@
+"""Two lists of token ids, aligned where they first differ, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
+from itertools import zip_longest
+from typing import Final
+
+from runner.tokens.tokenizer import Tokenizer
+
+__all__ = ["first_difference", "token_diff"]
+
+_BEFORE: Final = 4
+_COLUMNS: Final = 12
+_TEXT: Final = 40
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """The index of the first id that differs; where one is the other's beginning, its length."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def token_diff(
+    recorded: Sequence[int], now: Sequence[int], tokenizer: Tokenizer, names: tuple[str, str] = ("recorded", "now")
+) -> str:
+    """Both around their first difference: as text, and id by id, aligned, with marks under the ids that differ.
+
+    Args:
+        recorded: what was expected.
+        now: what came.
+        tokenizer: decodes them.
+        names: what to call them.
+    """
+    at = first_difference(recorded, now)
+    begin = max(0, at - _BEFORE)
+    columns = list(_columns(recorded[begin : begin + _COLUMNS], now[begin : begin + _COLUMNS]))[:_COLUMNS]
+    sides = [[_cell(column[side], tokenizer) for column in columns] for side in (0, 1)]
+    widths = [max(map(len, cells)) for cells in zip(*sides, strict=True)]
+    marks = ["" if one == other else "^" * width for (one, other), width in zip(columns, widths, strict=True)]
+    margin = max(map(len, names))
+    rows = [_row(name, cells, widths, margin) for name, cells in zip(names, sides, strict=True)]
+    texts = [
+        f"  {name:{margin}}  {_text(ids, at, tokenizer)}" for name, ids in zip(names, (recorded, now), strict=True)
+    ]
+    return "\n".join([*texts, f"  {f'id {begin}':{margin}}", *rows, _row("", marks, widths, margin)])
+
+
+def _columns(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int | None, int | None]]:
+    matcher = SequenceMatcher(None, one, other, autojunk=False)
+    for _, start, end, other_start, other_end in matcher.get_opcodes():
+        yield from zip_longest(one[start:end], other[other_start:other_end])
+
+
+def _cell(token_id: int | None, tokenizer: Tokenizer) -> str:
+    return "" if token_id is None else f"{token_id}:{tokenizer.decode([token_id])!r}"
+
+
+def _row(name: str, cells: Sequence[str], widths: Sequence[int], margin: int) -> str:
+    line = "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
+    return f"  {name:{margin}}  {line}".rstrip()
+
+
+def _text(ids: Sequence[int], at: int, tokenizer: Tokenizer) -> str:
+    before = tokenizer.decode(ids[max(0, at - _TEXT) : at])
+    after = tokenizer.decode(ids[at : at + _TEXT])
+    return f"{before[-_TEXT:]!r} then {after[:_TEXT]!r}"
