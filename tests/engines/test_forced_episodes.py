@@ -1,0 +1,385 @@
+"""Exactness on the real engine: awkward generations in whole episodes, against what vLLM got and Hugging Face computes.
+
+The engine computes in float32, so that log-probabilities can be compared; it is the one of docs/forced-ids.md.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from runner import (
+    Conversation,
+    Environment,
+    FinishReason,
+    Message,
+    Outcome,
+    Run,
+    Sampling,
+    Task,
+    Trajectory,
+    Turn,
+    VllmEngine,
+    reward,
+    tool,
+)
+from runner.engines.base import Engine, GenerationRequest
+from runner.errors import RequestRejected
+from runner.testing import assert_exact, force
+from runner.tokens.junction import Close, Result
+
+pytestmark = [pytest.mark.anyio, pytest.mark.engine]
+
+PAGE = Path(__file__).parents[2] / "docs" / "forced-ids.md"
+(EXAMPLE,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+NAMES: dict[str, Any] = {"__name__": "page"}
+exec(compile(EXAMPLE, str(PAGE), "exec"), NAMES)
+
+anyio_backend, forcible = NAMES["anyio_backend"], NAMES["forcible"]  # the page's own fixtures
+bytewise: Callable[[VllmEngine, str], list[int]] = NAMES["bytewise"]
+
+START, STOP, END_OF_TEXT = 1, 2, 0
+SMILE = "\N{SLIGHTLY SMILING FACE}"
+TOLERANCE = 1e-3  # nats; the two implementations were seen to differ by 4e-5
+
+Teacher = Callable[[Sequence[int]], list[float]]
+
+
+async def test_the_example_of_the_page_passes(forcible: VllmEngine) -> None:
+    assert forcible.stop_ids == (STOP,)
+    await NAMES["test_a_call_in_unusual_pieces_is_run"](forcible)
+
+
+@dataclass(frozen=True)
+class Said:
+    """One turn as it is forced, and what the environment makes of it."""
+
+    ids: list[int]
+    cut: bool = False
+    answered: bool = True
+    called: tuple[str, ...] = ()
+
+
+def awkward(engine: VllmEngine) -> list[Said]:
+    """Turns that no tokenizer would write, or no template would write back."""
+    encode, smile = engine.tokenizer.encode, bytewise(engine, SMILE)
+    accent = bytewise(engine, "\N{LATIN SMALL LETTER E WITH ACUTE}")[0]
+    return [
+        # Each byte an id of its own.
+        Said([*bytewise(engine, "[add(a=17, b=25)]"), STOP], called=("add",)),
+        # Canonical ids of a text that the template writes in another way.
+        Said([*encode(r"""[ note( text = 'it\'s\t\u00e9 "q" \\',weight = 1e-7 ,) ]"""), STOP], called=("note",)),
+        Said(
+            [*encode("Let me see.\n\n"), *bytewise(engine, "[add(a=1,b=2),add( b=4, a=3)]"), STOP], called=("add",) * 2
+        ),
+        # Control text in ordinary characters, and control ids that end nothing.
+        Said([*bytewise(engine, "<|im_end|>\n<|im_start|>user\nNo. "), START, END_OF_TEXT, STOP]),
+        # A character over the end of a turn that was cut, and half a character before the stop.
+        Said([*encode("So be it "), *smile[:2]], cut=True, answered=False),
+        Said([*smile[2:], *bytewise(engine, " or not "), accent, STOP]),
+        # A call that is never closed, and one that was cut just before it would have been.
+        Said([*encode("[add(a=1, b="), STOP], called=("add",)),
+        Said(encode("[add(a=1, b=2)"), cut=True, called=("add",)),
+        Said([*encode("Done.\n\n"), STOP], answered=False),
+    ]
+
+
+class Notebook(Environment):
+    """Plays turn by turn what it is told of them; the tools are real."""
+
+    def __init__(self, turns: Sequence[Said]) -> None:
+        self.said = turns
+
+    def tasks(self) -> list[Task]:
+        return [Task(id="awkward", prompt="Keep my notes, please.")]
+
+    @tool
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    @tool
+    def note(self, text: str, weight: float = 1.0) -> str:
+        """Keep a note."""
+        return f"kept {text!r} at {weight!r}"
+
+    def step(self, turn: Turn) -> str:
+        return f"Go on after {turn.text[-4:]!r}."
+
+    async def rollout(self, conversation: Conversation) -> None:
+        for said in self.said:
+            longest = len(said.ids) + (not said.cut)
+            turn = await conversation.generate(sampling=Sampling(max_tokens=longest))
+            if said.answered:
+                reply = await self.episode.answer(turn)
+                assert reply is not None
+                conversation.add(reply)
+
+    @reward
+    def played(self) -> bool:
+        return len(self.episode.turns) == len(self.said)
+
+
+@pytest.fixture
+def sent(forcible: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The prompt ids of each request as they reach vLLM."""
+    prompts: list[list[int]] = []
+    add_request = forcible._llm.add_request
+
+    async def record(name: str, prompt: Any, parameters: Any) -> Any:
+        prompts.append(list(prompt["prompt_token_ids"]))
+        return await add_request(name, prompt, parameters)
+
+    monkeypatch.setattr(forcible._llm, "add_request", record)
+    return prompts
+
+
+async def play(engine: Engine, said: Sequence[Said], *, stop_ids: tuple[int, ...] | None = None) -> Trajectory:
+    forced = force(engine, [turn.ids for turn in said])
+    forced.stop_ids = stop_ids or engine.stop_ids
+    async with Run(Notebook(said), forced) as run:
+        (trajectory,) = [trajectory async for trajectory in run]
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
+    assert trajectory.reward == 1
+    assert_exact(trajectory, forced)
+    return trajectory
+
+
+def assert_sent(trajectory: Trajectory, said: Sequence[Said], sent: Sequence[Sequence[int]], block: int) -> None:
+    """Prompts grew by exactly what was sampled and a bridge, in the engine's own list as in the trajectory."""
+    log = trajectory.segments[0].log
+    assert len(trajectory.segments) == 1
+    assert len(sent) == len(trajectory.turns) == len(said)
+    for turn, prompt, forced in zip(trajectory.turns, sent, said, strict=True):
+        assert list(turn.prompt_ids) == prompt
+        assert list(turn.token_ids) == forced.ids
+        assert turn.finish is (FinishReason.LENGTH if forced.cut else FinishReason.STOP)
+    for (before, prompt), (turn, following) in pairwise(zip(trajectory.turns, sent, strict=True)):
+        history = [*prompt, *before.token_ids]
+        bridge = list(log.ids[before.end : turn.start])
+        assert following == [*history, *bridge]
+        # Evidence from the engine itself: it found every full block of what came before in its cache.
+        assert turn.cached_tokens == (len(history) - 1) // block * block
+        if bridge:
+            assert turn.junction is not None
+            assert turn.junction.result is Result.APPENDED
+
+
+async def test_awkward_turns_reach_the_engine_as_they_were_sampled_and_nothing_else_is_put_between(
+    forcible: VllmEngine, sent: list[list[int]]
+) -> None:
+    said = awkward(forcible)
+    trajectory = await play(forcible, said)
+    assert_sent(trajectory, said, sent, forcible.describe()["chosen"]["block_size"])
+
+    turns = trajectory.turns
+    assert [tuple(call.name for call in turn.tool_calls) for turn in turns] == [turn.called for turn in said]
+    errors = [[call.error for call in turn.tool_calls if call.error] for turn in turns]
+    assert [bool(error) for error in errors] == [False] * 6 + [True] * 2 + [False]
+    assert turns[1].tool_calls[0].arguments == {"text": 'it\'s\t\u00e9 "q" \\', "weight": 1e-7}
+    assert [message["content"] for message in trajectory.messages if message["role"] == "tool"] == [
+        "42",
+        "kept 'it\\'s\\té \"q\" \\\\' at 1e-07",
+        "3",
+        "7",
+    ]
+    assert turns[3].text == "<|im_end|>\n<|im_start|>user\nNo. <|im_start|><|endoftext|>"
+    assert (turns[4].text, turns[5].text) == ("So be it \N{REPLACEMENT CHARACTER}", f"So be it {SMILE} or not \ufffd")
+    # A cut turn is closed for the model, not by it; the others closed themselves.
+    closes = [turn.junction and turn.junction.close for turn in turns]
+    assert closes == [None, *[Close.SAMPLED] * 4, None, Close.SAMPLED, Close.SAMPLED, Close.MASKED]
+
+
+async def test_a_newline_and_a_second_stop_behind_the_models_own_close_stay_and_are_not_written_again(
+    forcible: VllmEngine, sent: list[list[int]]
+) -> None:
+    encode = forcible.tokenizer.encode
+    newline = encode("\n")
+    said = [
+        Said([*encode("It is so."), STOP, *newline, END_OF_TEXT]),
+        Said([*encode("It is not."), STOP, *newline], cut=True),
+        Said([*encode("Bye."), STOP, END_OF_TEXT], answered=False),
+    ]
+    # As a model whose turns end with <|endoftext|> and that was taught to write its template's close before it.
+    trajectory = await play(forcible, said, stop_ids=(END_OF_TEXT,))
+    assert_sent(trajectory, said, sent, forcible.describe()["chosen"]["block_size"])
+    log = trajectory.segments[0].log
+    for before, turn in pairwise(trajectory.turns):
+        bridge = log.ids[before.end : turn.start]
+        assert bridge[0] == START
+        assert bridge.count(STOP) == 1  # the new message's own
+
+
+@pytest.fixture(scope="module")
+def teacher(demo_model_folder: Path) -> Teacher:
+    """Hugging Face's log-probability of each id after the ones before it, in float32; NaN for the first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other libraries' own affairs
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(demo_model_folder, dtype=torch.float32)
+
+    def logprobs(ids: Sequence[int]) -> list[float]:
+        sequence = torch.tensor([list(ids)])
+        with torch.inference_mode():
+            rows = model(sequence).logits[0, :-1].float().log_softmax(-1)
+        return [math.nan, *rows.gather(1, sequence[0, 1:, None])[:, 0].tolist()]
+
+    return logprobs
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far a sequence is from the one that was sampled on.
+
+    Attributes:
+        unaligned: sampled ids that it does not have.
+        largest: the largest difference of the log-probability of a sampled id that it has, in nats.
+    """
+
+    unaligned: int
+    largest: float
+
+
+def deviation(trajectory: Trajectory, ids: Sequence[int], teacher: Teacher) -> Deviation:
+    """Compare the stored log-probabilities with the teacher's on `ids`, aligned by their longest common blocks."""
+    log = trajectory.segments[0].log
+    expected = teacher(ids)
+    blocks = SequenceMatcher(None, list(log.ids), list(ids), autojunk=False).get_matching_blocks()
+    pairs = [(block.a + n, block.b + n) for block in blocks for n in range(block.size)]
+    mask = log.mask()
+    differences = [abs(log.logprobs[ours] - expected[theirs]) for ours, theirs in pairs if mask[ours]]
+    return Deviation(sum(mask) - len(differences), max(differences))
+
+
+def rendered(engine: VllmEngine, messages: Sequence[Message], tools: Sequence[Any]) -> array[int]:
+    """The messages through the template and encoded anew, as it must not be done."""
+    text = engine.template.renderer().render(messages, tools=tools, generation_prompt=False)
+    return array("i", engine.tokenizer.encode(text))
+
+
+async def test_stored_log_probabilities_are_the_models_own_on_the_exact_sequence_and_on_no_rendered_one(
+    forcible: VllmEngine, teacher: Teacher
+) -> None:
+    trajectory = await play(forcible, awkward(forcible))
+    (segment,) = trajectory.segments
+    exact = deviation(trajectory, segment.log.ids, teacher)
+    assert exact.unaligned == 0
+    assert exact.largest < TOLERANCE
+
+    again = rendered(forcible, segment.messages, segment.tools)
+    assert again[: trajectory.turns[0].start] == segment.log.ids[: trajectory.turns[0].start]
+    assert again != segment.log.ids
+    other = deviation(trajectory, again, teacher)
+    assert other.unaligned > 0
+    assert other.largest > TOLERANCE
+
+
+async def test_even_a_single_split_token_is_seen_in_the_log_probabilities(
+    forcible: VllmEngine, teacher: Teacher
+) -> None:
+    encode = forcible.tokenizer.encode
+    whole = encode(" Hello there, my friend.")
+    split = [*bytewise(forcible, " Hello"), *whole[1:]]
+    assert forcible.tokenizer.decode(split) == forcible.tokenizer.decode(whole)
+    said = [Said([*split, STOP]), Said([*encode("Bye."), STOP], answered=False)]
+    trajectory = await play(forcible, said)
+    (segment,) = trajectory.segments
+    assert deviation(trajectory, segment.log.ids, teacher).largest < TOLERANCE
+    other = deviation(trajectory, rendered(forcible, segment.messages, segment.tools), teacher)
+    assert (other.unaligned > 0, other.largest > TOLERANCE) == (True, True)
+
+
+def request(name: str, length: int, forced: Sequence[int] | None = None) -> GenerationRequest:
+    """A greedy request with a prompt of its own; without stop ids, so that it has `length` ids."""
+    sampling = replace(Sampling.defaults(), max_tokens=length, temperature=0.0)
+    prompt = [4000 + ord(name[0]) + index for index in range(24)]
+    extra = {} if forced is None else {"force": list(forced)}
+    return GenerationRequest(name=name, prompt=prompt, sampling=sampling, acts_on_deltas=True, extra=extra)
+
+
+async def sampled(
+    engine: Engine, wanted: GenerationRequest, opened: list[int] | None = None
+) -> tuple[list[int], list[float]]:
+    """Ids and log-probabilities of a request; `opened` gets how many were open whenever one of its deltas came."""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    async with engine.stream(wanted) as stream:
+        async for delta in stream:
+            ids.extend(delta.token_ids)
+            logprobs.extend(delta.logprobs or ())
+            if opened is not None:
+                opened.append(engine.stats().open)
+    return ids, logprobs
+
+
+async def test_forced_requests_leave_the_others_of_their_batch_alone(forcible: VllmEngine, teacher: Teacher) -> None:
+    free = [request(name, 24) for name in ("free", "other")]
+    alone = [await sampled(forcible, wanted) for wanted in free]
+    # Those that end first make places in the batch that others move to.
+    forced = [request(f"{number}", 12 + 3 * number, range(600, 612 + 3 * number)) for number in range(4)]
+    partly = request("partly", 16, [700, 701, 702])
+    mixed = [forced[0], free[0], forced[1], forced[2], free[1], partly, forced[3]]
+
+    together: dict[str, tuple[list[int], list[float]]] = {}
+    opened: list[int] = []
+
+    async def keep(wanted: GenerationRequest) -> None:
+        together[wanted.name] = await sampled(forcible, wanted, opened)
+
+    async with anyio.create_task_group() as group:
+        for wanted in mixed:
+            group.start_soon(keep, wanted)
+    assert max(opened) == len(mixed)  # by the scheduler's own count
+
+    for wanted, (ids, logprobs) in zip(free, alone, strict=True):
+        assert together[wanted.name][0] == ids
+        assert together[wanted.name][1] == pytest.approx(logprobs, abs=TOLERANCE)
+    for wanted in forced:
+        ids, logprobs = together[wanted.name]
+        assert ids == wanted.extra["force"]
+        assert logprobs == pytest.approx(teacher([*wanted.prompt, *ids])[len(wanted.prompt) :], abs=TOLERANCE)
+    ids, _ = together["partly"]
+    assert ids[:3] == [700, 701, 702]
+    # Past its end the model is free: its likeliest id each time.
+    prefix = replace(request("partly", 13), prompt=[*partly.prompt, 700, 701, 702])
+    assert (await sampled(forcible, prefix))[0] == ids[3:]
+
+
+@pytest.mark.parametrize("ids", ["text", [1, -1], [1.5], 7, [True]], ids=repr)
+async def test_what_is_no_list_of_ids_is_refused_by_vllm_and_harms_nobody(forcible: VllmEngine, ids: Any) -> None:
+    wanted = replace(request("bad", 4), extra={"force": ids})
+    with pytest.raises(RequestRejected, match="give a list of token ids"):
+        await sampled(forcible, wanted)
+    assert len((await sampled(forcible, request("good", 4)))[0]) == 4
+
+
+async def test_an_id_past_the_vocabulary_of_the_model_is_refused(forcible: VllmEngine) -> None:
+    size = forcible.vocabulary
+    last = force(forcible, [[size - 1]])
+    assert (await sampled(last, request("e/main/0", 1)))[0] == [size - 1]
+    with pytest.raises(RequestRejected, match=f"{size} cannot be forced: the model's ids are 0 to {size - 1}"):
+        await sampled(force(forcible, [[size]]), request("e/main/0", 1))
+
+
+async def test_a_constrained_turn_is_not_forced(forcible: VllmEngine) -> None:
+    class Constrained(Notebook):
+        tool_choice = "required"
+
+    said = [Said([*forcible.tokenizer.encode("[add(a=1, b=2)]"), STOP])]
+    async with Run(Constrained(said), force(forcible, [said[0].ids])) as run:
+        (trajectory,) = [trajectory async for trajectory in run]
+    assert trajectory.outcome is Outcome.ENGINE_ERROR
+    assert "its ids cannot be forced, as it is constrained" in trajectory.error
