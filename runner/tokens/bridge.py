@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TypeAlias, cast
@@ -192,6 +193,8 @@ class Bridger:
             start = self._after_cut(tail_ids, sampled)
         if not start.ids:
             raise Unbridgeable(Property.PROMPTS_ANSWER, "nothing follows the stop that was sampled")
+        if made.holds_marker(self.tokenizer.decode(start.ids)):
+            raise Unbridgeable(Property.TURN_STAYS_BEHIND, "the template repeats what was said after the turn's end")
         seam = self._seam(sampled, start.ids) if tail_ids.located else Seam.UNVERIFIED
         junction = Junction(Result.APPENDED, start.anchor, start.close, seam, len(start.ids), cause=start.cause)
         return Bridge(start.ids, junction, local)
@@ -225,11 +228,7 @@ class Bridger:
             return _Start(tail.ids[closed:], Anchor.NONE, Close.SAMPLED)
         if not tail.tail.after_call:
             return _Start(tail.ids, Anchor.NONE, Close.MASKED)
-        # The tail begins inside a call, whose end the model has written; only the turn's close is still missing.
-        index = tail.find_in_close(self.stop_ids)
-        if index is not None:
-            return _Start(tail.ids[index:], Anchor.NONE, Close.MASKED)
-        ids = tail.behind_call()
+        ids = tail.behind_call(sampled, self.stop_ids)
         if ids is None:
             raise Unbridgeable(
                 Property.CLOSE_KNOWN,
@@ -286,13 +285,15 @@ class Bridger:
         """Ids in what asks the model to speak."""
         return frozenset(self.tokenizer.encode(self._maker.generation_prompt))
 
-    def check_asks(self, tail: Tail) -> None:
-        """See that the generation prompt is at the end, once.
-
-        Raises:
-            Unbridgeable: it is not.
-        """
-        self._maker.check_asks(tail)
+    @cached_property
+    def user_close(self) -> int | None:
+        """The control token behind what a user says, or None."""
+        said: Message = {"role": "user", "content": "Some words."}
+        with suppress(Unbridgeable):
+            text = self._maker.render([said], (), generation_prompt=False)
+            ids = self.tokenizer.encode(text.rpartition(said["content"])[2])
+            return next((token_id for token_id in ids if token_id in self.tokenizer.control_ids), None)
+        return None
 
     def encode(self, tail: Tail) -> tuple[list[int], list[Span], bool]:
         """The ids of a tail, the spans of contents in it that hold control text, and whether all were located."""
@@ -325,10 +326,7 @@ class _TailIds:
         Raises:
             Unbridgeable: by name.
         """
-        if self.tail.markers_inside:
-            raise Unbridgeable(Property.TURN_STAYS_BEHIND, "the template repeats what was said after the turn's end")
-        _ = self.tail.first_seen  # raises where a content cannot be seen
-        self._bridger.check_asks(self.tail)
+        self.tail.check()
         decoded = self._tokenizer.decode(self.ids)
         if decoded != self.text and self._tokenizer.normalize(decoded) != self._tokenizer.normalize(self.text):
             at = common_length(self.text, decoded)
@@ -374,21 +372,34 @@ class _TailIds:
         if rest and self._is_close(rest[0], cut):
             return rest[1:]
         left = alone[cut:]
-        if not left or (not self.tail.after_call and self._only_control(left)):
-            return rest
-        return None
+        return rest if self._only_control(left) else None
 
-    def behind_call(self) -> list[int] | None:
-        """The ids behind the end of the last call: the tail that the turn would have if it had called nothing."""
-        try:
+    def behind_call(self, sampled: Sequence[int], stop_ids: Iterable[int]) -> list[int] | None:
+        """The ids behind what the model wrote of its last call, in whose middle the tail begins, or None.
+
+        The turn's close is where a stop id stands, or where the tail begins that the turn would have if it had called
+        nothing. What the model has not written of the text before it is in the bridge.
+        """
+        index = self.find_in_close(stop_ids)
+        if index is not None:
+            close = len(self._tokenizer.decode(self.ids[:index]))
+        else:
+            plain = self._plain_text()
+            if plain is None:
+                return None
+            close = len(self.text) - len(plain)
+        said = self._tokenizer.decode(sampled[-close - 1 :])
+        ends = range(close, -1, -1)
+        return self._encode_from(max(ends, key=lambda end: _common_ending(self.text[:end], said)))
+
+    def _plain_text(self) -> str | None:
+        with suppress(Unbridgeable):
             plain = self.tail.after_text().text
-        except Unbridgeable:
-            return None
-        if not self.text.endswith(plain) or self.text == plain:
-            return None
-        ids = self._encode_from(len(self.text) - len(plain))
-        # Without a control token in front, where the call ends would be guesswork.
-        return ids if ids and ids[0] in self._tokenizer.special_ids else None
+            ids = self._tokenizer.encode(plain)
+            # Without a control token in front, where the call ends would be guesswork.
+            if self.text.endswith(plain) and self.text != plain and ids[0] in self._tokenizer.special_ids:
+                return plain
+        return None
 
     def _encode_from(self, begin: int) -> list[int]:
         spans = [(one - begin, other - begin) for one, other in self._spans if one >= begin]
@@ -410,6 +421,8 @@ class _TailIds:
         """A control token that stands there whatever follows, and is not what opens the next turn."""
         if token_id not in self._tokenizer.control_ids or token_id in self._bridger.generation_prompt_ids:
             return False
+        if token_id == self._bridger.user_close:
+            return True
         asking = self.tail.alone_asking
         if asking is None or not asking.startswith(self.text[:at]):
             return False
@@ -423,7 +436,7 @@ class _TailIds:
         """The first `end` ids of the tail are the template's own: no new content is among them."""
         length = len(self._tokenizer.decode(self.ids[:end]))
         # What was seen may be too early: a content "m" is found inside <|im_end|>. Then the place is looked up.
-        return length <= self.tail.first_seen or length <= self.tail.border
+        return length <= self.tail.seen[0] or length <= self.tail.border
 
 
 _TRUSTED = frozenset({"system", "developer", "assistant"})
@@ -434,6 +447,10 @@ _FOLLOWING = (
     cast("Message", {"role": "tool", "content": "Some words.", "tool_call_id": "probe0000", "name": "probe"}),
     cast("Message", {"role": "system", "content": "Some words."}),
 )
+
+
+def _common_ending(one: str, other: str) -> int:
+    return common_length(one[::-1], other[::-1])
 
 
 def _check_arguments(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import cast
@@ -47,31 +47,51 @@ class TailMaker:
             Unbridgeable: the template raises, or does not ask.
         """
         text = self.render(messages, tools)
-        silent = None if self._asks(text) else self.render(messages, tools, generation_prompt=False)
-        self._check_asks(text, silent)
+        if not self.asks_as_usual(text):
+            silent = self.render(messages, tools, generation_prompt=False)
+            self.check_asks(
+                text,
+                silent,
+                written=not messages or messages[-1]["content"] in silent[: common_length(text, silent)],
+                answered=lambda: self.render([*messages, _ANSWER], tools, generation_prompt=False),
+            )
         return text
 
-    def _asks(self, text: str) -> bool:
-        return bool(self.generation_prompt) and text.endswith(self.generation_prompt)
-
-    def _check_asks(self, text: str, silent: str | None) -> None:
-        name = self.renderer.template.name
-        if silent is not None and (len(text) <= len(silent) or not text.startswith(silent)):
-            raise Unbridgeable(
-                Property.PROMPTS_ANSWER,
-                f"template {name!r} ends with {text[-40:]!r}, with or without add_generation_prompt",
-            )
-        asked = self.generation_prompt
-        if asked.strip() and text.removesuffix(asked).endswith(asked):
-            raise Unbridgeable(Property.OPENED_ONCE, f"template {name!r} opens the assistant's turn twice: {asked!r}")
-
-    def check_asks(self, tail: Tail) -> None:
-        """See that the generation prompt is at the end of a tail, once.
+    def asks_as_usual(self, text: str) -> bool:
+        """The generation prompt that a plain question shows is at the end, once.
 
         Raises:
-            Unbridgeable: it is not.
+            Unbridgeable: it is there twice.
         """
-        self._check_asks(tail.text, None if self._asks(tail.text) else tail.silent)
+        asked = self.generation_prompt
+        if not asked or not text.endswith(asked):
+            return False
+        if asked.strip() and text.removesuffix(asked).endswith(asked):
+            name = self.renderer.template.name
+            raise Unbridgeable(Property.OPENED_ONCE, f"template {name!r} opens the assistant's turn twice: {asked!r}")
+        return True
+
+    def check_asks(self, text: str, silent: str, *, written: bool, answered: Callable[[], str]) -> None:
+        """See that a render ends where the model's words begin.
+
+        Args:
+            text: the render.
+            silent: the same without the generation prompt.
+            written: the last content stands in what both begin with.
+            answered: the same with an answer behind, for templates that need no generation prompt.
+
+        Raises:
+            Unbridgeable: it does not.
+        """
+        if written and len(text) > common_length(text, silent):
+            return
+        before, found, _ = answered().rpartition(_ANSWER["content"])
+        if not found or not text.startswith(before.rstrip()):
+            raise Unbridgeable(
+                Property.PROMPTS_ANSWER,
+                f"template {self.renderer.template.name!r} ends with {text[-40:]!r}, with or without "
+                "add_generation_prompt",
+            )
 
 
 class Tail:
@@ -81,7 +101,6 @@ class Tail:
         new: the messages that were appended.
         text: from the sentinel to the end of the generation prompt.
         after_call: the sentinel stood in a tool call, so the tail begins inside it.
-        markers_inside: what was said before the turn's end stands in the tail once more.
 
         asked: names of the further renders that were asked for; shared by the tails of one kind.
 
@@ -106,7 +125,21 @@ class Tail:
         self._history = [*history[:-1], marked(history[-1], stem, tools)]
         self._tools = tools
         self.text = self._text(new)
-        self.markers_inside = stem in self.text
+
+    def check(self) -> None:
+        """See that the new messages are in the tail and that it ends by asking the model to speak.
+
+        Raises:
+            Unbridgeable: it does not.
+        """
+        end = self.seen[1]
+        if not self._maker.asks_as_usual(self.text):
+            written = end <= common_length(self.text, self.silent)
+            self._maker.check_asks(self.text, self.silent, written=written, answered=lambda: self.answered)
+
+    def holds_marker(self, text: str) -> bool:
+        """What was said before the turn's end stands in `text`."""
+        return self._stem in text
 
     def complete(self) -> None:
         """Make the renders that tails of this kind were asked for before, so that none is made on the event loop."""
@@ -115,8 +148,10 @@ class Tail:
                 getattr(self, name)
 
     @cached_property
-    def first_seen(self) -> int:
-        """Where the first new content is found, which may be too early: "m" is in the template's own words too.
+    def seen(self) -> Span:
+        """Where the first new content begins and the last one ends.
+
+        The beginning may be too early: a content "m" is found in the template's own words.
 
         Raises:
             Unbridgeable: a content cannot be seen, in the order of the messages.
@@ -131,7 +166,7 @@ class Tail:
                 )
             begin, end = found
             first = begin if index == 0 else first
-        return first
+        return first, end
 
     @cached_property
     def border(self) -> int:
@@ -150,6 +185,12 @@ class Tail:
         """The tail without the generation prompt."""
         self.asked.add("silent")
         return self._text(self.new, generation_prompt=False)
+
+    @cached_property
+    def answered(self) -> str:
+        """The tail with an answer behind."""
+        self.asked.add("answered")
+        return self._text([*self.new, _ANSWER], generation_prompt=False)
 
     @cached_property
     def alone(self) -> str | None:
@@ -199,6 +240,9 @@ class Tail:
                 f"template {self._maker.renderer.template.name!r} does not show the last assistant turn",
             )
         return tail
+
+
+_ANSWER: Message = {"role": "assistant", "content": "zqanswerz"}
 
 
 def _find(text: str, content: str, start: int) -> Span | None:

@@ -158,18 +158,26 @@ def missing_tool_property(renderer: Renderer) -> ToolProperty | None:
         return ToolProperty.DEFINITIONS
     if _TOOL not in shown:
         return ToolProperty.DEFINITIONS
-    for messages, needles, missing in (
-        (_PROBE[:2], (_TOOL, _ARGUMENT, _VALUE), ToolProperty.CALLS),
-        (_PROBE, (_RESULT,), ToolProperty.RESULTS),
-    ):
-        try:
-            # The definition names the tool too, so the call is looked for in a render without it.
-            text = renderer.render(messages, generation_prompt=False)
-        except TemplateRaised:
-            return missing
-        if not all(needle in text for needle in needles):
-            return missing
-    return None
+    if not _shows_calls(renderer):
+        return ToolProperty.CALLS
+    return None if _shown(renderer, _PROBE, (_RESULT,), [_PROBE_TOOL]) else ToolProperty.RESULTS
+
+
+def _shows_calls(renderer: Renderer) -> bool:
+    """The definition names tool and arguments too, so a call is looked for without it, and by its value else."""
+    return _shown(renderer, _PROBE[:2], (_TOOL, _ARGUMENT, _VALUE), []) or _shown(
+        renderer, _PROBE[:2], (_VALUE,), [_PROBE_TOOL]
+    )
+
+
+def _shown(
+    renderer: Renderer, messages: Sequence[MessageView], needles: Sequence[str], tools: Sequence[ToolSchema]
+) -> bool:
+    try:
+        text = renderer.render(messages, tools=tools, generation_prompt=False)
+    except TemplateRaised:
+        return False
+    return all(needle in text for needle in needles)
 
 
 def require_tools(renderer: Renderer) -> None:
