@@ -70,7 +70,8 @@ def replace_prefix_tokens(
 
     - *An edit of an earlier message*, since any id may be a sampled one. Without `sampled` only this is seen: a turn
       that the whole writes otherwise than the prefix does, where leaving ids out (reasoning that the template drops)
-      is no difference.
+      is no difference. A template that adds ids to turns of the past is refused for the same reason, with `sampled`
+      or without.
     - *A turn without ids, or one more EOS*, where the model's ids and the prefix differ from the first id on: their
       turns are then not counted against each other. NeMo RL publishes such a case, and joins it.
 

