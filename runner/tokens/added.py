@@ -16,10 +16,23 @@ from typing import Any
 
 import tokenizers
 
-__all__ = ["AddedTokens", "Borders", "Content", "blotted", "deaf_model"]
+__all__ = ["AddedTokens", "Borders", "Content", "blotted", "check_content", "deaf_model"]
 
 Content = Sequence[tuple[int, int]]
 """Sorted, disjoint spans of a text, as indices into it: what users and tools said."""
+
+
+def check_content(text: str, content: Content) -> None:
+    """See that `content` is what it has to be.
+
+    Raises:
+        ValueError: the spans are not sorted, not disjoint, or not within the text.
+    """
+    end = 0
+    for start, stop in content:
+        if not end <= start <= stop <= len(text):
+            raise ValueError(f"content spans must be sorted, disjoint and within {len(text)} characters: {content!r}")
+        end = stop
 
 
 def blotted(text: str, content: Content, blot: Callable[[str], str]) -> str:
@@ -28,11 +41,10 @@ def blotted(text: str, content: Content, blot: Callable[[str], str]) -> str:
     Raises:
         ValueError: the spans are not sorted, not disjoint, or not within the text.
     """
+    check_content(text, content)
     parts: list[str] = []
     end = 0
     for start, stop in content:
-        if not end <= start <= stop <= len(text):
-            raise ValueError(f"content spans must be sorted, disjoint and within {len(text)} characters: {content!r}")
         parts += text[end:start], blot(text[start:stop])
         end = stop
     return "".join((*parts, text[end:]))
@@ -51,8 +63,8 @@ class Borders:
     def touched_by(self, text: str) -> bool:
         """`text` is inside a name, or begins as a name ends, or ends as a name begins; also without its white space."""
         bare = text.strip()
-        if text in self._joined or bare in self._joined:
-            return bool(text)
+        if any(form and form in self._joined for form in (text, bare)):
+            return True
         return any(map(self._begins, {text, text.lstrip()})) or any(map(self._ends, {text, text.rstrip()}))
 
     def _begins(self, text: str) -> bool:
@@ -82,16 +94,15 @@ class AddedTokens:
         self.control_ids = frozenset(token_id for token_id, _ in self._control)
         self._visible = visible
         names = [token.content for _, token in self._control]
-        self._borders = Borders({*names, *map(visible, names)})
         self._normalizer = tokenizer.normalizer
+        # A normalised token is cut out of normalised text, so then the twin's text has to be normalised before.
+        self._normalizes_first = _changes_text(self._normalizer) and any(token.normalized for _, token in self._control)
+        matched = [self._normalizer.normalize_str(name) for name in names] if self._normalizes_first else []
+        self._borders = Borders({*names, *map(visible, names), *matched})
         self._finder = _finder(tokenizer, [token for _, token in added])
         self._places = {self._finder.token_to_id(name): place for place, name in enumerate(names)}
         self._single_words = any(token.single_word for _, token in self._control)
         self._word, self._other = _blots("".join((*names, *map(visible, names))))
-        # A normalised token is cut out of normalised text, so then the twin's text has to be normalised before.
-        self._normalizes_first = _changes_text(tokenizer.normalizer) and any(
-            token.normalized for _, token in self._control
-        )
         self._stem = f"zq{secrets.token_hex(12)}n"
         self._tokenizer, self._deaf = tokenizer, deaf
         self._spaces = [(token_id, token) for token_id, token in added if not token.content.strip()]
@@ -144,23 +155,31 @@ class AddedTokens:
     def _marked(self, text: str, found: Sequence[tuple[int, int, int]]) -> str:
         """`text` with marks for what was found; normalised where the twin does not do that itself."""
         parts: list[str] = []
-        stretch, end = "", 0
+        stretch, before, end = "", "", 0
         for place, start, stop in found:
             stretch += text[end:start]
             if self._is_normalized(self._control[place][1]):
+                before = before if stretch else self._before_first(place, text[start:stop])
                 stretch += self._mark(place)
             else:
-                parts += self._normalized(stretch), self._mark(place)
-                stretch = ""
+                parts += self._normalized(stretch, before), self._mark(place)
+                stretch = before = ""
             end = max(end, stop)
-        return "".join((*parts, self._normalized(stretch + text[end:])))
+        return "".join((*parts, self._normalized(stretch + text[end:], before)))
 
-    def _normalized(self, stretch: str) -> str:
+    def _normalized(self, stretch: str, before: str) -> str:
+        """`stretch` as the twin has to see it, `before` being what is left before a mark that it begins with."""
         if not self._normalizes_first or not stretch:
             return stretch
         text: str = self._normalizer.normalize_str(stretch)
-        # What is written before a stretch that begins with a normalised token belongs to that token.
-        return text[text.index(self._stem) :] if stretch.startswith(self._stem) else text
+        return before + text[text.index(self._stem) :] if stretch.startswith(self._stem) else text
+
+    def _before_first(self, place: int, found: str) -> str:
+        """What normalising writes before a normalised token at the start of a stretch, less what is the token's."""
+        token = self._control[place][1]
+        name: str = self._normalizer.normalize_str(token.content)
+        before: str = self._normalizer.normalize_str(found).partition(name)[0]
+        return before.rstrip(_SPACES) if token.lstrip else before
 
     def _is_normalized(self, token: tokenizers.AddedToken) -> bool:
         return self._normalizes_first and bool(token.normalized)

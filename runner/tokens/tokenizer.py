@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from runner.errors import BadModel
-from runner.tokens.added import AddedTokens, Content, deaf_model
+from runner.tokens.added import AddedTokens, Content, check_content, deaf_model
 from runner.tokens.pieces import Words, byte_pieces, words
 
 __all__ = ["Content", "Tokenizer", "VocabularyTokenizer", "check_round_trip", "load_tokenizer", "without_surrogates"]
@@ -168,6 +168,7 @@ class VocabularyTokenizer:
         Raises:
             ValueError: the spans are not sorted, not disjoint, or not within the text.
         """
+        check_content(text, content)
         if any(self.holds_control(text[start:stop]) for start, stop in content):
             return self._added.encode(without_surrogates(text), content)
         try:
