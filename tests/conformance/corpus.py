@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
+from typing import Any
 
 from runner.tokens.template import ChatTemplate, Renderer
 
@@ -36,9 +37,9 @@ class Entry:
     models: tuple[str, ...]
     family: str
 
-    def renderer(self) -> Renderer:
-        """The template with its clock stopped."""
-        return ChatTemplate(self.text, name=self.name, variables=VARIABLES).renderer(now=CLOCK)
+    def renderer(self, variables: Mapping[str, str] | None = None) -> Renderer:
+        """The template with its clock stopped, for a vocabulary with these variables."""
+        return ChatTemplate(self.text, name=self.name, variables=variables or VARIABLES).renderer(now=CLOCK)
 
 
 FAMILIES = (
@@ -114,7 +115,7 @@ _TAG = re.compile(
 def control_tokens(text: str) -> list[str]:
     """Tokens in `text` that a vocabulary would have as one id, in order, each once.
 
-    By the shapes that public vocabularies give them: `<|...|>` and its halves, the same with DeepSeek's wide bars, EXAONE's
+    By the shapes that public vocabularies give them: `<|...|>` and its halves, the same with wide bars, EXAONE's
     `[|...|]`, `[INST]` and Mistral's other brackets, MiniMax's and GLM's, sentence marks, and the tags of roles,
     calls and reasoning.
     """
@@ -144,7 +145,7 @@ def _with_formatted(entry: Entry) -> str:
     if "{}\uff5c>" not in entry.text:
         return entry.text
     calls = [{"id": "0", "type": "function", "function": {"name": "f", "arguments": {"key": "value"}}}]
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": "a"},
         {"role": "user", "content": "b"},
         {"role": "assistant", "content": "c", "tool_calls": calls},

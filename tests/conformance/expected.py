@@ -22,7 +22,15 @@ __all__ = ["Expected", "NotApplicable", "expected"]
 
 
 class NotApplicable(Exception):
-    """The template's own renders of this case have no tail; its text says why."""
+    """The template's own renders of this case have no tail; its text says why.
+
+    Attributes:
+        must_refuse: whatever the turn was, no bridge is right.
+    """
+
+    def __init__(self, why: str, *, must_refuse: bool = False) -> None:
+        super().__init__(why)
+        self.must_refuse = must_refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +68,39 @@ def expected(case: Case, renderer: Renderer, end_of_text: str) -> Expected:
     _check_new(case, whole[begin:])
     _check_asks(case, renderer, whole)
     tail = whole[begin:]
+    if any(tool["function"]["description"] in tail for tool in case.tools):
+        raise NotApplicable("the tools are printed behind the turn", must_refuse=True)
     if case.cut is Cut.IN_CALL:
         return Expected(case.history, said, "", tail, anchored=False)
     spoken, rest = _said(case, renderer, prompt)
     if case.cut is Cut.IN_TEXT:
         return Expected(case.history, spoken, "", tail, anchored=False)
-    stop = _stop(rest, tail, first_new - begin) or end_of_text
+    between = tail[: first_new - begin]
+    stop = _stop(case, renderer, rest, between) or end_of_text
     close = rest[: rest.index(stop)] if stop in rest else rest
     if stop in spoken:
         raise NotApplicable("the turn is closed more than once")
-    if re.search(r"\w", close) and not case.history[-1].get("tool_calls"):
+    if not case.history[-1].get("tool_calls") and _has_own_words(rest):
         raise NotApplicable("the template's own words stand behind the conversation")
-    close = _common(close, tail)
     if case.cut is Cut.AFTER_CALL:
-        close = close.rstrip()
-        return Expected(case.history, spoken + close, "", tail[len(close) :], anchored=False)
+        return Expected(case.history, spoken + close.rstrip(), "", _behind_call(stop, between, tail), anchored=False)
+    close = _common(close, tail)
     at = tail.find(stop, 0, first_new - begin + len(stop))
     if at >= 0:
         return Expected(case.history, spoken + close, stop, tail[at + len(stop) :], anchored=True)
     return Expected(case.history, spoken + close, stop, _without_close(tail[len(close) :]), anchored=False)
 
 
+def _has_own_words(rest: str) -> bool:
+    """There is more than the name of a role behind the last turn, as in templates of guards and judges."""
+    for token in control_tokens(rest):
+        rest = rest.replace(token, " ")
+    return len(rest.split()) > 3
+
+
 def _render(renderer: Renderer, case: Case, messages: Sequence[Message], *, prompting: bool) -> str:
     try:
-        return renderer.render(messages, tools=case.tools, generation_prompt=prompting)
+        return renderer.render(list(messages), tools=list(case.tools), generation_prompt=prompting)
     except TemplateRaised as error:
         raise NotApplicable("raises") from error
 
@@ -92,13 +109,15 @@ def _borders(case: Case, whole: str) -> tuple[int, int]:
     """Where the last turn's words end and the first new content begins."""
     first_new = whole.find(case.new[0]["content"].split(" ", 1)[0])
     if first_new < 0:
-        raise NotApplicable("a new message is not shown")
+        raise NotApplicable("a new message is not shown", must_refuse=True)
     end = _end_of_turn(case, whole[:first_new])
     if end < 0:
         moved = case.last_word in whole
-        raise NotApplicable("a new message stands before the turn" if moved else "the turn is not shown")
+        raise NotApplicable(
+            "a new message stands before the turn" if moved else "the turn is not shown", must_refuse=moved
+        )
     if any(word in whole[first_new:] for word in _words(case.history[-1])):
-        raise NotApplicable("the turn is repeated behind a new message")
+        raise NotApplicable("the turn is repeated behind a new message", must_refuse=True)
     return end, first_new
 
 
@@ -126,7 +145,7 @@ def _check_new(case: Case, tail: str) -> None:
         at = tail.find(words[0], at)
         at = tail.find(words[-1], at) if at >= 0 else at
         if at < 0:
-            raise NotApplicable("a new message is not shown")
+            raise NotApplicable("a new message is not shown", must_refuse=True)
 
 
 def _check_asks(case: Case, renderer: Renderer, whole: str) -> None:
@@ -143,7 +162,7 @@ def _check_asks(case: Case, renderer: Renderer, whole: str) -> None:
     answered = _render(renderer, case, [*case.history, *case.new, answer], prompting=False)
     begin = answered.rfind("Willowanswering")
     if begin < 0 or not whole.startswith(answered[:begin].rstrip()):
-        raise NotApplicable("it does not ask for an answer")
+        raise NotApplicable("it does not ask for an answer", must_refuse=True)
 
 
 def _said(case: Case, renderer: Renderer, prompt: str) -> tuple[str, str]:
@@ -152,7 +171,20 @@ def _said(case: Case, renderer: Renderer, prompt: str) -> tuple[str, str]:
     end = _end_of_turn(case, said)
     if end < 0:
         raise NotApplicable("the turn is not shown")
-    return said[len(_common(prompt, said[:end])) : end], said[end:]
+    if said.startswith(prompt):
+        return said[len(prompt) : end], said[end:]
+    # What came earlier is written in another way now; the turn begins where the prompt's end no longer agrees.
+    word = case.history[-2]["content"].rsplit(" ", 1)[-1]
+    begin = max(0, said.rfind(word, 0, end))
+    return said[begin + len(_common(said[begin:end], prompt[max(0, prompt.rfind(word)) :])) : end], said[end:]
+
+
+def _behind_call(stop: str, between: str, tail: str) -> str:
+    """The tail behind the visible end of the last call: what closes the turn, the white space before it included."""
+    close = stop if stop in between else next((token for token in _in_order(between) if not _of_call(token)), "")
+    if not close:
+        raise NotApplicable("nothing shows where the call ends")
+    return tail[len(between[: between.index(close)].rstrip()) :]
 
 
 def _common(one: str, other: str) -> str:
@@ -182,16 +214,25 @@ def _cut_in_call(case: Case, renderer: Renderer, prompt: str) -> tuple[Case, str
     return cut, said
 
 
-def _stop(rest: str, tail: str, first_new: int) -> str | None:
+def _stop(case: Case, renderer: Renderer, rest: str, between: str) -> str | None:
     """The control token that ends the turn.
 
-    The first one that the template writes at the end of the conversation and that is no part of a call, else the one
-    that opens what follows.
+    Behind a call, the one that ends an answer where it stands there too. Else the first one that the template writes
+    at the end of the conversation and that is no part of a call, else the one that opens what follows.
     """
+    if case.history[-1].get("tool_calls"):
+        answer: Message = {"role": "assistant", "content": "Willowanswering"}
+        try:
+            said = _render(renderer, case, [*case.history[:-1], answer], prompting=False)
+        except NotApplicable:
+            said = ""
+        written = _in_order(said.rpartition("Willowanswering")[2])
+        if written and written[0] in rest:
+            return written[0]
     written = [token for token in _in_order(rest) if not _of_call(token)]
     if written:
         return written[0]
-    following = [token for token in _in_order(tail[len(rest) : first_new]) if not _of_call(token)]
+    following = [token for token in _in_order(between[len(rest) :]) if not _of_call(token)]
     return following[0] if following else None
 
 
@@ -201,7 +242,7 @@ def _in_order(text: str) -> list[str]:
 
 
 def _of_call(token: str) -> bool:
-    return re.search(r"tool.?call|action|argument|\"|ARGS|CALL_ID", token, re.IGNORECASE) is not None
+    return re.search(r"tool.?call|call.?end|action|arg[:_]|argument|\"|ARGS|CALL_ID", token, re.IGNORECASE) is not None
 
 
 def _without_close(tail: str) -> str:

@@ -6,12 +6,16 @@ import enum
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from runner.messages import Message
 from runner.tokens.template import ToolSchema
 
-__all__ = ["Case", "Cut", "Past", "Scenario", "case"]
+__all__ = ["TOOLS", "Case", "Cut", "Filler", "Past", "Scenario", "case"]
+
+
+Filler: TypeAlias = Callable[[random.Random], str]
+"""Writes some text that holds none of the words that stand nowhere else."""
 
 
 class Scenario(enum.StrEnum):
@@ -88,9 +92,15 @@ _CUTS = {
 }
 
 
-def case(scenario: Scenario, past: Past, seed: int) -> Case:
-    """The case of that scenario and that past; every word of it is drawn from `seed`."""
-    writer = _Writer(random.Random(f"{scenario}/{past}/{seed}"))
+def case(scenario: Scenario, past: Past, seed: int = 0, *, tools: bool = True, filler: Filler | None = None) -> Case:
+    """The case of that scenario and that past; every word of it is drawn from `seed`.
+
+    `filler` writes what stands between the first and the last word of a content or an argument.
+
+    With `tools` the model is shown the same tools in every case, so that what a bridger learnt of one history is
+    what it relies on in the next; only a scenario without calls after a short past is played without them.
+    """
+    writer = _Writer(random.Random(f"{scenario}/{past}/{seed}"), filler)
     before = _PASTS[past](writer)
     turn, new = _SCENARIOS[scenario](writer)
     return Case(
@@ -98,7 +108,7 @@ def case(scenario: Scenario, past: Past, seed: int) -> Case:
         past,
         (*before, *turn),
         tuple(new),
-        writer.tools() if scenario.needs_tools or past.has_tools() else (),
+        TOOLS if scenario.needs_tools or (tools and past is not Past.SHORT) else (),
         writer.last_words[id(turn[-1])],
         _CUTS.get(scenario, Cut.NO),
     )
@@ -107,9 +117,10 @@ def case(scenario: Scenario, past: Past, seed: int) -> Case:
 class _Writer:
     """Writes messages whose words stand nowhere else."""
 
-    def __init__(self, source: random.Random) -> None:
+    def __init__(self, source: random.Random, filler: Filler | None) -> None:
         self._source = source
-        self._names = source.sample(("look_up", "measure", "convert_units", "book_table", "weather"), 3)
+        self._filler = filler
+        self._names = source.sample(_NAMES, 2)
         self._calls = 0
         self.last_words: dict[int, str] = {}
 
@@ -119,8 +130,10 @@ class _Writer:
         )
 
     def sentence(self, words: int = 2) -> str:
-        inner = " ".join(self._source.choices(_COMMON, k=words))
-        return f"{self.word()} {inner} {self.word()}"
+        return f"{self.word()} {self._inner(words)} {self.word()}"
+
+    def _inner(self, words: int) -> str:
+        return self._filler(self._source) if self._filler else " ".join(self._source.choices(_COMMON, k=words))
 
     def says(self, role: Any, words: int = 2, **more: Any) -> Message:
         content = self.sentence(words)
@@ -137,7 +150,7 @@ class _Writer:
             self._calls += 1
             last = self.word()
             name = self._names[self._calls % 2]
-            arguments = {"amount": self._source.randrange(100), "query": f"{self._source.choice(_COMMON)} {last}"}
+            arguments = {"amount": self._source.randrange(100), "query": f"{self._inner(1)} {last}"}
             function = {"name": name, "arguments": arguments}
             calls.append({"id": self._id(self._calls), "type": "function", "function": function})
         message: Message = {"role": "assistant", "content": self.sentence() if text else "", "tool_calls": calls}  # type: ignore[typeddict-item]
@@ -152,21 +165,28 @@ class _Writer:
             for call in calling["tool_calls"]
         ]
 
-    def tools(self) -> tuple[ToolSchema, ...]:
-        properties = {
-            "amount": {"type": "integer", "description": "How many."},
-            "query": {"type": "string", "description": "What."},
-        }
-        parameters = {"type": "object", "properties": properties, "required": ["query"]}
-        return tuple(
-            {"type": "function", "function": {"name": name, "description": "Does it.", "parameters": parameters}}
-            for name in self._names
-        )
-
     @staticmethod
     def _id(number: int) -> str:
         return f"call{number:05}"  # nine letters and digits, since Mistral's templates insist
 
+
+_NAMES = ("look_up", "measure", "convert_units")
+_PROPERTIES = {
+    "amount": {"type": "integer", "description": "How many."},
+    "query": {"type": "string", "description": "What to look for."},
+}
+TOOLS: tuple[ToolSchema, ...] = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Does {name}.",
+            "parameters": {"type": "object", "properties": _PROPERTIES, "required": ["query"]},
+        },
+    }
+    for name in _NAMES
+)
+"""What the model is shown in every case with tools."""
 
 _COMMON = ("rivers", "run", "blue", "twelve", "stones", "north", "of", "here", "and", "slowly", "over", "a", "bridge")
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import functools
 import multiprocessing
 import random
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from runner.tokens.bridge import Bridge, Bridger, Unbridgeable
-from runner.tokens.junction import Anchor
-from runner.tokens.template import TemplateRaised
+from runner.tokens.template import Renderer, TemplateRaised
 from runner.tokens.tokenizer import VocabularyTokenizer
-from tests.conformance.corpus import VARIABLES, Entry, corpus
+from tests.conformance.corpus import VARIABLES, Entry, corpus, every_control_token
 from tests.conformance.expected import Expected, NotApplicable, expected
 from tests.conformance.scenarios import Case, Past, Scenario, case
-from tests.conformance.vocabulary import host
+from tests.tokens import vocabularies
 
-__all__ = ["Outcome", "Verdict", "play", "sweep"]
+__all__ = ["Outcome", "Verdict", "host", "is_tool_capable", "play", "sweep", "verdicts_of"]
 
 
 class Verdict(enum.StrEnum):
@@ -55,6 +57,12 @@ class Outcome:
 END_OF_TEXT = VARIABLES["eos_token"]
 
 
+@functools.cache
+def host() -> VocabularyTokenizer:
+    """One vocabulary for all templates: Qwen's, with the control tokens of all of them."""
+    return vocabularies.host(every_control_token(), eos_token=END_OF_TEXT)
+
+
 def sweep(entries: Sequence[Entry] | None = None, *, processes: int = 2) -> list[Outcome]:
     """Plays all templates, or `entries`, in order."""
     chosen = corpus() if entries is None else entries
@@ -66,42 +74,42 @@ def sweep(entries: Sequence[Entry] | None = None, *, processes: int = 2) -> list
 
 
 def play(entry: Entry) -> list[Outcome]:
-    """All cases of one template with one bridger, the simple pasts first."""
-    vocabulary = host()
-    renderer = entry.renderer()
+    """All cases of one template with one bridger on the host vocabulary, the simple pasts first."""
     capable = is_tool_capable(entry)
-    bridger: Bridger | None = None
-    outcomes: list[Outcome] = []
-
-    def add(made: Case, verdict: Verdict, detail: str) -> None:
-        outcomes.append(Outcome(entry.name, entry.family, made.scenario, made.past, verdict, detail, capable))
-
     cases = [
-        case(scenario, past, 0)
+        case(scenario, past, tools=capable)
         for past in Past
         for scenario in Scenario
         if capable or not (scenario.needs_tools or past.has_tools())
     ]
-    truths: list[tuple[Case, Expected | NotApplicable]] = []
+    verdicts = verdicts_of(cases, entry.renderer(), host(), END_OF_TEXT)
+    return [
+        Outcome(entry.name, entry.family, made.scenario, made.past, verdict, detail, capable)
+        for made, (verdict, detail) in zip(cases, verdicts, strict=True)
+    ]
+
+
+def verdicts_of(
+    cases: Sequence[Case], renderer: Renderer, vocabulary: VocabularyTokenizer, end_of_text: str
+) -> list[tuple[Verdict, str]]:
+    """A verdict and its detail for each case, all bridged by one bridger in that order."""
+    truths: list[Expected | NotApplicable] = []
     for made in cases:
         try:
-            truths.append((made, expected(made, renderer, END_OF_TEXT)))
+            truths.append(expected(made, renderer, end_of_text))
         except NotApplicable as why:
-            truths.append((made, why))
-    stops = {truth.stop for _, truth in truths if isinstance(truth, Expected) and truth.stop} | {END_OF_TEXT}
-    bridger = Bridger(
-        vocabulary, renderer, [token for stop in stops if (token := vocabulary.token_id(stop)) is not None]
-    )
-    for made, truth in truths:
-        add(made, *_verdict(made, truth, bridger, vocabulary))
-    return outcomes
+            truths.append(why)
+    names = {truth.stop for truth in truths if isinstance(truth, Expected) and truth.stop} | {end_of_text}
+    stops = [token_id for name in sorted(names) if (token_id := vocabulary.token_id(name)) is not None]
+    bridger = Bridger(vocabulary, renderer, stops)
+    return [_verdict(made, truth, bridger, vocabulary) for made, truth in zip(cases, truths, strict=True)]
 
 
 def is_tool_capable(entry: Entry) -> bool:
     """A call's argument and its result are seen in a render with tools, in that order."""
-    made = case(Scenario.TOOL_RESULT, Past.SHORT, 0)
+    made = case(Scenario.TOOL_RESULT, Past.SHORT)
     try:
-        text = entry.renderer().render([*made.history, *made.new], tools=made.tools)
+        text = entry.renderer().render([*made.history, *made.new], tools=list(made.tools))
     except TemplateRaised:
         return False
     call, result = text.find(made.last_word), text.find(made.new[0]["content"].split(" ", 1)[0])
@@ -112,14 +120,16 @@ def _verdict(
     made: Case, truth: Expected | NotApplicable, bridger: Bridger, vocabulary: VocabularyTokenizer
 ) -> tuple[Verdict, str]:
     if isinstance(truth, NotApplicable):
-        return Verdict.NOT_APPLICABLE, _must_refuse(made, truth, bridger, vocabulary)
+        return _not_applicable(made, truth, bridger, vocabulary)
     stop = vocabulary.token_id(truth.stop) if truth.stop else None
+    if truth.stop and stop is None:
+        return Verdict.NOT_APPLICABLE, "the vocabulary lacks the stop"
     said = vocabulary.encode(truth.said)
     verdict, detail = Verdict.EXACT, ""
     for sampled in (said, respelled(said, vocabulary)):
         ids = [*sampled, *([stop] if stop is not None else [])]
         try:
-            bridge = bridger.bridge(truth.history, made.new, made.tools, sampled=ids, stop=stop)
+            bridge = bridger.bridge(list(truth.history), list(made.new), list(made.tools), sampled=ids, stop=stop)
         except Unbridgeable as refusal:
             return Verdict.REFUSED, f"{refusal.property.value}"
         fault = _fault(truth, bridge, vocabulary)
@@ -129,28 +139,34 @@ def _verdict(
     return verdict, detail
 
 
-def _must_refuse(made: Case, why: NotApplicable, bridger: Bridger, vocabulary: VocabularyTokenizer) -> str:
-    return str(why)
+def _not_applicable(
+    made: Case, why: NotApplicable, bridger: Bridger, vocabulary: VocabularyTokenizer
+) -> tuple[Verdict, str]:
+    """Where the template's renders have no tail, any bridge is a wrong one."""
+    if why.must_refuse:
+        with contextlib.suppress(Unbridgeable):
+            sampled = vocabulary.encode("Some words")
+            bridge = bridger.bridge(list(made.history), list(made.new), list(made.tools), sampled=sampled, stop=None)
+            return Verdict.WRONG, f"{why}, got {vocabulary.decode(bridge.ids)!r}"
+    return Verdict.NOT_APPLICABLE, str(why)
 
 
 def _fault(truth: Expected, bridge: Bridge, vocabulary: VocabularyTokenizer) -> str:
     got = vocabulary.decode(bridge.ids)
-    if got != truth.text:
+    if unicodedata.normalize("NFC", got) != unicodedata.normalize("NFC", truth.text):
         return f"expected {truth.text!r}, got {got!r}"
     ids = vocabulary.encode(truth.stop + truth.text)[1 if truth.stop else 0 :]
     if ids != bridge.ids:
         return f"expected {ids}, got {bridge.ids}"
     if bridge.junction.inserted != len(bridge.ids):
         return "the junction counts other ids"
-    if truth.stop and (bridge.junction.anchor is Anchor.STOP) != truth.anchored:
-        return f"anchored on {bridge.junction.anchor}"
     return ""
 
 
 def respelled(ids: Sequence[int], vocabulary: VocabularyTokenizer) -> list[int]:
     """The same text in other ids: every third one that can be is split into two."""
-    pieces = vocabulary.pieces
-    assert pieces is not None
+    if vocabulary.pieces is None:
+        return list(ids)
     source = random.Random(len(ids))
     found: list[int] = []
     for token_id in ids:

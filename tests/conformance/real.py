@@ -1,0 +1,79 @@
+"""The scenarios with real vocabularies, where templates of their models are in the corpus, on texts of all kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+
+from tests.conformance.corpus import corpus
+from tests.conformance.scenarios import Case, Past, Scenario, case
+from tests.conformance.sweep import Verdict, is_tool_capable, verdicts_of
+from tests.tokens.vocabularies import spoken, vocabulary
+
+__all__ = ["PAIRS", "Pair", "play_pair"]
+
+_WIDE = "\uff5c"
+_VARIABLES = {
+    "qwen": {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"},
+    "qwen3_6": {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"},
+    "deepseek": {
+        "bos_token": f"<{_WIDE}begin\u2581of\u2581sentence{_WIDE}>",
+        "eos_token": f"<{_WIDE}end\u2581of\u2581sentence{_WIDE}>",
+    },
+    "tekken": {"bos_token": "<s>", "eos_token": "</s>"},
+    "mistral_sentencepiece": {"bos_token": "<s>", "eos_token": "</s>"},
+    "smollm2": {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"},
+}
+_TEMPLATES = {
+    "qwen": (
+        "Qwen-QwQ-32B", "Qwen-QwQ-32B-Preview", "Qwen-Qwen2-1.5B-Instruct", "Qwen-Qwen2.5-7B-Instruct",
+        "Qwen-Qwen2.5-Math-1.5B-Instruct", "Qwen-Qwen2.5-VL-7B-Instruct", "Qwen-Qwen3-0.6B",
+        "Qwen-Qwen3-4B-Instruct-2507", "Qwen-Qwen3-4B-Thinking-2507", "Qwen-Qwen3-Coder-30B-A3B-Instruct",
+        "Qwen-Qwen3-VL-8B-Instruct", "Qwen-Qwen3-VL-8B-Thinking",
+    ),
+    "qwen3_6": ("Qwen-Qwen3.5-0.8B", "Qwen-Qwen3.6-35B-A3B", "Qwen3.5-4B"),
+    "deepseek": (
+        "deepseek-ai-DeepSeek-V3.1", "tencent-DeepSeek-V3.1-Terminus-W4AFP8", "llama-cpp-deepseek-r1",
+        "trl-internal-testing-tiny-DeepseekV3ForCausalLM-0528", "yujiepan-deepseek-v3-tiny-random",
+    ),
+    "tekken": (
+        "mistralai-Mistral-Nemo-Instruct-2407", "mistralai-Mistral-Small-24B-Instruct-2501",
+        "mistralai-Mistral-Small-3.1-24B-Instruct-2503", "unsloth-mistral-Devstral-Small-2507",
+        "mistralai-Ministral-3-8B-Instruct-2512",
+    ),
+    "mistral_sentencepiece": (
+        "mistralai-Mistral-7B-Instruct-v0.2", "mistralai-Mistral-7B-Instruct-v0.3", "mistralai-Codestral-22B-v0.1",
+    ),
+    "smollm2": ("HuggingFaceTB-SmolLM2-135M-Instruct", "HuggingFaceTB-SmolLM3-3B"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A vocabulary and a template of a model that has it."""
+
+    vocabulary: str
+    template: str
+
+
+PAIRS = tuple(Pair(name, template) for name, templates in _TEMPLATES.items() for template in templates)
+
+
+def play_pair(pair: Pair, wanted: int = 200) -> list[tuple[Case, Verdict, str]]:
+    """The first `wanted` applicable cases of a pair, over the seeds, with one bridger."""
+    entry = next(entry for entry in corpus() if entry.name == pair.template)
+    variables = _VARIABLES[pair.vocabulary]
+    renderer = entry.renderer(variables)
+    cases = list(islice(_cases(is_tool_capable(entry)), wanted * 2))
+    verdicts = verdicts_of(cases, renderer, vocabulary(pair.vocabulary), variables["eos_token"])
+    played = [(made, *verdict) for made, verdict in zip(cases, verdicts, strict=True)]
+    return [item for item in played if item[1] is not Verdict.NOT_APPLICABLE][:wanted]
+
+
+def _cases(capable: bool) -> Iterator[Case]:
+    for seed in count():
+        for past in Past:
+            for scenario in Scenario:
+                if capable or not (scenario.needs_tools or past.has_tools()):
+                    yield case(scenario, past, seed, tools=capable, filler=spoken)
