@@ -57,6 +57,7 @@ def inside(piece: str = "") -> Inside:
     Args:
         piece: a marker, a word, a character; by default every character that is several bytes.
     """
+    __tracebackhide__ = True
     if not isinstance(piece, str):
         raise BadOption(f"inside({piece!r:.60}): give a piece of the text, such as '<think>' or 'é'.")
     return Inside(piece)

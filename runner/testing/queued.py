@@ -69,6 +69,9 @@ class CheckedEngine(ScriptedEngine):
         except RequestRejected as rejected:
             self.problems.append(str(rejected))
             raise
+        except BadOption as error:  # what a function says cannot be cut as it was to be
+            self.problems.append(f"{call.request.name}: {error}")
+            raise RequestRejected(self.problems[-1]) from None
 
 
 class QueuedEngine(CheckedEngine):

@@ -130,12 +130,17 @@ def _described(engine: Engine) -> dict[str, Any]:
         bundled = False
     text = {} if bundled else {"text": template.text, "variables": dict(template.variables)}
     return {
-        "vocabulary": own or engine.describe().get("model"),
+        "vocabulary": own or _model_of(engine),
         "fingerprint": tokenizer.fingerprint,
         "template": {"name": template.name, "fingerprint": template.fingerprint, **text},
         "stop_ids": list(engine.stop_ids),
         "context": engine.context,
     }
+
+
+def _model_of(engine: Engine) -> str | None:
+    model = engine.describe().get("model")
+    return model if isinstance(model, str) else None
 
 
 def _written(calls: Sequence[RecordedTurn], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
@@ -253,17 +258,17 @@ def _vocabulary(path: Path, said: dict[str, Any], given: Tokenizer | None) -> To
 
 
 def _load(path: Path, name: Any) -> Tokenizer:
+    if not isinstance(name, str):
+        raise BadInput(f"{path} does not say which vocabulary it was recorded with: give it with tokenizer=.")
     if name in _OWN:
         return _OWN[name]()
-    if not isinstance(name, str):
-        raise BadInput(f"{path} does not say which vocabulary it was recorded with: give it, tokenizer=....")
     from runner.models import resolve_model
 
     try:
         return load_tokenizer(resolve_model(name).folder)
     except DeltarunnerError as error:
         raise BadInput(
-            f"{path} needs the vocabulary of {name!r}, which cannot be loaded: {error} Or give it, tokenizer=...."
+            f"{path} needs the vocabulary of {name!r}, which cannot be loaded: {error} Or give it with tokenizer=."
         ) from None
 
 

@@ -6,6 +6,7 @@ Importing this module needs hypothesis, which nothing else of the kit does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from hypothesis import strategies as st
@@ -45,7 +46,7 @@ _NAMES: Final = st.from_regex(r"[a-z][a-z_]{0,11}", fullmatch=True)
 
 
 def awkward_text(*, max_pieces: int = 8) -> SearchStrategy[str]:
-    """Text with control tokens, markers, quotes, templates, several ways to write one character, and surrogates none.
+    """Text with control tokens, markers, quotes, template code, one character written in several ways; no surrogates.
 
     Args:
         max_pieces: how long it gets.
@@ -77,8 +78,10 @@ def tool_calls(tools: Sequence[Tool] | None = None) -> SearchStrategy[ToolCall]:
 
 
 def conversations(*, max_messages: int = 6, text: SearchStrategy[str] | None = None) -> SearchStrategy[list[Message]]:
-    """Conversations as a template accepts them: perhaps a system message, then user and assistant by turns, with calls
-    that are answered; the last message is never the model's.
+    """Conversations as a template accepts them.
+
+    Perhaps a system message, then user and assistant by turns, with calls that are answered; the last message is never
+    the model's.
 
     Args:
         max_messages: about how many.
@@ -107,15 +110,13 @@ def _conversation(draw: st.DrawFn, most: int, text: SearchStrategy[str]) -> list
     while len(messages) < most and draw(st.booleans()):
         calls = draw(st.lists(tool_calls(), max_size=2))
         said: Message = {"role": "assistant", "content": draw(text)}
-        made = [{**call.as_message(), "id": f"call_{len(messages)}_{number}"} for number, call in enumerate(calls)]
+        made = [replace(call, id=f"call_{len(messages)}_{number}") for number, call in enumerate(calls)]
         if not made:
             messages += [said, {"role": "user", "content": draw(text)}]
             continue
-        answers: list[Any] = [
-            {"role": "tool", "content": draw(text), "tool_call_id": call["id"], "name": call["function"]["name"]}
-            for call in made
-        ]
-        messages += [{**said, "tool_calls": made}, *answers]  # type: ignore[typeddict-item]  # made of calls above
+        messages.append({**said, "tool_calls": [call.as_message() for call in made]})
+        for call in made:
+            messages.append({"role": "tool", "content": draw(text), "tool_call_id": call.id, "name": call.name})
     return messages
 
 

@@ -1,0 +1,198 @@
+"""play() in a plain test: what comes back, and what every mistake is answered with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from runner import BadOption, BadTask, Environment, Limits, Outcome, Sampling, Task, Turn, reward
+from runner.engines.script import ModelCall
+from runner.testing import (
+    Fault,
+    QueuedEngine,
+    Reply,
+    ScriptedEngine,
+    call,
+    play,
+    play_async,
+    play_many,
+    play_many_async,
+)
+from tests.testing.inner import run
+
+pytest_plugins = ["pytester"]
+
+
+class Sums(Environment):
+    """Numbers, one a turn, until somebody says stop."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def tasks(self) -> list[Task]:
+        return [Task(id=name, prompt=f"{name}?", answer="3") for name in ("b", "a", "c")]
+
+    def step(self, turn: Turn) -> str | None:
+        if not turn.text.isdigit():
+            return None
+        self.total += int(turn.text)
+        return f"{self.total}."
+
+    @reward
+    def correct(self) -> Any:  # of either colour
+        return self.total == int(self.task.answer)
+
+
+def test_a_list_is_said_in_order_and_the_trajectory_comes_back() -> None:
+    trajectory = play(Sums, ["1", "2", "stop"])
+    assert (trajectory.task.id, trajectory.outcome, trajectory.reward) == ("b", Outcome.COMPLETED, 1)
+    assert [message["content"] for message in trajectory.messages] == ["b?", "1", "1.", "2", "3.", "stop"]
+
+
+def test_one_text_or_function_answers_every_turn() -> None:
+    assert play(Sums, "1", limits=Limits(turns=4)).outcome is Outcome.TURN_LIMIT
+
+    def model(asked: ModelCall) -> str:
+        return "1" if asked.turn < 3 else "stop"
+
+    assert play(Sums, model).reward == 1
+
+
+def test_a_list_may_hold_calls_ids_full_replies_and_functions() -> None:
+    ids = [ord("1")]
+    trajectory = play(Sums, [ids, Reply("1"), lambda asked: str(asked.turn - 1), "stop"])
+    assert [turn.text for turn in trajectory.turns] == ["1", "1", "1", "stop"]
+
+
+def test_the_task_is_chosen_by_id_or_given() -> None:
+    assert play(Sums, "stop", task="c").task.id == "c"
+    own = Task(id="own", prompt="?", answer="0")
+    assert play(Sums, "stop", task=own).reward == 1
+
+
+def test_a_dict_speaks_for_each_agent() -> None:
+    class Judged(Sums):
+        @reward
+        async def correct(self) -> bool:
+            judge = self.episode.conversation("judge", prompt="Right?")
+            return (await judge.generate()).text == "Yes"
+
+    assert play(Judged, {"main": ["1", "stop"], "judge": "Yes"}).reward == 1
+    with pytest.raises(AssertionError, match=r"none is left.*for agent 'judge'"):
+        play(Judged, ["1", "stop"])
+
+
+def test_a_failed_episode_comes_back_as_any_other() -> None:
+    class Broken(Sums):
+        def step(self, turn: Turn) -> None:
+            raise ZeroDivisionError("mine")
+
+    trajectory = play(Broken, "1")
+    assert trajectory.outcome is Outcome.ENV_ERROR
+    assert "ZeroDivisionError: mine" in trajectory.error
+
+
+def test_replies_that_are_left_over_are_listed() -> None:
+    with pytest.raises(AssertionError, match=r"^2 replies were never said:\n  main: '5'\n  main: f\(a=1\)\n"):
+        play(Sums, ["stop", "5", call("f", a=1)])
+
+
+def test_a_missing_reply_says_what_was_asked() -> None:
+    with pytest.raises(
+        AssertionError, match=r"^b#0/main/1: .* none is left \(1 said so far\)\. Add one .*1\..*assistant"
+    ):
+        play(Sums, ["1"])
+
+
+def test_an_engine_that_failed_is_asked_again_and_the_next_reply_is_said() -> None:
+    assert play(Sums, [Reply("1", fault=Fault.error(at=1)), "3", "stop"]).reward == 1
+
+
+def test_many_come_back_by_task_and_index() -> None:
+    played = play_many(Sums, ["1", "2", "stop"], group_size=2)
+    assert [trajectory.id for trajectory in played] == ["b#0", "b#1", "a#0", "a#1", "c#0", "c#1"]
+    assert {trajectory.reward for trajectory in played} == {1}
+
+
+def test_many_play_as_many_tasks_as_asked_for() -> None:
+    assert [trajectory.task.id for trajectory in play_many(Sums, "stop", tasks=2)] == ["b", "a"]
+
+
+def test_many_of_one_queue_are_played_one_after_another() -> None:
+    engine = QueuedEngine().say("3", "stop", "stop", "1", "stop")
+    assert [trajectory.reward for trajectory in play_many(Sums, engine)] == [1, 0, 0]
+
+
+def test_many_say_which_reply_no_episode_came_to() -> None:
+    with pytest.raises(AssertionError, match=r"3 replies were given and no episode came to more than 2; .*'more'"):
+        play_many(Sums, ["1", "stop", "more"])
+    with pytest.raises(AssertionError, match=r"2 replies were given for judge and no episode came to more than 0"):
+        play_many(Sums, {"main": "stop", "judge": ["a", "b"]})
+
+
+def test_an_engine_of_ones_own_is_left_alone() -> None:
+    engine = ScriptedEngine(["stop", "never said"], record=True)
+    assert play(Sums, engine, sampling=Sampling(max_tokens=2)).outcome is Outcome.TOKEN_LIMIT
+    assert len(engine.calls) == 1
+
+
+@pytest.mark.anyio
+async def test_in_a_loop_there_are_doors_of_their_own() -> None:
+    assert (await play_async(Sums, ["3", "stop"])).reward == 1
+    assert len(await play_many_async(Sums, "stop")) == 3
+    for door in (play, play_many):
+        with pytest.raises(RuntimeError, match=rf"{door.__name__}\(\) is for a plain .* `await {door.__name__}_async"):
+            door(Sums, "stop")
+
+
+ANY: Any = play  # mistakes that a type checker would find
+MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "no environment": (lambda: ANY(int, "x"), BadOption, r"play\(<class 'int'>, ...\): give an environment"),
+    "an engine's class": (lambda: ANY(Sums, ScriptedEngine), BadOption, "ScriptedEngine.: give an engine"),
+    "a number": (lambda: ANY(Sums, 5), BadOption, r"play\(\.\.\., 5\): give an engine, .* or what to say"),
+    "no replies": (lambda: play(Sums, []), BadOption, "give at least one reply"),
+    "a number among replies": (lambda: ANY(Sums, ["1", 5]), BadOption, "5 is no reply: give a text"),
+    "a function's number": (lambda: ANY(Sums, lambda asked: 5), AssertionError, "lambda.* gave 5, a int: return a"),
+    "a function's error": (lambda: ANY(Sums, lambda asked: 1 / 0), AssertionError, "raised ZeroDivisionError"),
+    "no such task": (lambda: play(Sums, "x", task="d"), BadTask, "There is no task 'd' among 3; the first ids are 'b'"),
+    "a task's number": (lambda: ANY(Sums, "x", task=3), BadOption, "give a Task, or the id"),
+    "a group": (lambda: play(Sums, "x", group_size=2), BadOption, "play_many"),
+    "no tasks": (lambda: play_many(Sums, "x", tasks=0), BadOption, "at least 1"),
+    "another clock": (lambda: ANY(Sums, "x", clock=5), BadOption, "virtual_clock"),
+    "limits": (lambda: ANY(Sums, "x", limits={}), BadOption, "give Limits"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_message_at_the_line_that_made_it(name: str) -> None:
+    mistake, kind, message = MISTAKES[name]
+    with pytest.raises(kind, match=message) as caught:
+        mistake()
+    shown = [entry for entry in caught.traceback.filter(caught) if "/runner/" in str(entry.path)]
+    assert not shown
+
+
+def test_a_failing_test_shows_what_was_played(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester, "def test_it():\n    assert play(Calculator, [call('multiply', a=6, b=7), '43']).reward == 1"
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*Episodes played*", "6#0  completed  reward 0 *", "sampled*multiply(a=6, b=7)*", "tool*42"]
+    )
+
+
+def test_a_passing_test_keeps_nothing(pytester: pytest.Pytester) -> None:
+    test = """
+from runner.testing.playing import PLAYED
+
+def test_first():
+    play(Calculator, "42")
+    assert PLAYED
+
+def test_second():
+    assert not PLAYED
+"""
+    run(pytester, test).assert_outcomes(passed=2)

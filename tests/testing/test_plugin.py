@@ -1,0 +1,91 @@
+"""The plugin loads nothing, touches nothing, and works beside whatever else is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from runner import pytest_plugin
+from tests.testing.inner import run, run_apart
+
+pytest_plugins = ["pytester"]
+
+ONE = """
+def test_one(scripted_engine):
+    scripted_engine.say(call("multiply", a=6, b=7), "It is 42")
+    assert play(Calculator, scripted_engine).reward == 1
+"""
+
+LOADED = """
+import sys
+import runner.pytest_plugin
+print(sorted(name for name in sys.modules if name.partition(".")[0] == "runner"))
+heavy = {"torch", "vllm", "transformers", "httpx", "anyio", "hypothesis", "jinja2", "pydantic", "pyarrow", "rich"}
+print(sorted(heavy & set(sys.modules)))
+"""
+
+
+def test_the_plugin_loads_pytest_and_the_standard_library_only() -> None:
+    out = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines() == ["['runner', 'runner.pytest_plugin']", "[]"]
+
+
+def test_without_autoloading_it_is_named_on_the_command_line(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    run_apart(pytester, ONE, "-p", "runner.pytest_plugin", "-o", "asyncio_default_fixture_loop_scope=").assert_outcomes(
+        passed=1
+    )
+
+
+def test_named_and_autoloaded_it_is_one_plugin(pytester: pytest.Pytester) -> None:
+    run_apart(pytester, ONE, "-p", "runner.pytest_plugin").assert_outcomes(passed=1)
+
+
+def test_it_works_beside_pytest_asyncio_and_in_its_tests(pytester: pytest.Pytester) -> None:
+    test = """
+async def test_in_a_loop(scripted_engine, no_leaks, loop_watchdog):
+    scripted_engine.say("It is 42")
+    assert (await play_async(Calculator, scripted_engine)).reward == 1
+
+async def test_the_wrong_door():
+    play(Calculator, "It is 42")
+"""
+    result = run_apart(pytester, ONE + test, "-o", "asyncio_mode=auto")
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["*play() is for a plain*write `await play_async(...)` here."])
+
+
+def test_it_works_in_the_workers_of_xdist(pytester: pytest.Pytester) -> None:
+    again = "".join(ONE.replace("test_one", f"test_{number}") for number in range(4))
+    run_apart(pytester, again, "-n", "2").assert_outcomes(passed=4)
+
+
+def test_its_markers_are_registered(pytester: pytest.Pytester) -> None:
+    test = """
+@pytest.mark.engine
+@pytest.mark.scripted_engine(context=64)
+def test_one(scripted_engine):
+    assert scripted_engine.context == 64
+"""
+    run(pytester, test, "--strict-markers").assert_outcomes(passed=1)
+
+
+def test_none_of_its_fixtures_comes_unasked_or_chooses_the_event_loop(pytester: pytest.Pytester) -> None:
+    test = """
+import sniffio
+
+@pytest.fixture
+def anyio_backend():
+    return "trio"
+
+@pytest.mark.anyio
+async def test_where(scripted_engine, request):
+    assert sniffio.current_async_library() == "trio"
+    assert set(request.fixturenames) <= {"anyio_backend", "scripted_engine", "request"}
+"""
+    run(pytester, test).assert_outcomes(passed=1)
+    assert not [name for name in vars(pytest_plugin) if name.startswith("anyio")]
