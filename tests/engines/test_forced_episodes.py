@@ -9,10 +9,11 @@ import math
 import re
 import warnings
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,21 @@ async def test_the_example_of_the_page_passes(forcible: VllmEngine) -> None:
 
 @dataclass(frozen=True)
 class Said:
-    """One turn as it is forced, and what the environment makes of it."""
+    """One turn as it is forced, and what becomes of it.
+
+    Attributes:
+        ids: what is sampled.
+        cut: it ends by its length.
+        answered: the environment adds something; else the next turn goes on with it.
+        called: the names of the calls that are read in it.
+        owed: what is left for the template to write of the turn's close.
+    """
 
     ids: list[int]
     cut: bool = False
     answered: bool = True
     called: tuple[str, ...] = ()
+    owed: str = "\n"
 
 
 def awkward(engine: VllmEngine) -> list[Said]:
@@ -90,7 +100,7 @@ def awkward(engine: VllmEngine) -> list[Said]:
         Said([*smile[2:], *bytewise(engine, " or not "), accent, STOP]),
         # A call that is never closed, and one that was cut just before it would have been.
         Said([*encode("[add(a=1, b="), STOP], called=("add",)),
-        Said(encode("[add(a=1, b=2)"), cut=True, called=("add",)),
+        Said(encode("[add(a=1, b=2)"), cut=True, called=("add",), owed="<|im_end|>\n"),
         Said([*encode("Done.\n\n"), STOP], answered=False),
     ]
 
@@ -131,18 +141,19 @@ class Notebook(Environment):
         return len(self.episode.turns) == len(self.said)
 
 
-@pytest.fixture
-def sent(forcible: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+@contextmanager
+def watched(engine: VllmEngine) -> Iterator[list[list[int]]]:
     """The prompt ids of each request as they reach vLLM."""
     prompts: list[list[int]] = []
-    add_request = forcible._llm.add_request
+    add_request = engine._llm.add_request
 
     async def record(name: str, prompt: Any, parameters: Any) -> Any:
         prompts.append(list(prompt["prompt_token_ids"]))
         return await add_request(name, prompt, parameters)
 
-    monkeypatch.setattr(forcible._llm, "add_request", record)
-    return prompts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._llm, "add_request", record)
+        yield prompts
 
 
 async def play(engine: Engine, said: Sequence[Said], *, stop_ids: tuple[int, ...] | None = None) -> Trajectory:
@@ -156,32 +167,61 @@ async def play(engine: Engine, said: Sequence[Said], *, stop_ids: tuple[int, ...
     return trajectory
 
 
-def assert_sent(trajectory: Trajectory, said: Sequence[Said], sent: Sequence[Sequence[int]], block: int) -> None:
-    """Prompts grew by exactly what was sampled and a bridge, in the engine's own list as in the trajectory."""
-    log = trajectory.segments[0].log
+def added(messages: Sequence[Message]) -> Iterator[str]:
+    """What ChatML makes of each run of messages that was put before the model, the first run left out."""
+    runs = [
+        list(run) for spoken, run in groupby(messages, lambda message: message["role"] == "assistant") if not spoken
+    ]
+    for run in runs[1:]:
+        turns = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in run]
+        yield "".join(turns) + "<|im_start|>assistant\n"
+
+
+def assert_sent(
+    engine: VllmEngine, trajectory: Trajectory, said: Sequence[Said], sent: Sequence[Sequence[int]]
+) -> None:
+    """Every prompt that vLLM got is the one before it, what was forced on it and what the template writes between."""
+    block = engine.describe()["chosen"]["block_size"]
     assert len(trajectory.segments) == 1
     assert len(sent) == len(trajectory.turns) == len(said)
-    for turn, prompt, forced in zip(trajectory.turns, sent, said, strict=True):
+    between = added(trajectory.messages)
+    for n, (turn, prompt, forced) in enumerate(zip(trajectory.turns, sent, said, strict=True)):
         assert list(turn.prompt_ids) == prompt
         assert list(turn.token_ids) == forced.ids
         assert turn.finish is (FinishReason.LENGTH if forced.cut else FinishReason.STOP)
-    for (before, prompt), (turn, following) in pairwise(zip(trajectory.turns, sent, strict=True)):
-        history = [*prompt, *before.token_ids]
-        bridge = list(log.ids[before.end : turn.start])
-        assert following == [*history, *bridge]
+        if n == 0:
+            continue
+        history, before = [*sent[n - 1], *said[n - 1].ids], said[n - 1]
+        bridge = engine.tokenizer.encode(before.owed + next(between)) if before.answered else []
+        assert prompt == [*history, *bridge]
         # Evidence from the engine itself: it found every full block of what came before in its cache.
         assert turn.cached_tokens == (len(history) - 1) // block * block
         if bridge:
             assert turn.junction is not None
-            assert turn.junction.result is Result.APPENDED
+            assert (turn.junction.result, turn.junction.inserted) == (Result.APPENDED, len(bridge))
+    assert next(between, None) is None
+
+
+@dataclass(frozen=True)
+class Played:
+    """An episode, and the prompts that reached vLLM for it."""
+
+    trajectory: Trajectory
+    sent: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+async def awkward_episode(forcible: VllmEngine) -> Played:
+    """The awkward turns, played once for all tests that look at them."""
+    with watched(forcible) as sent:
+        return Played(await play(forcible, awkward(forcible)), sent)
 
 
 async def test_awkward_turns_reach_the_engine_as_they_were_sampled_and_nothing_else_is_put_between(
-    forcible: VllmEngine, sent: list[list[int]]
+    forcible: VllmEngine, awkward_episode: Played
 ) -> None:
-    said = awkward(forcible)
-    trajectory = await play(forcible, said)
-    assert_sent(trajectory, said, sent, forcible.describe()["chosen"]["block_size"])
+    said, trajectory = awkward(forcible), awkward_episode.trajectory
+    assert_sent(forcible, trajectory, said, awkward_episode.sent)
 
     turns = trajectory.turns
     assert [tuple(call.name for call in turn.tool_calls) for turn in turns] == [turn.called for turn in said]
@@ -202,23 +242,19 @@ async def test_awkward_turns_reach_the_engine_as_they_were_sampled_and_nothing_e
 
 
 async def test_a_newline_and_a_second_stop_behind_the_models_own_close_stay_and_are_not_written_again(
-    forcible: VllmEngine, sent: list[list[int]]
+    forcible: VllmEngine,
 ) -> None:
     encode = forcible.tokenizer.encode
     newline = encode("\n")
     said = [
-        Said([*encode("It is so."), STOP, *newline, END_OF_TEXT]),
-        Said([*encode("It is not."), STOP, *newline], cut=True),
+        Said([*encode("It is so."), STOP, *newline, END_OF_TEXT], owed=""),
+        Said([*encode("It is not."), STOP, *newline], cut=True, owed=""),
         Said([*encode("Bye."), STOP, END_OF_TEXT], answered=False),
     ]
     # As a model whose turns end with <|endoftext|> and that was taught to write its template's close before it.
-    trajectory = await play(forcible, said, stop_ids=(END_OF_TEXT,))
-    assert_sent(trajectory, said, sent, forcible.describe()["chosen"]["block_size"])
-    log = trajectory.segments[0].log
-    for before, turn in pairwise(trajectory.turns):
-        bridge = log.ids[before.end : turn.start]
-        assert bridge[0] == START
-        assert bridge.count(STOP) == 1  # the new message's own
+    with watched(forcible) as sent:
+        trajectory = await play(forcible, said, stop_ids=(END_OF_TEXT,))
+    assert_sent(forcible, trajectory, said, sent)
 
 
 @pytest.fixture(scope="module")
@@ -232,9 +268,11 @@ def teacher(demo_model_folder: Path) -> Teacher:
         model = AutoModelForCausalLM.from_pretrained(demo_model_folder, dtype=torch.float32)
 
     def logprobs(ids: Sequence[int]) -> list[float]:
-        sequence = torch.tensor([list(ids)])
+        sequence, threads = torch.tensor([list(ids)]), torch.get_num_threads()
+        torch.set_num_threads(1)  # several would wait for one another, as the engine's own threads hold the cores
         with torch.inference_mode():
             rows = model(sequence).logits[0, :-1].float().log_softmax(-1)
+        torch.set_num_threads(threads)
         return [math.nan, *rows.gather(1, sequence[0, 1:, None])[:, 0].tolist()]
 
     return logprobs
@@ -271,9 +309,9 @@ def rendered(engine: VllmEngine, messages: Sequence[Message], tools: Sequence[An
 
 
 async def test_stored_log_probabilities_are_the_models_own_on_the_exact_sequence_and_on_no_rendered_one(
-    forcible: VllmEngine, teacher: Teacher
+    forcible: VllmEngine, awkward_episode: Played, teacher: Teacher
 ) -> None:
-    trajectory = await play(forcible, awkward(forcible))
+    trajectory = awkward_episode.trajectory
     (segment,) = trajectory.segments
     exact = deviation(trajectory, segment.log.ids, teacher)
     assert exact.unaligned == 0
@@ -326,11 +364,11 @@ async def sampled(
 
 
 async def test_forced_requests_leave_the_others_of_their_batch_alone(forcible: VllmEngine, teacher: Teacher) -> None:
-    free = [request(name, 24) for name in ("free", "other")]
+    free = [request(name, 16) for name in ("free", "other")]
     alone = [await sampled(forcible, wanted) for wanted in free]
     # Those that end first make places in the batch that others move to.
-    forced = [request(f"{number}", 12 + 3 * number, range(600, 612 + 3 * number)) for number in range(4)]
-    partly = request("partly", 16, [700, 701, 702])
+    forced = [request(f"{number}", 9 + 2 * number, range(600, 609 + 2 * number)) for number in range(4)]
+    partly = request("partly", 12, [700, 701, 702])
     mixed = [forced[0], free[0], forced[1], forced[2], free[1], partly, forced[3]]
 
     together: dict[str, tuple[list[int], list[float]]] = {}
@@ -354,7 +392,7 @@ async def test_forced_requests_leave_the_others_of_their_batch_alone(forcible: V
     ids, _ = together["partly"]
     assert ids[:3] == [700, 701, 702]
     # Past its end the model is free: its likeliest id each time.
-    prefix = replace(request("partly", 13), prompt=[*partly.prompt, 700, 701, 702])
+    prefix = replace(request("partly", 9), prompt=[*partly.prompt, 700, 701, 702])
     assert (await sampled(forcible, prefix))[0] == ids[3:]
 
 
