@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 from typer.testing import CliRunner, Result
 
-from runner import Conversation, Environment, Run, RunFile, Sampling, Task, Tool, Turn, reward, tool
+from envs.calculator import Calculator
+from runner import Conversation, Environment, Run, RunFile, Sampling, Task, Tool, Turn, VllmEngine, reward, tool
 from runner.cli import app
 from runner.differences import Kind
 from runner.engines.base import FinishReason
@@ -504,16 +506,14 @@ def test_a_configuration_that_was_changed_everywhere_is_found_in_the_prompts(pat
         assert "It is 03 Februar" in found["derived"]
 
 
-def test_a_resumed_run_is_verified_with_the_clock_of_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.db"
-    anyio.run(play, path, "pythonic")
-    change(path, "DELETE FROM turns WHERE episode IN (SELECT key FROM episodes WHERE task_id = 't2')")
-    change(path, "DELETE FROM segments WHERE episode IN (SELECT key FROM episodes WHERE task_id = 't2')")
-    change(path, "DELETE FROM episodes WHERE task_id = 't2'")
-    change_header(path, lambda header: None, launches=False)
+def test_a_resumed_run_is_verified_with_the_clock_of_its_file(path: Path) -> None:
+    change_header(path, turn_clock, launches=True)
+    for table in ("turns", "segments", "episodes"):
+        change(path, f"DELETE FROM {table}")
     anyio.run(play, path, "pythonic")
     told = verdict(path)
     assert (told["verified"], told["trajectories"]) == (True, 9)
+    assert "It is 03 February 2001, 04:05:06." in ByteTokenizer().decode(trajectory_of(path).turns[0].prompt_ids)
 
 
 # --- what is said
@@ -525,7 +525,7 @@ def test_the_difference_is_printed_with_its_place_and_both_sides(path: Path) -> 
     result = verify(path)
     assert result.exit_code == 7
     lines = result.output.splitlines()
-    assert lines[0].endswith("1 trajectories do not follow; the first:")
+    assert lines[0].endswith(" ids: trajectories that do not follow: 1, first of them")
     assert lines[1] == f"t1#0 · agent main · segment 0 · turn {turn.number} · index {begin + 1}"
     assert re.fullmatch(r"bridge: the file has id 126 \('~'\) where id 256 \('<\|im_start\|>'\) follows", lines[2])
     assert lines[3].startswith("  stored   '\\n~tool")
@@ -590,6 +590,21 @@ def test_help_and_a_missing_argument() -> None:
 # --- the pure part
 
 
+@pytest.mark.parametrize("agent", ["main", "user"])
+def test_every_id_that_was_not_sampled_is_found_at_its_index(path: Path, agent: str) -> None:
+    with RunFile(path) as run_file:
+        trajectory, chat = run_file.trajectory("t1#0", agent=agent), pure_chat(run_file.header)
+    for number, segment in enumerate(trajectory.segments):
+        masked = [index for index, source in enumerate(segment.log.sources) if source != Source.SAMPLED]
+        for index in masked[:: 1 + len(masked) // 40]:
+            segment.log.ids[index] += 1
+            found = first_difference(trajectory, chat)
+            assert found is not None
+            assert (found.segment, found.index) == (number, index)
+            segment.log.ids[index] -= 1
+    assert first_difference(trajectory, chat) is None
+
+
 def pure_chat(header: Header) -> Any:
     template = ChatTemplate(header.template["text"], name="dated", variables=header.template["variables"])
     return stored_chat(ByteTokenizer(), template, stop_ids=[257], options={}, now=header.clock, history=History())
@@ -615,3 +630,25 @@ def test_a_segment_that_tries_a_turn_again_begins_with_the_prompt_of_that_turn(p
     found = first_difference(trajectory, chat)
     assert found is not None
     assert "no earlier turn had the prompt" in found.explanation
+
+
+# --- the real engine
+
+
+@pytest.mark.anyio
+async def test_what_the_real_engine_played_follows_from_its_messages_and_sampled_ids(
+    engine: VllmEngine, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.db"
+    async with Run(Calculator(questions=8), engine, sampling=Sampling(max_tokens=64), file=path) as run:
+        ids = [trajectory.id async for trajectory in run]
+    told = await anyio.to_thread.run_sync(verdict, path)
+    assert (told["verified"], told["trajectories"], told["difference"]) == (True, len(ids), None)
+    id, begin = next((id, begin) for id in ids for _, begin in bridges(trajectory_of(path, id=id)))
+    log = trajectory_of(path, id=id).segments[0].log
+    log.ids[begin] += 1
+    of_it = "episode = (SELECT key FROM episodes WHERE id = ?)"
+    change(path, f"UPDATE segments SET ids = ? WHERE {of_it}", struct.pack(f"<{len(log)}i", *log.ids), id)
+    told = await anyio.to_thread.run_sync(verdict, path)
+    found = told["difference"]
+    assert (told["differing"], found["kind"], found["episode"], found["index"]) == (1, "bridge", id, begin)

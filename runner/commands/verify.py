@@ -213,7 +213,7 @@ def _print(console: Console, file: Path, verdict: Verdict) -> None:
         say(f"{file}: {looked_at}: all of it follows from the messages and the sampled ids")
         return
     if found.kind is not Kind.HEADER:
-        say(f"{file}: {looked_at}: {verdict.differing} trajectories do not follow; the first:")
+        say(f"{file}: {looked_at}: trajectories that do not follow: {verdict.differing}, first of them")
         say(_place(found), "bold")
     else:
         say(f"{file}: its trajectories were not looked at")
