@@ -1,13 +1,19 @@
 """Incremental decoding: the pieces joined are the text of all ids, and none holds half a character."""
 
+import functools
 import json
+import random
+from collections.abc import Iterator, Sequence
 
-from hypothesis import given
+import pytest
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.decode import IncrementalDecoder
 from runner.tokens.tokenizer import Tokenizer, VocabularyTokenizer
+from tests.tokens.vocabularies import NAMES
+from tests.tokens.vocabularies import vocabulary as real_vocabulary
 
 # The demo vocabulary has no ids for the other bytes; what it does then is a test of its own.
 TEXT = st.text(st.characters(codec="utf-8", max_codepoint=0x3FFFF, exclude_characters="\x04\x06\x13\x14\x16\x1d"))
@@ -53,23 +59,20 @@ def test_finish_shows_what_was_open_and_begins_anew() -> None:
     assert decoder.finish() == ""
 
 
-def sentencepiece() -> VocabularyTokenizer:
-    """A vocabulary whose first word loses its space when decoded, with bytes for what it does not know."""
+REPLACE = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+FALLBACK = [REPLACE, {"type": "ByteFallback"}, {"type": "Fuse"}]
+
+
+def words(decoder: dict[str, object] | None) -> VocabularyTokenizer:
+    """A vocabulary of all bytes, a few words, and a gap among its ids."""
     names = [*(f"<0x{value:02X}>" for value in range(256)), "\u2581", "a", "b", "\u2581a", "\u2581b", "ab"]
-    decoder = {
-        "type": "Sequence",
-        "decoders": [
-            {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-        ],
-    }
-    model = {"type": "BPE", "vocab": {name: i for i, name in enumerate(names)}, "merges": [], "byte_fallback": True}
+    vocab = {name: i for i, name in enumerate(names)} | {"\u2581\u2581": len(names) + 2, "\ufffd": len(names) + 3}
+    model = {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": True}
     return VocabularyTokenizer(json.dumps({"version": "1.0", "added_tokens": [], "decoder": decoder, "model": model}))
 
 
-SENTENCEPIECE = sentencepiece()
+SENTENCEPIECE = words({"type": "Sequence", "decoders": [*FALLBACK, STRIP]})
 
 
 @given(
@@ -79,6 +82,7 @@ SENTENCEPIECE = sentencepiece()
 )
 def test_pieces_joined_are_the_text_of_a_vocabulary_that_is_not_byte_level(words: list[list[int]]) -> None:
     assert SENTENCEPIECE.pieces is None
+    assert SENTENCEPIECE.words is not None
     ids = [token_id for word in words for token_id in word]
     assert "".join(pieces(SENTENCEPIECE, [[token_id] for token_id in ids])) == SENTENCEPIECE.decode(ids)
 
@@ -87,3 +91,124 @@ def test_endless_broken_bytes_are_shown_and_do_not_pile_up() -> None:
     decoder = IncrementalDecoder(SENTENCEPIECE)
     shown = "".join(decoder.feed([0xFF]) for _ in range(500)) + decoder.finish()
     assert shown == "\ufffd" * 500
+
+
+def together(tokenizer: Tokenizer, deltas: Sequence[Sequence[int]]) -> str:
+    decoder = IncrementalDecoder(tokenizer)
+    return "".join([*(decoder.feed(delta) for delta in deltas), decoder.finish()])
+
+
+def cut(ids: Sequence[int], borders: int) -> list[Sequence[int]]:
+    """`ids` cut behind each place whose bit is set in `borders`."""
+    ends = [at + 1 for at in range(len(ids) - 1) if borders >> at & 1]
+    return [ids[start:end] for start, end in zip([0, *ends], [*ends, len(ids)], strict=True)]
+
+
+def splits(ids: Sequence[int], rng: random.Random) -> Iterator[list[Sequence[int]]]:
+    """Every way to cut up to ten ids, and 500 ways to cut more."""
+    if len(ids) <= 10:
+        return (cut(ids, borders) for borders in range(2 ** max(0, len(ids) - 1)))
+    return (cut(ids, rng.getrandbits(len(ids) - 1)) for _ in range(500))
+
+
+DECODERS = {
+    "nothing dropped": {"type": "Sequence", "decoders": FALLBACK},
+    "a space dropped": {"type": "Sequence", "decoders": [*FALLBACK, STRIP]},
+    "two spaces dropped": {"type": "Sequence", "decoders": [*FALLBACK, {**STRIP, "start": 2}]},
+    "no bytes": {"type": "Sequence", "decoders": [REPLACE, {"type": "Fuse"}, STRIP]},
+    "replaced alone": REPLACE,
+    "metaspace": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True},
+    "word pieces": {"type": "WordPiece", "prefix": "a", "cleanup": True},
+    "stripped each": {"type": "Sequence", "decoders": [REPLACE, STRIP]},
+    "none": None,
+}
+
+
+@functools.cache
+def named(name: str) -> Tokenizer:
+    if name == "bytes":
+        return ByteTokenizer()
+    return real_vocabulary(name) if name in NAMES else words(DECODERS[name])  # type: ignore[arg-type]
+
+
+@functools.cache
+def telling(name: str) -> tuple[int, ...]:
+    """Ids that tell decoders apart: pieces of characters, bytes, spaces, control tokens, ids that mean nothing."""
+    tokenizer = named(name)
+    texts = ("é你🙂 a", " ", "  x", "\u2581", "\ufffd", "\n", "नमस्ते", "👩‍👩‍👧", "<0xE2>", "e\u0301")
+    ids = {token_id for text in texts for token_id in tokenizer.encode(text)}
+    ids |= {token_id for value in (0x20, 0x41, 0x80, 0xC3, 0xE2, 0xF0, 0xFF) if (token_id := byte_id(tokenizer, value))}
+    return (*sorted(ids), *sorted(tokenizer.control_ids)[:3], tokenizer.size, tokenizer.size + 5)
+
+
+def byte_id(tokenizer: Tokenizer, value: int) -> int | None:
+    """The id of one byte, where there is one."""
+    if tokenizer.pieces is not None:
+        return next((i for i, piece in enumerate(tokenizer.pieces) if piece == bytes([value])), None)
+    return tokenizer.token_id(f"<0x{value:02X}>")
+
+
+def sampled(name: str, rng: random.Random, length: int) -> list[int]:
+    """Ids as a model may sample them: any of the vocabulary, and often those that tell decoders apart."""
+    size = named(name).size
+    return [rng.choice(telling(name)) if rng.random() < 0.7 else rng.randrange(size + 2) for _ in range(length)]
+
+
+EVERY = ("bytes", *NAMES, *DECODERS)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_way_to_cut_ten_ids_gives_the_text_of_all(name: str) -> None:
+    tokenizer, rng = named(name), random.Random(name)
+    for length in (0, 1, 2, 3, 5, 8, 10, 10, 10, 10):
+        ids = sampled(name, rng, length)
+        whole = tokenizer.decode(ids)
+        for deltas in splits(ids, rng):
+            assert together(tokenizer, deltas) == whole, deltas
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_many_ways_to_cut_many_ids_give_the_text_of_all(name: str) -> None:
+    tokenizer, rng = named(name), random.Random(name)
+    for ids in (sampled(name, rng, 40), tokenizer.encode("Ça va: 你好 🙂\n  x = 'नमस्ते' 👩‍👩‍👧 " * 2)):
+        whole = tokenizer.decode(ids)
+        for deltas in splits(ids, rng):
+            assert together(tokenizer, deltas) == whole, deltas
+
+
+@pytest.mark.parametrize("name", EVERY)
+@given(data=st.data())
+def test_any_ids_in_any_deltas_give_the_text_of_all(name: str, data: st.DataObject) -> None:
+    tokenizer = named(name)
+    token = st.one_of(st.sampled_from(telling(name)), st.integers(0, tokenizer.size + 2))
+    deltas = data.draw(st.lists(st.lists(token, max_size=5), max_size=12))
+    assert together(tokenizer, deltas) == tokenizer.decode([token_id for delta in deltas for token_id in delta])
+
+
+@given(st.lists(st.one_of(st.integers(256, 266), st.sampled_from([0x20, 0x41, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xFF]))))
+@example([0xC3, 0xA9, 0xFF])  # one wrong byte makes the whole run unreadable
+@example([0xC3, 999, 0xA9])  # an id past the vocabulary does not end a run
+@example([0xC3, 262, 0xA9])  # nor does one that the vocabulary leaves out
+@example([999, 256, 256, 257])  # and the first space is the first that is shown
+def test_runs_of_bytes_end_where_the_library_ends_them(ids: list[int]) -> None:
+    assert together(SENTENCEPIECE, [[token_id] for token_id in ids]) == SENTENCEPIECE.decode(ids)
+
+
+def test_a_run_of_bytes_comes_with_the_word_behind_it() -> None:
+    decoder = IncrementalDecoder(SENTENCEPIECE)
+    assert [decoder.feed([number]) for number in "é你".encode()] == [""] * 5
+    assert decoder.feed([257]) == "é你a"
+    assert decoder.finish() == ""
+
+
+def test_a_decoder_begins_anew_with_what_it_drops() -> None:
+    decoder = IncrementalDecoder(SENTENCEPIECE)
+    assert [decoder.feed([259]) + decoder.finish(), decoder.feed([259, 0xC3]) + decoder.finish()] == ["a", "a\ufffd"]
+    assert decoder.feed([259, 259]) == "a a"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_real_vocabularies_need_no_window(name: str) -> None:
+    """Work for an id is constant: each is decoded from its own piece, once."""
+    tokenizer = named(name)
+    assert (tokenizer.pieces is None) != (tokenizer.words is None)
