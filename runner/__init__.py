@@ -40,13 +40,14 @@ if TYPE_CHECKING:
         WrongArguments,
     )
     from runner.messages import Message, Prompt, ToolCall
-    from runner.options import Concurrency, Limits, Sampling
+    from runner.options import Concurrency, History, HistoryPolicy, Limits, Sampling
     from runner.runs import Run
     from runner.scoring import group_reward, metric, reward
     from runner.sources import TaskSource
     from runner.store.reader import RunFile
     from runner.summary import Summary
     from runner.tasks import Task
+    from runner.tokens.prefix import PrefixReplacement, PrefixResult, replace_prefix_tokens
     from runner.tools import Tool, tool
     from runner.trajectory import Group, Outcome, Segment, Trajectory, Turn
 
@@ -72,10 +73,14 @@ __all__ = [
     "EpisodeOver",
     "FinishReason",
     "Group",
+    "History",
+    "HistoryPolicy",
     "Limits",
     "Message",
     "NewerRunFile",
     "Outcome",
+    "PrefixReplacement",
+    "PrefixResult",
     "Prompt",
     "Reply",
     "RequestRejected",
@@ -101,6 +106,7 @@ __all__ = [
     "WrongArguments",
     "group_reward",
     "metric",
+    "replace_prefix_tokens",
     "reward",
     "run",
     "tool",
@@ -115,13 +121,14 @@ _HOMES = {
     "runner.environment": ("Environment", "Reply"),
     "runner.episode": ("Episode",),
     "runner.messages": ("Message", "Prompt", "ToolCall"),
-    "runner.options": ("Concurrency", "Limits", "Sampling"),
+    "runner.options": ("Concurrency", "History", "HistoryPolicy", "Limits", "Sampling"),
     "runner.runs": ("Run",),
     "runner.scoring": ("group_reward", "metric", "reward"),
     "runner.sources": ("TaskSource",),
     "runner.store.reader": ("RunFile",),
     "runner.summary": ("Summary",),
     "runner.tasks": ("Task",),
+    "runner.tokens.prefix": ("PrefixReplacement", "PrefixResult", "replace_prefix_tokens"),
     "runner.tools": ("Tool", "tool"),
     "runner.trajectory": ("Group", "Outcome", "Segment", "Trajectory", "Turn"),
 }

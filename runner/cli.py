@@ -124,6 +124,9 @@ def run(
     limit: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A limit of an episode (turns=8, seconds=60).")
     ] = None,
+    history: Annotated[
+        str, typer.Option(help="Where the chat template rewrites the past: append, fork or refuse.")
+    ] = "append",
     concurrency: Annotated[int | None, typer.Option(min=1, help="Episodes alive at once.")] = None,
     file: Annotated[Path | None, typer.Option(help="The run file; default runs/ENV-NNN.db.")] = None,
     task: Annotated[str | None, typer.Option(help="Play only the task of this id; shown, not kept.")] = None,
@@ -160,6 +163,7 @@ def run(
                 "stop": tuple(stop) if stop else None,
             },
             limits=tuple(limit or ()),
+            history=history,
             concurrency=concurrency,
             file=file,
             task=task,

@@ -21,6 +21,7 @@ from runner.prompting import Prepared, PromptMaker
 from runner.sampling import Sample, sample
 from runner.threads import Workers
 from runner.tokens.refusal import Property, Unbridgeable
+from runner.tokens.splice import AlignmentKind, compare, same_tools
 from runner.tools import Tool
 from runner.trajectory import Outcome, Segment, Trajectory, Turn
 
@@ -85,6 +86,7 @@ class Conversation:
         self._queued: list[Message] = list(messages)
         self._segment: Segment | None = None  # None until the next prompt is rendered from the start
         self._cause = "start"
+        self._retry: _Retry | None = None
         self._calls = 0
         self._calls_before = 0  # the message that a cut turn began: its calls and its first id, to read it whole
         self._spoken_from = 0
@@ -157,19 +159,33 @@ class Conversation:
             self._queued = queued
 
     def replace(self, messages: Prompt | None = None, *, tools: Sequence[Tool] | None = None) -> None:
-        """Change what was seen: the only way to. A new segment starts at the next `generate`, mask 0 throughout.
+        """Change what was seen: the only way to.
+
+        What only adds to the past is appended. Without the last thing that the agent said, that turn is played again
+        from the very ids of its prompt. Anything else is rendered anew. The latter two start a segment at the next
+        `generate`, mask 0 throughout.
 
         Args:
             messages: the whole history from now on; None keeps it.
             tools: what may be called from now on; None keeps them.
         """
         history = self.messages if messages is None else as_messages(messages)
-        self._retire()
-        self._queued = history
-        self._cause = "environment"
         if tools is not None:
             self.tools = _checked_tools(tools)
         self._setting.allowance.context_rewritten(self.name)
+        self._retry = None
+        segment = self._segment
+        if segment is not None and same_tools(segment.tools, self._schemas()):
+            alignment = compare(segment.messages, history)
+            if alignment.kind in (AlignmentKind.SAME, AlignmentKind.APPEND):
+                self._queued = list(alignment.appended)
+                return
+            if alignment.kind is AlignmentKind.RETRY and segment.messages[alignment.index]["role"] == "assistant":
+                self._retry = _Retry(segment, self._spoken_from, segment.messages[: alignment.index])
+                history = list(self._retry.messages)
+        self._retire()
+        self._queued = history
+        self._cause = "environment"
 
     async def close(self) -> None:
         """End the conversation: cut the turn that is still being sampled, and give the engine's room back."""
@@ -183,6 +199,7 @@ class Conversation:
     def into_trajectory(self, trajectory: Trajectory) -> None:
         """Hand the token logs over."""
         self._retire(unseen=len(self._queued))
+        self._prompts.settle(self.turns, self._setting.episode)
         trajectory.segments = self._segments
         trajectory.turns = self.turns
 
@@ -259,6 +276,8 @@ class Conversation:
         if segment is None:
             if not queued:
                 raise RuntimeError(f"conversation {self.name!r} has no message yet: add() one, or give it a prompt.")
+            if self._retry is not None and queued == self._retry.messages:
+                return self._prompts.retried(self._retry.segment, self._retry.start, queued)
             return self._prompts.first(queued, self._schemas(), self._cause)
         if queued:
             return await self._prompts.next(segment, self.turns[-1], queued, self._schemas())
@@ -339,6 +358,9 @@ class Conversation:
         if self._segment is not segment:
             self._segment = segment
             self._segments.append(segment)
+        if prepared.taken_back is not None:
+            prepared.taken_back.take_back(into.start)
+            self._retry = None
         segment.messages.extend(prepared.messages)
         del self._queued[: prepared.queued]
         turn = Turn(
@@ -396,6 +418,21 @@ class _Speech:
 
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     over: anyio.Event = field(default_factory=anyio.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Retry:
+    """The last turn is to be played again.
+
+    Attributes:
+        segment: where it was played.
+        start: its first sampled id, where its prompt ends.
+        messages: that it was prompted with.
+    """
+
+    segment: Segment
+    start: int
+    messages: Sequence[Message]
 
 
 _LIMITS = {

@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 from runner.engines.base import Engine
 from runner.environment import Environment
 from runner.errors import DeltarunnerError, RunStuck
-from runner.options import Concurrency, Limits, Sampling
+from runner.options import Concurrency, History, Limits, Sampling
 from runner.runs import Run
 from runner.sources import Tasks
 from runner.store.header import Header
@@ -54,6 +54,7 @@ class RunOptions(TypedDict, total=False):
     weights: Mapping[str, float] | None
     retries: int
     breaker: float
+    history: History | str | None
 
 
 class Reporter:

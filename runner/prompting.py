@@ -14,11 +14,14 @@ from runner.options import HistoryPolicy, ToolChoice
 from runner.threads import Job, Workers
 from runner.tokens.bridge import Bridge
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
-from runner.tokens.log import Source
+from runner.tokens.log import Source, TokenLog
 from runner.tokens.refusal import Property, Unbridgeable
 from runner.trajectory import Segment, Turn
 
-__all__ = ["Prepared", "PromptMaker"]
+__all__ = ["RETRY", "Prepared", "PromptMaker"]
+
+RETRY = "retry"
+"""The cause of a segment that samples the last turn of another one anew, from the same prompt."""
 
 Schemas = Sequence[dict[str, Any]]
 
@@ -38,6 +41,7 @@ class Prepared:
         queued: how many of the queued messages are among them.
         junction: how the prompt was made from the turn before; None where it was not.
         continued: a cut turn goes on.
+        taken_back: the log whose last turn is played again.
         tool_choice: of the turn.
     """
 
@@ -49,6 +53,7 @@ class Prepared:
     queued: int = 0
     junction: Junction | None = None
     continued: bool = False
+    taken_back: TokenLog | None = None
     tool_choice: ToolChoice = "auto"
 
 
@@ -77,6 +82,12 @@ class PromptMaker:
         """A cut turn goes on: nothing is put in between."""
         return Prepared(segment, segment.log.ids, (), Source.BRIDGE, continued=True)
 
+    def retried(self, segment: Segment, start: int, messages: Sequence[Message]) -> Prepared:
+        """A turn once more, from the very ids of its prompt, which end at `start`."""
+        ids = segment.log.ids[:start]
+        again = Segment(cause=RETRY, tools=segment.tools)
+        return Prepared(again, ids, ids, Source.PROMPT, messages, taken_back=segment.log)
+
     async def next(self, segment: Segment, last: Turn, new: Sequence[Message], tools: Schemas) -> Prepared:
         """The prompt after a turn that is answered, by the run's policy.
 
@@ -98,6 +109,18 @@ class PromptMaker:
             junction = replace(junction, dropped=last.dropped, cause="stop_string")
         prompt = segment.log.ids + array("i", bridge.ids)
         return Prepared(segment, prompt, bridge.ids, Source.BRIDGE, new, junction=junction)
+
+    def settle(self, turns: Sequence[Turn], episode: str) -> None:
+        """The conversation is over: see whether the stand-ins that its prompts were made with can still be trusted."""
+        locality = self._chat.bridger.locality
+        if not self.local_turns:
+            return
+        if not locality.revoked:
+            locality.finished(episode)
+            return
+        for turn in turns:
+            if turn.number in self.local_turns and turn.junction is not None:
+                turn.junction = replace(turn.junction, seam=Seam.UNVERIFIED, cause="local_tail_revoked")
 
     async def _bridge(self, segment: Segment, last: Turn, new: Sequence[Message], tools: Schemas) -> Bridge:
         bridger, history = self._chat.bridger, segment.messages

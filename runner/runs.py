@@ -293,6 +293,7 @@ class Run:
                 self._all_begun = True
         await self._announce_unfinished_groups()
         self.summary.faults.extend(f"engines: no agent {name!r} ever spoke" for name in self._context.unused())
+        self.summary.faults.extend(self._context.doubts())
         self.summary.stop()
         complete = self._all_begun and self.failure is None and not self.summary.cut_short
         await self._writer.finish(self.summary.as_dict(), complete=complete)

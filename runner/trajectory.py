@@ -13,7 +13,7 @@ from runner.engines.base import FinishReason
 from runner.messages import Message, ToolCall
 from runner.options import Constraint
 from runner.tokens.junction import Junction
-from runner.tokens.log import TokenLog
+from runner.tokens.log import Source, TokenLog
 
 if TYPE_CHECKING:
     from runner.tasks import Task
@@ -78,7 +78,8 @@ class Segment:
         log: ids, log-probabilities, sources and weight versions.
         messages: the view, assistant turns included; messages that were added but never put before the model
             stand at the end, `unseen` says how many.
-        cause: why it was started: "start", "environment".
+        cause: why it was started: "start"; "environment", which changed what was seen; "retry" of the last turn, from
+            the same prompt; or the name of what a template lacks for an exact bridge.
         unseen: how many of the last messages the model never saw.
         tools: what could be called, in OpenAI's form, as its prompts were rendered with.
     """
@@ -134,6 +135,11 @@ class Turn:
     dropped: int = 0
     thinking: bool = False
     reward: float = 0.0
+
+    @property
+    def retried(self) -> bool:
+        """It was taken back and played again in a later segment, so it is not trained on."""
+        return self.end > self.start and self.log.sources[self.start] == Source.RETRIED
 
     @property
     def token_ids(self) -> array[int]:

@@ -8,10 +8,9 @@ it, and a turn says what its ids decode to. Whatever does not follow is a `Diffe
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
 from typing import Any, cast
 
 from runner.chat import ChatModel
@@ -20,6 +19,7 @@ from runner.engines.base import Engine, FinishReason
 from runner.messages import Message, ToolCall, as_messages
 from runner.options import History, HistoryPolicy, ToolChoice
 from runner.parsing.reasoning import is_open, split_reasoning
+from runner.prompting import RETRY
 from runner.sampling import StopStrings
 from runner.store.plain import encode_json
 from runner.tokens.log import Source
@@ -30,9 +30,6 @@ from runner.tools import Tool
 from runner.trajectory import Segment, Trajectory, Turn
 
 __all__ = ["first_difference", "stored_chat"]
-
-RETRY = "retry"
-"""The cause of a segment that samples a turn of an earlier one anew, from the same prompt."""
 
 
 def stored_chat(
@@ -165,15 +162,23 @@ class _Check:
 
     def _check_sources(self, segment: Segment, turns: Sequence[Turn]) -> None:
         sources = array("b")
+        taken_back = self._taken_back(turns)
         for turn in turns:
             given = Source.BRIDGE if sources else Source.PROMPT
             sources.extend(array("b", [given]) * (turn.start - len(sources)))
-            sources.extend(array("b", [Source.SAMPLED]) * (turn.end - turn.start))
+            said = Source.SAMPLED if taken_back is None or turn.start < taken_back else Source.RETRIED
+            sources.extend(array("b", [said]) * (turn.end - turn.start))
         if segment.log.sources != sources:
             at = first_other(segment.log.sources, sources)
             stored, derived = (_source(each, at) for each in (segment.log.sources, sources))
             self._compare.turn = next((turn.number for turn in turns if at < turn.end), None)
             self._compare.differ(Kind.LAYOUT, "the source of an id", index=at, stored=stored, derived=derived)
+
+    def _taken_back(self, turns: Sequence[Turn]) -> int | None:
+        """The first id of what was said last, where the next segment plays that again."""
+        following = self._trajectory.segments[len(self._done) + 1 :]
+        again = bool(following) and following[0].cause == RETRY
+        return _speeches(turns)[-1].start if turns and again else None
 
     def _seen(self, segment: Segment, turns: Sequence[Turn]) -> tuple[list[Message], list[int]]:
         """The messages that the model saw or said, and which of them it said in this segment.
@@ -186,7 +191,7 @@ class _Check:
             self._compare.differ(Kind.MESSAGE, str(error))
         seen = messages[: len(messages) - segment.unseen]
         said = [index for index, message in enumerate(seen) if message["role"] == "assistant"]
-        speeches = sum(not _continues(before, turn) for before, turn in pairwise([None, *turns]))
+        speeches = len(_speeches(turns))
         if len(said) < speeches:
             self._compare.differ(Kind.LAYOUT, f"{speeches} turns have {len(said)} assistant messages")
         return seen, said[len(said) - speeches :]
@@ -204,20 +209,14 @@ class _Check:
         self._compare.ids(Kind.FIRST_PROMPT, part.segment.log.ids[: first.start], derived, 0)
 
     def _retried(self, part: _Part) -> Ids:
-        """The prompt of the turn that this segment samples anew."""
-        wanted = encode_json(part.prompt)
-        tried = (turn for turn, messages in self._prompted() if encode_json(messages) == wanted)
-        found = next(tried, None)
-        if found is None:
-            self._compare.differ(Kind.FIRST_PROMPT, "no earlier turn had the prompt that this segment tries again")
-        return found.prompt_ids
-
-    def _prompted(self) -> Iterator[tuple[Turn, list[Message]]]:
-        """The turns of earlier segments, the latest first, and the messages that each was prompted with."""
-        for part in reversed(self._done):
-            begun = [turn for before, turn in pairwise([None, *part.turns]) if turn and not _continues(before, turn)]
-            for turn, said in reversed(list(zip(begun, part.spoken, strict=True))):
-                yield turn, part.seen[:said]
+        """The prompt of what was said last in the segment before, which this one plays again."""
+        before = self._done[-1] if self._done else None
+        if before is None or not before.turns:
+            self._compare.differ(Kind.LAYOUT, "there is no turn before that could be played again")
+        asked = before.seen[: before.spoken[-1]]
+        if encode_json(asked) != encode_json(part.prompt):
+            self._compare.differ(Kind.MESSAGE, "the turn that is played again was asked something else")
+        return _speeches(before.turns)[-1].prompt_ids
 
     def _bridge(self, part: _Part, before: Turn, said: int, next_said: int) -> Ids:
         history, new = part.seen[: said + 1], part.seen[said + 1 : next_said]
@@ -340,6 +339,11 @@ def _as_tools(segment: Segment) -> list[Tool]:
 def _choices(segment: Segment) -> tuple[ToolChoice, ...]:
     # Which of the two a turn was sampled with is not in the file; a turn that may not call says what it says.
     return ("auto", "none") if segment.tools else ("none",)
+
+
+def _speeches(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns that begin an assistant message: those that go on with one that was cut left out."""
+    return [turn for before, turn in zip([None, *turns], turns, strict=False) if not _continues(before, turn)]
 
 
 def _continues(before: Turn | None, turn: Turn | None) -> bool:

@@ -58,6 +58,7 @@ class RunSettings:
     seed: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
     limits: tuple[str, ...] = ()
+    history: str = "append"
     concurrency: int | None = None
     file: Path | None = None
     task: str | None = None
@@ -180,6 +181,7 @@ class Plan:
             "limits": limits.over(limits.defaults()).lifted() if settings.debug else limits,
             "concurrency": Concurrency(episodes=settings.concurrency or (1 if settings.debug else None)),
             "seed": settings.seed,
+            "history": settings.history,
             "template_options": {
                 name: plain_value(value)
                 for name, value in pairs(settings.template_options, "--template-option").items()

@@ -256,7 +256,7 @@ def source_spans(sources: array[int]) -> Iterator[tuple[int, int]]:
 def _sampled_slices(sources: array[int]) -> Iterator[slice]:
     start = 0
     for source, length in source_spans(sources):
-        if source == Source.SAMPLED:
+        if source in (Source.SAMPLED, Source.RETRIED):
             yield slice(start, start + length)
         start += length
 

@@ -77,7 +77,8 @@ def _check_arrays(trajectory: Trajectory, segment: Segment) -> None:
     _require(len(set(lengths)) == 1, f"{trajectory.id}: ids, log-probabilities and sources have lengths {lengths}")
     for source, logprob in zip(log.sources, log.logprobs, strict=True):
         given = not math.isnan(logprob)
-        _require(source == Source.SAMPLED or not given, f"{trajectory.id}: an id that nobody sampled has {logprob}")
+        said = source in (Source.SAMPLED, Source.RETRIED)
+        _require(said or not given, f"{trajectory.id}: an id that nobody sampled has {logprob}")
         _require(not given or logprob <= 0, f"{trajectory.id}: a log-probability of {logprob}")
 
 
@@ -100,7 +101,7 @@ def _check_extends(trajectory: Trajectory, segment: Segment, turns: Sequence[Tur
 def _check_mask(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn], engine: Engine | None) -> None:
     __tracebackhide__ = True
     sampled = array("b", bytes(len(segment.log)))
-    for turn in turns:
+    for turn in (turn for turn in turns if not turn.retried):
         sampled[turn.start : turn.end] = array("b", b"\1" * (turn.end - turn.start))
     mask = segment.log.mask()
     wrong = [index for index, (one, other) in enumerate(zip(mask, sampled, strict=True)) if one != other]

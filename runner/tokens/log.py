@@ -17,6 +17,7 @@ class Source(enum.IntEnum):
     PROMPT = 0  # the first render of the segment
     BRIDGE = 1  # what the template put between two sampled turns, new messages included
     SAMPLED = 2  # what the model sampled in this segment
+    RETRIED = 3  # sampled too, then taken back: the turn was played again in a later segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,11 @@ class TokenLog:
         self.logprobs.extend(logprobs if logprobs is not None else array("f", [math.nan]) * len(ids))
         self.sources.frombytes(_SAMPLED * len(ids))
 
+    def take_back(self, start: int) -> None:
+        """The ids from `start` on stay, and are not trained on: what was sampled there is sampled anew elsewhere."""
+        kept = self.sources[start:].tobytes().translate(_TAKEN_BACK)
+        self.sources[start:] = array("b", kept)
+
     def stamp(self, spans: Iterable[VersionSpan], start: int) -> None:
         """Record weight versions; the spans count from `start`, the first id of the turn."""
         self.versions.extend(VersionSpan(span.version, start + span.start, start + span.end) for span in spans)
@@ -77,4 +83,5 @@ class TokenLog:
 
 
 _SAMPLED = bytes([Source.SAMPLED])
+_TAKEN_BACK = bytes(Source.RETRIED if value == Source.SAMPLED else value for value in range(256))
 _MASK = bytes(1 if value == Source.SAMPLED else 0 for value in range(256))

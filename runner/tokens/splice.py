@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 from runner.messages import Message, Role
 
-__all__ = ["Alignment", "AlignmentKind", "History", "compare", "normalize", "same_tools"]
+__all__ = ["Alignment", "AlignmentKind", "MessageIndex", "compare", "normalize", "same_tools"]
 
 
 class AlignmentKind(enum.StrEnum):
@@ -87,12 +87,12 @@ def normalize(message: Mapping[str, Any]) -> Message:
 
 
 def compare(stored: Iterable[Mapping[str, Any]], incoming: Sequence[Mapping[str, Any]]) -> Alignment:
-    """`incoming` against `stored`, both from scratch; a `History` keeps what it knows of the stored ones.
+    """`incoming` against `stored`, both from scratch; a `MessageIndex` keeps what it knows of the stored ones.
 
     Raises:
         TypeError: one of the messages is none.
     """
-    history = History()
+    history = MessageIndex()
     history.append(*stored)
     return history.compare(incoming)
 
@@ -109,7 +109,7 @@ def same_tools(stored: Sequence[Mapping[str, Any]] | None, incoming: Sequence[Ma
     return _tools(stored) == _tools(incoming)
 
 
-class History:
+class MessageIndex:
     """The messages of a conversation, digested once each, so that comparing costs one digest per incoming message."""
 
     def __init__(self) -> None:

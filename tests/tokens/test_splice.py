@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runner.messages import Message
 from runner.tokens import splice
-from runner.tokens.splice import AlignmentKind, History, compare, normalize, same_tools
+from runner.tokens.splice import AlignmentKind, MessageIndex, compare, normalize, same_tools
 
 Dict = dict[str, Any]
 
@@ -348,7 +348,7 @@ def test_appended_content_keeps_its_white_space() -> None:
     ],
 )
 def test_what_is_no_message_is_one_clear_error(message: Any, text: str) -> None:
-    history = History()
+    history = MessageIndex()
     history.append(QUESTION)
     with pytest.raises(TypeError, match=text):
         history.compare([QUESTION, message])
@@ -404,7 +404,7 @@ def test_comparing_costs_one_digest_per_incoming_message(monkeypatch: pytest.Mon
         return real(message, place)
 
     monkeypatch.setattr(splice, "_digest", counted)
-    history = History()
+    history = MessageIndex()
     for length in range(1, 50):
         history.append(QUESTION if length % 2 else ANSWER)
         assert len(digested) == 1
@@ -416,7 +416,7 @@ def test_comparing_costs_one_digest_per_incoming_message(monkeypatch: pytest.Mon
 
 
 def test_after_one_step_back_the_history_is_the_shorter_one() -> None:
-    history = History()
+    history = MessageIndex()
     history.append(*STORED)
     history.truncate(3)
     assert len(history) == 3
@@ -427,7 +427,7 @@ def test_after_one_step_back_the_history_is_the_shorter_one() -> None:
 
 
 def test_a_call_that_was_forgotten_is_answered_by_nobody() -> None:
-    history = History()
+    history = MessageIndex()
     history.append(*STORED)
     history.truncate(2)
     history.append(RESULTS[0])
@@ -475,7 +475,7 @@ def as_a_client_writes(message: Mapping[str, Any]) -> Dict:
 
 @given(histories(), st.data())
 def test_any_appends_are_the_same_or_an_append_at_the_right_index(messages: list[Dict], data: st.DataObject) -> None:
-    history = History()
+    history = MessageIndex()
     while len(history) < len(messages):
         stored = len(history)
         until = data.draw(st.integers(stored, len(messages)))
@@ -548,7 +548,7 @@ def test_the_order_of_keys_never_matters(messages: list[Dict]) -> None:
 @given(histories(), histories())
 def test_nothing_given_is_changed(stored: list[Dict], incoming: list[Dict]) -> None:
     before = copy.deepcopy((stored, incoming))
-    history = History()
+    history = MessageIndex()
     history.append(*stored)
     history.compare(incoming)
     history.compare([*stored, *incoming])
