@@ -67,6 +67,11 @@ def stands_apart(names: Sequence[str], text: str, spans: Sequence[tuple[int, int
     return not any(m.start() < stop and start < m.end() for m in found for start, stop in spans)
 
 
+def shown(name: str, text: str) -> str:
+    """`text` without what a vocabulary changes: SentencePiece writes a space behind every control token."""
+    return text.replace(" ", "") if name == "mistral_sentencepiece" else text
+
+
 @functools.cache
 def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
@@ -102,7 +107,7 @@ def test_control_text_in_content_is_ordinary_text(name: str) -> None:
         scaffold, _ = spelled([part if index % 2 == 0 else "☃" * len(part) for index, part in enumerate(parts)])
         expected = [tokenizer.token_id(found) for found in _pattern(ends).findall(scaffold)]
         assert [token_id for token_id in ids if token_id in tokenizer.control_ids] == expected, (text, spans)
-        assert tokenizer.decode(ids) == tokenizer.normalize(text) or name == "mistral_sentencepiece"
+        assert shown(name, tokenizer.decode(ids)) == shown(name, tokenizer.normalize(text))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -176,7 +181,7 @@ def test_two_contents_side_by_side_form_no_control_token(name: str) -> None:
         half = len(token) // 2
         ids = tokenizer.encode(token, [(0, half), (half, len(token))])
         assert not tokenizer.control_ids & set(ids)
-        assert tokenizer.decode(ids) == token.replace("▁", " ") if name == "mistral_sentencepiece" else token
+        assert tokenizer.decode(ids) == tokenizer.normalize(token)
 
 
 def test_empty_content_cuts_no_control_token() -> None:
