@@ -21,7 +21,6 @@ from typer.testing import CliRunner, Result
 from envs.calculator import Calculator
 from runner import Conversation, Environment, Run, RunFile, Sampling, Task, Tool, Turn, VllmEngine, reward, tool
 from runner.cli import app
-from runner.differences import Kind
 from runner.engines.base import FinishReason
 from runner.options import History
 from runner.store.header import Header
@@ -610,26 +609,73 @@ def pure_chat(header: Header) -> Any:
     return stored_chat(ByteTokenizer(), template, stop_ids=[257], options={}, now=header.clock, history=History())
 
 
-def test_a_segment_that_tries_a_turn_again_begins_with_the_prompt_of_that_turn(path: Path) -> None:
-    with RunFile(path) as run_file:
-        trajectory, chat = run_file.trajectory("t1#0", agent="user"), pure_chat(run_file.header)
-    again = trajectory_of(path, "user")
-    (segment,), (_, last) = again.segments, again.turns
-    del segment.log.ids[last.end :], segment.log.sources[last.end :]
-    for index in range(last.start):
-        segment.log.sources[index] = Source.PROMPT
-    segment.cause, last.segment, last.number = "retry", 1, 2
-    trajectory.segments.append(segment)
-    trajectory.turns.append(last)
-    assert first_difference(trajectory, chat) is None
-    segment.log.ids[last.start - 40] += 1
-    found = first_difference(trajectory, chat)
-    assert found is not None
-    assert (found.kind, found.segment, found.index) == (Kind.FIRST_PROMPT, 1, last.start - 40)
-    segment.messages[0]["content"] = "Another one."
-    found = first_difference(trajectory, chat)
-    assert found is not None
-    assert "no earlier turn had the prompt" in found.explanation
+class Retrying(Environment):
+    """Takes back what its model said last, twice, and once something that was cut and gone on with."""
+
+    def tasks(self) -> list[Task]:
+        return [Task(id="t1", prompt="Say it right.")]
+
+    @reward
+    def correct(self) -> bool:
+        return True
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        conversation.add("And now?")
+        for _ in range(3):
+            await conversation.generate()
+            if conversation.turns[-1].finish is FinishReason.LENGTH:
+                await conversation.generate()
+            conversation.replace(conversation.messages[:3])
+        await conversation.generate()
+        conversation.add("Thanks.")
+        await conversation.generate()
+
+
+@pytest.fixture
+def retried(tmp_path: Path) -> Path:
+    path = tmp_path / "retried.db"
+    replies: list[Any] = ["Yes.", "Wrong.", Reply("Half ", finish="length"), "wrong.", "Wrong.", "Right.", "Bye."]
+
+    async def play_again() -> None:
+        async with Run(Retrying, ScriptedEngine(replies), file=path) as run:
+            async for trajectory in run:
+                assert trajectory.outcome.scored, trajectory.error
+
+    anyio.run(play_again)
+    return path
+
+
+def test_a_turn_that_is_played_again_has_the_prompt_that_it_had(retried: Path) -> None:
+    result = verify(retried)
+    assert result.exit_code == 0, result.output
+    trajectory = trajectory_of(retried)
+    assert [segment.cause for segment in trajectory.segments] == ["start", "retry", "retry", "retry"]
+    assert [turn.text for turn in trajectory.turns if not turn.retried] == ["Yes.", "Right.", "Bye."]
+    for segment, kind in ((0, "bridge"), (1, "first_prompt"), (3, "first_prompt")):
+        at = trajectory.turns[1].start - 5
+        ids = trajectory.segments[segment].log.ids
+        whole = struct.pack(f"<{len(ids)}i", *ids)
+        change_id(retried, at, segment=segment)
+        assert (damaged(retried)["kind"], damaged(retried)["segment"], damaged(retried)["index"]) == (kind, segment, at)
+        change(retried, f"UPDATE segments SET ids = ? WHERE {OF_ONE}", whole, "main", segment)
+
+
+def test_what_was_taken_back_and_is_trained_on_all_the_same_is_found(retried: Path) -> None:
+    change(retried, f"UPDATE segments SET sources = replace(sources, '[3,', '[2,') WHERE {OF_ONE}", "main", 1)
+    found = damaged(retried)
+    assert (found["kind"], found["stored"], found["derived"]) == ("layout", "sampled", "retried")
+    change(retried, f"UPDATE segments SET sources = replace(sources, '[2,', '[3,') WHERE {OF_ONE}", "main", 1)
+    change(retried, f"UPDATE segments SET sources = replace(sources, '[2,', '[3,') WHERE {OF_ONE}", "main", 3)
+    found = damaged(retried)
+    assert (found["segment"], found["stored"], found["derived"]) == (3, "retried", "sampled")
+
+
+def test_a_turn_that_was_asked_something_else_is_not_played_again(retried: Path) -> None:
+    change(retried, f"UPDATE segments SET messages = replace(messages, 'now', 'then') WHERE {OF_ONE}", "main", 2)
+    assert damaged(retried)["explanation"] == "the turn that is played again was asked something else"
+    change(retried, f"UPDATE segments SET cause = 'retry' WHERE {OF_ONE}", "main", 0)
+    assert damaged(retried)["explanation"] == "there is no turn before that could be played again"
 
 
 # --- the real engine

@@ -90,7 +90,7 @@ CREATE TABLE segments (
     messages    TEXT NOT NULL,              -- JSON
     ids         BLOB NOT NULL,              -- int32, little-endian, one per id
     logprobs    BLOB,                       -- float32, little-endian, one per *sampled* id; NULL where there are none
-    sources     TEXT NOT NULL,              -- JSON: [[source, length], ...]; 0 prompt, 1 bridge, 2 sampled
+    sources     TEXT NOT NULL,              -- JSON: [[source, length], ...]; numbers of `Source`
     versions    TEXT NOT NULL,              -- JSON: [[weight version, start, end], ...]
     tools       INTEGER,                    -- tools.key: what could be called; NULL where there was nothing
     PRIMARY KEY (episode, number)

@@ -47,18 +47,25 @@ def token_logs(draw: st.DrawFn) -> TokenLog:
     ids = st.lists(st.integers(0, 2**31 - 1), max_size=12)
     for source in draw(st.lists(st.sampled_from(Source), max_size=6)):
         added = draw(ids)
-        if source is not Source.SAMPLED:
+        if source not in (Source.SAMPLED, Source.RETRIED):
             log.append_prompt(added, source)
             continue
         logprobs = st.lists(st.floats(-100, 0, width=32), min_size=len(added), max_size=len(added))
         log.append_sampled(added, draw(st.none() | logprobs))
         log.stamp([VersionSpan(draw(texts), 0, len(added))], len(log) - len(added))
+        if source is Source.RETRIED:
+            log.take_back(len(log) - len(added))
     return log
 
 
 messages = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": texts})
 segments = st.builds(
-    Segment, token_logs(), st.lists(messages, max_size=3), st.sampled_from(["start", "environment"]), counts
+    Segment,
+    token_logs(),
+    st.lists(messages, max_size=3),
+    st.sampled_from(["start", "environment"]),
+    counts,
+    st.lists(objects, max_size=2),
 )
 tool_calls = st.builds(ToolCall, texts, texts, objects, st.none() | texts)
 constraints = st.builds(Constraint, st.sampled_from(ConstraintKind), st.text(max_size=20))
@@ -126,6 +133,7 @@ def turns(draw: st.DrawFn, parts: list[Segment], agent: str) -> Turn:
             junction=st.none() | junctions,
             timings=st.builds(Timings, seconds, seconds, seconds, seconds),
             dropped=counts,
+            thinking=st.booleans(),
             reward=st.floats(allow_nan=False),
         )
     )
