@@ -186,9 +186,11 @@ def loop_watchdog(request: pytest.FixtureRequest) -> Iterator[LoopWatchdog]:
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails the test if it leaves threads, files, or open requests of `scripted_engine` behind."""
+    from runner.edge import on_event_loop
     from runner.testing.leaks import Leaked
     from runner.testing.leaks import no_leaks as watched
 
+    on_event_loop(_nothing)  # the first event loop of a process opens a pipe for all that follow
     engines = [request.getfixturevalue("scripted_engine")] if "scripted_engine" in request.fixturenames else []
     leaks = []
     try:
@@ -200,6 +202,10 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 # --- what fixtures have in common
+
+
+async def _nothing() -> None:
+    """Wait for nothing."""
 
 
 def _may_start_engines(item: pytest.Item) -> bool:

@@ -1,0 +1,143 @@
+"""Virtual time: it stands still while anything runs, jumps when everything waits, and can be put forward."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import anyio
+import pytest
+from anyio import to_thread
+
+from runner import BadOption, Conversation, Environment, Limits, Task, reward, tool
+from runner.testing import VirtualClock, call, play
+from tests.testing.inner import run
+
+pytest_plugins = ["pytester"]
+
+LONG = 590.0  # seconds; after 600 in which nothing happens a run takes itself for stuck
+
+
+class Waits(Environment):
+    def __init__(self, seconds: float = LONG) -> None:
+        self.seconds = seconds
+
+    def tasks(self) -> list[Task]:
+        return [Task(id="t", prompt="?")]
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        await anyio.sleep(self.seconds)
+
+    @reward
+    def waited(self) -> bool:
+        return True
+
+
+def test_minutes_pass_at_once_and_exactly(virtual_clock: VirtualClock) -> None:
+    trajectory = play(Waits, "go", clock=virtual_clock, limits=Limits(seconds=2 * LONG))
+    assert trajectory.outcome == "completed"
+    assert trajectory.seconds == pytest.approx(LONG, abs=0.1)
+
+
+def test_limits_fire_to_the_second(virtual_clock: VirtualClock) -> None:
+    trajectory = play(Waits, "go", clock=virtual_clock, limits=Limits(seconds=500))
+    assert (trajectory.outcome, trajectory.limit) == ("time_limit", "seconds")
+    assert trajectory.seconds == pytest.approx(500, abs=0.1)
+
+
+def test_time_stands_still_while_a_thread_works(virtual_clock: VirtualClock) -> None:
+    done = threading.Event()
+
+    async def waits_for_a_thread() -> float:
+        with anyio.move_on_after(LONG):
+            await to_thread.run_sync(done.wait, 0.1)
+        return anyio.current_time()
+
+    assert virtual_clock.run(waits_for_a_thread) == 0
+
+
+def test_a_thread_that_hangs_does_not_stop_time(virtual_clock: VirtualClock) -> None:
+    release = threading.Event()
+
+    class Hangs(Waits):
+        async def rollout(self, conversation: Conversation) -> None:
+            await Environment.rollout(self, conversation)
+
+        @tool
+        def hang(self) -> None:
+            """Hang."""
+            release.wait()
+
+    try:
+        trajectory = play(Hangs, [call("hang")], clock=virtual_clock, limits=Limits(tool_seconds=30))
+    finally:
+        release.set()
+    assert (trajectory.outcome, trajectory.limit) == ("env_error", "tool_seconds")
+
+
+def test_without_autojump_time_passes_by_hand() -> None:
+    clock = VirtualClock(autojump=False)
+
+    async def waits() -> float:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.sleep, LONG)
+            await anyio.wait_all_tasks_blocked()
+            clock.jump(LONG)
+        return anyio.current_time()
+
+    assert clock.run(waits) == clock.now == LONG
+
+
+def test_it_may_be_put_forward_from_another_thread() -> None:
+    clock = VirtualClock(autojump=False)
+
+    async def waits() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(to_thread.run_sync, clock.jump, LONG)
+            await anyio.sleep(LONG)
+
+    before = time.monotonic()
+    clock.run(waits)
+    assert clock.now == LONG
+    assert time.monotonic() - before < 60
+
+
+def test_time_does_not_run_backwards() -> None:
+    with pytest.raises(BadOption, match=r"jump\(-1\): give a number of seconds"):
+        VirtualClock().jump(-1)
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def backends(request: pytest.FixtureRequest) -> tuple[VirtualClock, object]:
+    clock = VirtualClock()
+    return clock, getattr(clock, f"{request.param}_backend")
+
+
+def test_async_tests_run_by_it_on_either_loop(backends: tuple[VirtualClock, tuple[str, dict[str, object]]]) -> None:
+    clock, (backend, options) = backends
+
+    async def waits() -> float:
+        began = anyio.current_time()
+        await anyio.sleep(LONG)
+        clock.jump(1)
+        return anyio.current_time() - began
+
+    assert anyio.run(waits, backend=backend, backend_options=options) == LONG + 1
+    assert clock.now == LONG + 1
+
+
+def test_the_fixture_serves_as_the_loop_of_async_tests(pytester: pytest.Pytester) -> None:
+    test = """
+import anyio
+
+@pytest.fixture(params=["asyncio_backend", "trio_backend"])
+def anyio_backend(request, virtual_clock):
+    return getattr(virtual_clock, request.param)
+
+@pytest.mark.anyio
+async def test_it(virtual_clock):
+    await anyio.sleep(5000)
+    assert virtual_clock.now == 5000
+"""
+    run(pytester, test).assert_outcomes(passed=2)

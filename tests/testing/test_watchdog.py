@@ -1,0 +1,86 @@
+"""The watchdog names who held the event loop up, and lets everybody else pass; so does the fixture no_leaks."""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from runner import BadOption
+from runner.testing import LoopWatchdog
+from tests.testing.inner import run
+
+pytest_plugins = ["pytester"]
+
+BLOCKS = """
+import time
+
+class Blocks(Calculator):
+    {colour} def step(self, turn):
+        time.sleep(0.6)
+
+def test_it(loop_watchdog):
+    assert play(Blocks, "42").reward == 1
+"""
+
+
+def test_a_hook_that_blocks_the_loop_is_named(pytester: pytest.Pytester) -> None:
+    result = run(pytester, BLOCKS.format(colour="async"))
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(
+        ["the event loop stood still for * s or more in Blocks.step (*test_it.py:*): it blocks*"]
+    )
+
+
+def test_a_hook_in_a_thread_may_wait(pytester: pytest.Pytester) -> None:
+    run(pytester, BLOCKS.format(colour="")).assert_outcomes(passed=1)
+
+
+def test_it_allows_what_it_is_told_to(pytester: pytest.Pytester) -> None:
+    test = BLOCKS.format(colour="async").replace("    assert play", "    loop_watchdog.seconds = 60\n    assert play")
+    run(pytester, test).assert_outcomes(passed=1)
+
+
+@pytest.mark.anyio
+async def test_any_block_can_be_watched() -> None:
+    watchdog = LoopWatchdog()
+    async with watchdog:
+        async with watchdog:  # within itself it is one
+            await anyio.lowlevel.checkpoint()
+        time.sleep(0.6)  # noqa: ASYNC251  # it is what has to be found
+    with pytest.raises(
+        AssertionError, match=r"in test_any_block_can_be_watched \(.*test_watchdog\.py:\d+\): it blocks"
+    ):
+        watchdog.check()
+
+
+@pytest.mark.anyio
+async def test_no_time_at_all_is_none() -> None:
+    with pytest.raises(BadOption, match=r"loop_watchdog\.seconds = 0: give a number"):
+        async with LoopWatchdog(0):
+            pass
+
+
+def test_what_a_test_leaves_behind_fails_it_by_name(pytester: pytest.Pytester) -> None:
+    test = """
+import threading
+
+release = threading.Event()
+
+def test_leaves_a_thread(no_leaks):
+    threading.Thread(target=release.wait, name="the hung one").start()
+
+def test_leaves_nothing(no_leaks, scripted_engine):
+    release.set()
+    scripted_engine.say("42")
+    play(Calculator, scripted_engine)
+
+def test_fails_anyhow(no_leaks):
+    open("left open", "w").close()
+    raise ZeroDivisionError
+"""
+    result = run(pytester, test)
+    result.assert_outcomes(passed=2, failed=1, errors=1)
+    result.stdout.fnmatch_lines(["left behind: thread 'the hung one' (*"])
