@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,6 +20,12 @@ from runner.testing.forcing import ForcedEngine
 pytestmark = pytest.mark.anyio
 
 STOP = 257  # <|im_end|> of the scripted engine's vocabulary
+
+
+def test_the_kit_loads_no_engine() -> None:
+    code = "import runner.testing, sys; print(*{'torch', 'vllm', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 class Talk(Environment):
