@@ -1,0 +1,185 @@
+"""A turn's token fix-up by length of the history, beside rendering everything anew and a hand-written renderer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from threading import Thread
+from typing import Any, cast
+
+import renderers.qwen3
+from transformers import PreTrainedTokenizerFast
+
+from runner import Concurrency, Environment, Message, Run, Task, reward, tool
+from runner.edge import collector_settings, on_event_loop
+from runner.testing import ScriptedEngine
+from runner.tokens.bridge import Bridger
+from runner.tokens.locality import CHECKED_ONE_IN
+from runner.tokens.template import ChatTemplate
+from runner.tokens.tokenizer import VocabularyTokenizer
+from tests.benchmarks.environments import REPLIES
+from tests.benchmarks.figures import Figure, main, on_one_core
+from tests.conformance.corpus import corpus
+from tests.tokens.vocabularies import vocabulary
+
+LENGTHS = {"1k": 1_000, "10k": 10_000, "125k": 125_000}
+WORDS = "The quick brown fox jumps over the lazy dog. " * 18
+TIMES = 100
+ROUNDS = 7
+EPISODES = 200
+
+
+def measure() -> Iterator[Figure]:
+    """A turn's token fix-up by length of the history, and whole turns on a history of 10,000 tokens."""
+    on_one_core()
+    tokenizer = vocabulary("qwen")
+    cases = {name: _case(length, tokenizer) for name, length in LENGTHS.items()}
+    bridges = _in_turns({name: case.bridge for name, case in cases.items()})
+    tail = _in_turns({"tail": cases["1k"].encode_tail})["tail"]
+    for name, values in bridges.items():
+        yield Figure(f"bridge on {name} tokens of history", "us", values, under=median(tail) + 300)
+    ratios = tuple(long / short for long, short in zip(bridges["125k"], bridges["1k"], strict=True))
+    yield Figure("  125k against 1k", "x", ratios, under=1.5)
+    yield Figure("  of that encoding its ids", "us", tail)
+    for name, case in cases.items():
+        yield Figure(f"everything rendered and encoded anew, {name}", "us", _timed(case.render_anew, 1))
+    for name, case in cases.items():
+        seldom = tuple(value / CHECKED_ONE_IN for value in _timed(case.compare, 1))
+        yield Figure(f"in a worker thread, by one turn in {CHECKED_ONE_IN}: comparing, {name}", "us a turn", seldom)
+    for name, case in cases.items():
+        yield Figure(f"renderers 0.1.12, Qwen3's bridge, {name}", "us", _timed(case.peer, 20))
+    by_clock, by_processor = zip(*(on_event_loop(_turns) for _ in range(ROUNDS)), strict=True)
+    yield Figure("turns on 10,000 tokens of history", "turns/s", by_clock, at_least=1500)
+    yield Figure("  by processor time", "turns/s", by_processor)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One history, and what a turn on top of it costs in several ways."""
+
+    bridge: Callable[[], object]
+    encode_tail: Callable[[], object]
+    render_anew: Callable[[], object]
+    compare: Callable[[], object]
+    peer: Callable[[], object]
+
+
+def _case(length: int, tokenizer: VocabularyTokenizer) -> _Case:
+    text = next(entry.text for entry in corpus() if entry.name == "Qwen-Qwen3-0.6B")
+    renderer = ChatTemplate(text, name="Qwen3").renderer()
+    eos = tokenizer.token_id("<|im_end|>")
+    assert eos is not None
+    bridger = Bridger(tokenizer, renderer, [eos])
+    history, turn = _history(length, tokenizer)
+    new: list[Message] = [{"role": "tool", "content": "42", "tool_call_id": f"call{turn:05}", "name": "add"}]
+    sampled = [*tokenizer.encode('<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'), eos]
+
+    def bridge() -> list[int]:
+        """As a conversation does it: what is compared with a full render is made in another thread."""
+        made = []
+        if not bridger.tail_at_hand(history, new, [ADD], turn=turn):
+            thread = Thread(target=lambda: made.append(bridger.tail(history, new, [ADD], turn=turn)))
+            thread.start()
+            thread.join()
+        tail = made[0] if made else None
+        return bridger.bridge(history, new, [ADD], sampled=sampled, stop=eos, turn=turn, tail=tail).ids
+
+    tail = tokenizer.decode(bridge())
+    prompt = list(bridger.first_prompt(history[:-1], [ADD]))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)  # the peer takes the library's own
+    peer = renderers.qwen3.Qwen3Renderer(fast)
+    assert peer.bridge_to_next_turn(prompt, sampled, new, tools=[ADD["function"]]) is not None
+    return _Case(
+        bridge=bridge,
+        encode_tail=lambda: tokenizer.encode(tail),
+        render_anew=lambda: tokenizer.encode(renderer.render([*history, *new], tools=[ADD])),
+        compare=lambda: bridger.locality.full(history, new, [ADD]),
+        peer=lambda: peer.bridge_to_next_turn(prompt, sampled, new, tools=[ADD["function"]]),
+    )
+
+
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two integers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+
+
+def _history(length: int, tokenizer: VocabularyTokenizer) -> tuple[list[Message], int]:
+    """Tool rounds of some 200 ids, up to `length`, and the turn that is answered now."""
+    each = len(tokenizer.encode(WORDS)) + 40
+    rounds = length // each
+    messages: list[Message] = [{"role": "user", "content": "What is 17 + 25?"}]
+    for number in range(rounds):
+        messages += [
+            _calls(number),
+            {"role": "tool", "content": WORDS, "tool_call_id": f"call{number:05}", "name": "add"},
+        ]
+    return [*messages, _calls(rounds)], rounds
+
+
+def _calls(number: int) -> Message:
+    function = {"name": "add", "arguments": {"a": 17, "b": 25}}
+    call = {"id": f"call{number:05}", "type": "function", "function": function}
+    return cast("Message", {"role": "assistant", "content": "", "tool_calls": [call]})
+
+
+def _in_turns(ways: dict[str, Callable[[], object]]) -> dict[str, tuple[float, ...]]:
+    """Microseconds of each way, by rounds that take turns, so that what else the machine does hits all alike."""
+    values: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            values[name].append(_microseconds(way, TIMES))
+    return {name: tuple(each) for name, each in values.items()}
+
+
+def _timed(way: Callable[[], object], times: int) -> tuple[float, ...]:
+    return tuple(_microseconds(way, times) for _ in range(3))
+
+
+def _microseconds(way: Callable[[], object], times: int) -> float:
+    began = time.thread_time()
+    for _ in range(times):
+        way()
+    return (time.thread_time() - began) / times * 1e6
+
+
+class LongSums(Environment):
+    """Three sums on top of 10,000 tokens that stand before the question."""
+
+    def tasks(self) -> Iterator[Task]:
+        before: list[Message] = [{"role": "user", "content": WORDS}, {"role": "assistant", "content": "Noted."}]
+        many = 10_000 // len(WORDS + "Noted.")
+        for number in range(EPISODES):
+            question: Message = {"role": "user", "content": f"What is {number} + 25?"}
+            yield Task(id=str(number), prompt=[*before * (many + 1), question], answer="42")
+
+    @tool
+    async def add(self, a: int, b: int) -> int:
+        """Add two integers."""
+        return a + b
+
+    @reward
+    async def correct(self) -> bool:
+        return self.task.answer in self.episode.text
+
+
+async def _turns() -> tuple[float, float]:
+    engine = ScriptedEngine(REPLIES)
+    async with Run(LongSums, engine, concurrency=Concurrency(episodes=128)) as run:
+        with collector_settings():
+            began, worked = time.perf_counter(), time.process_time()
+            turns = 0
+            async for trajectory in run:
+                assert trajectory.turns[0].start > 10_000
+                turns += len(trajectory.turns)
+            return turns / (time.perf_counter() - began), turns / (time.process_time() - worked)
+
+
+if __name__ == "__main__":
+    main(measure)
