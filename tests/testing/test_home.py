@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -165,8 +162,6 @@ async def test_from_trio(real_engine):
 def anyio_backend():
     return "trio"
 """
-    with open(Path(tempfile.gettempdir()) / "deltarunner-tests-engine.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one model at a time, of several test runs too
-        run_apart(pytester, test, "--runner-engine", "--runner-record=once").assert_outcomes(passed=3)
+    run_apart(pytester, test, "--runner-engine", "--runner-record=once").assert_outcomes(passed=3)
     result = run_apart(pytester, test)
     result.assert_outcomes(passed=1, skipped=2)
