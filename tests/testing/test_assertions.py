@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
 
-from runner import Run, Trajectory, Turn, tool
+from runner import Outcome, Run, ToolCall, Trajectory, Turn, tool
 from runner.testing import ScriptedEngine, assert_exact, call
+from runner.tokens.log import Source
 from tests.playing import Plain
 
 pytestmark = pytest.mark.anyio
@@ -87,4 +89,58 @@ async def test_a_call_that_was_answered_twice_or_not_at_all_is_found(
         assert_exact(trajectory)
     del messages[2:4]
     with pytest.raises(AssertionError, match=r"were answered by \[\]"):
+        assert_exact(trajectory)
+
+
+async def test_a_mask_that_is_wrong_is_shown_where_it_is(played: tuple[Trajectory, ScriptedEngine]) -> None:
+    trajectory, engine = played
+    trajectory.segments[0].log.sources[2] = Source.SAMPLED
+    trajectory.segments[0].log.logprobs[2] = -1.0
+    with pytest.raises(
+        AssertionError, match=r"the loss mask is wrong at \[2\]\n  before: '<\|im_start\|>s'\n  there: 'yst"
+    ):
+        assert_exact(trajectory, engine)
+
+
+async def test_calls_that_the_messages_do_not_hold_are_found(played: tuple[Trajectory, ScriptedEngine]) -> None:
+    trajectory, _ = played
+    trajectory.turns[0].tool_calls[0] = ToolCall("call_0", "add", {"a": 1, "b": 3})
+    with pytest.raises(AssertionError, match=r"the turns called .*'b': 3.* and the messages hold .*'b': 2"):
+        assert_exact(trajectory)
+
+
+async def test_turns_that_are_out_of_order_are_found(played: tuple[Trajectory, ScriptedEngine]) -> None:
+    trajectory, _ = played
+    trajectory.turns[2].number = 7
+    with pytest.raises(AssertionError, match=r"its turns are numbered \[0, 1, 7\]"):
+        assert_exact(trajectory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"outcome": Outcome.TURN_LIMIT}, "outcome turn_limit, and its limit is ''"),
+        ({"limit": "turns"}, "outcome completed, and its limit is 'turns'"),
+        ({"outcome": Outcome.TIME_LIMIT, "limit": "tokens"}, "outcome time_limit, and its limit is 'tokens'"),
+        ({"outcome": Outcome.ENV_ERROR, "reward": None}, "outcome env_error, and no error says why"),
+        ({"outcome": Outcome.ENV_ERROR, "error": "why"}, r"a reward of 1\.0, and env_error, 3 turns, trained"),
+        ({"trained": False}, r"a reward of 1\.0, and completed, 3 turns, not trained"),
+        ({"reward": float("nan")}, "a reward that is no finite number"),
+    ],
+    ids=["no limit", "a limit too many", "another limit", "no error", "a failure's reward", "untrained", "nan"],
+)
+async def test_an_ending_that_contradicts_itself_is_found(
+    played: tuple[Trajectory, ScriptedEngine], changes: dict[str, Any], message: str
+) -> None:
+    trajectory, _ = played
+    for name, value in changes.items():
+        setattr(trajectory, name, value)
+    with pytest.raises(AssertionError, match=message):
+        assert_exact(trajectory)
+
+
+async def test_without_an_engine_the_seam_is_shown_as_ids(played: tuple[Trajectory, ScriptedEngine]) -> None:
+    trajectory, _ = played
+    trajectory.turns[1].start = trajectory.turns[0].end - 4
+    with pytest.raises(AssertionError, match=r"does not extend the turn before\n  sampled: \[\d+, "):
         assert_exact(trajectory)
