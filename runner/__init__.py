@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from runner.errors import (
         BadEnvironment,
         BadInput,
+        BadMessage,
         BadModel,
         BadOption,
         BadTask,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BadEnvironment",
     "BadInput",
+    "BadMessage",
     "BadModel",
     "BadOption",
     "BadTask",

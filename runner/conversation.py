@@ -14,7 +14,7 @@ from runner.allowance import Allowance, Ending
 from runner.chat import ChatModel
 from runner.engines.base import FinishReason, GenerationRequest
 from runner.errors import BadOption, EpisodeOver, RequestRejected
-from runner.messages import Message, Prompt, as_messages
+from runner.messages import Message, Prompt, as_messages, check_answers
 from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice
 from runner.parsing.reasoning import is_open, split_reasoning
 from runner.prompting import Prepared, PromptMaker
@@ -83,6 +83,7 @@ class Conversation:
         self.turns: list[Turn] = []
         self._setting = setting
         self._segments: list[Segment] = []
+        check_answers(messages)
         self._queued: list[Message] = list(messages)
         self._segment: Segment | None = None  # None until the next prompt is rendered from the start
         self._cause = "start"
@@ -111,10 +112,12 @@ class Conversation:
         """Queue messages; the next `generate` puts the run of them before the model.
 
         Raises:
-            TypeError: one is no message.
+            BadMessage: one is no message, or answers no call; none is queued then.
         """
-        for message in messages:
-            self._queued.extend(as_messages(message))
+        new = [made for message in messages for made in as_messages(message)]
+        if any(message["role"] == "tool" for message in new):
+            check_answers(new, self._segment.messages if self._segment else (), self._queued)
+        self._queued.extend(new)
 
     async def generate(self, *, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None) -> Turn:
         """Let the agent speak.
@@ -170,6 +173,7 @@ class Conversation:
             tools: what may be called from now on; None keeps them.
         """
         history = self.messages if messages is None else as_messages(messages)
+        check_answers(history)
         if tools is not None:
             self.tools = _checked_tools(tools)
         self._setting.allowance.context_rewritten(self.name)

@@ -5,6 +5,7 @@ DeltarunnerError                 catch this to catch all of them
 │   ├── BadOption                an option, limit or setting
 │   ├── BadEnvironment           an environment class: unknown, no reward, a wrong tool signature
 │   ├── BadTask                  a task: no id, an id twice, unknown keys
+│   ├── BadMessage               a message: no role or a wrong one, a tool's result that answers no call
 │   ├── BadModel                 a model that cannot be found or loaded
 │   └── BadTemplate              a chat template that cannot serve the run
 ├── RunFileError                 the run file
@@ -30,6 +31,7 @@ from typing import ClassVar
 __all__ = [
     "BadEnvironment",
     "BadInput",
+    "BadMessage",
     "BadModel",
     "BadOption",
     "BadTask",
@@ -91,6 +93,10 @@ class BadTask(BadInput):
     """A task that cannot be played: no id, an id twice, keys that nothing reads."""
 
     exit_code = 4
+
+
+class BadMessage(BadInput, TypeError):
+    """A message that cannot be put before a model; names which one, by its place in what was given."""
 
 
 class BadModel(BadInput):

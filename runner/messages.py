@@ -9,6 +9,8 @@ from typing import Any, Literal, Required, TypeAlias, TypedDict
 
 import orjson
 
+from runner.errors import BadMessage
+
 __all__ = [
     "FunctionCall",
     "Message",
@@ -18,6 +20,7 @@ __all__ = [
     "ToolCallMessage",
     "as_messages",
     "canonical_json",
+    "check_answers",
 ]
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
@@ -81,15 +84,43 @@ def as_messages(prompt: Prompt) -> list[Message]:
     """The messages that `prompt` stands for.
 
     Raises:
-        TypeError: it is neither a string, a message nor a sequence of messages.
+        BadMessage: it is neither a string, a message nor a sequence of messages, or one of them has a wrong shape.
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, Mapping):
-        return [_checked(prompt)]
+        return [_checked(0, prompt)]
     if isinstance(prompt, Sequence):
-        return [_checked(message) for message in prompt]
-    raise TypeError(f"expected a string, a message or a list of messages, got {type(prompt).__name__}: {prompt!r:.80}")
+        return [_checked(index, message) for index, message in enumerate(prompt)]
+    raise BadMessage(f"expected a string, a message or a list of messages, got {type(prompt).__name__}: {prompt!r:.80}")
+
+
+def check_answers(new: Sequence[Message], *before: Sequence[Message]) -> None:
+    """See that every tool message in `new` answers a call of an assistant message ahead of it, in `new` or `before`.
+
+    Raises:
+        BadMessage: one answers none.
+    """
+    for index, message in enumerate(new):
+        if message["role"] != "tool":
+            continue
+        ahead = (
+            each for part in (new[:index], *reversed(before)) for each in reversed(part) if each["role"] == "assistant"
+        )
+        answered = message.get("tool_call_id")
+        calls = next(ahead, _SILENT).get("tool_calls") or ()
+        if answered is None and calls:
+            continue
+        if not any(call["id"] == answered for call in calls) and not any(
+            call["id"] == answered for each in ahead for call in each.get("tool_calls") or ()
+        ):
+            raise BadMessage(
+                f"message {index} (tool) answers no call: no assistant message ahead of it has a tool call of the id "
+                f"{answered!r}. Put that message before it, or say it as a user message."
+            )
+
+
+_SILENT: Message = {"role": "assistant", "content": ""}
 
 
 def canonical_json(value: Any) -> str:
@@ -100,11 +131,13 @@ def canonical_json(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
 
 
-def _checked(message: Any) -> Message:
+def _checked(index: int, message: Any) -> Message:
     if not isinstance(message, Mapping):
-        raise TypeError(f"a message is a dict with role and content, got {type(message).__name__}: {message!r:.80}")
-    if message.get("role") not in ("system", "user", "assistant", "tool"):
-        raise TypeError(f"a message's role is system, user, assistant or tool, got {message.get('role')!r}")
-    if not isinstance(message.get("content", ""), str | type(None)):
-        raise TypeError(f"a message's content is a string, got {type(message['content']).__name__}")
-    return {**message, "content": message.get("content") or ""}  # type: ignore[typeddict-item]  # checked above
+        kind = type(message).__name__
+        raise BadMessage(f"message {index}: a message is a dict with role and content, got {kind}: {message!r:.80}")
+    role, content = message.get("role"), message.get("content")
+    if role not in ("system", "user", "assistant", "tool"):
+        raise BadMessage(f"message {index}: a message's role is system, user, assistant or tool, got {role!r}")
+    if not isinstance(content, str | type(None)):
+        raise BadMessage(f"message {index} ({role}): a message's content is a string, got {type(content).__name__}")
+    return {**message, "content": content or ""}  # type: ignore[typeddict-item]  # checked above

@@ -1,0 +1,96 @@
+"""Messages: what may be put before a model, and which of several is refused for what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runner import BadMessage, Conversation, Outcome
+from runner.messages import Message, as_messages, check_answers
+from tests.playing import Plain, play, recording
+
+QUESTION: Message = {"role": "user", "content": "What is 17 + 25?"}
+CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 17}}}],
+}
+RESULT: Message = {"role": "tool", "content": "42", "tool_call_id": "call00000", "name": "add"}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            [QUESTION, {"role": "robot", "content": "x"}],
+            "message 1: .*role is system, user, assistant or tool.*'robot'",
+        ),
+        ([QUESTION, {"content": "x"}], "message 1: .*got None"),
+        ([QUESTION, "words"], "message 1: a message is a dict with role and content, got str"),
+        ([{"role": "user", "content": ["x"]}], r"message 0 \(user\): a message's content is a string, got list"),
+        (42, "expected a string, a message or a list of messages, got int"),
+    ],
+)
+def test_a_message_of_a_wrong_shape_is_refused_by_its_place(given: Any, says: str) -> None:
+    with pytest.raises(BadMessage, match=says):
+        as_messages(given)
+
+
+def test_no_content_is_an_empty_one() -> None:
+    given: Any = {"role": "assistant", "content": None}
+    assert as_messages(given) == [{"role": "assistant", "content": ""}]
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        [RESULT],
+        [QUESTION, RESULT],
+        [QUESTION, CALL, {**RESULT, "tool_call_id": "another"}],
+        [QUESTION, CALL, RESULT, {"role": "assistant", "content": "42"}, {"role": "tool", "content": "43"}],
+    ],
+    ids=["nothing before it", "no call before it", "another call", "an answer before it"],
+)
+def test_a_tool_result_that_answers_no_call_is_refused_by_its_place(new: list[Message]) -> None:
+    with pytest.raises(BadMessage, match=rf"message {len(new) - 1} \(tool\) answers no call"):
+        check_answers(new)
+
+
+@pytest.mark.parametrize(
+    ("before", "new"),
+    [
+        ([], [QUESTION, CALL, RESULT]),
+        ([QUESTION, CALL], [RESULT]),
+        ([QUESTION, CALL], [{"role": "tool", "content": "42"}]),
+        ([QUESTION, CALL, {"role": "assistant", "content": "Wait."}], [RESULT]),
+    ],
+    ids=["in one", "a call of the past", "without an id", "a late result"],
+)
+def test_a_tool_result_that_answers_a_call_may_be_added(before: list[Message], new: list[Message]) -> None:
+    check_answers(new, before)
+
+
+@pytest.mark.anyio
+async def test_a_result_without_a_call_is_an_error_where_it_is_added_and_nothing_is_queued() -> None:
+    class Answers(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            await conversation.generate()
+            with pytest.raises(BadMessage, match=r"message 1 \(tool\) answers no call"):
+                conversation.add([QUESTION, RESULT])
+            conversation.add("Go on.")
+            await conversation.generate()
+
+    trajectory = await play(Answers, recording(["21", "42"]))
+    assert [message["role"] for message in trajectory.messages] == ["user", "assistant", "user", "assistant"]
+
+
+@pytest.mark.anyio
+async def test_a_prompt_with_a_result_without_a_call_is_env_error_before_anything_is_sampled() -> None:
+    class Asks(Plain):
+        def prompt(self) -> list[Message]:
+            return [QUESTION, RESULT]
+
+    trajectory = await play(Asks, recording(["21"]))
+    assert (trajectory.outcome, trajectory.turns) == (Outcome.ENV_ERROR, [])
+    assert "message 1 (tool) answers no call" in trajectory.error
