@@ -71,6 +71,7 @@ class Summary:
         metrics: each metric by name, over the episodes where it could be told.
         tokens: over all agents.
         junctions: (result, anchor, close, seam) and how often.
+        junction_causes: why some were not simply appended, and how often.
         finishes: how turns ended.
         turns: of all agents.
         retried: attempts that were played again after an engine's failure.
@@ -88,6 +89,7 @@ class Summary:
     metrics: dict[str, Mean] = field(default_factory=dict)
     tokens: TokenCounts = field(default_factory=TokenCounts)
     junctions: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
+    junction_causes: Counter[str] = field(default_factory=Counter)
     finishes: Counter[str] = field(default_factory=Counter)
     times: dict[str, float] = field(default_factory=dict)
     turns: int = 0
@@ -186,6 +188,7 @@ class Summary:
             "finishes": dict(sorted(self.finishes.items())),
             "tokens": asdict(self.tokens),
             "junctions": {"/".join(key): count for key, count in sorted(self.junctions.items())},
+            "junction_causes": dict(sorted(self.junction_causes.items())),
             "seconds": self.elapsed,
             "times": dict(self.times),
             "tokens_per_second": self.tokens_per_second,
@@ -204,6 +207,8 @@ class Summary:
         junction = turn.junction
         if junction is not None:
             self.tokens.bridged += junction.inserted
+            if junction.cause:
+                self.junction_causes[junction.cause] += 1
             self.junctions[junction.result.value, junction.anchor.value, junction.close.value, junction.seam.value] += 1
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from io import StringIO
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from runner import (
     BadOption,
@@ -20,6 +22,7 @@ from runner import (
     Trajectory,
     tool,
 )
+from runner.commands.report import summary_table
 from runner.testing import Reply, call
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.tokens.log import Source
@@ -35,7 +38,8 @@ OPENER = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif
 # The turn before the last is written in another way, as by templates that strip what was thought.
 FORGETFUL = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
-    "{{ '(said) ' if m.role == 'assistant' and not loop.last }}{{ m.content }}{{ '<|im_end|>\\n' }}{% endfor %}" + OPENER
+    "{{ '(said) ' if m.role == 'assistant' and not loop.last }}{{ m.content }}{{ '<|im_end|>\\n' }}{% endfor %}"
+    + OPENER
 )
 # The last turn's words are shown before it and nowhere else, so that no sentinel can be found where they end.
 HIDDEN = (
@@ -91,7 +95,14 @@ async def test_append_forks_where_no_exact_bridge_is_proven_and_names_the_reason
 async def test_forks_are_counted_in_the_summary() -> None:
     async with Run(_Twice, recording(["yes", "no"], template=template(HIDDEN))) as run:
         _ = [trajectory async for trajectory in run]
-    assert run.summary.as_dict()["junctions"] == {"forked/none/masked/verified": 1}
+    told = run.summary.as_dict()
+    assert told["junctions"] == {"forked/none/masked/verified": 1}
+    assert told["junction_causes"] == {"no_sentinel": 1}
+    console = Console(width=120, file=StringIO(), record=True)
+    console.print(summary_table(told))
+    shown = console.export_text()
+    assert "1 forked (anchor none, close masked, seam verified)" in shown
+    assert "no_sentinel 1" in shown
 
 
 class _Twice(Plain):

@@ -62,6 +62,8 @@ def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, Rende
     yield "tokens", Text(_tokens(summary["tokens"]))
     if summary["junctions"]:
         yield "junctions", Text("\n".join(_junctions(summary["junctions"])))
+    if summary.get("junction_causes"):
+        yield "  because of", Text(" · ".join(f"{name} {n}" for name, n in summary["junction_causes"].items()))
     if summary["turns"]:
         yield "time a turn", Text(_times(summary["times"], summary["turns"]))
     if summary["retried"]:
