@@ -1,0 +1,31 @@
+"""Control tokens by their shape, for a template whose vocabulary is not at hand."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["special_tokens", "tag_tokens"]
+
+_SPECIAL = re.compile(
+    r"<\|[^<>|\s'\"{}]+\|>"  # <|im_end|>
+    r"|<\|[\w/]+>|<[\w/]+\|>|<\|\"\|>"  # <|turn>, <turn|>, Gemma 4's quotation mark
+    r"|<\uff5c[^<>'\"{}]+?\uff5c>"  # with wide bars, as DeepSeek writes them
+    r"|\[\|\w+\|\]"  # EXAONE
+    r"|\[/?(?:INST|SYSTEM_PROMPT|TOOL_[A-Z]+|AVAILABLE_TOOLS|ARGS|CALL_ID|THINK|MODEL_SETTINGS)\]"  # Mistral
+    r"|\]~!?b\[|\]~b\]|\[e~\[|\[gMASK\]|<sop>"  # MiniMax, GLM
+    r"|</?s>|<(?:bos|eos|pad|unk|BOS|EOS)>|<\w+:[0-9a-f]{8}>|<(?:start|end|begin)_of_\w+>|<SPECIAL_\d+>"
+    r"|<extra_id_\d+>|</?(?:seed:|longcat_)\w+>"
+)
+_TAG = re.compile(
+    r"</?(?:think|arg_key|arg_value|tool_call|tool_calls|tool_response|minimax:tool_call|TOOLCALL|TOOL_RESPONSE)>"
+)
+
+
+def special_tokens(text: str) -> tuple[str, ...]:
+    """What public vocabularies have as special tokens, such as `<|im_end|>`: in order, each once."""
+    return tuple(dict.fromkeys(_SPECIAL.findall(text)))
+
+
+def tag_tokens(text: str) -> tuple[str, ...]:
+    """Tags that some vocabularies have as single ids without calling them special, such as `<tool_call>`."""
+    return tuple(dict.fromkeys(_TAG.findall(text)))

@@ -1,0 +1,351 @@
+"""TemplateProfile: what a chat template does, each trait with its name, its value and what that means."""
+
+from __future__ import annotations
+
+import enum
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self, TypeAlias
+
+__all__ = [
+    "Arguments",
+    "Bos",
+    "Literals",
+    "NullContent",
+    "PromptReasoning",
+    "Reasoning",
+    "Results",
+    "SystemMidRun",
+    "TemplateProfile",
+    "ToolsPlace",
+    "Trait",
+    "TraitValue",
+]
+
+TraitValue: TypeAlias = "str | bool | tuple[str, ...]"
+"""What a trait may be: a word of an enum, a passage of text, yes or no, or several names."""
+
+
+class Trait(enum.StrEnum):
+    """The names of what is looked at; the attributes of a TemplateProfile."""
+
+    BOS = "bos"
+    DEFAULT_SYSTEM = "default_system"
+    CLOCK = "clock"
+    OPTIONS = "options"
+    GENERATION_PROMPT = "generation_prompt"
+    PROMPT_REASONING = "prompt_reasoning"
+    OPENED_TWICE = "opened_twice"
+    CLOSE = "close"
+    CLOSE_AT_END = "close_at_end"
+    CLOSE_AFTER_CALL = "close_after_call"
+    SEPARATOR = "separator"
+    STOP_OPENS_NEXT = "stop_opens_next"
+    REASONING = "reasoning"
+    INLINE_REASONING = "inline_reasoning"
+    TOOLS = "tools"
+    CALLS_SHOWN = "calls_shown"
+    RESULTS_SHOWN = "results_shown"
+    PARALLEL_RESULTS = "parallel_results"
+    ARGUMENTS = "arguments"
+    LITERALS = "literals"
+    NULL_CONTENT = "null_content"
+    SYSTEM_MID_RUN = "system_mid_run"
+    TRIMMED = "trimmed"
+
+
+class Bos(enum.StrEnum):
+    """The token that begins a text."""
+
+    WRITTEN = "written"
+    TWICE = "twice"
+    NOT_WRITTEN = "not_written"
+    MISSING = "missing"  # the tokenizer would begin every text with one
+
+
+class PromptReasoning(enum.StrEnum):
+    """What the generation prompt does about reasoning."""
+
+    LEFT_OPEN = "left_to_the_model"
+    OPENED = "opened"
+    EMPTY = "empty_block"  # opened and closed again
+
+
+class Reasoning(enum.StrEnum):
+    """What becomes of what the model thought."""
+
+    KEPT = "kept"
+    ONLY_LAST = "only_last"  # dropped once a user follows
+    NOT_SHOWN = "not_shown"
+
+
+class ToolsPlace(enum.StrEnum):
+    """Where the definitions of the tools stand."""
+
+    FIRST = "first"
+    MOVES = "moves"  # before the last user message, wherever that is
+    NOT_SHOWN = "not_shown"
+
+
+class Results(enum.StrEnum):
+    """The results of parallel calls."""
+
+    ONE_BY_ONE = "one_by_one"  # each may be appended for itself
+    TOGETHER = "together"
+    NOT_SHOWN = "not_shown"
+
+
+class Arguments(enum.StrEnum):
+    """The form in which the template takes the arguments of a call."""
+
+    EITHER = "either"
+    OBJECT = "object"
+    STRING = "string"
+    NEITHER = "neither"
+
+
+class Literals(enum.StrEnum):
+    """How true, false and null are written in the arguments of a call."""
+
+    JSON = "json"
+    PYTHON = "python"
+    NOT_SHOWN = "not_shown"
+
+
+class NullContent(enum.StrEnum):
+    """What a message does whose content is null, as OpenAI's clients send with calls."""
+
+    ACCEPTED = "accepted"
+    RAISES = "raises"
+    WRITTEN = "written"  # as the word None
+    NEEDED = "needed"  # calls are shown only beside it
+
+
+class SystemMidRun(enum.StrEnum):
+    """A system message between the turns."""
+
+    KEPT = "kept"
+    DROPPED = "dropped"
+    MOVED = "moved"  # to the front
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateProfile:
+    """What a template does, found by rendering alone. Each attribute is a `Trait`.
+
+    Attributes:
+        bos: whether the token that begins a text is written.
+        default_system: words that stand before the first question though nobody gave a system message, or "".
+        clock: the text depends on the date.
+        options: names that the template reads beyond those that it is always given.
+        generation_prompt: what asks the model to speak, or "".
+        prompt_reasoning: whether that begins a thought.
+        opened_twice: after some kind of message the assistant's turn is opened twice.
+        close: control text that ends an answer once something follows, or "".
+        close_at_end: the same while nothing follows.
+        close_after_call: what ends a turn that called a tool, while nothing follows.
+        separator: what stands between that close and the next message.
+        stop_opens_next: control tokens that open the next message and are what a turn stops with.
+        reasoning: what becomes of `reasoning_content`.
+        inline_reasoning: what becomes of a `<think>` block inside a content.
+        tools: where the definitions stand.
+        calls_shown: an assistant turn shows its calls.
+        results_shown: the results of tools are shown.
+        parallel_results: whether they may be appended one by one.
+        arguments: the form of a call's arguments.
+        literals: how true and null are written in them.
+        null_content: what `content: null` does.
+        system_mid_run: what becomes of a system message between the turns.
+        trimmed: roles whose contents lose white space at their ends.
+    """
+
+    bos: Bos
+    default_system: str
+    clock: bool
+    options: tuple[str, ...]
+    generation_prompt: str
+    prompt_reasoning: PromptReasoning
+    opened_twice: bool
+    close: str
+    close_at_end: str
+    close_after_call: str
+    separator: str
+    stop_opens_next: tuple[str, ...]
+    reasoning: Reasoning
+    inline_reasoning: Reasoning
+    tools: ToolsPlace
+    calls_shown: bool
+    results_shown: bool
+    parallel_results: Results
+    arguments: Arguments
+    literals: Literals
+    null_content: NullContent
+    system_mid_run: SystemMidRun
+    trimmed: tuple[str, ...]
+
+    @property
+    def carries_tools(self) -> bool:
+        """Definitions, calls and results are all shown."""
+        return self.tools is not ToolsPlace.NOT_SHOWN and self.calls_shown and self.results_shown
+
+    def traits(self) -> Iterator[tuple[Trait, TraitValue, str]]:
+        """Each trait, its value, and one sentence on what it is and why it matters."""
+        for trait in Trait:
+            value: TraitValue = getattr(self, trait.value)
+            yield trait, value, explanation(trait, value)
+
+    def as_json(self) -> dict[str, Any]:
+        """Names and plain values."""
+        return {trait.value: _plain(getattr(self, trait.value)) for trait in Trait}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """The profile that `as_json` described."""
+        hints = typing.get_type_hints(cls)
+        return cls(**{name: _typed(hints[name], value) for name, value in values.items()})
+
+
+def _plain(value: TraitValue) -> str | bool | list[str]:
+    if isinstance(value, tuple):
+        return list(value)
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def explanation(trait: Trait, value: TraitValue) -> str:
+    """One sentence on what this value of this trait means, and why it matters."""
+    by_value = _EXPLANATIONS[trait]
+    key = value if isinstance(value, enum.Enum | bool) else bool(value)
+    return by_value[key]
+
+
+_REASONING_KEPT = "Thoughts of earlier turns stay in the text, so it is what the model itself had before it."
+_EXPLANATIONS: Mapping[Trait, Mapping[Any, str]] = {
+    Trait.BOS: {
+        Bos.WRITTEN: "The text begins with its BOS token; nothing is added to it.",
+        Bos.TWICE: "The text begins with two BOS tokens, which no model was trained on: take one out of the template.",
+        Bos.NOT_WRITTEN: "The template begins without a BOS token, and none is added.",
+        Bos.MISSING: "The tokenizer would begin every text with a BOS token and the template writes none: prompts here "
+        "have none, unlike those of servers that add it.",
+    },
+    Trait.DEFAULT_SYSTEM: {
+        True: "These words stand before the first question though nobody wrote them; a system message of yours "
+        "replaces them, or follows them.",
+        False: "Without a system message nothing stands before the first question.",
+    },
+    Trait.CLOCK: {
+        True: "The text has the date in it, which a run freezes at its start, so that no prompt changes at midnight.",
+        False: "The text is the same on every day.",
+    },
+    Trait.OPTIONS: {
+        True: "Names that the template reads: set them with --template-option NAME=VALUE.",
+        False: "The template reads nothing that could be set.",
+    },
+    Trait.GENERATION_PROMPT: {
+        True: "What asks the model to speak; it is in every prompt, with loss mask 0.",
+        False: "add_generation_prompt changes nothing: the model begins its own turn.",
+    },
+    Trait.PROMPT_REASONING: {
+        PromptReasoning.LEFT_OPEN: "Whether a turn begins with a thought is up to the model.",
+        PromptReasoning.OPENED: "The prompt ends inside a reasoning block, so every turn begins with a thought, whose "
+        "opening the model did not sample.",
+        PromptReasoning.EMPTY: "The prompt ends with an empty reasoning block, which turns thinking off.",
+    },
+    Trait.OPENED_TWICE: {
+        True: "After some messages the assistant's turn is opened twice, which no model was trained on; such prompts "
+        "are refused.",
+        False: "The assistant's turn is opened once, whatever came before.",
+    },
+    Trait.CLOSE: {
+        True: "What ends an answer once something follows it.",
+        False: "Nothing of its own ends an answer: the next message's opening does.",
+    },
+    Trait.CLOSE_AT_END: {
+        True: "What ends an answer while nothing follows it, as the model was trained to write it; where it is not the "
+        "close above, the sampled one stays and stands in its place.",
+        False: "While nothing follows, nothing ends an answer.",
+    },
+    Trait.CLOSE_AFTER_CALL: {
+        True: "What ends a turn that called a tool: it has to be among the model's stop ids.",
+        False: "Nothing of its own ends a turn that called a tool, or the template shows no calls.",
+    },
+    Trait.SEPARATOR: {
+        True: "Stands between the close and the next message; the model never samples it, the bridge writes it.",
+        False: "The next message follows the close directly.",
+    },
+    Trait.STOP_OPENS_NEXT: {
+        True: "A turn stops with the token that opens the next message, so that appending the whole message would "
+        "write it twice; the bridge leaves it out.",
+        False: "What ends a turn is not what opens the next message.",
+    },
+    Trait.REASONING: {
+        Reasoning.KEPT: _REASONING_KEPT,
+        Reasoning.ONLY_LAST: "Thoughts are dropped once a user follows, so a full render no longer begins with what "
+        "was sampled: append keeps them, fork follows the template.",
+        Reasoning.NOT_SHOWN: "Thoughts given as reasoning_content are not written at all.",
+    },
+    Trait.INLINE_REASONING: {
+        Reasoning.KEPT: _REASONING_KEPT,
+        Reasoning.ONLY_LAST: "A <think> block inside a content is cut out once a user follows; ids that were sampled "
+        "are kept all the same.",
+        Reasoning.NOT_SHOWN: "A <think> block inside a content is cut out at once; ids that were sampled are kept all "
+        "the same.",
+    },
+    Trait.TOOLS: {
+        ToolsPlace.FIRST: "The tools stand before the conversation and stay there.",
+        ToolsPlace.MOVES: "The tools are written before the last user message, so they move when a user speaks again: "
+        "then no prompt can begin with the one before.",
+        ToolsPlace.NOT_SHOWN: "The model is not shown the tools: no environment with tools can be played.",
+    },
+    Trait.CALLS_SHOWN: {
+        True: "A turn's calls are written with it.",
+        False: "A turn's calls are not written: no environment with tools can be played.",
+    },
+    Trait.RESULTS_SHOWN: {
+        True: "The model is shown what a tool returned.",
+        False: "The model is not shown what a tool returned: no environment with tools can be played.",
+    },
+    Trait.PARALLEL_RESULTS: {
+        Results.ONE_BY_ONE: "Results of parallel calls may be appended one after the other.",
+        Results.TOGETHER: "Results of parallel calls share a block: appended one by one they would give another text, "
+        "so they are appended together.",
+        Results.NOT_SHOWN: "There are no parallel results to be shown.",
+    },
+    Trait.ARGUMENTS: {
+        Arguments.EITHER: "A call's arguments may be an object or JSON text.",
+        Arguments.OBJECT: "A call's arguments must be an object; as JSON text they would be quoted once more.",
+        Arguments.STRING: "A call's arguments must be JSON text; they are converted.",
+        Arguments.NEITHER: "A call's arguments are not shown.",
+    },
+    Trait.LITERALS: {
+        Literals.JSON: "true and null stand in a call as JSON has them.",
+        Literals.PYTHON: "true and null stand in a call as Python's True and None: a call that is rendered anew is not "
+        "what a model wrote that speaks JSON, and trains on text that it never sampled.",
+        Literals.NOT_SHOWN: "A call's arguments are not shown.",
+    },
+    Trait.NULL_CONTENT: {
+        NullContent.ACCEPTED: "A message with content null renders like an empty one.",
+        NullContent.RAISES: "A message with content null makes the template fail; here it is always given as text.",
+        NullContent.NEEDED: "Calls are shown only in messages whose content is null; here content is always text, so "
+        "the template shows no calls.",
+        NullContent.WRITTEN: "A message with content null is shown as the word None; here it is always given as text.",
+    },
+    Trait.SYSTEM_MID_RUN: {
+        SystemMidRun.KEPT: "A system message between the turns stays where it is.",
+        SystemMidRun.DROPPED: "A system message between the turns is dropped without a word: say it as a user.",
+        SystemMidRun.MOVED: "A system message between the turns is written before them, so no prompt can begin with "
+        "the one before: say it as a user.",
+        SystemMidRun.REFUSED: "A system message between the turns makes the template fail: say it as a user.",
+    },
+    Trait.TRIMMED: {
+        True: "Messages of these roles lose white space at their ends; what was sampled is never trimmed.",
+        False: "Contents are written as they are.",
+    },
+}
