@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tests.conformance.real import play_all
 from tests.conformance.report import faults, page
 from tests.conformance.sweep import sweep
 
@@ -14,12 +15,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=2, help="how many share the work")
     options = parser.parse_args()
     outcomes = sweep(processes=options.processes)
-    text = page(outcomes)
+    tallies = play_all(processes=options.processes)
+    text = page(outcomes, tallies)
     print(text)
-    print("\n".join(faults(outcomes)))
+    print("\n".join(faults(outcomes, tallies)))
     if options.write:
         PAGE.write_text(text, encoding="utf-8")
 

@@ -151,17 +151,22 @@ def _check_new(case: Case, tail: str) -> None:
 def _check_asks(case: Case, renderer: Renderer, whole: str) -> None:
     """The render ends where the model's words begin.
 
-    Either the generation prompt is there, seen against a render without one; or the template needs none, since
-    nothing but white space stands between the render and the answer in a render that has one.
+    Either the generation prompt is there, seen against a render without one. Or the template needs none: nothing but
+    white space stands between the render and an answer that is appended, or the render has more in common with one
+    that goes on with an answer than that has with one that goes on with a question.
     """
-    silent = _render(renderer, case, [*case.history, *case.new], prompting=False)
-    common = len(_common(whole, silent))
-    if case.new[-1]["content"].rsplit(" ", 1)[1] in whole[:common] and len(whole) > common:
+    messages = [*case.history, *case.new]
+    common = _common(whole, _render(renderer, case, messages, prompting=False))
+    if case.new[-1]["content"].rsplit(" ", 1)[1] in common and len(whole) > len(common):
         return
     answer: Message = {"role": "assistant", "content": "Willowanswering"}
-    answered = _render(renderer, case, [*case.history, *case.new, answer], prompting=False)
+    answered = _render(renderer, case, [*messages, answer], prompting=False)
     begin = answered.rfind("Willowanswering")
-    if begin < 0 or not whole.startswith(answered[:begin].rstrip()):
+    if begin >= 0 and whole.startswith(answered[:begin].rstrip()):
+        return
+    question: Message = {"role": "user", "content": "Willowasking"}
+    asked = _render(renderer, case, [*messages, question], prompting=False)
+    if begin < 0 or len(_common(whole, answered)) <= len(_common(answered, asked)):
         raise NotApplicable("it does not ask for an answer", must_refuse=True)
 
 

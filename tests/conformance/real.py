@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
 from tests.conformance.corpus import corpus
 from tests.conformance.scenarios import Case, Past, Scenario, case
-from tests.conformance.sweep import Verdict, is_tool_capable, verdicts_of
+from tests.conformance.sweep import Verdict, is_tool_capable, spread, verdicts_of
 from tests.tokens.vocabularies import spoken, vocabulary
 
-__all__ = ["PAIRS", "Pair", "play_pair"]
+__all__ = ["PAIRS", "Pair", "Tally", "play_all", "play_pair"]
 
 _WIDE = "\uff5c"
 _VARIABLES = {
@@ -60,15 +61,45 @@ class Pair:
 PAIRS = tuple(Pair(name, template) for name, templates in _TEMPLATES.items() for template in templates)
 
 
-def play_pair(pair: Pair, wanted: int = 200) -> list[tuple[Case, Verdict, str]]:
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What became of the cases of a pair.
+
+    Attributes:
+        pair: the vocabulary and the template.
+        anchors: how many bridges were exact, by their anchor.
+        refused: how many were refused, by name.
+        wrong: a line for each wrong one.
+    """
+
+    pair: Pair
+    anchors: Mapping[str, int]
+    refused: Mapping[str, int]
+    wrong: Sequence[str]
+
+
+def play_all(*, processes: int = 2) -> list[Tally]:
+    """Plays every pair."""
+    return spread(play_pair, PAIRS, processes)
+
+
+def play_pair(pair: Pair, wanted: int = 200) -> Tally:
     """The first `wanted` applicable cases of a pair, over the seeds, with one bridger."""
     entry = next(entry for entry in corpus() if entry.name == pair.template)
     variables = _VARIABLES[pair.vocabulary]
-    renderer = entry.renderer(variables)
     cases = list(islice(_cases(is_tool_capable(entry)), wanted * 2))
-    verdicts = verdicts_of(cases, renderer, vocabulary(pair.vocabulary), variables["eos_token"])
-    played = [(made, *verdict) for made, verdict in zip(cases, verdicts, strict=True)]
-    return [item for item in played if item[1] is not Verdict.NOT_APPLICABLE][:wanted]
+    verdicts = verdicts_of(cases, entry.renderer(variables), vocabulary(pair.vocabulary), variables["eos_token"])
+    played = [
+        (made, verdict, detail)
+        for made, (verdict, detail) in zip(cases, verdicts, strict=True)
+        if verdict is not Verdict.NOT_APPLICABLE
+    ][:wanted]
+    return Tally(
+        pair,
+        Counter(detail for _, verdict, detail in played if verdict is Verdict.EXACT),
+        Counter(detail for _, verdict, detail in played if verdict is Verdict.REFUSED),
+        [f"{made.scenario}, {made.past}: {detail}" for made, verdict, detail in played if verdict is Verdict.WRONG],
+    )
 
 
 def _cases(capable: bool) -> Iterator[Case]:

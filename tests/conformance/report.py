@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from tests.conformance.real import Tally
 from tests.conformance.scenarios import Past, Scenario
 from tests.conformance.sweep import Outcome, Verdict
 
 __all__ = ["faults", "page"]
 
 
-def page(outcomes: Sequence[Outcome]) -> str:
+def page(outcomes: Sequence[Outcome], tallies: Sequence[Tally]) -> str:
     """The generated page, docs/conformance.md."""
     rows = [
         (f"{scenario}, {past}", [o for o in outcomes if (o.scenario, o.past) == (scenario, past)])
@@ -26,9 +27,18 @@ def page(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([
         "# Conformance of the token bridge",
         "",
-        "Written by `python -m tests.conformance --write`.",
+        "Written by `python -m tests.conformance --write`; a test compares it with a fresh run.",
         "",
-        f"{templates} chat templates, {capable} of them tool-capable, {len(outcomes)} cases.",
+        f"{templates} chat templates of public models, {capable} of them tool-capable, play {len(outcomes)} cases:",
+        "twelve scenarios after three kinds of past. Each is bridged twice, after the turn as the vocabulary writes it",
+        "and after the same text in other ids. What must come out is read off a full render of the real conversation.",
+        "",
+        "- *renderable*: the template renders the case, shows the turn and every new message behind it, and asks for",
+        "  an answer. Tool-capable: it shows a call's argument and then the result.",
+        "- *bridged*: ids and text equal the template's own tail after the sampled stop, or, where that does not stand",
+        "  there, after the template's own close. The rest of them are cut turns, which have no stop.",
+        "- *refused*: no bridge was made, and the missing property is named. *Wrong*: anything else.",
+        "- Where the template repeats the turn, hides a message, moves the tools or never asks, any bridge is wrong.",
         "",
         "## By scenario and past",
         "",
@@ -46,12 +56,17 @@ def page(outcomes: Sequence[Outcome]) -> str:
         "",
         *_names("reason", (o for o in outcomes if o.verdict is Verdict.NOT_APPLICABLE)),
         "",
+        "## Real vocabularies",
+        "",
+        *_pairs(tallies),
+        "",
     ])  # fmt: skip
 
 
-def faults(outcomes: Iterable[Outcome]) -> list[str]:
+def faults(outcomes: Iterable[Outcome], tallies: Iterable[Tally] = ()) -> list[str]:
     """A line for each wrong case."""
-    return [
+    real = [f"- {t.pair.template} with {t.pair.vocabulary}, {line}" for t in tallies for line in t.wrong]
+    return real + [
         f"- {o.template} [{o.family}], {o.scenario}, {o.past}: {o.detail}"
         for o in outcomes
         if o.verdict is Verdict.WRONG
@@ -75,6 +90,17 @@ def _table(first: str, rows: Sequence[tuple[str, Sequence[Outcome]]]) -> list[st
         if outcomes:
             lines.append(_line([name, *counts]))
     return lines
+
+
+def _pairs(tallies: Sequence[Tally]) -> list[str]:
+    lines = [_line(["vocabulary", "template", "bridged", "by the fallback", "refused", "wrong"])]
+    lines.append(_line(["---", "---", *["---:"] * 4]))
+    rows = [
+        (sum(t.anchors.values()), t.anchors.get("common_prefix", 0), sum(t.refused.values()), len(t.wrong))
+        for t in tallies
+    ]
+    lines += [_line([t.pair.vocabulary, t.pair.template, *row]) for t, row in zip(tallies, rows, strict=True)]
+    return [*lines, _line(["all", "", *(sum(column) for column in zip(*rows, strict=True))])]
 
 
 def _names(first: str, outcomes: Iterable[Outcome]) -> list[str]:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import multiprocessing
 import random
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from runner.tokens.bridge import Bridge, Bridger, Unbridgeable
 from runner.tokens.template import Renderer, TemplateRaised
 from runner.tokens.tokenizer import VocabularyTokenizer
-from tests.conformance.corpus import VARIABLES, Entry, corpus, every_control_token
+from tests.conformance.corpus import Entry, corpus
 from tests.conformance.expected import Expected, NotApplicable, expected
 from tests.conformance.scenarios import Case, Past, Scenario, case
-from tests.tokens import vocabularies
+from tests.conformance.vocabulary import END_OF_TEXT, host
 
-__all__ = ["Outcome", "Verdict", "host", "is_tool_capable", "play", "sweep", "verdicts_of"]
+__all__ = ["Outcome", "Verdict", "is_tool_capable", "play", "spread", "sweep", "verdicts_of"]
 
 
 class Verdict(enum.StrEnum):
@@ -54,23 +55,22 @@ class Outcome:
     tools: bool
 
 
-END_OF_TEXT = VARIABLES["eos_token"]
-
-
-@functools.cache
-def host() -> VocabularyTokenizer:
-    """One vocabulary for all templates: Qwen's, with the control tokens of all of them."""
-    return vocabularies.host(every_control_token(), eos_token=END_OF_TEXT)
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def sweep(entries: Sequence[Entry] | None = None, *, processes: int = 2) -> list[Outcome]:
     """Plays all templates, or `entries`, in order."""
-    chosen = corpus() if entries is None else entries
+    return [outcome for outcomes in spread(play, entries or corpus(), processes) for outcome in outcomes]
+
+
+def spread(play_one: Callable[[T], R], items: Sequence[T], processes: int) -> list[R]:
+    """`play_one` of each item, in order, in so many processes."""
     if processes == 1:
-        return [outcome for entry in chosen for outcome in play(entry)]
-    host()
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
-        return [outcome for outcomes in pool.imap(play, chosen, chunksize=8) for outcome in outcomes]
+        return [play_one(item) for item in items]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        return list(pool.map(play_one, items, chunksize=max(1, len(items) // (processes * 16))))
 
 
 def play(entry: Entry) -> list[Outcome]:
@@ -152,14 +152,17 @@ def _not_applicable(
 
 
 def _fault(truth: Expected, bridge: Bridge, vocabulary: VocabularyTokenizer) -> str:
-    got = vocabulary.decode(bridge.ids)
-    if unicodedata.normalize("NFC", got) != unicodedata.normalize("NFC", truth.text):
-        return f"expected {truth.text!r}, got {got!r}"
+    """What is wrong with a bridge, or ""."""
     ids = vocabulary.encode(truth.stop + truth.text)[1 if truth.stop else 0 :]
+    # SentencePiece writes a space behind each control token, so that only what it makes of the text can be compared.
+    text = truth.text if vocabulary.pieces is not None else vocabulary.decode(ids)
+    got = vocabulary.decode(bridge.ids)
+    if unicodedata.normalize("NFC", got) != unicodedata.normalize("NFC", text):
+        return f"expected {text!r}, got {got!r}"
     if ids != bridge.ids:
         return f"expected {ids}, got {bridge.ids}"
     if bridge.junction.inserted != len(bridge.ids):
-        return "the junction counts other ids"
+        return f"the junction counts {bridge.junction.inserted} ids of {len(bridge.ids)}"
     return ""
 
 

@@ -1,0 +1,151 @@
+"""Every public chat template is bridged exactly or refused by name, whatever came before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runner.tokens.bridge import Bridge, Bridger, Property
+from tests.conformance.corpus import Entry, corpus
+from tests.conformance.expected import expected
+from tests.conformance.real import PAIRS, Tally, play_all
+from tests.conformance.report import faults, page
+from tests.conformance.scenarios import Past, Scenario, case
+from tests.conformance.sweep import Outcome, Verdict, is_tool_capable, play, sweep
+from tests.conformance.vocabulary import END_OF_TEXT
+
+PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+
+RENDERABLE = {
+    Scenario.TOOL_RESULT: 361,
+    Scenario.TEXT_AND_CALL: 348,
+    Scenario.PARALLEL_RESULTS: 333,
+    Scenario.RESULT_AND_USER: 353,
+    Scenario.SECOND_ROUND: 360,
+    Scenario.AFTER_ROUND_WITH_REASONING: 361,
+    Scenario.AFTER_REASONING: 720,
+    Scenario.AFTER_ANSWER: 722,
+}
+"""How many templates at least render a scenario after a short past."""
+
+MISSED = {
+    Scenario.TOOL_RESULT: 2,
+    Scenario.TEXT_AND_CALL: 2,
+    Scenario.PARALLEL_RESULTS: 16,
+    Scenario.RESULT_AND_USER: 2,
+    Scenario.AFTER_ROUND_WITH_REASONING: 0,
+    Scenario.AFTER_REASONING: 4,
+}
+"""How many of them at most are refused: what the best of six algorithms left over."""
+
+HISTORY_DEPENDENT = (
+    "Bielik-11B-v3.0-Instruct",  # one block of results for all messages of a kind
+    "Cohere2MoE",  # counts calls
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use",  # counts tool rounds
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",  # opens its block of results once
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    return sweep()
+
+
+@pytest.fixture(scope="module")
+def tallies() -> list[Tally]:
+    return play_all()
+
+
+def named(name: str) -> Entry:
+    return next(entry for entry in corpus() if entry.name == name)
+
+
+def of(outcomes: Sequence[Outcome], *verdicts: Verdict, scenario: Scenario, past: Past = Past.SHORT) -> list[Outcome]:
+    return [o for o in outcomes if o.scenario is scenario and o.past is past and o.verdict in verdicts]
+
+
+def test_the_corpus_is_whole() -> None:
+    entries = corpus()
+    assert len(entries) == 786
+    assert sum(len(entry.models) for entry in entries) == 4387
+    assert sum(map(is_tool_capable, entries)) == 367
+
+
+def test_no_bridge_is_wrong(outcomes: list[Outcome]) -> None:
+    assert faults(outcomes) == []
+
+
+def test_every_refusal_names_a_property(outcomes: list[Outcome]) -> None:
+    assert {o.detail for o in outcomes if o.verdict is Verdict.REFUSED} <= {*map(str, Property)}
+
+
+@pytest.mark.parametrize("scenario", RENDERABLE)
+def test_a_scenario_is_renderable_for_as_many_templates_as_ever(outcomes: list[Outcome], scenario: Scenario) -> None:
+    found = of(outcomes, Verdict.EXACT, Verdict.REFUSED, Verdict.WRONG, scenario=scenario)
+    assert len(found) >= RENDERABLE[scenario]
+
+
+@pytest.mark.parametrize("scenario", MISSED)
+def test_a_scenario_is_bridged_for_all_but_a_few_templates(outcomes: list[Outcome], scenario: Scenario) -> None:
+    refused = of(outcomes, Verdict.REFUSED, Verdict.WRONG, scenario=scenario)
+    assert len(refused) <= MISSED[scenario], sorted({f"{o.template}: {o.detail}" for o in refused})
+
+
+def test_of_all_cases_of_tool_capable_templates_99_in_100_are_bridged(outcomes: list[Outcome]) -> None:
+    renderable = [o for o in outcomes if o.tools and o.verdict is not Verdict.NOT_APPLICABLE]
+    bridged = [o for o in renderable if o.verdict is Verdict.EXACT]
+    assert len(bridged) >= 0.99 * len(renderable)
+
+
+@pytest.mark.parametrize("name", HISTORY_DEPENDENT)
+def test_a_tail_that_depends_on_the_history_is_that_of_the_whole_history(outcomes: list[Outcome], name: str) -> None:
+    assert depends_on_history(named(name))
+    deep = [o for o in outcomes if o.template == name and o.past is Past.ROUNDS and o.scenario.needs_tools]
+    assert any(o.verdict is Verdict.EXACT for o in deep)
+    assert [o for o in deep if o.verdict is Verdict.WRONG] == []
+
+
+def depends_on_history(entry: Entry) -> bool:
+    """The same turn and the same results have another tail without what came before them."""
+    renderer = entry.renderer()
+    for scenario in (Scenario.TOOL_RESULT, Scenario.PARALLEL_RESULTS):
+        deep = case(scenario, Past.ROUNDS)
+        alone = replace(deep, history=(case(scenario, Past.SHORT).history[0], deep.history[-1]))
+        if expected(deep, renderer, END_OF_TEXT).text != expected(alone, renderer, END_OF_TEXT).text:
+            return True
+    return False
+
+
+def test_most_templates_write_the_same_whatever_came_before() -> None:
+    assert not depends_on_history(named("Qwen-Qwen2.5-7B-Instruct"))
+
+
+Spoil = Callable[[Bridge], Bridge]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda bridge: replace(bridge, ids=bridge.ids[1:]),
+        lambda bridge: replace(bridge, ids=[*bridge.ids, bridge.ids[-1]]),
+        lambda bridge: replace(bridge, junction=replace(bridge.junction, inserted=1)),
+    ],
+    ids=["first id lost", "last id twice", "wrong count"],
+)
+def test_a_bridge_that_is_not_the_templates_is_called_wrong(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
+    right = Bridger.bridge
+    monkeypatch.setattr(Bridger, "bridge", lambda *given, **named: spoil(right(*given, **named)))
+    assert {o.verdict for o in play(named("Qwen-Qwen2.5-7B-Instruct"))} <= {Verdict.WRONG, Verdict.NOT_APPLICABLE}
+
+
+def test_real_vocabularies_give_the_templates_own_ids(tallies: list[Tally]) -> None:
+    assert [tally.wrong for tally in tallies if tally.wrong] == []
+    assert {str(tally.pair): dict(tally.refused) for tally in tallies if tally.refused} == {}
+    assert sum(sum(tally.anchors.values()) for tally in tallies) == 200 * len(PAIRS)
+
+
+def test_the_published_page_is_what_a_fresh_sweep_gives(outcomes: list[Outcome], tallies: list[Tally]) -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(outcomes, tallies), "run python -m tests.conformance --write"
