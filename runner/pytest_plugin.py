@@ -247,7 +247,7 @@ def _complain(request: pytest.FixtureRequest, problems: list[str], leftovers: st
         pytest.fail(told, pytrace=False)
 
 
-def _played() -> list[Any]:
+def _played() -> Any:
     """What the test played; nothing is loaded to find that out."""
     playing = sys.modules.get("runner.testing.playing")
     return playing.PLAYED if playing is not None else []

@@ -7,6 +7,7 @@ from runner.engines.script import Fault, Latency, ModelCall, Reply, call
 from runner.engines.scripted import RecordedCall, ScriptedEngine
 from runner.testing.assertions import assert_exact
 from runner.testing.cancellation import cancel_everywhere
+from runner.testing.cancelling import play_cancelled
 from runner.testing.chunking import inside
 from runner.testing.clock import VirtualClock
 from runner.testing.forcing import FORCING, ForcedEngine, force
@@ -41,6 +42,7 @@ __all__ = [
     "no_leaks",
     "play",
     "play_async",
+    "play_cancelled",
     "play_many",
     "play_many_async",
     "record",

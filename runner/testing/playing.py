@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -42,11 +43,18 @@ Played: TypeAlias = Environment[Any] | type[Environment[Any]]
 Said: TypeAlias = Engine | Replies | Sequence[Saying]
 """What speaks: an engine; or what a scripted engine is to say."""
 
-PLAYED: Final[list[tuple[Trajectory, Engine]]] = []
-"""What the test that runs now has played, for the report of its failure; the plugin empties it before each test."""
+PLAYED: Final[deque[tuple[Trajectory, Engine]]] = deque(maxlen=16)
+"""What the test that runs now has played last, for the report of its failure; the plugin empties it after each test."""
 
 WATCHDOGS: Final[list[LoopWatchdog]] = []
 """Who watches the event loops that the test that runs now plays on; the plugin fills it."""
+
+
+_IN_A_LOOP: Final = {
+    "play": "play_async",
+    "play_many": "play_many_async",
+    "play_cancelled": "cancel_everywhere",
+}
 
 
 class PlayOptions(TypedDict, total=False):
@@ -94,7 +102,7 @@ def play(
         BadInput: something given cannot be used; the message names it and the fix.
     """
     __tracebackhide__ = True
-    return _at_once("play", partial(play_async, environment, engine, task=task, **options), engine, clock)
+    return at_once("play", partial(play_async, environment, engine, task=task, **options), engine, clock)
 
 
 def play_many(
@@ -124,7 +132,7 @@ def play_many(
         BadInput: something given cannot be used; the message names it and the fix.
     """
     __tracebackhide__ = True
-    return _at_once("play_many", partial(play_many_async, environment, engine, tasks=tasks, **options), engine, clock)
+    return at_once("play_many", partial(play_many_async, environment, engine, tasks=tasks, **options), engine, clock)
 
 
 async def play_async(
@@ -137,6 +145,22 @@ async def play_async(
     except (AssertionError, DeltarunnerError) as error:
         # It says what to do: where in the kit it was noticed is nobody's business.
         raise error.with_traceback(None) from error.__cause__
+
+
+def chosen_task(environment: Played, task: Task | str | None) -> Task:
+    """The task, the environment's own of that id, or its first one.
+
+    Raises:
+        BadTask: there is none.
+    """
+    if isinstance(task, Task):
+        return task
+    chosen = _chosen(environment, 1, task)
+    if not isinstance(chosen, Iterable) or isinstance(chosen, str | Path):
+        raise BadTask("tasks() is async: give the task itself, task=Task(...).")
+    for first in chosen:
+        return first
+    raise BadTask("the environment has no task. Give one: task=Task(id='one', prompt='...').")
 
 
 async def _one(environment: Played, engine: Said, task: Task | str | None, options: PlayOptions) -> Trajectory:
@@ -164,7 +188,7 @@ async def play_many_async(
 
 
 async def _many(environment: Played, engine: Said, tasks: int | Tasks | None, options: PlayOptions) -> list[Trajectory]:
-    speaker = _engine_of(engine)
+    speaker = engine_of(engine)
     if isinstance(speaker, QueuedEngine) and speaker is engine:
         options.setdefault("concurrency", Concurrency(episodes=1))
     if isinstance(tasks, bool) or (isinstance(tasks, int) and tasks < 1):
@@ -212,13 +236,13 @@ async def _at_home(home: BlockingPortal, function: Callable[[], Awaitable[T]]) -
         raise
 
 
-def _at_once(name: str, function: Callable[[], Awaitable[T]], engine: Any, clock: VirtualClock | None) -> T:
+def at_once(name: str, function: Callable[[], Awaitable[T]], engine: Any, clock: VirtualClock | None) -> T:
     """Call it from code that is not async."""
     __tracebackhide__ = True
     if _on_an_event_loop():
         raise RuntimeError(
             f"{name}() is for a plain `def test_...`, and this is called on an event loop: "
-            f"write `await {name}_async(...)` here."
+            f"write `await {_IN_A_LOOP[name]}(...)` here."
         )
     if not isinstance(clock, VirtualClock | None):
         raise BadOption(f"{name}(clock={clock!r:.60}): give the fixture `virtual_clock`, or VirtualClock().")
@@ -246,7 +270,7 @@ def _on_an_event_loop() -> bool:
 def _queue_of(given: Said) -> Engine:
     """An engine for one episode: what is given in a list is said once."""
     if isinstance(given, Engine | type) or not isinstance(given, list | tuple | Mapping):
-        return _engine_of(given)
+        return engine_of(given)
     queued = QueuedEngine()
     queued.to_add, queued.to_drop = "Add one to what play() is given", "give play() fewer"
     by_agent: Any = given if isinstance(given, Mapping) else {MAIN: given}
@@ -260,7 +284,7 @@ def _queue_of(given: Said) -> Engine:
     return queued
 
 
-def _engine_of(given: Said) -> Engine:
+def engine_of(given: Said) -> Engine:
     match given:
         case Engine():
             return given

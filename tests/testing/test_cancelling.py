@@ -1,0 +1,110 @@
+"""play_cancelled finds what an environment leaves behind when it is cut, and says where it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio.lowlevel
+import pytest
+
+from runner import BadOption, BadTask, Environment, Sampling, ScriptedEngine, Task, Turn, reward, tool
+from runner.engines.base import GenerationRequest
+from runner.testing import QueuedEngine, call, play_cancelled
+
+
+class Opens(Environment):
+    """Opens something in setup() that close() closes, which is too late for a cut in between."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+    def tasks(self) -> list[Task]:
+        return [Task(id="t", prompt="?")]
+
+    async def setup(self) -> None:
+        self.is_open = True
+        await anyio.lowlevel.checkpoint()
+
+    async def close(self) -> None:
+        self.is_open = False
+
+    @tool
+    async def wait(self) -> str:
+        """Wait."""
+        await anyio.lowlevel.checkpoint()
+        return "done"
+
+    @reward
+    async def spoke(self) -> bool:
+        await anyio.lowlevel.checkpoint()
+        return True
+
+
+class Closes(Opens):
+    """The same, closed by the exit stack, which is unwound however far setup() came."""
+
+    async def setup(self) -> None:
+        self.episode.exit_stack.push_async_callback(self.shut)
+        await super().setup()
+
+    async def close(self) -> None:
+        return None
+
+    async def shut(self) -> None:
+        self.is_open = False
+
+
+def is_closed(environment: Opens) -> None:
+    if environment.is_open:
+        raise AssertionError("it is open")
+
+
+SAYS: Any = [call("wait"), "It is done"]
+
+
+def test_a_cut_in_setup_that_leaves_something_open_is_found_and_placed() -> None:
+    with pytest.raises(AssertionError, match="it is open") as caught:
+        play_cancelled(Opens, SAYS, check=is_closed)
+    (note,) = caught.value.__notes__
+    assert "in Opens.setup (" in note
+    assert "test_cancelling.py:" in note
+
+
+def test_what_closes_everything_passes_and_is_cut_inside_the_turns_too() -> None:
+    assert play_cancelled(Closes, SAYS, check=is_closed) > 5
+
+
+REQUEST = GenerationRequest(name="e/main/0", prompt=[1], sampling=Sampling.defaults())
+
+
+def test_a_request_that_is_left_in_the_engine_is_found() -> None:
+    engine = ScriptedEngine(SAYS)
+
+    class Leaves(Closes):
+        async def step(self, turn: Turn) -> None:
+            await engine.stream(REQUEST).__aenter__()
+
+    with pytest.raises(AssertionError, match=r"1 requests and 1 sessions are left in the engine"):
+        play_cancelled(Leaves, engine)
+
+
+def test_an_episode_that_fails_undisturbed_proves_nothing() -> None:
+    class Broken(Closes):
+        async def step(self, turn: Turn) -> None:
+            raise ZeroDivisionError
+
+    with pytest.raises(AssertionError, match="undisturbed, the episode fails: env_error: ZeroDivisionError"):
+        play_cancelled(Broken, "hm")
+
+
+def test_a_queue_is_refused_and_so_is_what_cannot_be_played() -> None:
+    with pytest.raises(BadOption, match=r"a queue of replies is empty after the first time\. Give the replies"):
+        play_cancelled(Closes, QueuedEngine().say("x"))
+    with pytest.raises(BadTask, match="There is no task 'x'"):
+        play_cancelled(Closes, SAYS, task="x")
+
+
+@pytest.mark.anyio
+async def test_it_is_for_plain_tests() -> None:
+    with pytest.raises(RuntimeError, match=r"play_cancelled\(\) is for a plain"):
+        play_cancelled(Closes, SAYS)
