@@ -226,6 +226,24 @@ def verify(
     return verify_command(file, models=tuple(model or ()), json=json)
 
 
+@command("check-template")
+def check_template(
+    name: Annotated[str, typer.Argument(metavar="MODEL|FILE", help="A model, its folder, a .jinja file, or a name.")],
+    template: Annotated[
+        str | None, typer.Option(help="Check the model with this chat template: pythonic, hermes, or a file.")
+    ] = None,
+    template_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="A name that the template reads (enable_thinking=false)."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> int:
+    """What a chat template does, and what may be appended to a sampled turn with it."""
+    from runner.commands.check_template import check_template_command
+
+    return check_template_command(name, template=template, options=tuple(template_option or ()), as_json=json)
+
+
 @command("check")
 def check(
     environment: Annotated[str, ENVIRONMENT],

@@ -18,7 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from runner.errors import BadTemplate
+import runner.errors
+from runner.errors import DeltarunnerError
 from runner.messages import canonical_json
 from runner.tokens.profile import TemplateProfile
 from runner.tokens.template import ChatTemplate
@@ -26,7 +27,17 @@ from runner.tokens.template import _bundled as bundled_templates
 from runner.tokens.traits import profile_of
 from runner.tokens.usable import Fault, UnusableTemplate, usable_renderer
 
-__all__ = ["MEMORY", "SECONDS", "Fault", "UnusableTemplate", "check_ends", "in_process", "probe"]
+__all__ = [
+    "MEMORY",
+    "SECONDS",
+    "Fault",
+    "UnusableTemplate",
+    "bundled_templates",
+    "check_ends",
+    "in_process",
+    "probe",
+    "request_of",
+]
 
 SECONDS = 10.0
 """How long a template may take for everything that is asked of it; an ordinary one takes a tenth of one second."""
@@ -118,6 +129,7 @@ def in_process(request: Mapping[str, Any], *, seconds: float = SECONDS) -> dict[
 
     Raises:
         UnusableTemplate: the template's fault, or the time or memory that it would have taken.
+        BadModel: its vocabulary cannot be used.
     """
     name = request["name"]
     command = [sys.executable, "-P", "-m", "runner.tokens.probe", str(seconds)]
@@ -139,6 +151,8 @@ def in_process(request: Mapping[str, Any], *, seconds: float = SECONDS) -> dict[
         return answer
     if "fault" in last:
         raise UnusableTemplate(Fault(last["fault"]), last["message"])
+    if "error" in last:
+        raise getattr(runner.errors, last["error"])(last["message"])
     if process.returncode == -signal.SIGALRM:
         raise _endless(name, seconds, last.get("doing", ""))
     words = complaint.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
@@ -193,8 +207,9 @@ def _say(line: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     request = json.loads(sys.stdin.buffer.read())
+    memory = MEMORY * (2 if request.get("vocabulary") else 1)  # a large vocabulary takes as much again
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     # The alarm's own action ends this process, inside a C function too, and when whoever asked is long gone.
     signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
     _speaking.out = True
@@ -202,10 +217,10 @@ def main() -> None:
         answer = answer_to(request)
     except UnusableTemplate as error:
         _say({"fault": error.fault, "message": str(error)})
-    except BadTemplate as error:
-        _say({"fault": Fault.FAILED, "message": str(error)})
+    except DeltarunnerError as error:
+        _say({"error": type(error).__name__, "message": str(error)})
     except MemoryError:
-        limit = f"{MEMORY >> 30} GiB"
+        limit = f"{memory >> 30} GiB"
         _say({"fault": Fault.TOO_BIG, "message": f"template {request['name']!r} takes more than {limit} of memory"})
     else:
         _say({"answer": answer})
