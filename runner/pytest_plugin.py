@@ -5,7 +5,6 @@ It imports pytest and the standard library; everything else is imported by the f
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -98,11 +97,11 @@ def real_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine
     from runner.testing import home
 
     pool = home.EnginePool(lambda **options: home.make_engine(**options), lambda: request.session.stash[_running])
-    workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
+    workers = getattr(request.config, "workerinput", {}).get("workercount", 1)  # what pytest-xdist tells its workers
 
     def started(**options: Any) -> Engine:
         __tracebackhide__ = True
-        if workers != "1":
+        if workers > 1:
             pytest.fail(
                 f"real_engine: {workers} workers of pytest-xdist would start a model each. "
                 "Run these tests in one process: pytest -m engine -n 0.",

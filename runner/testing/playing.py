@@ -125,7 +125,7 @@ def play_many(
 
     Returns:
         Every trained trajectory, failed ones too: by task as they were given, then by index, then by agent; of tasks
-        whose source hears of results, as they finished.
+        whose source is async or hears of results, as they finished.
 
     Raises:
         AssertionError: replies were missing or left over, or a trajectory is not exact.
@@ -169,8 +169,14 @@ async def _one(environment: Played, engine: Said, task: Task | str | None, optio
     speaker = _queue_of(engine)
     chosen = [task] if isinstance(task, Task) else _chosen(environment, 1, task)
     trajectories = await _played(environment, speaker, chosen, options)
+    if not trajectories and options.get("file"):
+        raise BadOption(f"play(file='{options['file']}'): it holds this episode already. Give another file, or none.")
     if isinstance(speaker, QueuedEngine) and speaker is not engine:
         _check_nothing_left(speaker.leftovers())
+    if not trajectories and options.get("file"):
+        raise BadOption(
+            f"play(file={str(options['file'])!r}): it holds this episode already. Give another file, or none."
+        )
     if not trajectories:
         raise BadTask("play(): the environment has no task. Give one: play(..., task=Task(id='one', prompt='...')).")
     return next((t for t in trajectories if t.agent == MAIN), trajectories[0])

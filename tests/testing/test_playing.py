@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,33 @@ def test_the_task_is_chosen_by_id_or_given() -> None:
     assert play(Sums, "stop", task="c").task.id == "c"
     own = Task(id="own", prompt="?", answer="0")
     assert play(Sums, "stop", task=own).reward == 1
+
+
+def test_tasks_may_come_from_async_code_or_a_file(tmp_path: Path) -> None:
+    class Later(Sums):
+        async def tasks(self) -> AsyncIterator[Task]:  # type: ignore[override]  # of the other colour
+            for name in ("b", "a"):
+                yield Task(id=name, prompt="?", answer="0")
+
+    assert play(Later, "stop", task="a").reward == 1
+    assert {trajectory.task.id for trajectory in play_many(Later, "stop")} == {"a", "b"}
+    (tmp_path / "tasks.jsonl").write_text('{"id": "z", "prompt": "?", "answer": "0"}\n')
+    assert [trajectory.task.id for trajectory in play_many(Sums, "stop", tasks=tmp_path / "tasks.jsonl")] == ["z"]
+
+
+def test_a_file_that_holds_the_episode_says_so(tmp_path: Path) -> None:
+    assert play(Sums, "stop", file=tmp_path / "run.db").text == "stop"
+    with pytest.raises(BadOption, match=r"it holds this episode already\. Give another file"):
+        play(Sums, "stop", file=tmp_path / "run.db")
+
+
+def test_an_environment_without_tasks_says_how_to_give_one() -> None:
+    class Empty(Sums):
+        def tasks(self) -> list[Task]:
+            return []
+
+    with pytest.raises(BadTask, match=r"the environment has no task\. Give one: play\(\.\.\., task=Task"):
+        play(Empty, "stop")
 
 
 def test_a_dict_speaks_for_each_agent() -> None:

@@ -6,7 +6,7 @@ import enum
 from typing import Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner import BadOption, Environment, Message, ToolCall, reward, tool
@@ -45,6 +45,7 @@ class Tools(Environment):
 TOOLS = Tools().bound_tools()
 
 
+@settings(deadline=None)
 @given(tool_calls(TOOLS))
 def test_calls_of_tools_fit_their_schemas(call: ToolCall) -> None:
     assert check_by_schema(TOOLS[0].parameters, "many")(call.arguments) == call.arguments
@@ -56,6 +57,7 @@ def test_calls_of_no_tool_are_refused() -> None:
 
 
 @pytest.mark.parametrize("template", ["pythonic", "hermes"])
+@settings(deadline=None)
 @given(messages=conversations())
 def test_conversations_render_and_every_call_is_answered(template: str, messages: list[Message]) -> None:
     assert ChatTemplate.load(template).renderer().render(messages)
@@ -64,16 +66,19 @@ def test_conversations_render_and_every_call_is_answered(template: str, messages
     assert calls == [message["tool_call_id"] for message in messages if message["role"] == "tool"]
 
 
+@settings(deadline=None)
 @given(chunkings())
 def test_chunkings_can_be_cut(chunks: object) -> None:
     check_chunks(chunks)  # type: ignore[arg-type]  # whatever it gives
 
 
+@settings(deadline=None)
 @given(awkward_text())
 def test_awkward_text_can_be_encoded(text: str) -> None:
     assert text.encode().decode() == text
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_text_of_ones_own_is_used(data: st.DataObject) -> None:
     messages = data.draw(conversations(text=st.just("mine"), max_messages=3))

@@ -28,6 +28,7 @@ def test_text_is_composed_and_words_are_one_id(awkward_tokenizer: AwkwardTokeniz
     assert len(awkward_tokenizer.encode("It is ")) == 1
 
 
+@settings(deadline=None)
 @given(awkward_text())
 def test_what_is_misspelt_says_the_same_and_is_encoded_otherwise(text: str) -> None:
     misspelt = AWKWARD.misspell(text)
