@@ -80,7 +80,7 @@ def expected(case: Case, renderer: Renderer, end_of_text: str) -> Expected:
     close = rest[: rest.index(stop)] if stop in rest else rest
     if stop in spoken:
         raise NotApplicable("the turn is closed more than once")
-    if not case.history[-1].get("tool_calls") and _has_own_words(rest):
+    if _own_words(rest) > (30 if case.history[-1].get("tool_calls") else 3):
         raise NotApplicable("the template's own words stand behind the conversation")
     if case.cut is Cut.AFTER_CALL:
         return Expected(case.history, spoken + close.rstrip(), "", _behind_call(stop, between, tail), anchored=False)
@@ -91,11 +91,11 @@ def expected(case: Case, renderer: Renderer, end_of_text: str) -> Expected:
     return Expected(case.history, spoken + close, stop, _without_close(tail[len(close) :]), anchored=False)
 
 
-def _has_own_words(rest: str) -> bool:
-    """There is more than the name of a role behind the last turn, as in templates of guards and judges."""
+def _own_words(rest: str) -> int:
+    """How many words stand behind the last turn: the name of a role, the end of a call, or a guard's instructions."""
     for token in control_tokens(rest):
         rest = rest.replace(token, " ")
-    return len(rest.split()) > 3
+    return len(rest.split())
 
 
 def _render(renderer: Renderer, case: Case, messages: Sequence[Message], *, prompting: bool) -> str:
@@ -107,7 +107,11 @@ def _render(renderer: Renderer, case: Case, messages: Sequence[Message], *, prom
 
 def _borders(case: Case, whole: str) -> tuple[int, int]:
     """Where the last turn's words end and the first new content begins."""
-    first_new = whole.find(case.new[0]["content"].split(" ", 1)[0])
+    word = case.new[0]["content"].split(" ", 1)[0]
+    # Some templates print a system message at the top as well.
+    first_new = whole.find(word, max(0, whole.find(case.last_word)))
+    if first_new < 0:
+        first_new = whole.find(word)
     if first_new < 0:
         raise NotApplicable("a new message is not shown", must_refuse=True)
     end = _end_of_turn(case, whole[:first_new])
@@ -156,18 +160,22 @@ def _check_asks(case: Case, renderer: Renderer, whole: str) -> None:
     that goes on with an answer than that has with one that goes on with a question.
     """
     messages = [*case.history, *case.new]
-    common = _common(whole, _render(renderer, case, messages, prompting=False))
-    if case.new[-1]["content"].rsplit(" ", 1)[1] in common and len(whole) > len(common):
+    last = case.new[-1]["content"].rsplit(" ", 1)[1]
+    prompt = whole.rpartition(last)[2]
+    silent = _render(renderer, case, messages, prompting=False).rpartition(last)[2]
+    if len(prompt) > len(_common(prompt, silent)):
         return
-    answer: Message = {"role": "assistant", "content": "Willowanswering"}
-    answered = _render(renderer, case, [*messages, answer], prompting=False)
-    begin = answered.rfind("Willowanswering")
-    if begin >= 0 and whole.startswith(answered[:begin].rstrip()):
+    answered = _render(renderer, case, [*messages, _ANSWER], prompting=False).rpartition(last)[2]
+    opener, shown, _ = answered.rpartition(_ANSWER["content"])
+    if shown and prompt.startswith(opener.rstrip()):
         return
-    question: Message = {"role": "user", "content": "Willowasking"}
-    asked = _render(renderer, case, [*messages, question], prompting=False)
-    if begin < 0 or len(_common(whole, answered)) <= len(_common(answered, asked)):
+    asked = _render(renderer, case, [*messages, _QUESTION], prompting=False).rpartition(last)[2]
+    if not shown or len(_common(prompt, answered)) <= len(_common(answered, asked)):
         raise NotApplicable("it does not ask for an answer", must_refuse=True)
+
+
+_ANSWER: Message = {"role": "assistant", "content": "Willowanswering"}
+_QUESTION: Message = {"role": "user", "content": "Willowasking"}
 
 
 def _said(case: Case, renderer: Renderer, prompt: str) -> tuple[str, str]:
@@ -226,12 +234,11 @@ def _stop(case: Case, renderer: Renderer, rest: str, between: str) -> str | None
     at the end of the conversation and that is no part of a call, else the one that opens what follows.
     """
     if case.history[-1].get("tool_calls"):
-        answer: Message = {"role": "assistant", "content": "Willowanswering"}
         try:
-            said = _render(renderer, case, [*case.history[:-1], answer], prompting=False)
+            said = _render(renderer, case, [*case.history[:-1], _ANSWER], prompting=False)
         except NotApplicable:
             said = ""
-        written = _in_order(said.rpartition("Willowanswering")[2])
+        written = _in_order(said.rpartition(_ANSWER["content"])[2])
         if written and written[0] in rest:
             return written[0]
     written = [token for token in _in_order(rest) if not _of_call(token)]

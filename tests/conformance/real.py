@@ -87,7 +87,7 @@ def play_pair(pair: Pair, wanted: int = 200) -> Tally:
     """The first `wanted` applicable cases of a pair, over the seeds, with one bridger."""
     entry = next(entry for entry in corpus() if entry.name == pair.template)
     variables = _VARIABLES[pair.vocabulary]
-    cases = list(islice(_cases(is_tool_capable(entry)), wanted * 2))
+    cases = list(islice(_cases(is_tool_capable(entry)), wanted * 3))
     verdicts = verdicts_of(cases, entry.renderer(variables), vocabulary(pair.vocabulary), variables["eos_token"])
     played = [
         (made, verdict, detail)

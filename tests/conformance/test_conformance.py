@@ -20,14 +20,18 @@ from tests.conformance.vocabulary import END_OF_TEXT
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 
 RENDERABLE = {
-    Scenario.TOOL_RESULT: 361,
-    Scenario.TEXT_AND_CALL: 348,
-    Scenario.PARALLEL_RESULTS: 333,
+    Scenario.TOOL_RESULT: 362,
+    Scenario.TEXT_AND_CALL: 349,
+    Scenario.PARALLEL_RESULTS: 334,
     Scenario.RESULT_AND_USER: 353,
-    Scenario.SECOND_ROUND: 360,
-    Scenario.AFTER_ROUND_WITH_REASONING: 361,
-    Scenario.AFTER_REASONING: 720,
-    Scenario.AFTER_ANSWER: 722,
+    Scenario.SECOND_ROUND: 361,
+    Scenario.AFTER_ROUND_WITH_REASONING: 357,
+    Scenario.AFTER_REASONING: 722,
+    Scenario.AFTER_ANSWER: 724,
+    Scenario.CUT_ANSWER: 731,
+    Scenario.CUT_IN_CALL: 359,
+    Scenario.CUT_AFTER_CALL: 357,
+    Scenario.SYSTEM: 502,
 }
 """How many templates at least render a scenario after a short past."""
 
