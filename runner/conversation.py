@@ -16,7 +16,7 @@ from runner.engines.base import FinishReason, GenerationRequest
 from runner.errors import BadOption, EpisodeOver, RequestRejected
 from runner.messages import Message, Prompt, as_messages, check_answers
 from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice
-from runner.parsing.reasoning import is_open, split_reasoning
+from runner.parsing.reasoning import is_open
 from runner.prompting import Prepared, PromptMaker
 from runner.sampling import Sample, sample
 from runner.threads import Workers
@@ -24,6 +24,7 @@ from runner.tokens.refusal import Property, Unbridgeable
 from runner.tokens.splice import AlignmentKind, compare, same_tools
 from runner.tools import Tool
 from runner.trajectory import Outcome, Segment, Trajectory, Turn
+from runner.view import View, text_of
 
 __all__ = ["Conversation", "ConversationSetting"]
 
@@ -378,6 +379,7 @@ class Conversation:
             segment=len(self._segments) - 1,
             seed=request.seed,
             constraint=request.constraint,
+            tool_choice=prepared.tool_choice,
             cached_tokens=into.cached_tokens,
             junction=prepared.junction,
             timings=into.timings,
@@ -405,15 +407,12 @@ class Conversation:
         self._spoken_from, self._calls_before = begin, self._calls
         if text is None:
             stopped = turn.finish is FinishReason.STOP and isinstance(turn.stop, int)
-            text = chat.tokenizer.decode(turn.log.ids[begin : turn.end - stopped])
-        turn.reasoning, content = split_reasoning(text, opened=chat.opens_reasoning)
+            text = text_of(turn.log.ids[begin : turn.end], chat, stopped=stopped)
+        view = View.of(text, chat, self.tools, before=self._calls, tool_choice=prepared.tool_choice)
+        turn.text, turn.reasoning, turn.tool_calls = view.text, view.reasoning, view.tool_calls
         turn.thinking = chat.closing_stop(turn) is None and is_open(text, opened=chat.opens_reasoning)
-        if chat.tool_format is not None and self.tools:
-            parsed = chat.tool_format.parse(content, self._calls, self.tools, prepared.tool_choice)
-            content, turn.tool_calls = parsed.content, parsed.calls
-            self._calls += len(parsed.calls)
-        turn.text = content
-        segment.messages.append(_assistant_message(turn))
+        self._calls += len(view.tool_calls)
+        segment.messages.append(view.as_message())
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,17 +449,6 @@ def _checked_tools(tools: Sequence[Tool]) -> list[Tool]:
         if not isinstance(tool, Tool):
             raise TypeError(f"{tool!r:.60} is no Tool: write Tool(function) for a function with hints and a docstring")
     return list(tools)
-
-
-def _assistant_message(turn: Turn) -> Message:
-    message: Message = {"role": "assistant", "content": turn.text}
-    if turn.reasoning:
-        message["reasoning_content"] = turn.reasoning
-    # A call that did not parse is none: templates drop or refuse the tool message that would answer it.
-    calls = [call.as_message() for call in turn.tool_calls if call.error is None]
-    if calls:
-        message["tool_calls"] = calls
-    return message
 
 
 def _given_constraint(settings: Sampling) -> Constraint | None:

@@ -152,7 +152,8 @@ class PromptMaker:
         """What the template makes of everything: an append where it leaves the past as it was, else a fork."""
         prepared = await self._rendered([*segment.messages, *new], tools, "template")
         before = len(segment.log)
-        if prepared.prompt[:before] != segment.log.ids:
+        unsampled = any(message["role"] == "assistant" for message in new)
+        if unsampled or prepared.prompt[:before] != segment.log.ids:
             prepared.junction = Junction(Result.FORKED, Anchor.NONE, Close.MASKED, Seam.VERIFIED, 0, cause="template")
             return prepared
         added = prepared.prompt[before:]

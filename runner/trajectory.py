@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.engines.base import FinishReason
 from runner.messages import Message, ToolCall
-from runner.options import Constraint
+from runner.options import Constraint, ToolChoice
 from runner.tokens.junction import Junction
 from runner.tokens.log import Source, TokenLog
 
@@ -109,6 +109,7 @@ class Turn:
         segment: the segment's index in its trajectory.
         seed: of its random numbers; None where it was not seeded.
         constraint: what could be sampled; who trains on the turn must apply the same token mask.
+        tool_choice: whether it might, must or must not call a tool, or the name of the one it must call.
         cached_tokens: ids of the prompt that the engine's prefix cache held, or None.
         junction: how its prompt was made from the turn before; None for the first of a segment.
         timings: where its time went.
@@ -129,6 +130,7 @@ class Turn:
     segment: int = 0
     seed: int | None = None
     constraint: Constraint | None = None
+    tool_choice: ToolChoice = "auto"
     cached_tokens: int | None = None
     junction: Junction | None = None
     timings: Timings = field(default_factory=Timings)

@@ -16,9 +16,9 @@ from typing import Any, cast
 from runner.chat import ChatModel
 from runner.differences import Comparison, Difference, Found, Ids, Kind, Spoken, first_other
 from runner.engines.base import Engine, FinishReason
-from runner.messages import Message, ToolCall, as_messages
-from runner.options import History, HistoryPolicy, ToolChoice
-from runner.parsing.reasoning import is_open, split_reasoning
+from runner.messages import Message, as_messages
+from runner.options import History, HistoryPolicy
+from runner.parsing.reasoning import is_open
 from runner.prompting import RETRY
 from runner.sampling import StopStrings
 from runner.store.plain import encode_json
@@ -28,6 +28,7 @@ from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer
 from runner.tools import Tool
 from runner.trajectory import Segment, Trajectory, Turn
+from runner.view import View, text_of
 
 __all__ = ["first_difference", "stored_chat"]
 
@@ -69,33 +70,6 @@ def first_difference(trajectory: Trajectory, chat: ChatModel) -> Difference | No
     except Found as found:
         return found.difference
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """What ids say, as a turn has it."""
-
-    text: str
-    reasoning: str
-    tool_calls: list[ToolCall]
-
-    @classmethod
-    def stored(cls, turn: Turn) -> _View:
-        return cls(turn.text, turn.reasoning, turn.tool_calls)
-
-    def parts(self) -> dict[str, str]:
-        """Its parts as text, by what people call them."""
-        return {"text": self.text, "reasoning": self.reasoning, "tool calls": encode_json(self.tool_calls)}
-
-    def message(self) -> Message:
-        """The assistant message; a call that did not parse is none of its calls."""
-        message: Message = {"role": "assistant", "content": self.text}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        calls = [call.as_message() for call in self.tool_calls if call.error is None]
-        if calls:
-            message["tool_calls"] = calls
-        return message
 
 
 @dataclass(slots=True)
@@ -275,16 +249,16 @@ class _Check:
             if not _continues(turn, after):
                 self._check_message(part.seen[part.spoken[speech]], view, spoken)
 
-    def _check_view(self, segment: Segment, spoken: Spoken) -> _View:
+    def _check_view(self, segment: Segment, spoken: Spoken) -> View:
         turn, chat = spoken.turn, self._chat
         thinking = chat.closing_stop(turn) is None and is_open(spoken.text, opened=chat.opens_reasoning)
         if thinking != turn.thinking:
             cut = "was" if thinking else "was not"
             self._compare.differ(Kind.TURN, f"it {cut} cut inside its reasoning", index=spoken.begin)
-        stored = _View.stored(turn).parts()
-        views = [self._view(spoken.text, segment, choice) for choice in _choices(segment)]
-        view = next((view for view in views if view.parts() == stored), views[0])
-        for name, derived in view.parts().items():
+        tools = _as_tools(segment)
+        view = View.of(spoken.text, chat, tools, before=self._calls, tool_choice=turn.tool_choice)
+        stored = _parts(View(turn.text, turn.reasoning, turn.tool_calls))
+        for name, derived in _parts(view).items():
             self._compare.text(Kind.TURN, f"its {name}", stored[name], derived, spoken)
         return view
 
@@ -292,12 +266,15 @@ class _Check:
         """The text of what was said from `begin` on, without the stop."""
         ids, decode = turn.log.ids, self._chat.tokenizer.decode
         if turn.finish is not FinishReason.STOP or turn.stop is None:
-            return decode(ids[begin : turn.end])
+            if turn.start < turn.end and ids[turn.end - 1] in self._chat.stop_ids:
+                why = f"{turn.finish.value}, and its last id is a stop id"
+                self._compare.differ(Kind.STOP, f"it ended by {why}", index=turn.end - 1)
+            return text_of(ids[begin : turn.end], self._chat, stopped=False)
         if isinstance(turn.stop, int):
             if turn.start == turn.end or ids[turn.end - 1] != turn.stop:
                 at = max(turn.start, turn.end - 1)
                 self._compare.ids(Kind.STOP, ids[at : turn.end], [turn.stop], at)
-            return decode(ids[begin : turn.end - 1])
+            return text_of(ids[begin : turn.end], self._chat, stopped=True)
         stops = StopStrings(self._chat.tokenizer, [turn.stop])
         if stops.feed(turn.token_ids) != turn.end - turn.start:
             said = decode(turn.token_ids)
@@ -306,16 +283,8 @@ class _Check:
             )
         return decode(ids[begin : turn.start]) + stops.text
 
-    def _view(self, text: str, segment: Segment, tool_choice: ToolChoice) -> _View:
-        chat = self._chat
-        reasoning, content = split_reasoning(text, opened=chat.opens_reasoning)
-        if chat.tool_format is None or not segment.tools:
-            return _View(content, reasoning, [])
-        parsed = chat.tool_format.parse(content, self._calls, _as_tools(segment), tool_choice)
-        return _View(parsed.content, reasoning, parsed.calls)
-
-    def _check_message(self, stored: Message, view: _View, spoken: Spoken) -> None:
-        derived = view.message()
+    def _check_message(self, stored: Message, view: View, spoken: Spoken) -> None:
+        derived = view.as_message()
         for key in ("content", "reasoning_content"):
             one, other = str(stored.get(key, "")), str(derived.get(key, ""))
             self._compare.text(Kind.MESSAGE, f"the message's {key}", one, other, spoken)
@@ -336,11 +305,6 @@ def _as_tools(segment: Segment) -> list[Tool]:
     return cast("list[Tool]", tools)
 
 
-def _choices(segment: Segment) -> tuple[ToolChoice, ...]:
-    # Which of the two a turn was sampled with is not in the file; a turn that may not call says what it says.
-    return ("auto", "none") if segment.tools else ("none",)
-
-
 def _speeches(turns: Sequence[Turn]) -> list[Turn]:
     """The turns that begin an assistant message: those that go on with one that was cut left out."""
     return [turn for before, turn in zip([None, *turns], turns, strict=False) if not _continues(before, turn)]
@@ -355,3 +319,8 @@ def _source(sources: array[int], at: int) -> str:
     if at >= len(sources):
         return "none"
     return Source(sources[at]).name.lower() if sources[at] in list(Source) else str(sources[at])
+
+
+def _parts(view: View) -> dict[str, str]:
+    """The parts of a view as text, by what people call them."""
+    return {"text": view.text, "reasoning": view.reasoning, "tool calls": encode_json(view.tool_calls)}

@@ -24,6 +24,7 @@ from runner import (
 )
 from runner.commands.report import summary_table
 from runner.testing import Reply, call
+from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.tokens.log import Source
 from runner.tokens.template import ChatTemplate
@@ -325,3 +326,18 @@ async def test_a_stand_in_that_proves_wrong_is_seen_and_trusted_no_more() -> Non
     seams = [turn.junction.seam for turn in trajectory.turns if turn.junction is not None]
     assert seams == [Seam.UNVERIFIED] * 4 + [Seam.SPECIAL] * 2
     assert any("was taken to write the same" in fault for fault in run.summary.faults)
+
+
+# --- what was said
+
+
+async def test_a_close_that_the_model_wrote_before_another_stop_is_no_part_of_what_it_said() -> None:
+    tokenizer = ByteTokenizer(eos_token="<|endoftext|>")
+    words = "[look()]<|im_end|>\n"
+    engine = recording([Reply(ids=tokenizer.encode(f"{words}<|endoftext|>")), "done<|im_end|>"], tokenizer=tokenizer)
+    trajectory = await play(_Echo, engine)
+    first, second = trajectory.turns
+    assert ([each.name for each in first.tool_calls], first.text) == (["look"], "")
+    assert engine.tokenizer.decode(first.token_ids) == f"{words}<|endoftext|>"
+    assert second.junction is not None
+    assert second.junction.cause == "closed_before_stop"

@@ -115,6 +115,7 @@ def _turn_row(position: int, turn: Turn) -> Row:
         "cached": turn.cached_tokens,
         "dropped": turn.dropped,
         "thinking": int(turn.thinking),
+        "tool_choice": turn.tool_choice,
         "reward": turn.reward,
         "queued": turn.timings.queued,
         "first_token": turn.timings.first_token,
@@ -206,6 +207,7 @@ def _turn(row: StoredRow, agent: str, log: TokenLog) -> Turn:
         timings=Timings(row["queued"], row["first_token"], row["decode"], row["environment"]),
         dropped=row["dropped"],
         thinking=bool(row["thinking"]),
+        tool_choice=row["tool_choice"],
         reward=row["reward"],
     )
 
@@ -299,7 +301,7 @@ _SEGMENTS = """
     WHERE segments.episode = ? ORDER BY segments.number
 """
 # What a file of format 1 does not have; who only reads it leaves it as it is.
-_TURNS_1 = _TURNS.replace("turns.*", "turns.*, 0 AS thinking")
+_TURNS_1 = _TURNS.replace("turns.*", "turns.*, 0 AS thinking, 'auto' AS tool_choice")
 _SEGMENTS_1 = "SELECT *, NULL AS schemas FROM segments WHERE episode = ? ORDER BY number"
 
 

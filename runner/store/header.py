@@ -67,6 +67,7 @@ _RULES: Final = (
     ("engine*.kind", OnChange.REFUSE),
     ("engine*.model", OnChange.REFUSE),
     ("engine*.replies*", OnChange.REFUSE),  # a scripted engine's are its model
+    ("engine*.forced", OnChange.REFUSE),
     ("engine*.tokenizer", OnChange.REFUSE),
     ("engine*.stop_ids", OnChange.REFUSE),
     ("engine*.seed", OnChange.REFUSE),

@@ -18,6 +18,7 @@ MIGRATIONS: Final[Mapping[int, Sequence[str]]] = {
         "CREATE TABLE tools (key INTEGER PRIMARY KEY, tools TEXT NOT NULL)",
         "ALTER TABLE segments ADD COLUMN tools INTEGER",
         "ALTER TABLE turns ADD COLUMN thinking INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE turns ADD COLUMN tool_choice TEXT NOT NULL DEFAULT 'auto'",
     ),
 }
 """Statements that take a file from the format they are filed under to the next one; run when a writer opens it."""
@@ -113,6 +114,7 @@ CREATE TABLE turns (
     cached      INTEGER,
     dropped     INTEGER NOT NULL,
     thinking    INTEGER NOT NULL DEFAULT 0, -- 1: it was cut inside its reasoning
+    tool_choice TEXT NOT NULL DEFAULT 'auto',
     reward      REAL NOT NULL,
     queued      REAL NOT NULL,              -- seconds, as the next three
     first_token REAL NOT NULL,

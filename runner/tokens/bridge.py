@@ -286,6 +286,17 @@ class Bridger:
         return frozenset(self.tokenizer.encode(self._maker.generation_prompt))
 
     @cached_property
+    def turn_close(self) -> list[int]:
+        """What the template writes behind an answer that nothing follows, from its first control token on."""
+        said: Message = {"role": "assistant", "content": "An answer."}
+        with suppress(Unbridgeable):
+            alone = Tail(self._maker, self._stems.absent([]), [_QUESTION, said], (), ()).alone
+            ids = self.tokenizer.encode(alone or "")
+            first = next((i for i, token_id in enumerate(ids) if token_id in self.tokenizer.special_ids), len(ids))
+            return ids[first:]
+        return []
+
+    @cached_property
     def user_close(self) -> int | None:
         """The control token behind what a user says, or None."""
         said: Message = {"role": "user", "content": "Some words."}

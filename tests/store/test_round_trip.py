@@ -134,6 +134,7 @@ def turns(draw: st.DrawFn, parts: list[Segment], agent: str) -> Turn:
             timings=st.builds(Timings, seconds, seconds, seconds, seconds),
             dropped=counts,
             thinking=st.booleans(),
+            tool_choice=st.sampled_from(["auto", "required", "none", "add"]),
             reward=st.floats(allow_nan=False),
         )
     )

@@ -361,6 +361,7 @@ async def test_a_file_of_an_older_version_is_migrated(path: Path, monkeypatch: p
 def with_tools(task: str, *names: str) -> Trajectory:
     trajectory = played(task)
     trajectory.turns[-1].thinking = True
+    trajectory.turns[-1].tool_choice = "add"
     trajectory.segments[0].tools = [{"type": "function", "function": {"name": name}} for name in names]
     return trajectory
 
@@ -382,6 +383,7 @@ def make_format_1(path: Path) -> None:
         for statement in (
             "ALTER TABLE segments DROP COLUMN tools",
             "ALTER TABLE turns DROP COLUMN thinking",
+            "ALTER TABLE turns DROP COLUMN tool_choice",
             "DROP TABLE tools",
             "PRAGMA user_version = 1",
         ):
