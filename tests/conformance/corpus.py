@@ -51,7 +51,7 @@ FAMILIES = (
     ("MiniMax", r"minimax"),
     ("Mistral", r"mistral|mixtral|ministral|magistral|devstral|codestral|pixtral|voxtral|zephyr"),
     ("Gemma", r"gemma"),
-    ("Qwen", r"qwen|qwq|qwq|qvq"),
+    ("Qwen", r"qwen|qwq|qvq"),
     ("SmolLM", r"smol"),
     ("Llama", r"llama|hermes|vicuna"),
     ("Phi", r"phi-?\d|/phi"),
