@@ -42,7 +42,7 @@ class Expected:
         said: the text of the turn after its prompt, without the stop.
         stop: the control token that ends the turn, or "" for a cut turn.
         text: what follows the stop, up to the end of the next generation prompt.
-        anchored: the stop stands in the render with the new messages; else `text` is what follows the template's own close.
+        anchored: the stop stands in the render with the new messages; else `text` follows the template's own close.
     """
 
     history: tuple[Message, ...]
