@@ -244,6 +244,19 @@ def check_template(
     return check_template_command(name, template=template, options=tuple(template_option or ()), as_json=json)
 
 
+@command("new")
+def new(
+    name: Annotated[str, typer.Argument(help="What it is called, such as word-game.", show_default=False)],
+    folder: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Where to write it; default a folder of that name.")
+    ] = None,
+) -> int:
+    """Begin a project: an environment that works, its tests, pyproject.toml and CI."""
+    from runner.commands.new import new_command
+
+    return new_command(name, folder)
+
+
 @command("check")
 def check(
     environment: Annotated[str, ENVIRONMENT],
