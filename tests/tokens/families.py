@@ -18,7 +18,20 @@ from runner.tokens.tokenizer import VocabularyTokenizer
 from tests.conformance.corpus import CLOCK, control_tokens, corpus
 from tests.tokens.vocabularies import host, vocabulary
 
-__all__ = ["ADD", "FAMILIES", "MORE", "QUESTION", "Family", "Model", "called", "family", "model", "result", "says"]
+__all__ = [
+    "ADD",
+    "FAMILIES",
+    "MORE",
+    "QUESTION",
+    "TOOLS_MOVE",
+    "Family",
+    "Model",
+    "called",
+    "family",
+    "model",
+    "result",
+    "says",
+]
 
 WIDE = "\uff5c"
 BAR = "\u2581"
@@ -103,6 +116,7 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek-v3.1": Family("deepseek-ai-DeepSeek-V3.1", (_DEEPSEEK["eos_token"],), "deepseek", variables=_DEEPSEEK),
     "mistral-7b": Family("mistralai-Mistral-7B-Instruct-v0.3", ("</s>",), "mistral_sentencepiece", variables=_MISTRAL),
     "mistral-small": Family("mistralai-Mistral-Small-24B-Instruct-2501", ("</s>",), "tekken", variables=_MISTRAL),
+    "nemo": Family("mistralai-Mistral-Nemo-Instruct-2407", ("</s>",), "tekken", variables=_MISTRAL),
     "devstral": Family("unsloth-mistral-Devstral-Small-2507", ("</s>",), "tekken", variables=_MISTRAL),
     "ministral-3": Family("mistralai-Ministral-3-8B-Instruct-2512", ("</s>",), "tekken", variables=_MISTRAL),
     "smollm2": Family(
@@ -113,6 +127,10 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "smollm3": Family("HuggingFaceTB-SmolLM3-3B", ("<|im_end|>",), "smollm2", variables={"eos_token": "<|im_end|>"}),
 }
+
+
+TOOLS_MOVE = frozenset({"mistral-7b", "nemo"})
+"""Families whose template prints the tools before the last user turn, so that they move."""
 
 
 @functools.cache

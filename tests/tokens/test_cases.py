@@ -24,7 +24,7 @@ from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.tokens.tokenizer import VocabularyTokenizer
 from tests.conformance.corpus import control_tokens, corpus
 from tests.playing import Plain, play
-from tests.tokens.families import ADD, FAMILIES, MORE, QUESTION, Model, called, model, result, says
+from tests.tokens.families import ADD, FAMILIES, MORE, QUESTION, TOOLS_MOVE, Model, called, model, result, says
 from tests.tokens.vocabularies import vocabulary
 
 CHATML = ["qwen2.5", "qwen3", "qwen3-thinking", "qwen3-coder", "qwen3.6", "smollm2", "smollm3"]
@@ -336,7 +336,7 @@ async def test_a_turn_cut_inside_its_reasoning_is_closed_as_masked_context_where
     assert sum(second.log.mask()[first.end : second.start]) == 0
 
 
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"mistral-7b"}))  # whose tools move
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - TOOLS_MOVE))
 def test_a_turn_that_ended_by_length_gets_its_close_masked(name: str) -> None:
     made = model(name)
     sampled = made.tokenizer.encode("The sum is")
@@ -552,7 +552,7 @@ def test_control_text_in_what_a_tool_says_becomes_no_control_id(name: str) -> No
         assert len(text) - len(plain) == len(whole) - len(made.render([*history, result("WORDS")], [ADD]))
 
 
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"mistral-7b"}))
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - TOOLS_MOVE))
 def test_control_text_in_what_a_user_says_becomes_no_control_id(name: str) -> None:
     # tinker #886
     made = model(name)

@@ -1,0 +1,575 @@
+"""The rarer cases in which other systems were met corrupting tokens, on the real templates and vocabularies.
+
+Each test says a promise; the comment under it names where the case was met.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from runner import Conversation, FinishReason, Limits, Outcome, Sampling, tool
+from runner.messages import Message
+from runner.testing import Reply
+from runner.tokens.bridge import Unbridgeable
+from runner.tokens.junction import Anchor, Close, Result, Seam
+from runner.tokens.splice import AlignmentKind, compare, normalize, same_tools
+from tests.playing import Plain, play
+from tests.tokens.families import ADD, FAMILIES, MORE, QUESTION, TOOLS_MOVE, called, model, result, says
+from tests.tokens.test_cases import SHOWS_CALLS, SUM, Adds, bridges, speaking, talked, twice
+
+CALL_STOPS = {"glm-4.5": "<|observation|>", "glm-4.6": "<|observation|>", "gpt-oss": "<|call|>"}
+CALL_STOPS |= {"gemma-4": "<|tool_response>"}
+QWEN_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
+
+
+def call_stop(name: str) -> str:
+    """What ends a turn of the family that calls a tool."""
+    return CALL_STOPS.get(name, FAMILIES[name].stops[0])
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Which event loop it is changes no id."""
+    return "asyncio"
+
+
+# --- gpt-oss
+
+
+@pytest.mark.parametrize(
+    ("stop", "anchor", "close"),
+    [
+        ("<|return|>", Anchor.COMMON_PREFIX, Close.REPLACED),
+        ("<|end|>", Anchor.STOP, Close.SAMPLED),
+        (None, Anchor.NONE, Close.MASKED),
+    ],
+)
+def test_gpt_oss_history_writes_end_for_return_and_neither_is_written_twice(
+    stop: str | None, anchor: Anchor, close: Close
+) -> None:
+    made = model("gpt-oss")
+    said = "<|channel|>analysis<|message|>Carry.<|end|><|start|>assistant<|channel|>final<|message|>42"
+    history = [QUESTION, says("42")]
+    assert made.render([*history, MORE]).count("<|return|>") == 0
+    assert made.render(history, generation_prompt=False).endswith("42<|return|>")
+    sampled = made.sampled(said, stop)
+    text, bridge = made.after(sampled, history, MORE, cut=stop is None)
+    opener = "<|start|>user<|message|>And twice that?<|end|><|start|>assistant"
+    assert text == (opener if stop else f"<|end|>{opener}")
+    assert (bridge.junction.anchor, bridge.junction.close) == (anchor, close)
+
+
+def test_gpt_oss_call_is_its_own_stop_and_the_result_names_the_tool() -> None:
+    made = model("gpt-oss")
+    said = "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant"
+    said += ' to=functions.add<|channel|>commentary json<|message|>{"a":17}'
+    text, bridge = made.after(made.sampled(said, "<|call|>"), [QUESTION, says("", SUM, reasoning="Add.")], result("42"))
+    assert text == ('<|start|>functions.add to=assistant<|channel|>commentary<|message|>"42"<|end|><|start|>assistant')
+    assert (bridge.junction.anchor, bridge.junction.close) == (Anchor.STOP, Close.SAMPLED)
+
+
+@pytest.mark.anyio
+async def test_gpt_oss_keeps_the_analysis_that_its_template_drops() -> None:
+    said = "<|channel|>analysis<|message|>Carry.<|end|><|start|>assistant<|channel|>final<|message|>42"
+    engine = speaking("gpt-oss", [said, "<|channel|>final<|message|>84"])
+    trajectory = await talked(twice, engine)
+    (text,) = bridges(trajectory, engine)
+    assert text == "<|start|>user<|message|>And twice that?<|end|><|start|>assistant"
+    prompt = engine.tokenizer.decode(trajectory.turns[1].prompt_ids)
+    assert f"{said}<|return|>{text}" in prompt
+
+
+# --- Gemma 4
+
+
+def test_gemma_stops_with_the_opener_of_the_result_which_names_the_tool() -> None:
+    made = model("gemma-4")
+    said = "<|tool_call>call:add{a:17,b:25}<tool_call|>"
+    text, bridge = made.after(made.sampled(said, "<|tool_response>"), [QUESTION, says("", SUM)], result("42"))
+    assert text == 'response:add{value:<|"|>42<|"|>}<tool_response|>'
+    assert bridge.junction.anchor is Anchor.STOP
+    other = says("", called({"a": 17}, name="subtract"))
+    tools = [ADD, {**ADD, "function": {**ADD["function"], "name": "subtract"}}]
+    text, _ = made.after(
+        made.sampled(said, "<|tool_response>"), [QUESTION, other], result("42", name="subtract"), tools=tools
+    )
+    assert text.startswith("response:subtract{")
+
+
+def test_gemma_cut_behind_its_call_gets_the_opener_of_the_result_masked() -> None:
+    made = model("gemma-4")
+    sampled = made.sampled("<|tool_call>call:add{a:17,b:25}<tool_call|>", None)
+    text, bridge = made.after(sampled, [QUESTION, says("", SUM)], result("42"), cut=True)
+    assert text == '<|tool_response>response:add{value:<|"|>42<|"|>}<tool_response|>'
+    assert bridge.junction.close is Close.MASKED
+
+
+# --- DeepSeek
+
+
+def test_deepseek_folds_tool_and_user_turns_as_its_template_does() -> None:
+    # Miles #1599
+    made = model("deepseek-v3.1")
+    stop = FAMILIES["deepseek-v3.1"].stops[0]
+    sampled = made.sampled("...", stop)
+    pair = [QUESTION, says("", SUM, called({"a": 1}, call_id="call00001"))]
+    one, _ = made.after(sampled, [QUESTION, says("", SUM)], result("42"))
+    two, _ = made.after(sampled, pair, result("42"), result("3", "call00001"))
+    user, _ = made.after(sampled, pair, result("42"), result("3", "call00001"), MORE)
+    begin, end = made.render([*pair, result("42")], [ADD]).rpartition("42")[::2]
+    opener = begin.rpartition(stop)[2]
+    assert one == f"{opener}42{end}"
+    assert two == f"{opener}42{end}{opener}3{end}"
+    assert user.startswith(two)
+    assert user.removeprefix(two).startswith("<\uff5cUser\uff5c>And twice that?<\uff5cAssistant\uff5c>")
+
+
+def test_deepseek_goes_on_behind_a_tool_result_without_being_asked() -> None:
+    # Miles #1599: the assistant is not opened again behind a result, and the next bridge must not close it twice.
+    made = model("deepseek-v3.1")
+    stop = FAMILIES["deepseek-v3.1"].stops[0]
+    history = [QUESTION, says("", SUM), result("42"), says("It is 42.")]
+    text, bridge = made.after(made.sampled("It is 42.", stop), history, MORE)
+    assert text == "<\uff5cUser\uff5c>And twice that?<\uff5cAssistant\uff5c><think></think>"
+    assert bridge.junction.anchor is Anchor.STOP
+
+
+# --- blocks and prompts that templates inject
+
+
+def test_no_empty_think_block_is_put_into_a_turn_that_had_none() -> None:
+    # SkyRL #438: the template writes one into the last turn when it renders it again.
+    made = model("qwen3")
+    history = [QUESTION, says("", SUM)]
+    assert "<think>" not in made.render([QUESTION], [ADD])
+    assert "<think>\n\n</think>" in made.render([QUESTION, says("42")], [ADD], generation_prompt=False)
+    text, _ = made.after(made.sampled(QWEN_CALL, "<|im_end|>"), history, result("42"))
+    assert text == "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    text, _ = made.after(made.sampled("42", "<|im_end|>"), [QUESTION, says("42")], MORE)
+    assert "think" not in text
+
+
+def test_an_empty_think_block_of_the_prompt_stands_there_once_at_each_turn() -> None:
+    # SkyRL #438, with enable_thinking=False: the block is the prompt's, with mask 0.
+    made = model("qwen3", enable_thinking=False)
+    block = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    prompt = made.bridger().first_prompt([QUESTION], [ADD])
+    assert made.tokenizer.decode(prompt).endswith(block)
+    sampled = made.sampled("42", "<|im_end|>")
+    text, bridge = made.after(sampled, [QUESTION, says("42")], MORE)
+    assert text == f"\n<|im_start|>user\nAnd twice that?<|im_end|>\n{block}"
+    following = made.tokenizer.decode([*prompt, *sampled, *bridge.ids])
+    assert (following.count("<think>"), following.count("</think>")) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("qwen2.5", "You are Qwen"), ("mistral-small", "You are Mistral"), ("smollm2", "named SmolLM")]
+)
+def test_a_default_system_prompt_is_in_the_first_prompt_once_and_in_no_bridge(name: str, words: str) -> None:
+    # verl #6501
+    made, stop = model(name), FAMILIES[name].stops[0]
+    first = made.tokenizer.decode(made.bridger().first_prompt([QUESTION]))
+    assert first.count(words) == 1
+    text, _ = made.after(made.sampled("42", stop), [QUESTION, says("42")], MORE, tools=())
+    assert words not in text
+    text, _ = made.after(made.sampled("42", None), [QUESTION, says("42")], MORE, tools=(), cut=True)
+    assert words not in text
+
+
+@pytest.mark.anyio
+async def test_an_episode_has_the_default_system_prompt_once() -> None:
+    # verl #6501
+    engine = speaking("qwen2.5", ["42", "84"])
+    trajectory = await talked(twice, engine)
+    bridges(trajectory, engine)
+    assert engine.tokenizer.decode(trajectory.turns[1].prompt_ids).count("You are Qwen") == 1
+
+
+BOS = {
+    "llama-3.1": "<|begin_of_text|>",
+    "llama-3.2": "<|begin_of_text|>",
+    "deepseek-v3": FAMILIES["deepseek-v3"].variables["bos_token"],
+    "deepseek-v3.1": FAMILIES["deepseek-v3"].variables["bos_token"],
+    "mistral-small": "<s>",
+    "devstral": "<s>",
+    "gemma-4": "<bos>",
+}
+
+
+@pytest.mark.parametrize("name", BOS)
+def test_the_first_prompt_has_one_bos_and_no_bridge_has_any(name: str) -> None:
+    # TRL #3853
+    made = model(name)
+    bos = made.id(BOS[name])
+    prompt = made.bridger().first_prompt([QUESTION], [ADD] if name != "mistral-small" else ())
+    assert (prompt[0], prompt.count(bos)) == (bos, 1)
+    for sampled, cut in ((made.sampled("42", FAMILIES[name].stops[0]), False), (made.sampled("42", None), True)):
+        _, bridge = made.after(sampled, [QUESTION, says("42")], MORE, tools=(), cut=cut)
+        assert bos not in bridge.ids
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["llama-3.2", "deepseek-v3.1", "devstral"])
+async def test_an_episode_has_one_bos(name: str) -> None:
+    # TRL #3853
+    engine = speaking(name, ["42", "84"])
+    trajectory = await talked(twice, engine)
+    assert bridges(trajectory, engine)
+    assert trajectory.segments[0].log.ids.count(model(name).id(BOS[name])) == 1
+
+
+# --- forms of the same message
+
+
+@pytest.mark.parametrize("name", SHOWS_CALLS)
+def test_arguments_as_text_and_as_an_object_have_one_bridge(name: str) -> None:
+    made = model(name)
+    sampled = made.sampled("...", call_stop(name))
+    as_object = [QUESTION, says("", called({"a": 17, "b": "café"}))]
+    as_text = [QUESTION, says("", called(json.dumps({"a": 17, "b": "café"})))]
+    text, one = made.after(sampled, as_object, result("42"))
+    assert "42" in text
+    other = made.bridger().bridge(as_text, [result("42")], [ADD], sampled=sampled, stop=sampled[-1])
+    assert other.ids == one.ids
+    assert normalize(as_text[1]) == as_object[1]
+    assert compare(as_object, [*as_text, result("42")]).kind is AlignmentKind.APPEND
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - TOOLS_MOVE))
+def test_a_content_of_parts_and_a_string_have_one_bridge(name: str) -> None:
+    made = model(name)
+    stop = "<|user|>" if name.startswith("glm") else FAMILIES[name].stops[0]
+    parts: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": MORE["content"]}]}
+    assert normalize(parts) == MORE
+    history = [QUESTION, says("42")]
+    alignment = compare(history, [*history, parts])
+    assert alignment.kind is AlignmentKind.APPEND
+    text, _ = made.after(made.sampled("42", stop), history, *alignment.appended)
+    same, _ = made.after(made.sampled("42", stop), history, MORE)
+    assert text == same
+    assert "And twice that?" in text
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_no_tools_and_an_empty_list_of_them_have_one_prompt(name: str) -> None:
+    made = model(name)
+    of_none = made.bridger().first_prompt([QUESTION])
+    of_list = made.bridger().first_prompt([QUESTION], [])
+    of_tuple = made.bridger().first_prompt([QUESTION], ())
+    assert list(of_none) == list(of_list) == list(of_tuple)
+    variables = {**made.template.variables, "strftime_now": made.renderer.now.strftime}
+    text = made.renderer._compiled.render(variables, messages=[QUESTION], tools=None, add_generation_prompt=True)
+    assert made.tokenizer.encode(text) == list(of_list)
+    assert same_tools(None, [])
+
+
+def test_a_template_exists_that_takes_an_empty_list_for_tools() -> None:
+    # Else the test above would show nothing.
+    made = model("llama-3.1")
+    variables = {**made.template.variables, "strftime_now": made.renderer.now.strftime}
+    text = made.renderer._compiled.render(variables, messages=[QUESTION], tools=[], add_generation_prompt=True)
+    assert text != made.render([QUESTION])
+
+
+# --- calls
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("finish", ["length", "stop"])
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+async def test_an_unterminated_call_block_stays_as_it_was_sampled_and_is_no_call(name: str, finish: Any) -> None:
+    class Tools(Plain):
+        @tool
+        def add(self, a: int, b: int) -> int:
+            """Add two numbers."""
+            return a + b
+
+        async def rollout(self, conversation: Conversation) -> None:
+            await twice(conversation)
+
+    made = model(name)
+    ids = made.tokenizer.encode(QWEN_CALL)
+    for length in range(ids.index(made.id("<tool_call>")) + 1, ids.index(made.id("</tool_call>")) + 1):
+        engine = speaking(name, [Reply(ids=ids[:length], finish=finish), "84"])
+        trajectory = await play(Tools, engine)
+        (text,) = bridges(trajectory, engine)
+        follows = "\n<|im_start|>user\nAnd twice that?<|im_end|>\n<|im_start|>assistant\n"
+        assert text == (follows if finish == "stop" else f"<|im_end|>{follows}"), length
+        assert "tool_calls" not in trajectory.messages[1]
+        assert [call.error is None for call in trajectory.turns[0].tool_calls] in ([], [False])
+        stop = [made.id("<|im_end|>")] if finish == "stop" else []
+        assert list(trajectory.turns[0].token_ids) == ids[:length] + stop
+
+
+@pytest.mark.parametrize("call_id", ["functions.add:0", "functions.add:17", "call_abc", "x" * 40])
+@pytest.mark.parametrize("name", ["kimi", "mistral-7b", "devstral"])
+def test_ids_of_calls_stay_what_they_are(name: str, call_id: str) -> None:
+    # Kimi's ids count the calls of the episode, and the result repeats them.
+    if name != "kimi":
+        call_id = call_id[-9:].replace(".", "a").replace(":", "b").replace("_", "c").rjust(9, "0")
+    made = model(name)
+    history: list[Message] = [
+        *(QUESTION, says("", called({"a": 1}, call_id="functions.add:3" if name == "kimi" else "000000003"))),
+        *(
+            result("1", "functions.add:3" if name == "kimi" else "000000003"),
+            says("", called({"a": 17}, call_id=call_id)),
+        ),
+    ]
+    bridger = made.bridger()
+    sampled = made.sampled("...", FAMILIES[name].stops[0])
+    tail, _ = bridger.tail(history, [result("42", call_id)], [ADD], turn=1)
+    assert made.render([*history, result("42", call_id)], [ADD]).endswith(tail.text[5:])
+    if name == "mistral-7b":
+        assert call_id in tail.text
+        return
+    text, _ = made.after(sampled, history, result("42", call_id))
+    assert (f"## Return of {call_id}\n42" in text) is (name == "kimi")
+
+
+# --- histories that a harness changes
+
+
+EDITS = {
+    "edited": lambda m: [m[0], {**m[1], "content": "43"}, *m[2:]],
+    "inserted": lambda m: [*m, says("I said this."), MORE],
+    "inserted in the middle": lambda m: [m[0], says("Hm."), MORE, *m[1:]],
+    "question edited": lambda m: [{**m[0], "content": "What is 2 + 2?"}, *m[1:]],
+    "shrunk": lambda m: [m[2]],
+    "shrunk from the end": lambda m: m[:1],
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["qwen3", "glm-4.5", "llama-3.1", "devstral"])
+@pytest.mark.parametrize("kind", EDITS)
+async def test_a_history_that_a_harness_changes_is_rendered_anew_and_never_joined(name: str, kind: str) -> None:
+    edit: Any = EDITS[kind]
+    asked: list[Message] = []
+
+    async def talk(conversation: Conversation) -> None:
+        await twice(conversation)
+        edited = edit(conversation.messages)
+        conversation.replace(edited if edited[-1]["role"] == "user" else [*edited, MORE])
+        asked.extend(conversation.messages)
+        await conversation.generate()
+
+    engine = speaking(name, ["42", "84", "168"])
+    trajectory = await talked(talk, engine)
+    made = model(name)
+    assert [segment.cause for segment in trajectory.segments] == ["start", "environment"]
+    last = trajectory.turns[2]
+    assert list(last.prompt_ids) == made.tokenizer.encode(made.render(asked))
+    assert [sum(segment.log.mask()) for segment in trajectory.segments] == [
+        sum(len(turn.token_ids) for turn in trajectory.turns[:2]),
+        len(last.token_ids),
+    ]
+    kinds = {"edited": AlignmentKind.EDITED, "inserted": AlignmentKind.INSERTED}
+    if kind in kinds:
+        before: Sequence[Message] = trajectory.segments[0].messages
+        assert compare(before, edit(list(before))).kind is kinds[kind]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["qwen3", "glm-4.5", "kimi"])
+async def test_an_assistant_message_among_the_new_ones_forks_by_name(name: str) -> None:
+    async def talk(conversation: Conversation) -> None:
+        await conversation.generate()
+        conversation.add("And twice that?", says("I said 84."), "And that?")
+        await conversation.generate()
+
+    engine = speaking(name, ["42", "168"])
+    trajectory = await talked(talk, engine)
+    made, (first, second) = model(name), trajectory.turns
+    assert [segment.cause for segment in trajectory.segments] == ["start", "assistant_in_new"]
+    assert second.junction is not None
+    assert second.junction.result is Result.FORKED
+    assert list(second.prompt_ids) == made.tokenizer.encode(made.render(trajectory.messages[:-1]))
+    assert sum(second.log.mask()) == len(second.token_ids)
+    assert first.log is not second.log
+
+
+def test_a_shrunk_history_is_told_from_one_that_is_asked_again() -> None:
+    stored = [QUESTION, says("42"), MORE, says("84")]
+    assert compare(stored, stored[:3]).kind is AlignmentKind.RETRY
+    assert compare(stored, stored[:2]).kind is AlignmentKind.SHRUNK
+    assert compare(stored, stored[:1]).kind is AlignmentKind.SHRUNK
+    assert compare(stored, [stored[0], stored[3]]).kind is AlignmentKind.EDITED
+
+
+@pytest.mark.anyio
+async def test_a_turn_that_is_asked_again_starts_from_the_very_ids_of_its_prompt() -> None:
+    made = model("qwen3")
+    newline = made.tokenizer.encode("\n")
+
+    async def talk(conversation: Conversation) -> None:
+        await twice(conversation)
+        conversation.replace(conversation.messages[:3])
+        await conversation.generate()
+
+    ids = [*newline, *newline, *made.tokenizer.encode("42")]
+    assert made.tokenizer.encode(made.tokenizer.decode(ids)) != ids
+    engine = speaking("qwen3", [Reply(ids=ids), "84", "eighty-four"])
+    trajectory = await talked(talk, engine)
+    _, second, third = trajectory.turns
+    assert [segment.cause for segment in trajectory.segments] == ["start", "retry"]
+    assert third.prompt_ids == second.prompt_ids
+    assert sum(trajectory.segments[0].log.mask()) == len(trajectory.turns[0].token_ids)
+
+
+# --- stop strings
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("chunks", [1, 3, "whole"])
+@pytest.mark.parametrize("name", ["qwen3", "glm-4.5", "deepseek-v3.1", "llama-3.2"])
+async def test_a_stop_string_cuts_the_text_and_not_the_ids(name: str, chunks: Any) -> None:
+    made = model(name)
+
+    async def talk(conversation: Conversation) -> None:
+        await conversation.generate(sampling=Sampling(stop=("</answer>",)))
+        conversation.add("And twice that?")
+        await conversation.generate()
+
+    ids = made.tokenizer.encode("<answer>42</answer> and so on and on")
+    engine = speaking(name, [Reply(ids=ids, chunks=chunks), "84"])
+    trajectory = await talked(talk, engine)
+    (text,) = bridges(trajectory, engine)
+    first, second = trajectory.turns
+    assert (first.reasoning or first.text, first.stop, first.finish) == ("<answer>42", "</answer>", FinishReason.STOP)
+    kept = list(first.token_ids)
+    assert kept == ids[: len(kept)]
+    said, before = made.tokenizer.decode(kept), made.tokenizer.decode(kept[:-1])
+    assert "</answer>" in said
+    assert "</answer>" not in before
+    assert first.dropped > 0
+    assert second.junction is not None
+    assert (second.junction.dropped, second.junction.close) == (first.dropped, Close.MASKED)
+    whole = made.render([QUESTION, says("42"), MORE])
+    assert text == whole.rpartition("42")[2]
+
+
+# --- budgets
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("limit", ["max_tokens", "tokens", "context"])
+async def test_a_budget_that_ends_exactly_at_a_turns_end_leaves_it_whole(limit: str) -> None:
+    made = model("qwen3")
+    whole = made.sampled("The sum is 42.", "<|im_end|>")
+    prompt = len(made.bridger().first_prompt([{"role": "user", "content": "Question 0?"}]))
+
+    async def ask(spare: int) -> Any:
+        size = len(whole) + spare
+
+        async def talk(conversation: Conversation) -> None:
+            await conversation.generate(sampling=Sampling(max_tokens=size if limit == "max_tokens" else 500))
+
+        engine = speaking("qwen3", "The sum is 42.")
+        limits = {
+            "tokens": Limits(tokens=size), "context": Limits(context=prompt + size), "max_tokens": Limits(),
+        }[limit]  # fmt: skip
+        trajectory = await talked(talk, engine, limits=limits)
+        return trajectory, trajectory.turns[0]
+
+    for spare in (0, 1):
+        trajectory, turn = await ask(spare)
+        assert (turn.finish, turn.stop, list(turn.token_ids)) == (FinishReason.STOP, made.id("<|im_end|>"), whole)
+        assert trajectory.outcome is Outcome.COMPLETED
+    trajectory, turn = await ask(-1)
+    assert list(turn.token_ids) == whole[:-1]
+    assert (turn.finish, turn.stop) == (FinishReason.CONTEXT if limit == "context" else FinishReason.LENGTH, limit)
+    assert trajectory.outcome is (Outcome.CONTEXT_LIMIT if limit == "context" else Outcome.TOKEN_LIMIT)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["qwen3", "glm-4.5", "gemma-4", "deepseek-v3.1"])
+async def test_a_turn_cut_right_before_its_stop_gets_one_close(name: str) -> None:
+    made = model(name)
+    ids = made.tokenizer.encode("The sum is 42.")
+
+    async def talk(conversation: Conversation) -> None:
+        await conversation.generate(sampling=Sampling(max_tokens=len(ids)))
+        conversation.add("And twice that?")
+        await conversation.generate()
+
+    engine = speaking(name, ["The sum is 42.", "84"])
+    trajectory = await talked(talk, engine)
+    (text,) = bridges(trajectory, engine)
+    first, second = trajectory.turns
+    assert (first.finish, list(first.token_ids)) == (FinishReason.LENGTH, ids)
+    assert text == made.render([QUESTION, says("The sum is 42."), MORE]).rpartition("42.")[2]
+    assert second.junction is not None
+    assert second.junction.close is Close.MASKED
+
+
+@pytest.mark.anyio
+async def test_an_episode_whose_tokens_end_at_a_turns_end_says_no_more() -> None:
+    made = model("qwen3")
+    engine = speaking("qwen3", [QWEN_CALL, "42"])
+    size = len(made.sampled(QWEN_CALL, "<|im_end|>"))
+    trajectory = await play(Adds, engine, limits=Limits(tokens=size))
+    assert (len(trajectory.turns), trajectory.outcome, trajectory.limit) == (1, Outcome.TOKEN_LIMIT, "tokens")
+    assert trajectory.turns[0].finish is FinishReason.STOP
+    assert sum(trajectory.segments[0].log.mask()) == size
+
+
+# --- two stops
+
+
+TWO = [
+    *(("qwen2.5", "<|im_end|>", "<|endoftext|>"), ("qwen3", "<|im_end|>", "<|endoftext|>")),
+    *(("llama-3.1", "<|eot_id|>", "<|end_of_text|>"), ("llama-3.2", "<|eot_id|>", "<|eom_id|>")),
+    *(("gpt-oss", "<|end|>", "<|return|>"), ("glm-4.5", "<|user|>", "<|endoftext|>")),
+]
+
+
+@pytest.mark.parametrize(("name", "close", "stop"), TWO)
+def test_a_close_and_then_another_stop_are_kept_and_the_close_is_not_written_again(
+    name: str, close: str, stop: str
+) -> None:
+    made = model(name)
+    sampled = made.sampled(f"42{close}", stop)
+    text, bridge = made.after(sampled, [QUESTION, says("42")], MORE)
+    whole = made.render([QUESTION, says("42"), MORE], [ADD])
+    assert text == whole.rpartition(f"42{close}")[2]
+    assert (bridge.junction.close, bridge.junction.cause) == (Close.SAMPLED, "closed_before_stop")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama-3.2", "deepseek-v3.1", "devstral", "kimi"])
+def test_the_same_stop_twice_is_kept_twice_and_followed_once(name: str) -> None:
+    made, stop = model(name), FAMILIES[name].stops[0]
+    once, _ = made.after(made.sampled("42", stop), [QUESTION, says("42")], MORE)
+    text, bridge = made.after(made.sampled(f"42{stop}", stop), [QUESTION, says("42")], MORE)
+    assert text == once
+    assert bridge.junction.seam is Seam.SPECIAL
+
+
+# --- templates that no bridge can serve
+
+
+@pytest.mark.parametrize("name", sorted(TOOLS_MOVE))
+def test_tools_that_move_behind_the_turn_are_refused_by_name(name: str) -> None:
+    # Mistral-Nemo prints the tools before the last user turn.
+    made = model(name)
+    history = [QUESTION, says("42")]
+    before, after = made.render([QUESTION], [ADD]), made.render([*history, MORE], [ADD])
+    assert before.index("[AVAILABLE_TOOLS]") < after.index("[AVAILABLE_TOOLS]")
+    for sampled in (made.sampled("42", "</s>"), made.sampled("42", None)):
+        cut = len(sampled) == len(made.sampled("42", None))
+        with pytest.raises(Unbridgeable) as caught:
+            made.after(sampled, history, MORE, cut=cut)
+        assert caught.value.property == "tools_move"
+
+
+def test_a_turn_that_a_template_hides_is_refused_by_name() -> None:
+    # DeepSeek-V3 shows the calls of a turn only where its content is None, and GLM-4-0414 none at all.
+    for name in ("deepseek-v3", "glm-4", "smollm2", "smollm3"):
+        made = model(name)
+        sampled = made.sampled("...", FAMILIES[name].stops[0])
+        with pytest.raises(Unbridgeable) as caught:
+            made.after(sampled, [QUESTION, says("", SUM)], result("42"))
+        assert caught.value.property == "no_sentinel"
