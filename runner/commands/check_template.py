@@ -163,7 +163,7 @@ _FIXES: Mapping[Property, str] = {
     Property.TEMPLATE_RENDERS: "append other messages in this place, or take " + _ANOTHER,
     Property.SENTINEL_SHOWN: "let the model make one call at a time (parallel_tool_calls=False), or take " + _ANOTHER,
     Property.TURN_STAYS_BEHIND: "take " + _ANOTHER,
-    Property.TOOLS_STAY: "keep to one user message an episode, or take a template that writes the tools first",
+    Property.TOOLS_STAY: "keep to one user message an episode, or take one that writes the tools first (mistral_nemo)",
     Property.CONTENT_SHOWN: "say it in a message of a user, or take " + _ANOTHER,
     Property.STOP_IN_TAIL: "see that the model's stop ids (generation_config.json) have the template's own close",
     Property.STOP_OPENS_NEXT: "append a message of the role that the model asked for first",

@@ -107,7 +107,7 @@ class Passage:
         return int(self.source == "sampled")
 
 
-TOOLS: Sequence[ToolSchema] = (
+TOOLS: Sequence[ToolSchema] = [
     {
         "type": "function",
         "function": {
@@ -116,7 +116,7 @@ TOOLS: Sequence[ToolSchema] = (
             "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
         },
     },
-)
+]
 
 
 def _call(*words: str, first: int = 1, text: str = "") -> Message:
@@ -166,7 +166,7 @@ class _Trial:
         self._speaker = _Speaker(bridger)
         self._kind = kind
         self._turn, self._new = _KINDS[kind]
-        self._tools = TOOLS if profile.carries_tools else ()
+        self._tools = TOOLS if profile.carries_tools else []
         self._pasts = (_SHORT, _ROUNDS if profile.carries_tools else _LONG)
 
     def verdict(self) -> Verdict:
@@ -265,7 +265,7 @@ def example(bridger: Bridger, profile: TemplateProfile) -> list[Passage]:
         turns: list[tuple[Message, Sequence[Message]]] = [(_CALLED, [_RETURNED]), (_ANSWER, [_NEXT])]
     else:
         turns = [(_ANSWER, [_NEXT])]
-    return list(_played(bridger, turns, TOOLS if profile.carries_tools else ()))
+    return list(_played(bridger, turns, TOOLS if profile.carries_tools else []))
 
 
 def _played(

@@ -44,7 +44,7 @@ _DESCRIBED = "zqdescribedz"
 QUESTION: View = {"role": "user", "content": _ASKED}
 _AGAIN_ASKED: View = {"role": "user", "content": _AGAIN}
 _ANSWER: View = {"role": "assistant", "content": _ANSWERED}
-_TOOLS: Sequence[ToolSchema] = (
+_TOOLS: Sequence[ToolSchema] = [
     {
         "type": "function",
         "function": {
@@ -57,7 +57,7 @@ _TOOLS: Sequence[ToolSchema] = (
             },
         },
     },
-)
+]
 
 
 def _calling(arguments: Any, *, count: int = 1, content: str | None = "") -> View:
@@ -83,7 +83,8 @@ class _Probe:
     def text(self, *messages: View, tools: bool = False, asking: bool = False) -> str | None:
         """The render, or None where the template raises."""
         try:
-            return self.renderer.render(messages, tools=_TOOLS if tools else (), generation_prompt=asking)
+            # Lists, since templates add lists to them.
+            return self.renderer.render([*messages], tools=_TOOLS if tools else [], generation_prompt=asking)
         except TemplateRaised:
             return None
 
@@ -140,17 +141,21 @@ def options_of(renderer: Renderer) -> tuple[str, ...]:
     """Names that the template reads and nobody gives, sorted."""
     environment = jinja2.Environment(extensions=[GenerationTag, jinja2.ext.loopcontrols])
     tree = environment.parse(renderer.template.text)
-    read = jinja2.meta.find_undeclared_variables(tree)
-    # A name that is set in one branch and read after it counts as read: those are the template's own.
+    read = jinja2.meta.find_undeclared_variables(tree) - _GIVEN - renderer.template.variables.keys()
+    # A name that is set in one branch and read after it counts as read, though it is the template's own.
     own = {name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "store"}
-    return tuple(sorted(read - (own - _asked_after(tree)) - _GIVEN - renderer.template.variables.keys()))
+    return tuple(sorted(name for name in read if name not in own or _heeded(renderer, name)))
 
 
-def _asked_after(tree: jinja2.nodes.Template) -> set[str]:
-    """Names that the template gives a value unless somebody else did."""
-    tests = [test.node for test in tree.find_all(jinja2.nodes.Test) if test.name in ("defined", "undefined")]
-    filters = [each.node for each in tree.find_all(jinja2.nodes.Filter) if each.name in ("default", "d")]
-    return {node.name for node in (*tests, *filters) if isinstance(node, jinja2.nodes.Name)}
+def _heeded(renderer: Renderer, name: str) -> bool:
+    """Giving a value to a name that the template sets itself changes a text."""
+    before = {**renderer.options}
+    before.pop(name, None)
+    texts = set()
+    for options in (before, *({**before, name: value} for value in (True, False, _TOLD))):
+        probe = _Probe(renderer.template.renderer(options, renderer.now))
+        texts.add((probe.text(QUESTION, asking=True), probe.text(QUESTION, _CALL, _result(), tools=True)))
+    return len(texts) > 1
 
 
 _GIVEN = frozenset({
@@ -315,9 +320,12 @@ def _tools_place(probe: _Probe) -> ToolsPlace:
 
 
 def _calls_shown(probe: _Probe) -> bool:
-    # The definition names tool and key too, so a call is looked for without it first.
-    alone = probe.text(QUESTION, _CALL) or ""
-    return all(word in alone for word in (_TOOL, _KEY, _VALUE)) or probe.shows(_VALUE, QUESTION, _CALL, tools=True)
+    """Shown as the last turn, or, where that is dropped, with its result behind."""
+    return any(
+        probe.shows(_VALUE, QUESTION, _CALL, *answered, tools=tools)
+        for answered in ((), (_result(),))
+        for tools in (False, True)
+    )
 
 
 def _parallel_results(probe: _Probe) -> Results:

@@ -173,6 +173,26 @@ def test_each_trait_is_seen_and_its_opposite_too(trait: str, text: str, value: A
     assert getattr(profile(text), trait) == value
 
 
+MANY_NAMES = (
+    "{% if not mood is defined %}{% set mood = 'calm' %}{% endif %}{{ mood }}{{ tone | default('dry') }}"
+    "{% for m in messages %}{% set content = m.content %}{% if content is defined %}{% set own = 1 %}{% endif %}"
+    "{% endfor %}{{ content }}{% if own is defined %}{% set own = 2 %}{% endif %}"
+)
+
+
+def test_names_that_a_template_sets_itself_are_no_options_unless_it_heeds_them() -> None:
+    assert profile(MANY_NAMES.replace("{{ content }}", "") + PLAIN).options == ("mood", "tone")
+
+
+def test_templates_that_add_to_the_list_of_messages_are_rendered_too() -> None:
+    late = "{% set all = messages + [{'role': 'user', 'content': 'And?'}] %}" + PLAIN.replace("in messages", "in all")
+    assert profile(late).carries_tools
+
+
+def test_a_call_that_is_dropped_while_it_is_the_last_turn_counts_as_shown() -> None:
+    assert profile(chatml(before="{% if loop.last and m.role == 'assistant' %}{% continue %}{% endif %}")).calls_shown
+
+
 def test_every_value_of_every_trait_has_a_sentence_of_its_own() -> None:
     for trait, value, sentence in profile(PLAIN).traits():
         assert isinstance(value, str | bool | tuple), trait
@@ -211,6 +231,8 @@ REAL: list[tuple[str, Mapping[str, Any]]] = [
         {"close": "<|end|>", "close_at_end": "<|return|>", "close_after_call": "<|call|>", "clock": True},
     ),
     ("meta-llama-Llama-3.2-3B-Instruct", {"clock": True, "close": "<|eot_id|>", "separator": "", "bos": "written"}),
+    ("mistralai-Devstral-Small-2-24B-Instruct-2512", {"tools": "first", "calls_shown": True, "results_shown": True}),
+    ("nvidia-NVIDIA-Nemotron-Nano-12B-v2", {"tools": "first", "calls_shown": True}),
     ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", {"prompt_reasoning": "opened", "null_content": "needed"}),
     (
         "Qwen-Qwen2.5-7B-Instruct",
