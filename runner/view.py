@@ -23,7 +23,7 @@ def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
         stopped: the last of them is a stop id.
     """
     spoken = ids[: len(ids) - stopped]
-    close = chat.bridger.turn_close
+    close = chat.bridger.closes.of_turn
     written = next((n for n in range(len(close), 0, -1) if list(spoken[-n:]) == close[:n]), 0)
     return chat.tokenizer.decode(spoken[: len(spoken) - written])
 

@@ -209,8 +209,11 @@ class Locality:
             "type": "function",
             "function": {"name": name, "description": "A tool.", "parameters": {"type": "object", "properties": {}}},
         }
-        tail = self._attempt([*_STAND_IN, turn], new, [*tools, extra])
-        if tail is None or name not in tail:
+        try:
+            tail = self._tail([*_STAND_IN, turn], new, [*tools, extra])
+            if name not in tail.text or tail.stands_before(name):
+                return ""
+        except Unbridgeable:
             return ""
         return (
             f"template {self._maker.renderer.template.name!r} prints the tools behind the turn, before the new "

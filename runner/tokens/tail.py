@@ -47,14 +47,8 @@ class TailMaker:
             Unbridgeable: the template raises, or does not ask.
         """
         text = self.render(messages, tools)
-        if not self.asks_as_usual(text):
-            silent = self.render(messages, tools, generation_prompt=False)
-            self.check_asks(
-                text,
-                silent,
-                written=not messages or messages[-1]["content"] in silent[: common_length(text, silent)],
-                answered=lambda: self.render([*messages, _ANSWER], tools, generation_prompt=False),
-            )
+        if messages and not self.asks_as_usual(text):
+            self.check_asks(text, messages, lambda new, asking: self.render(new, tools, generation_prompt=asking))
         return text
 
     def asks_as_usual(self, text: str) -> bool:
@@ -71,27 +65,39 @@ class TailMaker:
             raise Unbridgeable(Property.OPENED_ONCE, f"template {name!r} opens the assistant's turn twice: {asked!r}")
         return True
 
-    def check_asks(self, text: str, silent: str, *, written: bool, answered: Callable[[], str]) -> None:
-        """See that a render ends where the model's words begin.
+    def check_asks(
+        self, text: str, messages: Sequence[Message], render: Callable[[Sequence[Message], bool], str]
+    ) -> None:
+        """See that a render ends where the model's words begin, for templates that do not say so as usual.
+
+        Either the generation prompt stands behind the last content; or the template needs none, or writes another one
+        in history: then the render goes on as one with an answer behind it does, further than one with a question.
 
         Args:
             text: the render.
-            silent: the same without the generation prompt.
-            written: the last content stands in what both begin with.
-            answered: the same with an answer behind, for templates that need no generation prompt.
+            messages: in it.
+            render: the text of messages, with or without the generation prompt.
 
         Raises:
             Unbridgeable: it does not.
         """
-        if written and len(text) > common_length(text, silent):
+        end = _seen(text, messages)[1]
+        silent = render(messages, False)
+        shared = common_length(text, silent)
+        if end <= shared < len(text):
             return
-        before, found, _ = answered().rpartition(_ANSWER["content"])
-        if not found or not text.startswith(before.rstrip()):
-            raise Unbridgeable(
-                Property.PROMPTS_ANSWER,
-                f"template {self.renderer.template.name!r} ends with {text[-40:]!r}, with or without "
-                "add_generation_prompt",
-            )
+        behind = text[end:]
+        answer = _behind(render([*messages, _ANSWER], False), messages, _ANSWER)
+        if behind.startswith(answer.rstrip()):
+            return
+        with suppress(Unbridgeable):
+            question = _behind(render([*messages, _QUESTION], False), messages, _QUESTION)
+            if common_length(behind, answer) > common_length(answer, question):
+                return
+        raise Unbridgeable(
+            Property.PROMPTS_ANSWER,
+            f"template {self.renderer.template.name!r} ends with {text[-40:]!r}, with or without add_generation_prompt",
+        )
 
 
 class Tail:
@@ -132,10 +138,12 @@ class Tail:
         Raises:
             Unbridgeable: it does not.
         """
-        end = self.seen[1]
+        _ = self.seen
         if not self._maker.asks_as_usual(self.text):
-            written = end <= common_length(self.text, self.silent)
-            self._maker.check_asks(self.text, self.silent, written=written, answered=lambda: self.answered)
+            self._maker.check_asks(self.text, self.new, self._follow)
+
+    def _follow(self, new: Sequence[Message], asking: bool) -> str:
+        return self._text(new, generation_prompt=asking)
 
     def holds_marker(self, text: str) -> bool:
         """What was said before the turn's end stands in `text`."""
@@ -156,17 +164,7 @@ class Tail:
         Raises:
             Unbridgeable: a content cannot be seen, in the order of the messages.
         """
-        first, end = 0, 0
-        for index, message in enumerate(self.new):
-            found = _find(self.text, message["content"], end)
-            if found is None:
-                raise Unbridgeable(
-                    Property.CONTENT_SHOWN,
-                    f"the content of a {message['role']} message is not in the render: {message['content']!r:.80}",
-                )
-            begin, end = found
-            first = begin if index == 0 else first
-        return first, end
+        return _seen(self.text, self.new)
 
     @cached_property
     def border(self) -> int:
@@ -179,18 +177,6 @@ class Tail:
         first = cast("Message", {**self.new[0], "content": marker})
         close, found, _ = self._text([first, *self.new[1:]]).partition(marker)
         return common_length(self.text, close) if found else 0
-
-    @cached_property
-    def silent(self) -> str:
-        """The tail without the generation prompt."""
-        self.asked.add("silent")
-        return self._text(self.new, generation_prompt=False)
-
-    @cached_property
-    def answered(self) -> str:
-        """The tail with an answer behind."""
-        self.asked.add("answered")
-        return self._text([*self.new, _ANSWER], generation_prompt=False)
 
     @cached_property
     def alone(self) -> str | None:
@@ -222,6 +208,11 @@ class Tail:
         said = cast("Message", {"role": "assistant", "content": "x"})
         return Tail(self._maker, self._stem, [*self._history[:-1], said], self.new, self._tools)
 
+    def stands_before(self, word: str) -> bool:
+        """The word stands before the sentinel in a render of its own."""
+        text = self._maker.render([*self._history, *self.new], self._tools)
+        return word in text.rpartition(sentinel(self._stem))[0]
+
     def end_of_reasoning(self) -> str | None:
         """What the template writes between the turn's reasoning and its text; None where it shows no reasoning."""
         end, words = self._stem + "thought", self._stem + "words"
@@ -243,6 +234,32 @@ class Tail:
 
 
 _ANSWER: Message = {"role": "assistant", "content": "zqanswerz"}
+_QUESTION: Message = {"role": "user", "content": "zqquestionz"}
+
+
+def _seen(text: str, new: Sequence[Message]) -> Span:
+    """Where the first content of `new` begins and the last one ends.
+
+    Raises:
+        Unbridgeable: a content cannot be seen, in the order of the messages.
+    """
+    first, end = 0, 0
+    for index, message in enumerate(new):
+        found = _find(text, message["content"], end)
+        if found is None:
+            raise Unbridgeable(
+                Property.CONTENT_SHOWN,
+                f"the content of a {message['role']} message is not in the render: {message['content']!r:.80}",
+            )
+        begin, end = found
+        first = begin if index == 0 else first
+    return first, end
+
+
+def _behind(text: str, messages: Sequence[Message], last: Message) -> str:
+    """What stands between the last content of `messages` and that of the message behind them."""
+    end = _seen(text, messages)[1]
+    return text[end : max(end, text.rfind(last["content"]))]
 
 
 def _find(text: str, content: str, start: int) -> Span | None:

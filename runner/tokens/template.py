@@ -122,11 +122,11 @@ class Renderer:
         Raises:
             TemplateRaised: the template refuses these messages, or fails on them.
         """
-        if self.text_arguments:
-            messages = [_with_text_arguments(message) for message in messages]
+        # Templates may add lists to them, and to nothing else.
+        messages = [_with_text_arguments(message) for message in messages] if self.text_arguments else [*messages]
         try:
             return self._compiled.render(
-                self._context, messages=messages, tools=tools or None, add_generation_prompt=generation_prompt
+                self._context, messages=messages, tools=[*tools] or None, add_generation_prompt=generation_prompt
             )
         # What a template may raise: its own refusals, and whatever its expressions meet in a message.
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

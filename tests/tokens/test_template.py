@@ -187,7 +187,9 @@ def test_a_file_is_loaded_by_its_path(tmp_path: Path) -> None:
 
 
 def test_an_unknown_template_is_refused_with_the_bundled_names() -> None:
-    with pytest.raises(BadTemplate, match=r"'pythonik' cannot be read .* \(hermes, pythonic\) or the path"):
+    with pytest.raises(
+        BadTemplate, match=r"'pythonik' cannot be read .* \(hermes, mistral_nemo, pythonic\) or the path"
+    ):
         ChatTemplate.load("pythonik")
 
 

@@ -1,0 +1,188 @@
+"""Anchors: a tail as ids, and the places in it where a bridge may begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import groupby
+
+from runner.tokens.closes import Closes
+from runner.tokens.marking import Span, common_length
+from runner.tokens.refusal import Property, Unbridgeable
+from runner.tokens.tail import Tail
+from runner.tokens.tokenizer import Tokenizer
+
+__all__ = ["TailIds"]
+
+SEEN_END = 2
+"""Characters that show where a call ends, if the model's last words and the template's end of a call share them."""
+
+
+class TailIds:
+    """A tail as ids, and the places in it where a bridge may begin.
+
+    Attributes:
+        tail: the text.
+        ids: its ids.
+
+    Args:
+        tail: the text.
+        ids: its ids.
+        tokenizer: the vocabulary.
+        closes: which control tokens end a turn.
+        spans: of contents in `text` that hold control text.
+    """
+
+    def __init__(
+        self, tail: Tail, ids: list[int], tokenizer: Tokenizer, closes: Closes, *, spans: Sequence[Span] = ()
+    ) -> None:
+        self.tail = tail
+        self.text = tail.text
+        self.ids = ids
+        self._spans = spans
+        self._tokenizer = tokenizer
+        self._closes = closes
+
+    def check(self) -> None:
+        """Everything that can be seen to be wrong with the tail.
+
+        Raises:
+            Unbridgeable: by name.
+        """
+        self.tail.check()
+        if self._tokenizer.decode(self.ids) != self.text:
+            self._check_stretches()
+
+    def _check_stretches(self) -> None:
+        """The text is kept between any two control tokens.
+
+        Some vocabularies write a space before each stretch, which decoding takes away, and some control tokens
+        swallow the white space beside them.
+        """
+        tokenizer, at = self._tokenizer, 0
+        text = tokenizer.normalize(self.text)
+        for control, group in groupby(self.ids, tokenizer.control_ids.__contains__):
+            for ids in [[token_id] for token_id in group] if control else [list(group)]:
+                piece = tokenizer.normalize(tokenizer.decode(ids))
+                bare = at + len(text[at:]) - len(text[at:].lstrip())
+                found = next((f for f in ((piece, at), (" " + piece, at), (piece, bare)) if text.startswith(*f)), None)
+                if found is None:
+                    shared = common_length(text[at:], piece)
+                    lost, became = text[at + shared : at + shared + 20], piece[shared : shared + 20]
+                    raise Unbridgeable(
+                        Property.TEXT_KEPT, f"the vocabulary has no ids for {lost!r}, which becomes {became!r}"
+                    )
+                at = found[1] + len(found[0])
+
+    def find_in_close(self, wanted: Iterable[int]) -> int | None:
+        """The first place of a wanted id in what the template writes before any new content."""
+        index = min((self.ids.index(token_id) for token_id in wanted if token_id in self.ids), default=None)
+        return index if index is not None and self._before_content(index + 1) else None
+
+    def end_of_sampled_close(self, sampled: Sequence[int]) -> int | None:
+        """Where the tail goes on after a close that the model wrote itself at the end of `sampled`, or None.
+
+        The close is looked for from the tail's first control token on: before it stands the rest of a call.
+        """
+        special = self._tokenizer.special_ids
+        first = next((index for index, token_id in enumerate(self.ids) if token_id in special), None)
+        if first is None:
+            return None
+        last = list(sampled[-len(self.ids) :])
+        # The close is short, and begins at one of the few control tokens near the end of what was sampled.
+        for begin in (index for index, token_id in enumerate(last) if token_id == self.ids[first]):
+            end = first + len(last) - begin
+            if last[begin:] == self.ids[first:end] and self._before_content(end):
+                return end
+        return None
+
+    def behind_close(self) -> list[int] | None:
+        """The ids behind the template's own close, where a stop was sampled that does not stand there, or None.
+
+        The close is what the same render ends with when nothing follows, and a control token that every turn gets
+        once something does.
+        """
+        alone = self.tail.alone
+        if alone is None:
+            return None
+        cut = min(common_length(self.text, alone), self.tail.border)
+        cut = self._token_border(cut)
+        if any(map(self._closes.opens_a_role, self._control_ids_before(cut))):
+            return None
+        rest = self._encode_from(cut)
+        if rest and self._is_close(rest[0], cut):
+            return rest[1:]
+        left = alone[cut:]
+        return rest if self._only_control(left) else None
+
+    def behind_call(self, sampled: Sequence[int], stop_ids: Iterable[int]) -> list[int] | None:
+        """The ids behind what the model wrote of its last call, in whose middle the tail begins, or None.
+
+        The turn's close is where a stop id stands, or where the tail begins that the turn would have if it had called
+        nothing. What the model has not written of the text before it is in the bridge.
+        """
+        index, plain = self.find_in_close(stop_ids), None
+        if index is not None:
+            close = len(self._tokenizer.decode(self.ids[:index]))
+        else:
+            plain = self._plain_text()
+            close = len(self.text) - len(plain) if plain is not None else self.tail.border
+        said = self._tokenizer.decode(sampled[-close - 1 :])
+        shared, end = max((_common_ending(self.text[:end], said), end) for end in range(close + 1))
+        if index is None and plain is None and shared < SEEN_END:
+            return None
+        return self._encode_from(end)
+
+    def _plain_text(self) -> str | None:
+        with suppress(Unbridgeable):
+            plain = self.tail.after_text().text
+            ids = self._tokenizer.encode(plain)
+            # Without a control token in front, where the call ends would be guesswork.
+            if self.text.endswith(plain) and self.text != plain and ids[0] in self._tokenizer.special_ids:
+                return plain
+        return None
+
+    def _control_ids_before(self, end: int) -> list[int]:
+        control = self._tokenizer.control_ids
+        return [token_id for token_id in self._tokenizer.encode(self.text[:end]) if token_id in control]
+
+    def _encode_from(self, begin: int) -> list[int]:
+        spans = [(one - begin, other - begin) for one, other in self._spans if one >= begin]
+        return self._tokenizer.encode(self.text[begin:], spans)
+
+    def _token_border(self, cut: int) -> int:
+        """The last place at or before `cut` that is not inside a control token."""
+        ids, control = self.ids, self._tokenizer.control_ids
+        for index, token_id in enumerate(ids):
+            if token_id in control:
+                begin = len(self._tokenizer.decode(ids[:index]))
+                if begin >= cut:
+                    return cut
+                if cut < begin + len(self._tokenizer.decode([token_id])):
+                    return begin
+        return cut
+
+    def _is_close(self, token_id: int, at: int) -> bool:
+        """A control token that stands there whatever follows, and is not what opens the next turn."""
+        if token_id not in self._tokenizer.control_ids or token_id in self._closes.generation_prompt:
+            return False
+        if token_id == self._closes.of_user:
+            return True
+        asking = self.tail.alone_asking
+        if asking is None or not asking.startswith(self.text[:at]):
+            return False
+        return self._tokenizer.encode(asking[at:])[:1] == [token_id]
+
+    def _only_control(self, text: str) -> bool:
+        ids = self._tokenizer.encode(text.strip())
+        return all(token_id in self._tokenizer.control_ids for token_id in ids)
+
+    def _before_content(self, end: int) -> bool:
+        """The first `end` ids of the tail are the template's own: no new content is among them."""
+        length = len(self._tokenizer.decode(self.ids[:end]))
+        # What was seen may be too early: a content "m" is found inside <|im_end|>. Then the place is looked up.
+        return length <= self.tail.seen[0] or length <= self.tail.border
+
+
+def _common_ending(one: str, other: str) -> int:
+    return common_length(one[::-1], other[::-1])
