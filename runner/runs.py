@@ -223,6 +223,10 @@ class Run:
     def _has_group_rewards(self) -> bool:
         return any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self.scorers)
 
+    @property
+    def keeps_file(self) -> bool:
+        return self.file is not None or self._name_file is not None
+
     def drain(self) -> None:
         """Begin no further episode; those in flight are played to their end."""
         self.draining = True

@@ -211,7 +211,7 @@ class Header:
             breaker=run.breaker,
             versions=_versions(),
             platform=platform.platform(),
-            git=_git(environment),
+            git=_git(environment) if run.keeps_file else {},
             created=now,
         )
 
