@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from array import array
 from collections.abc import Sequence
@@ -180,6 +181,7 @@ def _rng(call: ModelCall) -> random.Random:
     return random.Random(call.key)
 
 
+@functools.lru_cache(16)
 def _noise(seed: int) -> list[float]:
     """Log-probabilities to read from at a place of one's own: drawing them for each turn would cost more than it."""
     rng = random.Random(seed)
