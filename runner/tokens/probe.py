@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ MEMORY = 2 << 30
 """The address space of the process that probes, in bytes."""
 
 _START_SECONDS = 60.0  # for Python to start on a busy machine; the template's own time counts from there
+_LOOK_SECONDS = 0.1  # between two looks at whether the caller still wants the answer
 _profiles: dict[str, TemplateProfile] = {}
 
 
@@ -56,6 +58,7 @@ def probe(
     now: datetime | None = None,
     wanted_bos: str = "",
     seconds: float = SECONDS,
+    check_cancelled: Callable[[], object] | None = None,
 ) -> TemplateProfile:
     """What a template does. Blocks: call it in a worker thread.
 
@@ -68,6 +71,8 @@ def probe(
         now: the time that the template sees.
         wanted_bos: the token that the vocabulary would begin every text with, or "".
         seconds: time limit.
+        check_cancelled: called while waiting; what it raises ends the wait and the process. In a thread of
+            `anyio.to_thread.run_sync` that is `anyio.from_thread.check_cancelled`.
 
     Raises:
         UnusableTemplate: by `fault`; the message says what to do.
@@ -75,7 +80,10 @@ def probe(
     request = request_of(template, options or {}, now or datetime.now(), wanted_bos=wanted_bos)
     key = canonical_json(request)
     if key not in _profiles:
-        answer = (answer_to if is_bundled(template) else _limited(seconds))(request)
+        if is_bundled(template):
+            answer = answer_to(request)
+        else:
+            answer = in_process(request, seconds=seconds, check_cancelled=check_cancelled)
         _profiles[key] = TemplateProfile.from_json(answer["profile"])
     return _profiles[key]
 
@@ -86,16 +94,24 @@ def check_ends(
     *,
     now: datetime | None = None,
     seconds: float = SECONDS,
+    check_cancelled: Callable[[], object] | None = None,
 ) -> None:
     """See that a template renders what a conversation may hold, in time. Blocks: call it in a worker thread.
 
     For the start of a run: nothing has been sampled yet, and nothing of the template has run in this process.
 
+    Args:
+        template: as for `probe`.
+        options: as for `probe`.
+        now: as for `probe`.
+        seconds: as for `probe`.
+        check_cancelled: see `probe`.
+
     Raises:
         UnusableTemplate: it does not; by `fault`.
     """
     if not is_bundled(template):
-        probe(template, options, now=now, seconds=seconds)
+        probe(template, options, now=now, seconds=seconds, check_cancelled=check_cancelled)
 
 
 def is_bundled(template: ChatTemplate) -> bool:
@@ -117,15 +133,18 @@ def request_of(
     }
 
 
-def _limited(seconds: float) -> Any:
-    return lambda request: in_process(request, seconds=seconds)
-
-
 # --- this side
 
 
-def in_process(request: Mapping[str, Any], *, seconds: float = SECONDS) -> dict[str, Any]:
+def in_process(
+    request: Mapping[str, Any], *, seconds: float = SECONDS, check_cancelled: Callable[[], object] | None = None
+) -> dict[str, Any]:
     """The answer of a process of its own to `request`, which is killed at the time limit or when this call is.
+
+    Args:
+        request: what `request_of` gave, and what else is asked.
+        seconds: time limit.
+        check_cancelled: see `probe`.
 
     Raises:
         UnusableTemplate: the template's fault, or the time or memory that it would have taken.
@@ -137,7 +156,7 @@ def in_process(request: Mapping[str, Any], *, seconds: float = SECONDS) -> dict[
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
         try:
-            said, complaint = process.communicate(canonical_json(request).encode(), timeout=seconds + _START_SECONDS)
+            said, complaint = _answered(process, request, seconds + _START_SECONDS, check_cancelled)
         except subprocess.TimeoutExpired:
             process.kill()
             raise _endless(name, seconds, "") from None
@@ -157,6 +176,26 @@ def in_process(request: Mapping[str, Any], *, seconds: float = SECONDS) -> dict[
         raise _endless(name, seconds, last.get("doing", ""))
     words = complaint.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
     raise UnusableTemplate(Fault.FAILED, f"template {name!r} could not be probed: {words[-1]}")
+
+
+def _answered(
+    process: subprocess.Popen[bytes],
+    request: Mapping[str, Any],
+    seconds: float,
+    check_cancelled: Callable[[], object] | None,
+) -> tuple[bytes, bytes]:
+    """What it said on both of its streams."""
+    asked: bytes | None = canonical_json(request).encode()
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return process.communicate(asked, timeout=_LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            asked = None  # on its way already
+            if check_cancelled is not None:
+                check_cancelled()
+            if time.monotonic() > deadline:
+                raise
 
 
 def _endless(name: str, seconds: float, doing: str) -> UnusableTemplate:

@@ -72,6 +72,11 @@ def _result(number: int = 0, content: str = _RETURNED) -> View:
 
 
 _CALL = _calling({_KEY: _VALUE})
+_VARIED: Sequence[Sequence[View]] = (
+    (QUESTION,),
+    ({"role": "system", "content": _TOLD}, QUESTION, _CALL, _result()),
+    (QUESTION, {**_ANSWER, "reasoning_content": _THOUGHT}, _AGAIN_ASKED, {**_CALL, "reasoning_content": _THOUGHT}),
+)
 
 
 class _Probe:
@@ -151,16 +156,17 @@ def _heeded(renderer: Renderer, name: str) -> bool:
     """Giving a value to a name that the template sets itself changes a text."""
     before = {**renderer.options}
     before.pop(name, None)
-    texts = set()
+    texts: set[tuple[str | None, ...]] = set()
     for options in (before, *({**before, name: value} for value in (True, False, _TOLD))):
         probe = _Probe(renderer.template.renderer(options, renderer.now))
-        texts.add((probe.text(QUESTION, asking=True), probe.text(QUESTION, _CALL, _result(), tools=True)))
+        texts.add(tuple(probe.text(*messages, tools=True, asking=True) for messages in _VARIED))
     return len(texts) > 1
 
 
 _GIVEN = frozenset({
     "messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception",
     "bos_token", "eos_token", "pad_token", "unk_token", "namespace", "range", "dict", "lipsum", "cycler", "joiner",
+    "null", "undefined",  # which some authors take for words of jinja2
 })  # fmt: skip
 
 

@@ -8,8 +8,12 @@ import sys
 import threading
 from collections.abc import Mapping
 from datetime import datetime
+from functools import partial
 from typing import Any
 
+import anyio
+import anyio.from_thread
+import anyio.to_thread
 import pytest
 
 import runner.tokens.probe as probe_module
@@ -184,6 +188,12 @@ def test_names_that_a_template_sets_itself_are_no_options_unless_it_heeds_them()
     assert profile(MANY_NAMES.replace("{{ content }}", "") + PLAIN).options == ("mood", "tone")
 
 
+def test_an_option_that_only_matters_for_thoughts_of_the_past_is_found() -> None:
+    thought = "{% if keep or loop.last %}" + THOUGHT + "{% endif %}"
+    text = "{% if keep is not defined %}{% set keep = false %}{% endif %}" + chatml(thought=thought)
+    assert profile(text).options == ("keep",)
+
+
 def test_templates_that_add_to_the_list_of_messages_are_rendered_too() -> None:
     late = "{% set all = messages + [{'role': 'user', 'content': 'And?'}] %}" + PLAIN.replace("in messages", "in all")
     assert profile(late).carries_tools
@@ -299,12 +309,12 @@ def test_what_a_process_finds_is_what_is_found_here() -> None:
 def test_a_profile_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("Once." + PLAIN, name="tiny")
     first = probe(template, {"mood": "calm"}, now=CLOCK)
-    monkeypatch.setattr(probe_module, "in_process", lambda request, seconds: pytest.fail("asked again"))
+    monkeypatch.setattr(probe_module, "in_process", lambda *given, **more: pytest.fail("asked again"))
     assert probe(template, {"mood": "calm"}, now=CLOCK) is first
 
 
 def test_bundled_templates_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_module, "in_process", lambda request, seconds: pytest.fail("a process"))
+    monkeypatch.setattr(probe_module, "in_process", lambda *given, **more: pytest.fail("a process"))
     for name in ("hermes", "pythonic"):
         check_ends(ChatTemplate.load(name))
         assert probe(ChatTemplate.load(name)).carries_tools
@@ -312,12 +322,10 @@ def test_bundled_templates_need_no_process(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_process_is_killed_with_whoever_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
-    made = threading.Event()
 
     class Interrupted(subprocess.Popen[bytes]):
         def communicate(self, input: Any = None, timeout: float | None = None) -> Any:
             started.append(self)
-            made.set()
             raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
@@ -326,11 +334,39 @@ def test_the_process_is_killed_with_whoever_waits_for_it(monkeypatch: pytest.Mon
     assert started[0].returncode == -signal.SIGKILL
 
 
+@pytest.mark.anyio
+async def test_a_probe_ends_with_the_task_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    waiting = threading.Event()
+
+    class Watched(subprocess.Popen[bytes]):
+        def communicate(self, input: Any = None, timeout: float | None = None) -> Any:
+            started.append(self)
+            waiting.set()
+            return super().communicate(input, timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Watched)
+    template = ChatTemplate(ENDLESS, name="tiny")
+    check = partial(check_ends, template, seconds=60, check_cancelled=anyio.from_thread.check_cancelled)
+    async with anyio.create_task_group() as group:
+        group.start_soon(anyio.to_thread.run_sync, check)
+        await anyio.to_thread.run_sync(waiting.wait)
+        group.cancel_scope.cancel()
+    assert started[0].returncode == -signal.SIGKILL
+
+
 def test_the_process_ends_at_its_time_though_nobody_waits_for_it() -> None:
     request = json.dumps(request_of(ChatTemplate(ENDLESS, name="tiny"), {}, CLOCK)).encode()
     command = [sys.executable, "-m", "runner.tokens.probe", "0.5"]
     done = subprocess.run(command, input=request, capture_output=True, check=False, timeout=60)
     assert done.returncode == -signal.SIGALRM
+
+
+def test_the_process_loads_little() -> None:
+    script = "import sys, runner.tokens.probe; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    heavy = {"tokenizers", "anyio", "rich", "typer", "pydantic", "torch", "transformers", "runner.options"}
+    assert heavy.isdisjoint(done.stdout.split())
 
 
 def test_a_folder_full_of_strange_modules_does_not_matter(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
