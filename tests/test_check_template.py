@@ -143,6 +143,18 @@ def test_a_models_own_vocabulary_and_stops_are_used(check: Check, demo_model_fol
     assert tokenizer.decode(log).endswith("<|im_start|>user\nAnd an egret?<|im_end|>\n<|im_start|>assistant\n")
 
 
+def test_a_model_that_does_not_stop_where_its_turns_end_is_told(
+    check: Check, demo_model_folder: Path, tmp_path: Path
+) -> None:
+    template = ChatTemplate.load("pythonic").text.replace("<|im_end|>", "<|endofturn|>")
+    (tmp_path / "other.jinja").write_text(template)
+    done = check(str(demo_model_folder), "--template", "other.jinja")
+    assert done.exit_code == 6
+    assert "stops: the model does not stop at <|endofturn|>" in done.stdout
+    assert document(check(str(demo_model_folder), "--template", "other.jinja", "--json"))["unstopped"]
+    assert document(check(str(demo_model_folder), "--json"))["unstopped"] == []
+
+
 def test_options_are_given_to_the_template(check: Check, public: Callable[[str], str]) -> None:
     file = public("Qwen-Qwen3-0.6B")
     told = document(check(file, "--template-option", "enable_thinking=false", "--json"))

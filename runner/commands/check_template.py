@@ -81,8 +81,15 @@ class Findings:
         return [each for each in self.verdicts if each.kind.needed and each.result is not Exactness.EXACT]
 
     @property
+    def unstopped(self) -> list[str]:
+        """What ends a turn by the template and holds none of the stops."""
+        closes = dict.fromkeys((self.profile.close_at_end, self.profile.close_after_call))
+        return [close for close in closes if close and not any(stop in close for stop in self.stops)]
+
+    @property
     def exit_code(self) -> int:
-        return BadTemplate.exit_code if self.missing or not self.profile.carries_tools else 0
+        wrong = self.missing or self.unstopped or not self.profile.carries_tools
+        return BadTemplate.exit_code if wrong else 0
 
 
 def check_template_command(name: str, *, template: str | None, options: Sequence[str], as_json: bool) -> int:
@@ -210,6 +217,7 @@ def _document(name: str, subject: Subject, options: Mapping[str, Any], findings:
             trait.value: {"value": findings.profile.as_json()[trait.value], "explanation": sentence}
             for trait, _, sentence in findings.profile.traits()
         },
+        "unstopped": findings.unstopped,
         "appends": [_verdict_document(verdict) for verdict in findings.verdicts],
         "example": [{"source": p.source, "mask": p.mask, "ids": p.ids, "texts": p.texts} for p in findings.example],
         "error": None,
@@ -307,6 +315,10 @@ def _appends(verdicts: Sequence[Verdict]) -> Table:
 def _problems(findings: Findings) -> Iterator[Text]:
     if not findings.profile.carries_tools:
         yield Text.assemble(("\nno tools    ", "bold red"), "definitions, calls or results are not shown (see above)")
+    for close in findings.unstopped:
+        yield Text.assemble(("\nstops", "bold red"), f": the model does not stop at {close}, which ends its turns")
+        yield Text.assemble(("  then        ", "dim"), "a turn runs on past it to max_tokens")
+        yield Text.assemble(("  fix         ", "dim"), "add it to eos_token_id in the model's generation_config.json")
     for verdict in findings.verdicts:
         if verdict.result is not Exactness.EXACT and (findings.profile.carries_tools or not verdict.kind.calls):
             name = verdict.refusal.value if verdict.refusal is not None else "seam"
@@ -349,6 +361,8 @@ def _conclusion(findings: Findings) -> Text:
     if not findings.profile.carries_tools:
         ending = "; without tools everything is exact" if usable else ""
         return Text(f"no environment with tools can be played{ending}", "bold red")
+    if not findings.missing:
+        return Text("the model does not stop where its turns end", "bold red")
     needed = sum(kind.needed for kind in Append)
     return Text(
         f"{len(findings.missing)} of {needed} appends that environments with tools make are not exact", "bold red"
