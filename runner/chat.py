@@ -40,16 +40,20 @@ class ChatModel:
         self.tokenizer = engine.tokenizer
         self.renderer: Renderer = engine.template.renderer(options=options, now=now)
         self.stop_ids = tuple(engine.stop_ids)
-        self.bridger = Bridger(
-            engine.tokenizer,
+        self.bridger = self.trial_bridger()
+        self.tool_format: ToolFormat | None = detect_format(self._render_probe)
+        prompt = self.renderer.render([{"role": "user", "content": "Go on."}])
+        self.opens_reasoning = prompt.rstrip().endswith(REASONING_OPEN)
+
+    def trial_bridger(self) -> Bridger:
+        """A bridger that knows nothing yet."""
+        return Bridger(
+            self.tokenizer,
             self.renderer,
             self.stop_ids,
             content_safe=self.history.content_safe,
             close_reasoning=self.history.close_reasoning,
         )
-        self.tool_format: ToolFormat | None = detect_format(self._render_probe)
-        prompt = self.renderer.render([{"role": "user", "content": "Go on."}])
-        self.opens_reasoning = prompt.rstrip().endswith(REASONING_OPEN)
 
     def closing_stop(self, turn: Turn) -> int | None:
         """The sampled id that closed a turn, or None where it was cut.

@@ -32,6 +32,7 @@ from runner.lag import LagMonitor
 from runner.messages import as_messages
 from runner.options import Concurrency, History, Limits, Sampling
 from runner.play import Play
+from runner.preflight import check_appends, check_templates
 from runner.provisions import enter_lifespan, own_tasks
 from runner.results import Results
 from runner.scoring import ScorerKind, with_weights
@@ -196,10 +197,14 @@ class Run:
         )
         # A resumed run goes on with the clock that its templates saw first.
         now = self._writer.header.clock
+        await check_templates([each.template for each in self._engines], self.template_options, now, self.workers)
         chat_of = partial(ChatModel, options=self.template_options, now=now, history=self.history)
         chat = chat_of(self.engine)
         elsewhere = {name: chat_of(engine) for name, engine in self.engines.items()}
-        check_tools(self.environment, elsewhere.get(MAIN, chat))
+        main = elsewhere.get(MAIN, chat)
+        check_tools(self.environment, main)
+        tools = bool(self.environment.bound_tools())
+        self.summary.faults.extend(await check_appends(main, now, self.workers, tools=tools))
         return RunContext(
             environment=self.environment,
             chat=chat,

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from runner import (
     BadOption,
+    BadTemplate,
     Conversation,
     FinishReason,
     History,
@@ -125,10 +126,19 @@ async def test_fork_appends_where_the_template_leaves_the_past_as_it_was() -> No
     assert (len(trajectory.segments), junction.result, junction.anchor) == (1, Result.APPENDED, Anchor.COMMON_PREFIX)
 
 
+# Only what begins with a dot is hidden, which no probe says.
+SOMETIMES = HIDDEN.replace("m.content | upper if m.role == 'assistant'", "'...' if m.content[:1] == '.'")
+
+
 async def test_refuse_is_token_error_where_no_exact_bridge_is_proven() -> None:
-    trajectory = await talked(twice, recording(["yes", "no"], template=template(HIDDEN)), history="refuse")
+    async def talk(conversation: Conversation) -> None:
+        await conversation.generate()
+        conversation.add(".hidden")
+        await conversation.generate()
+
+    trajectory = await talked(talk, recording(["yes", "no"], template=template(SOMETIMES)), history="refuse")
     assert (trajectory.outcome, trajectory.reward, len(trajectory.turns)) == (Outcome.TOKEN_ERROR, None, 1)
-    assert "no_sentinel" in trajectory.error
+    assert "content_missing" in trajectory.error
 
 
 @pytest.mark.parametrize("given", ["keep", 1, {"policy": "append"}])
@@ -341,3 +351,39 @@ async def test_a_close_that_the_model_wrote_before_another_stop_is_no_part_of_wh
     assert engine.tokenizer.decode(first.token_ids) == f"{words}<|endoftext|>"
     assert second.junction is not None
     assert second.junction.cause == "closed_before_stop"
+
+
+# --- before anything is sampled
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{% for m in messages %}", "not valid jinja2"),
+        ("{{ raise_exception('not today') }}", "not today"),
+        ("{{ nobody.gave.this }}", "nobody"),
+        ("no words of anybody", "question"),
+    ],
+)
+async def test_a_template_that_serves_no_conversation_is_refused_before_anything_is_sampled(
+    text: str, says: str
+) -> None:
+    engine = recording(["21"], template=template(text))
+    with pytest.raises(BadTemplate, match=says):
+        async with Run(Plain, engine):
+            pass
+    assert engine.calls == []
+
+
+async def test_refuse_refuses_a_template_that_cannot_be_bridged_before_anything_is_sampled() -> None:
+    engine = recording(["yes", "no"], template=template(HIDDEN))
+    with pytest.raises(BadTemplate, match="no_sentinel"):
+        async with Run(_Twice, engine, history="refuse"):
+            pass
+    assert engine.calls == []
+
+
+async def test_append_says_at_the_start_that_a_template_cannot_be_bridged() -> None:
+    async with Run(_Twice, recording(["yes", "no"], template=template(HIDDEN))) as run:
+        assert any("no_sentinel" in fault and "new segment" in fault for fault in run.summary.faults)
+        _ = [trajectory async for trajectory in run]

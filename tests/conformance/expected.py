@@ -68,7 +68,8 @@ def expected(case: Case, renderer: Renderer, end_of_text: str) -> Expected:
     _check_new(case, whole[begin:])
     _check_asks(case, renderer, whole)
     tail = whole[begin:]
-    if any(tool["function"]["description"] in tail for tool in case.tools):
+    shown = [tool["function"]["description"] for tool in case.tools]
+    if any(words in tail and words not in whole[:begin] for words in shown):
         raise NotApplicable("the tools are printed behind the turn", must_refuse=True)
     if case.cut is Cut.IN_CALL:
         return Expected(case.history, said, "", tail, anchored=False)

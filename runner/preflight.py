@@ -1,0 +1,64 @@
+"""Before anything is sampled: what a run's chat templates will do to its conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, time
+from functools import partial
+from typing import Any
+
+from runner.chat import ChatModel
+from runner.errors import BadTemplate
+from runner.options import HistoryPolicy
+from runner.threads import Job, Workers
+from runner.tokens.template import ChatTemplate
+
+__all__ = ["check_appends", "check_templates"]
+
+
+async def check_templates(
+    templates: Iterable[ChatTemplate], options: Mapping[str, Any], now: datetime, workers: Workers
+) -> None:
+    """Refuse a template that serves no conversation, before any of it runs in this process.
+
+    Raises:
+        BadTemplate: it does not compile, never ends, raises on a plain question, ...
+    """
+    from runner.tokens.probe import check_ends  # costs what only templates of other people need
+
+    for template in dict.fromkeys(templates):
+        await workers.call(Job(partial(check_ends, template, options, now=_same_all_day(now)), "chat template"))
+
+
+async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, tools: bool) -> list[str]:
+    """What cannot be appended exactly under this template, for people; [] for a template that comes with us.
+
+    Raises:
+        BadTemplate: the run's policy is to refuse that.
+    """
+    from runner.tokens.probe import is_bundled, probe
+
+    template = chat.renderer.template
+    if chat.history.policy is HistoryPolicy.FORK or is_bundled(template):
+        return []
+    look = partial(probe, template, chat.renderer.options, now=_same_all_day(now))
+    profile = await workers.call(Job(look, "chat template"))
+    missing = list(_missing(chat, profile, tools=tools))
+    if missing and chat.history.policy is HistoryPolicy.REFUSE:
+        raise BadTemplate(f"{missing[0]}. Give history='append' to fork there, or another template.")
+    return [f"{words}: each such turn starts a new segment" for words in missing]
+
+
+def _missing(chat: ChatModel, profile: Any, *, tools: bool) -> Iterator[str]:
+    from runner.tokens.appends import Append, Exactness, verdicts
+
+    for verdict in verdicts(chat.trial_bridger(), profile):
+        wanted = verdict.kind is Append.USER or (tools and verdict.kind.needed and verdict.kind.calls)
+        if wanted and verdict.result is Exactness.UNSUPPORTED:
+            name = chat.renderer.template.name
+            yield f"template {name!r}, {verdict.kind.value}: {verdict.refusal}, {verdict.explanation}"
+
+
+def _same_all_day(now: datetime) -> datetime:
+    """What was found for a template is found again by the runs of the same day."""
+    return datetime.combine(now.date(), time())
