@@ -2,53 +2,45 @@
 
 from __future__ import annotations
 
-import random
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
+import anyio
 from rich.text import Text
 
+from runner.commands.babbler import TURNS, Babbler
+from runner.commands.findings import Differences, Finding, Seen, SharedState, of_hooks, of_lifespan
 from runner.commands.report import make_console
 from runner.commands.selection import own_tasks, select
 from runner.commands.values import pairs
 from runner.edge import on_event_loop
-from runner.engines.script import ModelCall, Reply
 from runner.engines.scripted import ScriptedEngine
-from runner.environment import HOOKS, Environment, check_playable
+from runner.environment import Environment, check_playable
 from runner.environments import construct, find_environment
 from runner.errors import BadEnvironment, DeltarunnerError
-from runner.messages import ToolCall
 from runner.options import Concurrency, Limits
 from runner.runs import Run
-from runner.schema import JsonSchema
 from runner.scoring import Scorer, ScorerKind
-from runner.tools import Tool
+from runner.sources import Tasks
+from runner.testing.leaks import Leaked, no_leaks
+from runner.testing.watchdog import LoopWatchdog
 from runner.trajectory import Outcome, Trajectory
 from runner.transcript import printable
 
-__all__ = ["Finding", "check_command"]
+__all__ = ["check_command"]
 
 CHECKED = (
     "tool schemas, rewards that raise, are no numbers, or differ when the same is played twice, "
-    "class attributes that episodes share, lifespan(), hooks, exit_stack"
+    "random numbers without a seed, what episodes share, what blocks the event loop, what is left open, "
+    "lifespan(), hooks, exit_stack"
 )
-TURNS = 8
 SECONDS = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something that is wrong, or looks so.
-
-    Attributes:
-        text: what, and what to do about it.
-        fatal: episodes fail, or their results are wrong.
-    """
-
-    text: str
-    fatal: bool = True
+LISTED: Final = 3
+"""So many of the same kind are named; of the rest there is a number."""
 
 
 @dataclass(slots=True)
@@ -56,16 +48,16 @@ class Played:
     """What came of playing the environment once.
 
     Attributes:
-        rewards: of each episode by name, with the outcome.
-        outcomes: how many ended how.
+        seen: what each agent of each episode saw and was given, by name.
         turns: of all episodes.
         findings: what went wrong.
+        environments: that played, kept alive so that nothing they hold is closed by being forgotten.
     """
 
-    rewards: dict[str, Mapping[str, float | None]] = field(default_factory=dict)
-    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    seen: dict[str, Seen] = field(default_factory=dict)
     turns: int = 0
     findings: list[Finding] = field(default_factory=list)
+    environments: list[Environment[Any]] = field(default_factory=list)
 
 
 def check_command(name: str, settings: tuple[str, ...], *, episodes: int) -> int:
@@ -74,85 +66,131 @@ def check_command(name: str, settings: tuple[str, ...], *, episodes: int) -> int
     Raises:
         BadInput: the environment cannot be found or constructed.
     """
-    cls = find_environment(name)
-    environment = construct(cls, pairs(settings, "--set"))
-    check_playable(environment)
-    findings = list(dict.fromkeys([*_of_class(cls), *_of_hooks(environment)]))
-    first, again = on_event_loop(_play_twice, cls, settings, episodes)
-    findings = list(dict.fromkeys([*findings, *first.findings, *again.findings, *_differences(first, again)]))
-    _print(environment, findings, first)
+    checked = Checking(find_environment(name), settings, episodes)
+    check_playable(checked.environment)
+    findings = list({_of_any_episode(finding): finding for finding in reversed(list(checked.findings()))}.values())[
+        ::-1
+    ]
+    _print(checked.environment, findings, checked.first)
     return BadEnvironment.exit_code if any(finding.fatal for finding in findings) else 0
 
 
-# --- the class
+class Checking:
+    """Plays an environment twice, all episodes at once and then one at a time in the opposite order, and looks.
+
+    Attributes:
+        environment: one that is not played; it is looked at.
+        first: what came of the first play.
+    """
+
+    def __init__(self, cls: type[Environment[Any]], settings: tuple[str, ...], episodes: int) -> None:
+        self._cls = cls
+        self._settings = settings
+        self._episodes = episodes
+        self.environment = self._made()
+        self.first = Played()
+
+    def findings(self) -> Iterator[Finding]:
+        """Everything that is wrong, what is wrong for certain in the class itself first."""
+        yield from of_hooks(self.environment)
+        all_at_once = Concurrency(episodes=self._episodes)
+        self.first, shared = self._play(all_at_once)
+        again, shared_again = self._play(Concurrency(episodes=1), backwards=True, watched=True)
+        yield from _without_repeats([*shared, *shared_again])
+        yield from self.first.findings
+        yield from again.findings
+        differences = Differences.between(self.first.seen, again.seen, self.environment)
+        if differences.counts:
+            third, _ = self._play(Concurrency(episodes=1), backwards=True)
+            unlike = Differences.between(again.seen, third.seen, self.environment)
+            yield from differences.findings(by_order=not unlike.counts)
+
+    def _made(self) -> Environment[Any]:
+        return construct(self._cls, pairs(self._settings, "--set"))
+
+    def _play(
+        self, concurrency: Concurrency, *, backwards: bool = False, watched: bool = False
+    ) -> tuple[Played, list[Finding]]:
+        """What came of it, and what episodes share."""
+        environment, played = self._made(), Played()
+        shared = SharedState(environment)
+        _keep(environment, played.environments)
+        play = partial(_play, partial(_run, environment, self._episodes, concurrency, backwards), played)
+        if watched:
+            played.findings += _watched(play, played.environments)
+        else:
+            on_event_loop(play)
+        return played, list(shared.findings())
 
 
-def _of_class(cls: type[Environment[Any]]) -> Iterator[Finding]:
-    for base in cls.__mro__[: cls.__mro__.index(Environment)]:
-        for name, value in vars(base).items():
-            if isinstance(value, list | dict | set | bytearray) and not name.startswith("__"):
-                yield Finding(
-                    f"{base.__name__}.{name} is a {type(value).__name__} of the class, which all episodes share: "
-                    f"make it in __init__ or setup(), or a tuple if nobody changes it.",
-                    fatal=False,
-                )
+def _keep(environment: Environment[Any], played: list[Environment[Any]]) -> None:
+    """Keep every environment that plays an episode."""
+    make = environment.fresh
+
+    def fresh() -> Environment[Any]:
+        played.append(make())
+        return played[-1]
+
+    environment.fresh = fresh  # type: ignore[method-assign]  # of this one object
 
 
-def _of_hooks(environment: Environment[Any]) -> Iterator[Finding]:
-    for spec in environment.tool_specs:
-        if spec.attribute in HOOKS:
-            yield Finding(f"@tool {spec.attribute}() is a hook's name: the runner calls it too. Rename the method.")
+def _of_any_episode(finding: Finding) -> str:
+    """What findings have in common that say the same of several episodes."""
+    return re.sub(r"task '[^']*'", "task", finding.text)
+
+
+def _without_repeats(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """What is known to have been changed is not also told to be changeable."""
+    found = list(findings)
+    changed = {finding.text.partition(" was changed")[0] for finding in found if " was changed" in finding.text}
+    yield from (f for f in found if " was changed" in f.text or f.text.partition(" is a ")[0] not in changed)
 
 
 # --- playing
 
 
-async def _play_twice(cls: type[Environment[Any]], settings: tuple[str, ...], episodes: int) -> tuple[Played, Played]:
-    """All episodes at once, and then one at a time: whatever they share shows."""
-    first = await _play(construct(cls, pairs(settings, "--set")), episodes, Concurrency(episodes=episodes))
-    return first, await _play(construct(cls, pairs(settings, "--set")), episodes, Concurrency(episodes=1))
-
-
-async def _play(environment: Environment[Any], episodes: int, concurrency: Concurrency) -> Played:
-    played = Played()
-    before = dict(vars(environment))
-    run = Run(
+def _run(environment: Environment[Any], episodes: int, concurrency: Concurrency, backwards: bool) -> Run:
+    tasks = select(own_tasks(environment), environment.task_class(), most=episodes)
+    return Run(
         environment,
         ScriptedEngine(Babbler(environment.bound_tools()), context=1 << 20),
-        tasks=select(own_tasks(environment), environment.task_class(), most=episodes),
+        tasks=_backwards(tasks) if backwards else tasks,
         group_size=2 if _has_group_rewards(environment) else 1,  # with one there is nothing to compare
         limits=Limits(turns=min(TURNS, environment.limits.turns or TURNS), seconds=SECONDS),
         concurrency=concurrency,
         breaker=1,
     )
+
+
+def _backwards(tasks: Tasks) -> Tasks:
+    """The last one first, so that what an episode leaves behind meets another one; a source keeps its own order."""
+    if isinstance(tasks, AsyncIterable) or hasattr(tasks, "finished") or not isinstance(tasks, Iterable):
+        return tasks
+
+    def last_first() -> Iterator[Any]:
+        yield from reversed(list(tasks))
+
+    return last_first()
+
+
+async def _play(make_run: Callable[[], Run], played: Played) -> None:
+    run = make_run()
+    before = dict(vars(run.environment))
     try:
         async with run:
-            played.findings += _of_lifespan(environment, before)
+            played.findings += of_lifespan(run.environment, before)
             async for trajectory in run:
                 _note(played, trajectory)
     except DeltarunnerError as error:
         played.findings.append(Finding(str(error)))
-    if not played.outcomes and not played.findings:
+    if not played.seen and not played.findings:
         played.findings.append(Finding("tasks() gives no task."))
     played.findings += map(_of_fault, run.summary.faults)
-    return played
-
-
-def _of_lifespan(environment: Environment[Any], before: Mapping[str, Any]) -> Iterator[Finding]:
-    if not environment.overrides("lifespan"):
-        return
-    for name, value in vars(environment).items():
-        if name not in before or before[name] is not value:
-            yield Finding(
-                f"lifespan() sets self.{name}, which episodes do not see: each is played by an object of its own. "
-                f"Yield it; episodes find it as self.shared."
-            )
 
 
 def _note(played: Played, trajectory: Trajectory) -> None:
-    played.outcomes[trajectory.outcome] += 1
     played.turns += len(trajectory.turns)
-    played.rewards[f"{trajectory.id} {trajectory.agent}"] = {**trajectory.rewards, **trajectory.metrics}
+    played.seen[f"{trajectory.id} {trajectory.agent}"] = Seen.of(trajectory)
     if trajectory.outcome.failed:
         played.findings.append(Finding(f"{trajectory.outcome.value}: {trajectory.error}"))
     elif trajectory.outcome is Outcome.TIME_LIMIT:
@@ -160,78 +198,89 @@ def _note(played: Played, trajectory: Trajectory) -> None:
         played.findings.append(Finding(text, fatal=False))
 
 
-def _differences(first: Played, again: Played) -> Iterator[Finding]:
-    different = Counter(
-        name
-        for episode, rewards in first.rewards.items()
-        for name, value in rewards.items()
-        if episode in again.rewards and again.rewards[episode].get(name) != value
-    )
-    for name, count in different.items():
-        yield Finding(
-            f"{name}() gave another value in {count} of {len(first.rewards)} episodes when the same was played again: "
-            f"draw from self.episode.rng, and let episodes share nothing."
-        )
-
-
 def _of_fault(fault: str) -> Finding:
     # What a group reward does is told with its task, everything else with its episode.
     if fault.startswith(ScorerKind.GROUP_REWARD):
         return Finding(fault)
-    return Finding(fault.partition(": ")[2] or fault, fatal=False)
+    text = fault.partition(": ")[2] or fault
+    return Finding(text, fatal=text.startswith(f"{ScorerKind.REWARD} "))
 
 
 def _has_group_rewards(environment: Environment[Any]) -> bool:
     return any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in environment.scorers)
 
 
-class Babbler:
-    """Plays the model: calls the tools in turn with arguments that fit, and says something in between."""
-
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        self._tools = tools
-
-    def __call__(self, call: ModelCall) -> Reply:
-        rng = call.rng
-        if self._tools and call.turn < TURNS - 1:
-            # Every tool has its turn, from episode to episode another one first.
-            tool = self._tools[(call.turn + random.Random(call.episode).randrange(len(self._tools))) % len(self._tools)]
-            return Reply(calls=(ToolCall("", tool.name, _arguments(tool.parameters, rng)),))
-        return Reply(rng.choice(("42", "7", "yes", "I do not know.", "hello")))
+# --- what holds up the loop, and what is left open
 
 
-def _arguments(schema: JsonSchema, rng: random.Random) -> dict[str, Any]:
-    definitions, properties = schema.get("$defs", {}), schema.get("properties", {})
-    needed = [name for name in schema.get("required", ()) if name in properties]
-    return {name: _value(properties[name], definitions, rng) for name in needed}
+def _watched(play: Callable[[], Awaitable[None]], environments: Sequence[Environment[Any]]) -> list[Finding]:
+    """Play once more, when what is loaded and opened only once has been: what is left now is left by every episode."""
+    watchdog = LoopWatchdog()
+    tasks: set[str] = set()
+
+    async def watched() -> None:
+        before = set(anyio.get_running_tasks())
+        async with watchdog:
+            await play()
+        tasks.update(_of_coroutine(task) for task in anyio.get_running_tasks() if task not in before)
+
+    leaks: list[str] = []
+    on_event_loop(_nothing)  # the first event loop of a process opens a pipe for all that follow
+    try:
+        with no_leaks():
+            on_event_loop(watched)
+    except Leaked as leaked:
+        leaks = str(leaked).removeprefix("left behind: ").split("; ")
+    return [
+        *(Finding(complaint) for complaint in watchdog.complaints()),
+        *_of_leaks(leaks, environments),
+        *(_left(f"a task of {name}()") for name in tasks),
+    ]
 
 
-def _value(schema: Mapping[str, Any], definitions: Mapping[str, Any], rng: random.Random) -> Any:
-    """A value that fits the schema, or nearly: bounds and patterns are not looked at."""
-    if "$ref" in schema:
-        schema = definitions[schema["$ref"].rpartition("/")[2]]
-    for key in ("const", "default"):
-        if key in schema:
-            return schema[key]
-    if "enum" in schema:
-        return rng.choice(schema["enum"])
-    for key in ("anyOf", "oneOf"):
-        if key in schema:
-            return _value(schema[key][0], definitions, rng)
-    match schema.get("type"):
-        case "integer":
-            return rng.randint(schema.get("minimum", 1), schema.get("maximum", 9))
-        case "number":
-            return round(rng.uniform(schema.get("minimum", 0), schema.get("maximum", 9)), 2)
-        case "boolean":
-            return rng.random() < 0.5
-        case "array":
-            return [_value(schema.get("items", {"type": "string"}), definitions, rng)]
-        case "object":
-            return _arguments({**schema, "$defs": definitions}, rng)
-        case "null":
-            return None
-    return rng.choice(("a", "word", "2"))
+async def _nothing() -> None:
+    """Wait for nothing."""
+
+
+def _of_coroutine(task: anyio.TaskInfo) -> str:
+    return str(getattr(task.coro, "__qualname__", task.name))
+
+
+def _of_leaks(leaks: Sequence[str], environments: Sequence[Environment[Any]]) -> Iterator[Finding]:
+    """By attribute where one holds it; what each episode left is told once, and of many things the first few."""
+    named: dict[str, str] = {}
+    for leak in leaks:
+        held = next((name for one in environments for name, value in vars(one).items() if _holds(value, leak)), "")
+        plain = _plain(leak)
+        named.setdefault(held or plain, f"self.{held} ({plain})" if held else plain)
+    for what in list(named.values())[:LISTED]:
+        yield _left(what)
+    if len(named) > LISTED:
+        yield _left(f"{len(named) - LISTED} more of them")
+
+
+def _plain(leak: str) -> str:
+    """A leak without the numbers that differ from one episode to the next."""
+    leak = re.sub(r"^file \d+ \((.*)\)$", r"file \1", leak)
+    return re.sub(r"-\d+( \(.*\))?('?) \(\d+\)$", r"\1\2", leak)
+
+
+def _holds(value: Any, leak: str) -> bool:
+    """An attribute's value is the file or the thread that was left, or a pool that has the thread."""
+    kind, _, rest = leak.partition(" ")
+    if kind == "file":
+        try:
+            return bool(value.fileno() == int(rest.partition(" ")[0]))
+        except Exception:  # no file, or a closed one; an author's object may do anything
+            return False
+    threads = getattr(value, "_threads", None) or (value,)
+    return any(f"({getattr(thread, 'ident', None)})" in rest for thread in threads)
+
+
+def _left(what: str) -> Finding:
+    return Finding(
+        f"still open after close(): {what}. Close it in close(), or open it in setup() with self.episode.exit_stack."
+    )
 
 
 # --- for people
@@ -241,7 +290,8 @@ def _print(environment: Environment[Any], findings: Sequence[Finding], played: P
     console = make_console()
     tools = [f"{tool.name}({', '.join(tool.parameters.get('properties', {}))})" for tool in environment.bound_tools()]
     scorers = [f"{s.name} ({s.kind.replace('_', ' ')}{_weight(s)})" for s in environment.scorers]
-    outcomes = ", ".join(f"{outcome.value} {count}" for outcome, count in played.outcomes.items())
+    counts = Counter(seen.outcome for seen in played.seen.values())
+    outcomes = ", ".join(f"{outcome.value} {count}" for outcome, count in counts.items())
     rows = (
         ("tools", ", ".join(tools) or "none"),
         ("scores", ", ".join(scorers)),

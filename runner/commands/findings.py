@@ -1,0 +1,245 @@
+"""What `deltarunner check` says of an environment: each finding names the thing and the fix, in one line."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from types import ModuleType
+from typing import Any, Final
+
+from runner.environment import HOOKS, Environment
+from runner.trajectory import Outcome, Trajectory
+
+__all__ = ["Differences", "Finding", "Seen", "SharedState", "of_hooks", "of_lifespan"]
+
+_CONTAINERS: Final = (list, dict, set, bytearray)
+_PLAIN: Final = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
+_MOST_COPIED: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong, or looks so.
+
+    Attributes:
+        text: what, and what to do about it.
+        fatal: episodes fail, or their results are wrong.
+    """
+
+    text: str
+    fatal: bool = True
+
+
+# --- the class
+
+
+def of_hooks(environment: Environment[Any]) -> Iterator[Finding]:
+    """Tools and rewards whose names mean something else already."""
+    marked = [(spec.attribute, "tool") for spec in environment.tool_specs]
+    marked += [(scorer.name, str(scorer.kind)) for scorer in environment.scorers]
+    for name, kind in marked:
+        if name in HOOKS:
+            yield Finding(f"@{kind} {name}() is a hook's name: the runner calls it too. Rename the method.")
+        elif name in vars(Environment) or name in Environment.__annotations__:
+            yield Finding(f"@{kind} {name}() is a name that the runner uses for something else. Rename the method.")
+
+
+def of_lifespan(environment: Environment[Any], before: Mapping[str, Any]) -> Iterator[Finding]:
+    """What `lifespan()` set on the object that plays no episode."""
+    if not environment.overrides("lifespan"):
+        return
+    for name, value in vars(environment).items():
+        if name not in before or before[name] is not value:
+            yield Finding(
+                f"lifespan() sets self.{name}, which episodes do not see: each is played by an object of its own. "
+                f"Yield it; episodes find it as self.shared."
+            )
+
+
+# --- what episodes share
+
+
+class SharedState:
+    """Whatever all episodes of a class see, as it was at first: attributes of classes, arguments, module variables.
+
+    Args:
+        environment: the object that was constructed, before anything is played.
+    """
+
+    def __init__(self, environment: Environment[Any]) -> None:
+        self._environment = environment
+        self._before = {name: _copied(value) for name, value, _ in self._values()}
+
+    def findings(self) -> Iterator[Finding]:
+        """What has been changed since, and what could be."""
+        for name, value, of_class in self._values():
+            if name not in self._before or not _same(self._before[name], _copied(value)):
+                yield Finding(
+                    f"{name} was changed while episodes were played, and all of them see it: keep it on self, made in "
+                    f"__init__() or setup().",
+                    fatal=of_class,
+                )
+            elif of_class and isinstance(value, _CONTAINERS) and "(" not in name:
+                yield Finding(
+                    f"{name} is a {type(value).__name__} of the class, which all episodes share: "
+                    f"make it in __init__ or setup(), or a tuple if nobody changes it.",
+                    fatal=False,
+                )
+
+    def _values(self) -> Iterator[tuple[str, Any, bool]]:
+        """The name, the value, and whether it belongs to the class rather than to its module."""
+        cls = type(self._environment)
+        bases = cls.__mro__[: cls.__mro__.index(Environment)]
+        for base in bases:
+            for name, value in vars(base).items():
+                if not name.startswith("__") and name not in vars(Environment) and _is_state(value):
+                    yield f"{base.__name__}.{name}", value, True
+        for parameter in inspect.signature(cls.__init__).parameters.values():
+            if isinstance(parameter.default, _CONTAINERS):
+                yield f"{cls.__name__}({parameter.name}=), a default,", parameter.default, True
+        for name, value in self._environment.construction().items():
+            if isinstance(value, _CONTAINERS):
+                yield f"{cls.__name__}({name}=)", value, True
+        for module in {base.__module__: sys.modules.get(base.__module__) for base in bases}.values():
+            for name, value in _variables(module):
+                yield f"{module.__name__}.{name}" if module else name, value, False
+
+
+def _variables(module: ModuleType | None) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items() if module is not None else ():
+        if not name.startswith("__") and _is_state(value):
+            yield name, value
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, (*_CONTAINERS, *_PLAIN, count))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, _CONTAINERS) and len(value) <= _MOST_COPIED:
+        try:
+            return copy.deepcopy(value)
+        except Exception:  # it holds what cannot be copied, such as a lock
+            return len(value)
+    return len(value) if isinstance(value, _CONTAINERS) else repr(value)
+
+
+def _same(before: Any, now: Any) -> bool:
+    try:
+        return bool(before == now)
+    except Exception:  # arrays have no single answer
+        return len(before) == len(now)
+
+
+# --- the same, played again
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one agent of an episode saw and was given.
+
+    Attributes:
+        messages: all of them.
+        spoken: how many of the assistant's were sampled; those before them stood in the prompt.
+        rewards: and metrics, by name.
+        outcome: how it ended.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    spoken: int
+    rewards: Mapping[str, float | None]
+    outcome: Outcome
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Seen:
+        """What a trajectory shows of it."""
+        scores = {**trajectory.rewards, **trajectory.metrics}
+        return cls(trajectory.messages, len(trajectory.turns), scores, trajectory.outcome)
+
+
+Episodes = Mapping[str, Seen]
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What was not the same when the same episodes were played twice, by what made the difference.
+
+    Attributes:
+        counts: in how many episodes.
+        episodes: how many there were.
+    """
+
+    counts: Counter[str]
+    episodes: int
+
+    @classmethod
+    def between(cls, first: Episodes, again: Episodes, environment: Environment[Any]) -> Differences:
+        """Compare two plays; where what was said differs, what was earned is not looked at."""
+        counts: Counter[str] = Counter()
+        for name in first.keys() & again.keys():
+            said = _said_differently(first[name], again[name], environment)
+            counts.update([said] if said else _scored_differently(first[name], again[name]))
+        return cls(counts, len(first))
+
+    def findings(self, *, by_order: bool) -> Iterator[Finding]:
+        """One for each cause.
+
+        Args:
+            by_order: played twice in one order it came out the same.
+        """
+        for cause, number in sorted(self.counts.items()):
+            if by_order:
+                when = (
+                    "played after other ones: they share something. Keep state on self, made in __init__() or setup()"
+                )
+            else:
+                when = "the same was played again: draw from self.episode.rng, and let episodes share nothing"
+            many = f"{number} of {self.episodes} episodes"
+            yield Finding(f"{cause} in {many} when {'they were ' if by_order else ''}{when}.")
+
+
+def _scored_differently(first: Seen, again: Seen) -> list[str]:
+    names = first.rewards.keys() | again.rewards.keys()
+    return [f"{name}() gave another value" for name in names if first.rewards.get(name) != again.rewards.get(name)]
+
+
+def _said_differently(first: Seen, again: Seen, environment: Environment[Any]) -> str:
+    """Whose words differ first; "" if none do."""
+    for index, (one, other) in enumerate(zip(first.messages, again.messages, strict=False)):
+        if one != other:
+            return _author(first.messages, index, first.spoken, environment)
+    if len(first.messages) != len(again.messages) or first.outcome is not again.outcome:
+        return f"{_loop(environment)} ended it elsewhere"
+    return ""
+
+
+def _author(messages: Sequence[Mapping[str, Any]], index: int, spoken: int, environment: Environment[Any]) -> str:
+    role = messages[index]["role"]
+    if role == "system":
+        return "the system prompt was another one"
+    said = [number for number, message in enumerate(messages) if message["role"] == "assistant"][-spoken:]
+    if not spoken or not said or index < said[0]:
+        return "prompt() gave another one" if environment.overrides("prompt") else "tasks() gave another prompt"
+    match role:
+        case "tool":
+            return f"tool {_tool_of(messages, index)}() gave another result"
+        case "assistant":
+            return "setup() gave the model other tools"
+    return f"{_loop(environment)} gave another answer"
+
+
+def _tool_of(messages: Sequence[Mapping[str, Any]], index: int) -> str:
+    answered = messages[index].get("tool_call_id")
+    calls = [call for message in messages[:index] for call in message.get("tool_calls", ())]
+    return next((call["function"]["name"] for call in reversed(calls) if call["id"] == answered), "of the model")
+
+
+def _loop(environment: Environment[Any]) -> str:
+    return "rollout()" if environment.overrides("rollout") else "step()"
