@@ -10,10 +10,11 @@ from typing import Any
 import jinja2
 
 from runner.errors import BadTemplate
+from runner.tokens.probing import QUESTION
 from runner.tokens.refusal import Property, Unbridgeable
 from runner.tokens.tail import TailMaker
 from runner.tokens.template import ChatTemplate, Renderer, TemplateRaised
-from runner.tokens.traits import QUESTION, options_of
+from runner.tokens.traits import options_of
 
 __all__ = ["Fault", "UnusableTemplate", "usable_renderer"]
 
