@@ -108,6 +108,21 @@ def test_gemma_cut_behind_its_call_gets_the_opener_of_the_result_masked() -> Non
     assert bridge.junction.close is Close.MASKED
 
 
+def test_gemma_turn_ended_before_its_result_was_opened_is_refused_by_name() -> None:
+    made = model("gemma-4")
+    sampled = made.sampled("<|tool_call>call:add{a:17,b:25}<tool_call|>", "<turn|>")
+    with pytest.raises(Unbridgeable) as caught:
+        made.after(sampled, [QUESTION, says("", called({"a": 17, "b": 25}))], result("42"))
+    assert caught.value.property == "stop_not_in_tail"
+
+
+def test_gemma_turn_that_opened_a_result_where_a_user_speaks_is_refused_by_name() -> None:
+    made = model("gemma-4")
+    with pytest.raises(Unbridgeable) as caught:
+        made.after(made.sampled("42", "<|tool_response>"), [QUESTION, says("42")], MORE)
+    assert caught.value.property == "stop_opens_wrong_role"
+
+
 # --- DeepSeek
 
 
