@@ -202,6 +202,8 @@ BAD = {
 """,
     # --- the loop
     "blocking": """
+    def __init__(self):
+        super().__init__(count=1)
     @tool
     async def bad(self) -> str:
         "Wait."

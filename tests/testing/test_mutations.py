@@ -1,0 +1,364 @@
+"""Mistakes planted in an environment, or in what the runner hands it: the kit finds each and says which one it is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from runner import Conversation, Environment, Message, Outcome, Task, Trajectory, Turn, reward, tool
+from runner import episode as episodes
+from runner.calls import answer_calls
+from runner.commands.check import Checking
+from runner.commands.findings import Finding
+from runner.engines.base import GenerationRequest
+from runner.play import Play
+from runner.testing import (
+    AwkwardTokenizer,
+    Leaked,
+    LoopWatchdog,
+    QueuedEngine,
+    assert_exact,
+    call,
+    no_leaks,
+    play,
+    play_async,
+    play_cancelled,
+    play_many,
+)
+from runner.tokens.log import Source, TokenLog
+
+SAYS: Any = [[call("add", a=1, b=2), call("add", a=3, b=4)], "It is 3 and 7", "Yes"]
+
+
+class Adds(Environment):
+    """What all of them are but for their mistake."""
+
+    def __init__(self) -> None:
+        self.sums: list[int] = []
+
+    def tasks(self) -> list[Task]:
+        return [Task(id=f"t-{number}", prompt=f"Add {number}.") for number in range(4)]
+
+    @tool
+    async def add(self, a: int, b: int) -> int:
+        """Add."""
+        await anyio.lowlevel.checkpoint()
+        self.sums.append(a + b)
+        return a + b
+
+    async def rollout(self, conversation: Conversation) -> None:
+        while True:
+            turn = await conversation.generate()
+            reply = await self.episode.answer(turn)
+            if reply is None:
+                return
+            conversation.add(self.sent(reply))
+
+    def sent(self, reply: list[Message]) -> list[Message]:
+        """What is put before the model."""
+        return reply
+
+    def step(self, turn: Turn) -> str | None:
+        return "Sure?" if turn.number < 2 else None
+
+    @reward
+    def added(self) -> bool:
+        return bool(self.sums)
+
+
+def in_awkward_ids() -> QueuedEngine:
+    return QueuedEngine(tokenizer=AwkwardTokenizer()).say(*SAYS)
+
+
+def found(cls: type[Environment], *, fatal: bool = True) -> str:
+    """What `deltarunner check` says of it."""
+    findings: list[Finding] = list(Checking(cls, (), 4).findings())
+    return "\n".join(finding.text for finding in findings if finding.fatal is fatal)
+
+
+@pytest.mark.anyio
+async def test_without_a_mistake_nothing_is_found() -> None:
+    engine = in_awkward_ids()
+    with no_leaks(engine):
+        async with LoopWatchdog() as watchdog:
+            trajectory = await play_async(Adds, engine)
+    watchdog.check()
+    assert_exact(trajectory, engine)
+    assert trajectory.reward == 1
+
+
+def test_without_a_mistake_nothing_is_found_by_what_plays_it_often() -> None:
+    assert play_cancelled(Adds, SAYS) > 10
+    assert {trajectory.reward for trajectory in play_many(Adds, SAYS)} == {1}
+    assert found(Adds) == found(Adds, fatal=False) == ""
+
+
+# --- in what the runner does
+
+
+def test_a_mask_that_is_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = TokenLog.mask
+    monkeypatch.setattr(TokenLog, "mask", lambda log: array("b", [0, *mask(log)[:-1]]))
+    with pytest.raises(AssertionError, match=r"t-0#0 main: the loss mask is wrong at \[\d+, .*\n  before: .*assistant"):
+        play(Adds, SAYS)
+
+
+def test_sources_that_are_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    append = TokenLog.append_sampled
+
+    def one_early(log: TokenLog, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+        append(log, ids, logprobs)
+        log.sources[len(log) - len(ids) - 1] = Source.SAMPLED
+        log.sources[-1] = Source.BRIDGE
+
+    monkeypatch.setattr(TokenLog, "append_sampled", one_early)
+    with pytest.raises(AssertionError, match="t-0#0: an id that nobody sampled has -"):
+        play(Adds, SAYS)
+
+
+def test_a_sampled_id_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    append = TokenLog.append_sampled
+
+    def without_the_first(log: TokenLog, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+        append(log, ids[1:], logprobs if logprobs is None else logprobs[1:])
+
+    monkeypatch.setattr(TokenLog, "append_sampled", without_the_first)
+    with pytest.raises(AssertionError, match=r"t-0#0 main turn 0: "):
+        play(Adds, SAYS)
+
+
+def test_a_prompt_that_is_rendered_again_instead_of_extended(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = in_awkward_ids()
+    request = Conversation._request
+
+    def rendered_again(conversation: Conversation, *arguments: Any) -> tuple[GenerationRequest, str]:
+        made, ceiling = request(conversation, *arguments)
+        made.prompt[:] = array("i", engine.tokenizer.encode(engine.tokenizer.decode(made.prompt)))  # type: ignore[index]
+        return made, ceiling
+
+    monkeypatch.setattr(Conversation, "_request", rendered_again)
+    with pytest.raises(
+        AssertionError, match=r"t-0#0 main turn \d: the engine was sent another prompt\n  sent: .*\n  kept: "
+    ):
+        play(Adds, engine)
+
+
+def test_answers_in_the_order_in_which_tools_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def last_first(*arguments: Any, **options: Any) -> list[Message]:
+        return (await answer_calls(*arguments, **options))[::-1]
+
+    monkeypatch.setattr(episodes, "answer_calls", last_first)
+    with pytest.raises(AssertionError, match=r"calls \['call_0', 'call_1'\] .* answered by \['call_1', 'call_0'\]"):
+        play(Adds, SAYS)
+
+
+def test_a_failed_episode_that_gets_a_reward_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(Adds):
+        def step(self, turn: Turn) -> str | None:
+            raise ZeroDivisionError
+
+    made = Play._trajectory
+
+    def never_none(play: Play, *arguments: Any) -> Trajectory:
+        trajectory = made(play, *arguments)
+        trajectory.reward = trajectory.reward or 0.0
+        return trajectory
+
+    assert play(Fails, "It is 3").outcome is Outcome.ENV_ERROR
+    monkeypatch.setattr(Play, "_trajectory", never_none)
+    with pytest.raises(AssertionError, match=r"t-0#0 main: a reward of 0\.0, and env_error, 1 turns, trained"):
+        play(Fails, "It is 3")
+
+
+def test_a_turn_that_says_something_else_than_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Conversation._record
+
+    def in_capitals(conversation: Conversation, *arguments: Any) -> Turn:
+        turn = record(conversation, *arguments)
+        turn.text = turn.text.upper()
+        return turn
+
+    monkeypatch.setattr(Conversation, "_record", in_capitals)
+    with pytest.raises(
+        AssertionError, match="t-0#0 main turn 1: 'IT IS 3 AND 7' is not what was sampled: 'It is 3 and 7"
+    ):
+        play(Adds, SAYS)
+
+
+# --- in an environment: what the model is told
+
+
+def test_a_tool_result_that_is_dropped() -> None:
+    class Drops(Adds):
+        def sent(self, reply: list[Message]) -> list[Message]:
+            return reply[:1]
+
+    with pytest.raises(
+        AssertionError, match=r"calls \['call_0', 'call_1'\] of message 1 were answered by \['call_0'\]"
+    ):
+        play(Drops, SAYS)
+
+
+def test_a_call_that_is_answered_twice() -> None:
+    class Repeats(Adds):
+        def sent(self, reply: list[Message]) -> list[Message]:
+            return [reply[0], *reply]
+
+    with pytest.raises(AssertionError, match=r"were answered by \['call_0', 'call_0', 'call_1'\]"):
+        play(Repeats, SAYS)
+
+
+# --- in an environment: what episodes share, and chance
+
+
+def test_state_that_leaks_from_one_episode_to_the_next() -> None:
+    class Remembers(Adds):
+        seen: list[str] = []  # noqa: RUF012  # the mistake
+
+        def setup(self) -> None:
+            self.is_new = not self.seen
+            self.seen.append(self.task.id)
+
+        @reward
+        def new(self) -> bool:
+            return self.is_new
+
+    text = found(Remembers)
+    assert "Remembers.seen was changed while episodes were played, and all of them see it: keep it on self" in text
+    assert "new() gave another value in 1 of 4 episodes when they were played after other ones: they share" in text
+
+
+def test_random_numbers_without_a_seed() -> None:
+    class Throws(Adds):
+        @tool
+        def throw(self) -> float:
+            """Throw a die."""
+            return random.random()
+
+    assert "tool throw() gave another result in 4 of 4 episodes when the same was played again: draw from" in found(
+        Throws
+    )
+
+
+# --- in an environment: the event loop, cancellation, what is left open
+
+
+class Blocks(Adds):
+    @tool
+    async def add(self, a: int, b: int) -> int:
+        """Add."""
+        time.sleep(0.3)  # noqa: ASYNC251  # the mistake
+        return a + b
+
+
+@pytest.mark.anyio
+async def test_a_tool_that_blocks_the_event_loop() -> None:
+    async with LoopWatchdog() as watchdog:
+        await play_async(Blocks, SAYS)
+    with pytest.raises(
+        AssertionError, match=r"stood still for .* in Blocks\.add \(.*test_mutations\.py:\d+\): it blocks"
+    ):
+        watchdog.check()
+
+
+def test_a_tool_that_goes_on_after_it_was_cancelled() -> None:
+    class Pays(Adds):
+        paid_uncut = False
+
+        @tool
+        async def add(self, a: int, b: int) -> int:
+            """Add."""
+            cut = True
+            with contextlib.suppress(BaseException):
+                await anyio.lowlevel.checkpoint()
+                cut = False
+            self.sums.append(-1 if cut else a + b)
+            return a + b
+
+    def check(environment: Pays) -> None:
+        if -1 in environment.sums:
+            raise AssertionError("it was paid after the episode had been cut")
+
+    with pytest.raises(AssertionError, match="paid after") as caught:
+        play_cancelled(Pays, [call("add", a=1, b=2), *SAYS[1:]], check=check)
+    (note,) = caught.value.__notes__
+    assert "Pays.add (" in note
+
+
+def test_a_file_that_is_left_open() -> None:
+    with contextlib.ExitStack() as opened:
+
+        class LeavesFile(Adds):
+            def setup(self) -> None:
+                self.log = open(__file__)  # noqa: SIM115  # the mistake
+                opened.callback(self.log.close)
+
+        assert_is_found_open(LeavesFile)
+
+
+def assert_is_found_open(cls: type[Environment]) -> None:
+    with pytest.raises(Leaked, match=r"left behind: file \d+ \(.*test_mutations\.py\)"):
+        play_cancelled(cls, SAYS)
+    assert "still open after close(): self.log (file" in found(cls)
+
+
+def test_a_thread_that_is_left_running() -> None:
+    over = threading.Event()
+
+    class LeavesThread(Adds):
+        def setup(self) -> None:
+            threading.Thread(target=over.wait, name=f"ticker of {self.task.id}").start()
+
+    with pytest.raises(Leaked, match="thread 'ticker of t-0'"), no_leaks(settle=0.1):
+        play(LeavesThread, SAYS)
+    over.set()
+
+
+class LeavesTask(Adds):
+    async def setup(self) -> None:
+        self.beating = asyncio.create_task(self.beat(), name="heart")
+
+    async def beat(self) -> None:
+        await anyio.sleep(60)
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.anyio
+async def test_a_task_that_is_left_running() -> None:
+    with pytest.raises(Leaked, match="left behind: task 'heart'"), no_leaks():
+        await play_async(LeavesTask, SAYS)
+    for task in asyncio.all_tasks():
+        if task.get_name() == "heart":
+            task.cancel()
+
+
+def test_a_task_that_is_left_running_is_named_by_check() -> None:
+    assert "still open after close(): a task of LeavesTask.beat(). Close it in close()" in found(LeavesTask)
+
+
+def test_what_is_closed_only_where_nothing_goes_wrong() -> None:
+    class ClosesLate(Adds):
+        is_open = False
+
+        async def rollout(self, conversation: Conversation) -> None:
+            self.is_open = True
+            await super().rollout(conversation)
+            self.is_open = False
+
+    def check(environment: ClosesLate) -> None:
+        if environment.is_open:
+            raise AssertionError("it is open")
+
+    with pytest.raises(AssertionError, match="it is open") as caught:
+        play_cancelled(ClosesLate, SAYS, check=check)
+    assert "cancelled at suspension point " in caught.value.__notes__[0]
