@@ -450,3 +450,36 @@ def test_the_babbler_calls_every_tool_with_arguments_that_fit() -> None:
     tool = Tool(many)
     for seed in range(20):
         assert tool.arguments(_arguments(tool.parameters, random.Random(seed))).keys() == {"a", "b", "c", "d", "e"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "STATE['deep']['list'].append(1)",
+        "STATE['set'].add(self.task.id)",
+        "STATE['bytes'].extend(b'x')",
+        "STATE['pair'][0].append(1)",
+        "STATE['long'].append(1)",
+        "STATE['object'] = object()",
+        "pass",
+    ],
+)
+def test_what_is_changed_deep_inside_is_found_and_objects_are_not_copied(folder: Path, change: str) -> None:
+    env = f"""
+class Uncopied:
+    def __deepcopy__(self, memo):
+        raise RuntimeError
+    __copy__ = __eq__ = __deepcopy__
+    __hash__ = object.__hash__
+
+STATE = {{"deep": {{"list": []}}, "set": {{1}}, "bytes": bytearray(), "pair": ([], 1), "long": [0] * 20_000,
+         "object": Uncopied()}}
+STATE["itself"] = STATE
+
+class Env(Good):
+    def setup(self):
+        {change}
+"""
+    result = check(folder, GOOD + env, "-n", "1")
+    told = [line.partition(" while")[0] for line in findings(result)]
+    assert told == ([] if change == "pass" else ["warning  mine.STATE was changed"])

@@ -68,9 +68,10 @@ def check_command(name: str, settings: tuple[str, ...], *, episodes: int) -> int
     """
     checked = Checking(find_environment(name), settings, episodes)
     check_playable(checked.environment)
-    findings = list({_of_any_episode(finding): finding for finding in reversed(list(checked.findings()))}.values())[
-        ::-1
-    ]
+    unlike: dict[str, Finding] = {}
+    for finding in checked.findings():
+        unlike.setdefault(_of_any_episode(finding), finding)
+    findings = list(unlike.values())
     _print(checked.environment, findings, checked.first)
     return BadEnvironment.exit_code if any(finding.fatal for finding in findings) else 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections import Counter
@@ -19,7 +18,11 @@ __all__ = ["Differences", "Finding", "Seen", "SharedState", "of_hooks", "of_life
 
 _CONTAINERS: Final = (list, dict, set, bytearray)
 _PLAIN: Final = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
-_MOST_COPIED: Final = 10_000
+_LONGEST: Final = 10_000
+"""Of longer containers only the length is looked at."""
+
+_DEEPEST: Final = 8
+"""Containers within containers are looked into so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +76,12 @@ class SharedState:
 
     def __init__(self, environment: Environment[Any]) -> None:
         self._environment = environment
-        self._before = {name: _copied(value) for name, value, _ in self._values()}
+        self._before = {name: _frozen(value) for name, value, _ in self._values()}
 
     def findings(self) -> Iterator[Finding]:
         """What has been changed since, and what could be."""
         for name, value, of_class in self._values():
-            if name not in self._before or not _same(self._before[name], _copied(value)):
+            if name not in self._before or self._before[name] != _frozen(value):
                 yield Finding(
                     f"{name} was changed while episodes were played, and all of them see it: keep it on self, made in "
                     f"__init__() or setup().",
@@ -120,22 +123,21 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, (*_CONTAINERS, *_PLAIN, count))
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
+def _frozen(value: Any, depth: int = 0) -> Any:
+    """What can be compared later: the contents of containers, and of other objects which ones they are."""
+    if isinstance(value, count):
+        return repr(value)
+    if isinstance(value, _PLAIN) and not isinstance(value, tuple):
         return value
-    if isinstance(value, _CONTAINERS) and len(value) <= _MOST_COPIED:
-        try:
-            return copy.deepcopy(value)
-        except Exception:  # it holds what cannot be copied, such as a lock
-            return len(value)
-    return len(value) if isinstance(value, _CONTAINERS) else repr(value)
-
-
-def _same(before: Any, now: Any) -> bool:
-    try:
-        return bool(before == now)
-    except Exception:  # arrays have no single answer
-        return len(before) == len(now)
+    if depth > _DEEPEST or not isinstance(value, (*_CONTAINERS, tuple)):
+        return id(value)
+    if len(value) > _LONGEST:
+        return len(value)
+    if isinstance(value, dict):
+        return {key: _frozen(one, depth + 1) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_frozen(one, depth + 1) for one in value]
+    return bytes(value) if isinstance(value, bytearray) else frozenset(value)
 
 
 # --- the same, played again
