@@ -7,6 +7,9 @@ from datetime import datetime, time
 from functools import partial
 from typing import Any
 
+import anyio.to_thread
+from anyio.from_thread import check_cancelled
+
 from runner.chat import ChatModel
 from runner.errors import BadTemplate
 from runner.options import HistoryPolicy
@@ -16,9 +19,7 @@ from runner.tokens.template import ChatTemplate
 __all__ = ["check_appends", "check_templates"]
 
 
-async def check_templates(
-    templates: Iterable[ChatTemplate], options: Mapping[str, Any], now: datetime, workers: Workers
-) -> None:
+async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[str, Any], now: datetime) -> None:
     """Refuse a template that serves no conversation, before any of it runs in this process.
 
     Raises:
@@ -27,7 +28,8 @@ async def check_templates(
     from runner.tokens.probe import check_ends  # costs what only templates of other people need
 
     for template in dict.fromkeys(templates):
-        await workers.call(Job(partial(check_ends, template, options, now=_same_all_day(now)), "chat template"))
+        look = partial(check_ends, template, options, now=_same_all_day(now), check_cancelled=check_cancelled)
+        await anyio.to_thread.run_sync(look)
 
 
 async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, tools: bool) -> list[str]:

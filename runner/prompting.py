@@ -76,7 +76,8 @@ class PromptMaker:
             Unbridgeable: the template raises, or does not ask for an answer.
         """
         ids = self._chat.bridger.first_prompt(messages, tools)
-        return Prepared(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages)
+        junction = _forked(cause) if cause != "start" else None
+        return Prepared(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages, junction=junction)
 
     def continued(self, segment: Segment) -> Prepared:
         """A cut turn goes on: nothing is put in between."""
@@ -86,7 +87,7 @@ class PromptMaker:
         """A turn once more, from the very ids of its prompt, which end at `start`."""
         ids = segment.log.ids[:start]
         again = Segment(cause=RETRY, tools=segment.tools)
-        return Prepared(again, ids, ids, Source.PROMPT, messages, taken_back=segment.log)
+        return Prepared(again, ids, ids, Source.PROMPT, messages, junction=_forked(RETRY), taken_back=segment.log)
 
     async def next(self, segment: Segment, last: Turn, new: Sequence[Message], tools: Schemas) -> Prepared:
         """The prompt after a turn that is answered, by the run's policy.
@@ -96,8 +97,10 @@ class PromptMaker:
         """
         if tools != segment.tools:
             return await self._forked(segment, new, tools, "environment")
+        if last.thinking and not self._chat.history.close_reasoning:
+            raise Unbridgeable(Property.REASONING_CLOSED, "the turn was cut inside its reasoning")
         if self._chat.history.policy is HistoryPolicy.FORK:
-            return await self._followed(segment, new, tools)
+            return await self._followed(segment, last, new, tools)
         try:
             bridge = await self._bridge(segment, last, new, tools)
         except Unbridgeable as missing:
@@ -145,19 +148,22 @@ class PromptMaker:
     async def _forked(self, segment: Segment, new: Sequence[Message], tools: Schemas, cause: str) -> Prepared:
         """A new segment with everything rendered anew, loss mask 0 throughout."""
         prepared = await self._rendered([*segment.messages, *new], tools, cause)
-        prepared.junction = Junction(Result.FORKED, Anchor.NONE, Close.MASKED, Seam.VERIFIED, 0, cause=cause)
+        prepared.junction = _forked(cause)
         return prepared
 
-    async def _followed(self, segment: Segment, new: Sequence[Message], tools: Schemas) -> Prepared:
+    async def _followed(self, segment: Segment, last: Turn, new: Sequence[Message], tools: Schemas) -> Prepared:
         """What the template makes of everything: an append where it leaves the past as it was, else a fork."""
         prepared = await self._rendered([*segment.messages, *new], tools, "template")
         before = len(segment.log)
         unsampled = any(message["role"] == "assistant" for message in new)
         if unsampled or prepared.prompt[:before] != segment.log.ids:
-            prepared.junction = Junction(Result.FORKED, Anchor.NONE, Close.MASKED, Seam.VERIFIED, 0, cause="template")
+            prepared.junction = _forked("template")
             return prepared
         added = prepared.prompt[before:]
-        junction = Junction(Result.APPENDED, Anchor.COMMON_PREFIX, Close.SAMPLED, Seam.VERIFIED, len(added))
+        control = self._chat.tokenizer.control_ids
+        seam = Seam.SPECIAL if {prepared.prompt[before - 1], added[0]} & control else Seam.VERIFIED
+        close = Close.MASKED if self._chat.closing_stop(last) is None else Close.SAMPLED
+        junction = Junction(Result.APPENDED, Anchor.COMMON_PREFIX, close, seam, len(added))
         return Prepared(segment, prepared.prompt, added, Source.BRIDGE, new, junction=junction)
 
     async def _rendered(self, messages: Sequence[Message], tools: Schemas, cause: str) -> Prepared:
@@ -165,3 +171,8 @@ class PromptMaker:
         text = await self._workers.call(Job(render, "chat template"))
         ids = self._chat.bridger.prompt_ids(text)
         return Prepared(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages)
+
+
+def _forked(cause: str) -> Junction:
+    """A prompt that was rendered whole and encoded in one go: nothing was joined to anything."""
+    return Junction(Result.FORKED, Anchor.NONE, Close.MASKED, Seam.VERIFIED, 0, cause=cause)

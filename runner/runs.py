@@ -197,7 +197,7 @@ class Run:
         )
         # A resumed run goes on with the clock that its templates saw first.
         now = self._writer.header.clock
-        await check_templates([each.template for each in self._engines], self.template_options, now, self.workers)
+        await check_templates([each.template for each in self._engines], self.template_options, now)
         chat_of = partial(ChatModel, options=self.template_options, now=now, history=self.history)
         chat = chat_of(self.engine)
         elsewhere = {name: chat_of(engine) for name, engine in self.engines.items()}

@@ -63,16 +63,23 @@ class TailIds:
         text = tokenizer.normalize(self.text)
         for control, group in groupby(self.ids, tokenizer.control_ids.__contains__):
             for ids in [[token_id] for token_id in group] if control else [list(group)]:
-                piece = tokenizer.normalize(tokenizer.decode(ids))
-                bare = at + len(text[at:]) - len(text[at:].lstrip())
-                found = next((f for f in ((piece, at), (" " + piece, at), (piece, bare)) if text.startswith(*f)), None)
-                if found is None:
-                    shared = common_length(text[at:], piece)
-                    lost, became = text[at + shared : at + shared + 20], piece[shared : shared + 20]
-                    raise Unbridgeable(
-                        Property.TEXT_KEPT, f"the vocabulary has no ids for {lost!r}, which becomes {became!r}"
-                    )
-                at = found[1] + len(found[0])
+                at = self._behind_piece(text, at, tokenizer.normalize(tokenizer.decode(ids)))
+        self._behind_piece(text, at, "", end=True)
+
+    def _behind_piece(self, text: str, at: int, piece: str, *, end: bool = False) -> int:
+        bare = at + len(text[at:]) - len(text[at:].lstrip())
+        swallowed = f"x{text[at:bare]}x"
+        starts = [(piece, at), (" " + piece, at)]
+        # What the vocabulary can write was taken by a control token beside it; what it cannot write is lost.
+        if bare > at and self._tokenizer.decode(self._tokenizer.encode(swallowed)) == swallowed:
+            starts.append((piece, bare))
+        for form, begin in starts:
+            behind = begin + len(form)
+            if text.startswith(form, begin) and (not end or behind == len(text)):
+                return behind
+        shared = common_length(text[at:], piece)
+        lost, became = text[at + shared : at + shared + 20], piece[shared : shared + 20]
+        raise Unbridgeable(Property.TEXT_KEPT, f"the vocabulary has no ids for {lost!r}, which becomes {became!r}")
 
     def find_in_close(self, wanted: Iterable[int]) -> int | None:
         """The first place of a wanted id in what the template writes before any new content."""
@@ -127,11 +134,10 @@ class TailIds:
         else:
             plain = self._plain_text()
             close = len(self.text) - len(plain) if plain is not None else self.tail.border
-        said = self._tokenizer.decode(sampled[-close - 1 :])
-        shared, end = max((_common_ending(self.text[:end], said), end) for end in range(close + 1))
-        if index is None and plain is None and shared < SEEN_END:
+        begin = _end_of_call(self.text[:close], self._tokenizer.decode(sampled))
+        if begin is None and index is None and plain is None:
             return None
-        return self._encode_from(end)
+        return self._encode_from(close if begin is None else begin)
 
     def _plain_text(self) -> str | None:
         with suppress(Unbridgeable):
@@ -184,5 +190,22 @@ class TailIds:
         return length <= self.tail.seen[0] or length <= self.tail.border
 
 
-def _common_ending(one: str, other: str) -> int:
-    return common_length(one[::-1], other[::-1])
+def _end_of_call(ending: str, said: str) -> int | None:
+    """How much of a call's `ending` stands in `said`, which may go on behind it; None where nothing shows that."""
+    written = ending.rstrip()
+    whole = next((written[i:] for i in range(len(written) - SEEN_END + 1) if written[i:] in said), "")
+    partly = max(range(len(ending) + 1), key=lambda end: (_seen_ending(ending[:end], said), end))
+    shared = _seen_ending(ending[:partly], said)
+    if shared > len(whole):
+        return partly
+    if not whole:
+        return None
+    behind = said[said.rindex(whole) + len(whole) :]
+    space = ending[len(written) :]
+    return len(written) + len(behind) if space.startswith(behind) else len(ending)
+
+
+def _seen_ending(one: str, other: str) -> int:
+    """How many characters two texts end with alike; 0 where they are too few to show anything."""
+    shared = common_length(one[::-1], other[::-1])
+    return shared if len(one[len(one) - shared :].strip()) >= SEEN_END else 0

@@ -19,7 +19,7 @@ from runner.tokens.anchors import TailIds
 from runner.tokens.closes import Closes
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
 from runner.tokens.locality import Locality
-from runner.tokens.marking import Span, Stems, locate
+from runner.tokens.marking import FIELDS, Field, Span, Stems, locate
 from runner.tokens.refusal import Property, Unbridgeable
 from runner.tokens.tail import Tail, TailMaker
 from runner.tokens.template import Renderer, ToolSchema
@@ -131,12 +131,14 @@ class Bridger:
     def _encoded(self, text: str, spans: tuple[Span, ...]) -> array[int]:
         return array("i", self.tokenizer.encode(text, spans))
 
-    def _unsafe(self, messages: Sequence[Message]) -> list[int]:
-        """Indices of the messages whose content holds control text that must not become control ids."""
+    def _unsafe(self, messages: Sequence[Message]) -> list[Field]:
+        """Fields that hold control text which must not become control ids."""
         if not self.content_safe:
             return []
         holds = self.tokenizer.holds_control
-        return [i for i, m in enumerate(messages) if m["role"] not in _TRUSTED and m["content"] and holds(m["content"])]
+        said = [(index, message) for index, message in enumerate(messages) if message["role"] not in _TRUSTED]
+        values = ((index, name, message.get(name)) for index, message in said for name in FIELDS)
+        return [(index, name) for index, name, value in values if value and holds(str(value))]
 
     # --- bridges
 

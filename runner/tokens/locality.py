@@ -130,10 +130,37 @@ class Locality:
         kind.turns.add(turn)
         kind.uses = 0
         full = self._full(history, new, tools, kind.asked)
-        if full.text == short.text:
+        self._check_real(full, kind, history, new, tools)
+        if full.plain == short.plain:
             return short, True
         self._revoke(short.text, full.text)
         return full, False
+
+    def _check_real(
+        self,
+        full: Tail,
+        kind: _Kind,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[ToolSchema],
+    ) -> None:
+        """The conversation as it is ends as it does with the sentinel in it.
+
+        Raises:
+            Unbridgeable: it does not, so no conversation of this kind is bridged any more.
+        """
+        real = self._maker.render([*history, *new], tools)
+        # A tail that begins in a call begins behind other words than the call's own.
+        if not real.endswith(full.text[full.border or full.seen[1] :] if full.after_call else full.text):
+            kind.refusal = self._depends(full.text[-80:], real[-80:])
+            raise Unbridgeable(kind.refusal.property, kind.refusal.explanation)
+
+    def _depends(self, one: str, other: str) -> Unbridgeable:
+        return Unbridgeable(
+            Property.TURN_STAYS_BEHIND,
+            f"what template {self._maker.renderer.template.name!r} writes behind a turn depends on what was said in "
+            f"it: {other!r} where {one!r} was expected",
+        )
 
     def full(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]) -> Tail:
         """The tail of the whole history."""
@@ -189,14 +216,19 @@ class Locality:
     def _probe(self, turn: Message, new: Sequence[Message], tools: Sequence[ToolSchema]) -> _Kind:
         tails = [self._attempt([*before, turn], new, tools) for before in (_STAND_IN, *_histories())]
         shown = [tail for tail in tails if tail is not None]
+        other = self._attempt([*_STAND_IN, turn], new, tools, stem=self._stems.unlike())
+        if tails[0] is not None and other is not None and other != tails[0]:
+            return _Kind(local=False, refusal=self._depends(tails[0][-80:], other[-80:]))
         moved = self._moved_tool(turn, new, tools)
         if moved:
             return _Kind(local=False, refusal=Unbridgeable(Property.TOOLS_STAY, moved))
         return _Kind(local=tails[0] is not None and len(shown) > 1 and all(tail == tails[0] for tail in shown))
 
-    def _attempt(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]) -> str | None:
+    def _attempt(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], stem: str | None = None
+    ) -> str | None:
         try:
-            return self._tail(history, new, tools).text
+            return Tail(self._maker, stem or self._stems.absent([*history, *new]), history, new, tools).plain
         except Unbridgeable:
             return None
 

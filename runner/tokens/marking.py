@@ -12,10 +12,16 @@ from typing import Any, TypeAlias, cast
 from runner.messages import Message
 from runner.tokens.template import ToolSchema
 
-__all__ = ["Span", "Stems", "common_length", "forms", "locate", "marked", "sentinel"]
+__all__ = ["FIELDS", "Field", "Span", "Stems", "common_length", "forms", "locate", "marked", "sentinel"]
 
 Span: TypeAlias = tuple[int, int]
 """Begin and end of a stretch of text."""
+
+Field: TypeAlias = tuple[int, str]
+"""A message's index and the name of one of its `FIELDS`."""
+
+FIELDS = ("content", "name", "tool_call_id")
+"""What is said, and by whom: text that comes from users, tools and models, and is none of the template's."""
 
 Render: TypeAlias = Callable[[Sequence[Message]], str]
 
@@ -26,6 +32,10 @@ class Stems:
     def __init__(self) -> None:
         secret = secrets.token_hex(6)
         self._words: Iterator[str] = (f"zq{secret}n{number}z" for number in itertools.count())
+
+    def unlike(self) -> str:
+        """A word of another length and in other letters than the next ones."""
+        return next(self._words).upper() + "WORD"
 
     def absent(self, messages: Iterable[Message]) -> str:
         """The next word that none of `messages` holds."""
@@ -39,16 +49,19 @@ def sentinel(stem: str) -> str:
 
 
 def marked(message: Message, stem: str, tools: Sequence[ToolSchema]) -> Message:
-    """A copy of an assistant message with the sentinel where its words end, and markers in what else it says."""
+    """A copy of an assistant message with the sentinel where its words end, and markers behind what else it says.
+
+    The words themselves stay, since templates look into them.
+    """
     copy: dict[str, Any] = dict(message)
     if message.get("reasoning_content"):
-        copy["reasoning_content"] = stem + "reasoning"
+        copy["reasoning_content"] = message["reasoning_content"] + stem + "reasoning"
     calls = message.get("tool_calls")
     if not calls:
-        copy["content"] = sentinel(stem)
+        copy["content"] = message["content"] + sentinel(stem)
         return cast("Message", copy)
     if message["content"]:
-        copy["content"] = stem + "text"
+        copy["content"] = message["content"] + stem + "text"
     function = calls[-1]["function"]
     arguments = {_parameter(function, tools): sentinel(stem)}
     # Name and id stay, since templates write them after the call too.
@@ -84,35 +97,34 @@ def common_length(one: str, other: str) -> int:
 
 
 def locate(
-    text: str, render: Render, messages: Sequence[Message], wanted: Sequence[int], stem: str
+    text: str, render: Render, messages: Sequence[Message], wanted: Sequence[Field], stem: str
 ) -> list[Span] | None:
-    """Where the contents of the wanted messages stand in `text`, which is `render(messages)`.
+    """Where some fields of the messages stand in `text`, which is `render(messages)`.
 
-    The real contents are rendered; a second render with markers in their place only shows what stands around them.
-    Where markers change that too, one content after the other is put in and found by what stays on both sides of it.
+    The real messages are rendered; a second render with markers in their place only shows what stands around them.
+    Where markers change that too, one field after the other is put in and found by what stays on both sides of it.
 
     Args:
         text: the render.
         render: the text of messages.
         messages: as they were rendered.
-        wanted: indices of messages whose content is not empty.
+        wanted: fields that are not empty; those that the template does not print have no span.
         stem: stands in none of the messages.
 
     Returns:
-        Spans in order, or None where a content cannot be told from what the template writes.
+        Spans in order, or None where a field cannot be told from what the template writes.
     """
-    markers = {index: f"{stem}content{number}z" for number, index in enumerate(wanted)}
-    copy = [_with_content(m, markers[i]) if i in markers else m for i, m in enumerate(messages)]
-    contents = {markers[index]: messages[index]["content"] for index in wanted}
-    spans = _fitted(text, re.split(f"({'|'.join(markers.values())})", render(copy)), contents)
-    return spans if spans is not None else _one_by_one(text, render, copy, messages, wanted, markers)
+    markers = {field: f"{stem}content{number}z" for number, field in enumerate(wanted)}
+    copy = list(messages)
+    for field, marker in markers.items():
+        copy = _with(copy, field, marker)
+    values = {marker: _value(messages, field) for field, marker in markers.items()}
+    spans = _fitted(text, re.split(f"({'|'.join(values)})", render(copy)), values)
+    return spans if spans is not None else _one_by_one(text, render, copy, messages, markers)
 
 
 def _fitted(text: str, pieces: Sequence[str], contents: Mapping[str, str]) -> list[Span] | None:
     """The spans of the contents if `text` is exactly the scaffold pieces with some form of each content between."""
-    seen = set(pieces[1::2])
-    if seen != contents.keys():
-        return None
     dead: set[tuple[int, int]] = set()
 
     def fit(number: int, begin: int) -> list[Span] | None:
@@ -140,15 +152,13 @@ def _one_by_one(
     render: Render,
     copy: Sequence[Message],
     messages: Sequence[Message],
-    wanted: Sequence[int],
-    markers: Mapping[int, str],
+    markers: Mapping[Field, str],
 ) -> list[Span] | None:
     current, before = list(copy), render(copy)
     spans: list[Span] = []
-    for index in wanted:
-        current[index] = messages[index]
+    for field, marker in markers.items():
+        current = _with(current, field, _value(messages, field))
         after = render(current)
-        marker = markers[index]
         at = before.find(marker)
         if at < 0 or marker in after or before.count(marker) > 1:
             return None
@@ -160,5 +170,10 @@ def _one_by_one(
     return spans if before == text and apart and all(begin <= end for begin, end in spans) else None
 
 
-def _with_content(message: Message, content: str) -> Message:
-    return cast("Message", {**message, "content": content})
+def _value(messages: Sequence[Message], field: Field) -> str:
+    return str(messages[field[0]][field[1]])  # type: ignore[literal-required]  # one of FIELDS
+
+
+def _with(messages: Sequence[Message], field: Field, value: str) -> list[Message]:
+    index, name = field
+    return [cast("Message", {**m, name: value}) if i == index else m for i, m in enumerate(messages)]

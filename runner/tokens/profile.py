@@ -333,8 +333,8 @@ _EXPLANATIONS: Mapping[Trait, Mapping[Any, str]] = {
     Trait.NULL_CONTENT: {
         NullContent.ACCEPTED: "A message with content null renders like an empty one.",
         NullContent.RAISES: "A message with content null makes the template fail; here it is always given as text.",
-        NullContent.NEEDED: "Calls are shown only in messages whose content is null; here content is always text, so "
-        "the template shows no calls.",
+        NullContent.NEEDED: "Calls are shown only in messages whose content is null, so an empty content beside a call "
+        "is given as null.",
         NullContent.WRITTEN: "A message with content null is shown as the word None; here it is always given as text.",
     },
     Trait.SYSTEM_MID_RUN: {

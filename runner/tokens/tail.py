@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import cast
+from typing import NoReturn, cast
 
 from runner.messages import Message
-from runner.tokens.marking import Span, common_length, forms, locate, marked, sentinel
+from runner.tokens.marking import Field, Span, common_length, forms, locate, marked, sentinel
 from runner.tokens.refusal import Property, Unbridgeable
 from runner.tokens.template import Renderer, TemplateRaised, ToolSchema
 
 __all__ = ["Tail", "TailMaker"]
+
+DOUBLED, MEANT = 200, 8
+"""Characters at the end of a prompt where an opener is looked for twice, and fewer than which are no opener."""
 
 
 class TailMaker:
@@ -47,12 +50,12 @@ class TailMaker:
             Unbridgeable: the template raises, or does not ask.
         """
         text = self.render(messages, tools)
-        if messages and not self.asks_as_usual(text):
+        if messages and not self.asks_as_usual(text, messages[-1]):
             self.check_asks(text, messages, lambda new, asking: self.render(new, tools, generation_prompt=asking))
         return text
 
-    def asks_as_usual(self, text: str) -> bool:
-        """The generation prompt that a plain question shows is at the end, once.
+    def asks_as_usual(self, text: str, last: Message) -> bool:
+        """The generation prompt that a plain question shows is at the end, once, behind the `last` message.
 
         Raises:
             Unbridgeable: it is there twice.
@@ -60,9 +63,9 @@ class TailMaker:
         asked = self.generation_prompt
         if not asked or not text.endswith(asked):
             return False
-        if asked.strip() and text.removesuffix(asked).endswith(asked):
-            name = self.renderer.template.name
-            raise Unbridgeable(Property.OPENED_ONCE, f"template {name!r} opens the assistant's turn twice: {asked!r}")
+        said = last["content"].rstrip().endswith(asked.strip())  # somebody wrote the like at the end of a message
+        if asked.strip() and text.removesuffix(asked).endswith(asked) and not said:
+            self._refuse_doubled(asked)
         return True
 
     def check_asks(
@@ -82,11 +85,12 @@ class TailMaker:
             Unbridgeable: it does not.
         """
         end = _seen(text, messages)[1]
+        behind = text[end:]
+        self._check_doubled(behind)
         silent = render(messages, False)
         shared = common_length(text, silent)
         if end <= shared < len(text):
             return
-        behind = text[end:]
         answer = _behind(render([*messages, _ANSWER], False), messages, _ANSWER)
         if behind.startswith(answer.rstrip()):
             return
@@ -98,6 +102,16 @@ class TailMaker:
             Property.PROMPTS_ANSWER,
             f"template {self.renderer.template.name!r} ends with {text[-40:]!r}, with or without add_generation_prompt",
         )
+
+    def _check_doubled(self, behind: str) -> None:
+        last = behind[-DOUBLED:]
+        for length in range(len(last) // 2, MEANT, -1):
+            if last[-length:] == last[-2 * length : -length] and last[-length:].strip():
+                self._refuse_doubled(last[-length:])
+
+    def _refuse_doubled(self, opener: str) -> NoReturn:
+        name = self.renderer.template.name
+        raise Unbridgeable(Property.OPENED_ONCE, f"template {name!r} opens the assistant's turn twice: {opener!r}")
 
 
 class Tail:
@@ -139,11 +153,16 @@ class Tail:
             Unbridgeable: it does not.
         """
         _ = self.seen
-        if not self._maker.asks_as_usual(self.text):
+        if not self._maker.asks_as_usual(self.text, self.new[-1]):
             self._maker.check_asks(self.text, self.new, self._follow)
 
     def _follow(self, new: Sequence[Message], asking: bool) -> str:
         return self._text(new, generation_prompt=asking)
+
+    @property
+    def plain(self) -> str:
+        """The text, with any markers in it named alike for every tail."""
+        return self.text.replace(self._stem, "\0")
 
     def holds_marker(self, text: str) -> bool:
         """What was said before the turn's end stands in `text`."""
@@ -196,8 +215,8 @@ class Tail:
         except Unbridgeable:
             return None
 
-    def locate(self, wanted: Sequence[int]) -> list[Span] | None:
-        """Where the contents of these new messages stand in `text`, or None where that cannot be told."""
+    def locate(self, wanted: Sequence[Field]) -> list[Span] | None:
+        """Where these fields of the new messages stand in `text`, or None where that cannot be told."""
         try:
             return locate(self.text, self._text, self.new, wanted, self._stem)
         except Unbridgeable:

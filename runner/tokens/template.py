@@ -67,9 +67,8 @@ class ChatTemplate:
                 f"template {str(name_or_path)!r} cannot be read ({error}): "
                 f"give one of the bundled names ({names}) or the path of a .jinja file"
             ) from error
-        template = cls(text, name=str(name_or_path))
-        template.renderer()
-        return template
+        _compile(text, str(name_or_path))  # rendering waits for whoever has seen that it ends
+        return cls(text, name=str(name_or_path))
 
     @property
     def fingerprint(self) -> str:
@@ -99,12 +98,14 @@ class Renderer:
         options: names that the template reads, such as `enable_thinking`.
         now: the time that the template sees.
         text_arguments: the template wants the arguments of a tool call as JSON text, not as an object; probed.
+        null_content: it shows calls only where there is no content, not where it is empty; probed.
     """
 
     template: ChatTemplate
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     now: datetime = field(default_factory=datetime.now)
     text_arguments: bool = field(init=False, default=False)
+    null_content: bool = field(init=False, default=False)
     _compiled: jinja2.Template = field(init=False, repr=False, compare=False)
     _context: dict[str, Any] = field(init=False, repr=False, compare=False)
 
@@ -112,7 +113,11 @@ class Renderer:
         context = {**self.template.variables, **self.options, "strftime_now": self.now.strftime}
         object.__setattr__(self, "_compiled", _compile(self.template.text, self.template.name))
         object.__setattr__(self, "_context", context)
-        object.__setattr__(self, "text_arguments", _wants_text_arguments(self))
+        if not _shows_arguments(self, _PROBE):
+            text_arguments = _shows_arguments(self, [_with_text_arguments(message) for message in _PROBE])
+            null_content = not text_arguments and _shows_arguments(self, [_with_null_content(m) for m in _PROBE])
+            object.__setattr__(self, "text_arguments", text_arguments)
+            object.__setattr__(self, "null_content", null_content)
 
     def render(
         self, messages: Sequence[MessageView], *, tools: Sequence[ToolSchema] = (), generation_prompt: bool = True
@@ -123,7 +128,11 @@ class Renderer:
             TemplateRaised: the template refuses these messages, or fails on them.
         """
         # Templates may add lists to them, and to nothing else.
-        messages = [_with_text_arguments(message) for message in messages] if self.text_arguments else [*messages]
+        messages = [*messages]
+        if self.text_arguments:
+            messages = [_with_text_arguments(message) for message in messages]
+        elif self.null_content:
+            messages = [_with_null_content(message) for message in messages]
         try:
             return self._compiled.render(
                 self._context, messages=messages, tools=[*tools] or None, add_generation_prompt=generation_prompt
@@ -217,16 +226,15 @@ _PROBE: list[MessageView] = [
 ]
 
 
-def _wants_text_arguments(renderer: Renderer) -> bool:
-    as_text = [_with_text_arguments(message) for message in _PROBE]
-    return not _shows_arguments(renderer, _PROBE) and _shows_arguments(renderer, as_text)
-
-
 def _shows_arguments(renderer: Renderer, messages: Sequence[MessageView]) -> bool:
     try:
         return _VALUE in renderer.render(messages, tools=[_PROBE_TOOL])
     except TemplateRaised:
         return False
+
+
+def _with_null_content(message: MessageView) -> MessageView:
+    return {**message, "content": None} if message.get("tool_calls") and not message["content"] else message
 
 
 def _with_text_arguments(message: MessageView) -> MessageView:

@@ -184,7 +184,8 @@ def _opened_twice(renderer: Renderer) -> bool:
     conversations = ([QUESTION], [QUESTION, ANSWER, AGAIN_ASKED], [QUESTION, CALL, result()])
     for conversation in conversations:
         try:
-            maker.asks_as_usual(maker.render(cast("list[Message]", conversation), TOOLS))
+            messages = cast("list[Message]", conversation)
+            maker.asks_as_usual(maker.render(messages, TOOLS), messages[-1])
         except Unbridgeable as refusal:
             if refusal.property is Property.OPENED_ONCE:
                 return True
@@ -249,7 +250,9 @@ def _null_content(probe: Probe) -> NullContent:
     shown = probe.text(QUESTION, CALL, result(), tools=True)
     null = calling({KEY: VALUE}, content=None)
     forms = (null, calling(json.dumps({KEY: VALUE}), content=None))
-    if not _calls_shown(probe) and any(probe.shows(VALUE, QUESTION, form, result()) for form in forms):
+    if probe.renderer.null_content or (
+        not _calls_shown(probe) and any(probe.shows(VALUE, QUESTION, form, result()) for form in forms)
+    ):
         return NullContent.NEEDED
     if shown is None:
         null, shown = {"role": "assistant", "content": None}, ""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 
 from runner.errors import BadTemplate
+from runner.messages import Message
 from runner.tokens.probing import QUESTION
 from runner.tokens.refusal import Property, Unbridgeable
 from runner.tokens.tail import TailMaker
@@ -89,7 +90,7 @@ def _check_opened_once(renderer: Renderer, text: str) -> None:
     half = asked[: len(asked) // 2]
     doubled = bool(half.strip()) and asked == half * 2
     try:
-        maker.asks_as_usual(text)
+        maker.asks_as_usual(text, cast("Message", QUESTION))
     except Unbridgeable as refusal:
         doubled = doubled or refusal.property is Property.OPENED_ONCE
     if doubled:

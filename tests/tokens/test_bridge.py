@@ -466,3 +466,35 @@ def test_a_bridge_needs_a_sampled_turn_and_something_new(made: Bridger) -> None:
         made.bridge([QUESTION], [MORE], sampled=[stop or 0], stop=stop)
     with pytest.raises(ValueError, match="is not the stop id"):
         made.bridge([QUESTION, says("x")], [MORE], sampled=[1], stop=stop)
+
+
+REMEMBERS = {
+    "in capitals": "(you said {{ messages[-2].content | upper }})",
+    "its length": "(you said {{ messages[-2].content | length }} letters)",
+    "its beginning": "(you said {{ messages[-2].content[-3:] }})",
+    "only of some": "{{ '(you thought)' if '<think>' in messages[-2].content }}",
+}
+
+
+@pytest.mark.parametrize("remark", ["in capitals", "its length", "its beginning"])
+def test_a_template_that_remarks_on_the_last_turn_behind_it_is_refused_by_name(remark: str) -> None:
+    made = bridger(chatml().replace("{% if add_generation_prompt", REMEMBERS[remark] + "{% if add_generation_prompt"))
+    with pytest.raises(Unbridgeable, match="marker_in_tail"):
+        answer(made, "42", "<|im_end|>", says("42"), MORE)
+
+
+def test_what_a_template_looks_for_in_the_last_turn_is_still_there() -> None:
+    text = chatml().replace("{% if add_generation_prompt", REMEMBERS["only of some"] + "{% if add_generation_prompt")
+    made = bridger(text)
+    told, _ = answer(made, "<think>", "<|im_end|>", says("<think>hm"), MORE)
+    plain, _ = answer(made, "42", "<|im_end|>", says("42"), MORE)
+    assert "(you thought)" in told
+    assert "(you thought)" not in plain
+
+
+@pytest.mark.parametrize("opener", ["<|im_start|>assistant\n", "### Assistant:\n"])
+def test_a_template_that_opens_the_answer_twice_is_refused_by_name(opener: str) -> None:
+    body = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    made = bridger(body + opener + opener)
+    with pytest.raises(Unbridgeable, match="assistant_opened_twice"):
+        made.first_prompt([QUESTION])
