@@ -467,6 +467,30 @@ async def test_a_stop_string_cuts_the_text_and_not_the_ids(name: str, chunks: An
     assert text == whole.rpartition("42")[2]
 
 
+# --- what the random conversations found
+
+
+@pytest.mark.parametrize("behind", ["\n", "\n\n", " \n", "\n<"])
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+def test_a_turn_cut_behind_a_call_and_white_space_does_not_get_the_end_of_the_call_again(
+    name: str, behind: str
+) -> None:
+    made = model(name)
+    said = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
+    history = [QUESTION, says("", called({"a": 17, "b": 25}))]
+    text, _ = made.after(made.sampled(said + behind, None), history, result("42"), cut=True)
+    assert text.startswith("<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n")
+
+
+@pytest.mark.parametrize("lost", ["\x1d", "\x1d\x1d x", "\x1d words"])
+def test_white_space_that_a_vocabulary_cannot_write_is_refused_by_name(lost: str) -> None:
+    made = model("smollm2")
+    assert "\x1d" not in made.tokenizer.decode(made.tokenizer.encode(lost))
+    with pytest.raises(Unbridgeable) as caught:
+        made.after(made.sampled("42", "<|im_end|>"), [QUESTION, says("42")], {"role": "user", "content": lost})
+    assert caught.value.property == "text_not_kept"
+
+
 # --- budgets
 
 

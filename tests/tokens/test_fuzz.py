@@ -1,0 +1,365 @@
+"""Random conversations on many families: what holds for every bridge, whatever was said, sampled or cut."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runner.messages import Message
+from runner.parsing.base import ToolFormat
+from runner.parsing.detect import detect_format
+from runner.parsing.reasoning import is_open, split_reasoning
+from runner.tokens.bridge import Bridger
+from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.junction import Junction, Result
+from runner.tokens.refusal import Property, Unbridgeable
+from runner.tokens.template import ChatTemplate, Renderer
+from runner.tokens.tokenizer import Tokenizer
+from tests.conformance.corpus import CLOCK, control_tokens
+from tests.tokens.families import ADD, FAMILIES, called, model, result, says
+from tests.tokens.vocabularies import smollm2
+
+BUNDLED = ("pythonic", "hermes", "pythonic on bytes", "hermes on bytes")
+REAL = (
+    *("qwen2.5", "qwen3", "qwen3-coder", "qwen3.6", "glm-4.5", "glm-4.6", "llama-3.1", "llama-3.2", "gpt-oss"),
+    *("gemma-4", "kimi", "minimax", "devstral", "ministral-3", "deepseek-v3.1"),
+)
+TALK_ONLY = ("mistral-small", "deepseek-v3", "smollm2", "smollm3")
+"""Their templates show no calls, or none without conditions."""
+ONE_CALL = ("llama-3.1", "llama-3.2", "gpt-oss")
+FORMATS = ("pythonic", "hermes", "qwen2.5", "qwen3", "pythonic on bytes", "hermes on bytes")
+"""Those whose calls the runner reads."""
+
+CALL_STOPS = {"glm-4.5": "<|observation|>", "glm-4.6": "<|observation|>", "gpt-oss": "<|call|>"}
+CALL_STOPS |= {"gemma-4": "<|tool_response>"}
+TALK_STOPS = {"glm-4.5": "<|user|>", "glm-4.6": "<|user|>"}
+WRITTEN = {"<|return|>": "<|end|>"}
+"""What history writes for a stop."""
+LAST_WORD = "Willowqkz"
+"""Ends what the model says or calls, and stands nowhere else."""
+
+Ids = list[int]
+Outcome = tuple[Ids, Junction] | Property
+
+
+class Speaker:
+    """A family, as the invariants need it.
+
+    Attributes:
+        seasoned: a bridger that meets every conversation of the session.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        bundled, _, spelled = name.partition(" on ")
+        if name in FAMILIES:
+            made = model(name)
+            self.tokenizer: Tokenizer = made.tokenizer
+            self.renderer: Renderer = made.renderer
+            self.stop_ids: Sequence[int] = made.stop_ids
+            names = [*control_tokens(made.template.text), *FAMILIES[name].stops, *FAMILIES[name].further]
+        else:
+            self.tokenizer = ByteTokenizer() if spelled else smollm2()
+            self.renderer = ChatTemplate.load(bundled).renderer(now=CLOCK)
+            self.stop_ids = self.tokenizer.encode("<|im_end|>")
+            names = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool_call>", "</tool_response>"]
+        self.controls = list(dict.fromkeys(names))
+        self.seasoned = self.bridger()
+        self.format: ToolFormat | None = detect_format(
+            lambda messages, tools: self.renderer.render(messages, tools=tools, generation_prompt=False)
+        )
+
+    def bridger(self) -> Bridger:
+        return Bridger(self.tokenizer, self.renderer, self.stop_ids)
+
+    def stop(self, turn: Message) -> str:
+        """What the template ends such a turn with."""
+        own = CALL_STOPS if turn.get("tool_calls") else TALK_STOPS
+        return own.get(self.name) or self.tokenizer.decode([self.stop_ids[0]])
+
+    def stop_id(self, turn: Message) -> int:
+        (stop,) = self.tokenizer.encode(self.stop(turn))
+        return stop
+
+    def render(self, messages: Sequence[Message], *, asking: bool = True) -> str:
+        return self.renderer.render(messages, tools=[ADD], generation_prompt=asking)
+
+    def same(self, one: str, other: str) -> bool:
+        return self.tokenizer.normalize(one) == self.tokenizer.normalize(other)
+
+    def control_in(self, ids: Sequence[int]) -> Ids:
+        return [token_id for token_id in ids if token_id in self.tokenizer.control_ids]
+
+    def spelled(self, text: str, at: Sequence[int]) -> Ids:
+        """Ids of `text`, encoded apart between the places of `at`: mostly not those of its encoding."""
+        borders = [0, *sorted({min(place, len(text)) for place in at}), len(text)]
+        pieces = (text[begin:end] for begin, end in itertools.pairwise(borders))
+        return [token_id for piece in pieces for token_id in self.tokenizer.encode(piece)]
+
+
+@functools.cache
+def speaker(name: str) -> Speaker:
+    return Speaker(name)
+
+
+# --- what is said
+
+ANY = st.text(st.characters(exclude_categories=[]), max_size=12)
+ORDINARY = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+PIECES = (
+    "\n",
+    " ",
+    "  ",
+    "\t",
+    '"',
+    "\\",
+    "{}",
+    '{"a": 1}',
+    "null",
+    "</",
+    "<|",
+    "|>",
+    "[",
+    "/think",
+    "/nothink",
+    "m",
+    "é",
+)
+
+
+def contents(controls: Sequence[str]) -> st.SearchStrategy[str]:
+    """What users and tools say: any text, control tokens, and fragments of those."""
+    whole = st.sampled_from([*controls, *PIECES])
+    fragment = st.builds(
+        lambda token, begin, end: token[begin : len(token) - end],
+        st.sampled_from(list(controls)),
+        st.integers(0, 3),
+        st.integers(0, 3),
+    )
+    pieces = st.lists(st.one_of(ANY, whole, fragment), min_size=1, max_size=5).map("".join)
+    return pieces.filter(lambda text: LAST_WORD not in text)
+
+
+SPOKEN = ORDINARY.filter(lambda text: "<" not in text and "[" not in text and "]" not in text)
+
+
+@st.composite
+def turns(draw: st.DrawFn, name: str) -> Message:
+    """What the model says; its last word is the last of its content, or of its last call."""
+    thought = draw(st.sampled_from(["", "", "Carry the one."]))
+    most = 0 if name in TALK_ONLY else 1 if name in ONE_CALL else 3
+    numbers = draw(st.lists(st.integers(-9, 99), max_size=most))
+    if not numbers:
+        return says(f"{draw(SPOKEN)} {LAST_WORD}", reasoning=thought)
+    calls = [called({"a": number, "b": LAST_WORD}, call_id=f"call{index:05}") for index, number in enumerate(numbers)]
+    text = draw(SPOKEN) if name in FORMATS else ""
+    return says(text.strip(), *calls, reasoning=thought)
+
+
+def answers(turn: Message, draw: st.DrawFn, words: st.SearchStrategy[str]) -> list[Message]:
+    """A result for each call, or a user's word."""
+    results = [result(draw(words), call["id"]) for call in turn.get("tool_calls", ())]
+    return results or [{"role": "user", "content": draw(words)}]
+
+
+@st.composite
+def conversations(draw: st.DrawFn, name: str) -> tuple[list[Message], list[Message]]:
+    """A history that ends with a turn of the model, and what comes after it."""
+    words = contents(speaker(name).controls)
+    history: list[Message] = [{"role": "user", "content": draw(words)}]
+    if draw(st.booleans()):
+        history.insert(0, {"role": "system", "content": draw(ORDINARY)})
+    for _ in range(draw(st.integers(0, 2))):
+        turn = draw(turns(name))
+        history += [turn, *answers(turn, draw, words)]
+        if history[-1]["role"] == "tool":
+            history += [says("So it is."), {"role": "user", "content": draw(words)}]
+    # Words that stand nowhere else but at the end of the last turn.
+    history = [_without_last_word(message) for message in history]
+    turn = draw(turns(name))
+    return [*history, turn], answers(turn, draw, words)
+
+
+def _without_last_word(message: Message) -> Message:
+    changed: Any = copy.deepcopy(message)
+    changed["content"] = changed["content"].replace(LAST_WORD, "words")
+    for call in changed.get("tool_calls", ()):
+        call["function"]["arguments"]["b"] = "words"
+    return changed  # type: ignore[no-any-return]
+
+
+# --- what becomes of it
+
+
+def outcome(
+    bridger: Bridger, history: list[Message], new: list[Message], sampled: Ids, stop: int | None, *, thinking: bool
+) -> Outcome:
+    kept = copy.deepcopy((history, new, sampled))
+    try:
+        bridge = bridger.bridge(history, new, [ADD], sampled=sampled, stop=stop, thinking=thinking)
+    except Unbridgeable as refusal:
+        return Property(refusal.property)
+    finally:
+        assert (history, new, sampled) == kept, "what was there was changed"
+    assert bridge.junction.result is Result.APPENDED
+    assert bridge.junction.inserted == len(bridge.ids) > 0
+    return bridge.ids, bridge.junction
+
+
+def bridged(
+    own: Speaker, history: list[Message], new: list[Message], sampled: Ids, stop: int | None, *, thinking: bool = False
+) -> Outcome:
+    """The outcome, which is the same for a bridger that met nothing, for the second time, and for one that met much."""
+    fresh = own.bridger()
+    made = outcome(fresh, history, new, sampled, stop, thinking=thinking)
+    assert outcome(fresh, history, new, sampled, stop, thinking=thinking) == made
+    assert outcome(own.seasoned, history, new, sampled, stop, thinking=thinking) == made
+    return made
+
+
+def rest_of(own: Speaker, history: list[Message], new: list[Message]) -> str:
+    """What the template writes behind the last word of the last turn."""
+    return own.render([*history, *new]).rpartition(LAST_WORD)[2]
+
+
+def harmless(new: Sequence[Message]) -> list[Message]:
+    """The same messages with other words in them, none of them a control token's."""
+    return [{**message, "content": "words"} for message in new]
+
+
+MAY_REFUSE = {Property.TEXT_KEPT}
+"""SmolLM2's vocabulary has no ids for some bytes. Nothing else may be refused: these families serve all of this."""
+
+AS_OFTEN = settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+@pytest.mark.parametrize("name", [*BUNDLED, *REAL, *TALK_ONLY])
+@AS_OFTEN
+@given(data=st.data())
+def test_a_bridge_is_the_templates_own_tail_with_no_control_id_of_a_content(name: str, data: st.DataObject) -> None:
+    own = speaker(name)
+    history, new = data.draw(conversations(name))
+    said = data.draw(ORDINARY)
+    ids = own.spelled(said, data.draw(st.lists(st.integers(0, 12), max_size=3)))
+    cut = not history[-1].get("tool_calls") and data.draw(st.booleans())
+    stop = None if cut else own.stop_id(history[-1])
+    sampled = [*ids, *([] if stop is None else [stop])]
+    made = bridged(own, history, new, sampled, stop)
+    if isinstance(made, Property):
+        assert made in MAY_REFUSE
+        return
+    bridge, _ = made
+    rest, text = rest_of(own, history, new), own.tokenizer.decode(bridge)
+    if stop is not None:
+        name = own.stop(history[-1])
+        rest = rest.partition(WRITTEN.get(name, name))[2]
+    assert own.same(text, rest)
+    plain = bridged(own, history, harmless(new), sampled, stop)
+    assert not isinstance(plain, Property)
+    assert own.control_in(bridge) == own.control_in(plain[0])
+    assert own.control_in(plain[0]) == own.control_in(own.tokenizer.encode(own.tokenizer.decode(plain[0])))
+
+
+@pytest.mark.parametrize("name", [*BUNDLED, *REAL, *TALK_ONLY])
+@AS_OFTEN
+@given(data=st.data())
+def test_a_first_prompt_is_the_render_with_no_control_id_of_a_content(name: str, data: st.DataObject) -> None:
+    own = speaker(name)
+    words = contents(own.controls)
+    messages: list[Message] = [{"role": "user", "content": data.draw(words)}]
+    made = own.bridger().first_prompt(messages, [ADD])
+    assert list(made) == list(own.seasoned.first_prompt(messages, [ADD]))
+    kept = own.tokenizer.decode(own.tokenizer.encode(messages[0]["content"]))
+    if own.same(kept, messages[0]["content"]):  # SmolLM2's vocabulary loses some bytes
+        assert own.same(own.tokenizer.decode(made), own.render(messages))
+    plain = own.bridger().first_prompt(harmless(messages), [ADD])
+    assert own.control_in(made) == own.control_in(plain)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@AS_OFTEN
+@given(data=st.data())
+def test_a_turn_cut_at_any_id_reads_as_the_template_would_have_closed_it(name: str, data: st.DataObject) -> None:
+    own = speaker(name)
+    history, new = data.draw(conversations(name))
+    turn = history[-1]
+    before = own.render(history[:-1])
+    whole = own.render(history, asking=False)
+    if not whole.startswith(before):  # the past is written in another way once the turn is there
+        history = [{"role": "user", "content": "What is 17 + 25?"}, turn]
+        before, whole = own.render(history[:-1]), own.render(history, asking=False)
+    said = whole[len(before) :].partition("<|im_end|>")[0]
+    ids = own.spelled(said, data.draw(st.lists(st.integers(0, 40), max_size=3)))
+    for length in {0, len(ids), *data.draw(st.sets(st.integers(0, len(ids)), max_size=6))}:
+        _check_cut(own, history[:-1], ids[:length], new)
+
+
+def _check_cut(own: Speaker, past: list[Message], ids: Ids, new: list[Message]) -> None:
+    text = own.tokenizer.decode(ids)
+    turn, thinking = _read(own, text)
+    calls = turn.get("tool_calls", ())
+    following = [message for message in new if message["role"] == "tool"][: len(calls)] if calls else []
+    following = following or [{"role": "user", "content": "Go on."}]
+    made = bridged(own, [*past, turn], following, ids, None, thinking=thinking)
+    if thinking:
+        assert made is Property.REASONING_CLOSED
+        return
+    if isinstance(made, Property):
+        assert made in MAY_REFUSE
+        return
+    shown = own.tokenizer.decode(made[0])
+    if not calls:
+        assert own.same(shown, rest_of(own, [*past, says(LAST_WORD)], following))
+        return
+    last: Any = copy.deepcopy(turn)
+    last["tool_calls"][-1]["function"]["arguments"] = {"b": LAST_WORD}
+    rest = rest_of(own, [*past, last], following)
+    assert own.tokenizer.normalize(rest).endswith(own.tokenizer.normalize(shown))
+    # What the model wrote of its last call's end is not written again, and what it did not write is.
+    missing, end = shown.partition("<|im_end|>")[0], rest.partition("<|im_end|>")[0]
+    written = text.split(LAST_WORD, len(calls))[-1]
+    if LAST_WORD in written:  # half of a call behind it ends as the last whole one does
+        assert end.endswith(missing)
+    else:
+        assert missing == (end.removeprefix(written) if end.startswith(written) else "")
+
+
+def _read(own: Speaker, text: str) -> tuple[Message, bool]:
+    """The turn as a conversation reads it from what was sampled."""
+    assert own.format is not None
+    reasoning, content = split_reasoning(text)
+    parsed = own.format.parse(content)
+    calls: list[Any] = [call.as_message() for call in parsed.calls if call.error is None]
+    return says(parsed.content, *calls, reasoning=reasoning), is_open(text)
+
+
+@pytest.mark.parametrize(
+    "name", ["pythonic", "hermes", "qwen3", "glm-4.5", "llama-3.1", "gpt-oss", "devstral", "deepseek-v3.1"]
+)
+@AS_OFTEN
+@given(data=st.data())
+def test_whatever_was_sampled_the_next_prompt_begins_with_it_or_the_refusal_has_a_name(
+    name: str, data: st.DataObject
+) -> None:
+    # Ids of any kind, control ids among them, ended by any of the stops or by none.
+    own = speaker(name)
+    history, new = data.draw(conversations(name))
+    anything = st.integers(0, own.tokenizer.size + 5)
+    ids = data.draw(st.lists(st.one_of(anything, st.sampled_from(sorted(own.tokenizer.control_ids))), max_size=8))
+    stop = data.draw(st.one_of(st.none(), st.sampled_from(sorted(own.stop_ids))))
+    sampled = [*ids, *([] if stop is None else [stop])]
+    made = bridged(own, history, new, sampled, stop, thinking=stop is None and data.draw(st.booleans()))
+    if isinstance(made, Property):
+        return
+    whole, text = own.render([*history, *new]), own.tokenizer.decode(made[0])
+    assert own.tokenizer.normalize(whole).endswith(own.tokenizer.normalize(text))
+    assert LAST_WORD not in text
