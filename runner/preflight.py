@@ -14,6 +14,7 @@ from runner.chat import ChatModel
 from runner.errors import BadTemplate
 from runner.options import HistoryPolicy
 from runner.threads import Job, Workers
+from runner.tokens.refusal import Property
 from runner.tokens.template import ChatTemplate
 
 __all__ = ["check_appends", "check_templates"]
@@ -47,8 +48,11 @@ async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, too
     profile = await workers.call(Job(look, "chat template"))
     missing = list(_missing(chat, profile, tools=tools))
     if missing and chat.history.policy is HistoryPolicy.REFUSE:
-        raise BadTemplate(f"{missing[0]}. Give history='append' to fork there, or another template.")
-    return [f"{words}: each such turn starts a new segment" for words in missing]
+        raise BadTemplate(
+            f"{missing[0]}. Under history='refuse' that is no choice: give history='append', or a template "
+            "that check-template finds exact."
+        )
+    return missing
 
 
 def _missing(chat: ChatModel, profile: Any, *, tools: bool) -> Iterator[str]:
@@ -58,7 +62,9 @@ def _missing(chat: ChatModel, profile: Any, *, tools: bool) -> Iterator[str]:
         wanted = verdict.kind is Append.USER or (tools and verdict.kind.needed and verdict.kind.calls)
         if wanted and verdict.result is Exactness.UNSUPPORTED:
             name = chat.renderer.template.name
-            yield f"template {name!r}, {verdict.kind.value}: {verdict.refusal}, {verdict.explanation}"
+            raises = verdict.refusal is Property.TEMPLATE_RENDERS
+            what = "an episode that comes to it ends" if raises else "each such turn starts a new segment"
+            yield f"template {name!r}, {verdict.kind.value}: {what} ({verdict.refusal}: {verdict.explanation})"
 
 
 def _same_all_day(now: datetime) -> datetime:

@@ -57,7 +57,9 @@ class View:
         if chat.tool_format is None or not tools:
             return cls(content, reasoning, [])
         parsed = chat.tool_format.parse(content, before, tools, tool_choice)
-        return cls(parsed.content, reasoning, parsed.calls)
+        names = {tool.name for tool in tools}
+        calls = [call if call.name in names else _without_control_text(call, chat) for call in parsed.calls]
+        return cls(parsed.content, reasoning, calls)
 
     def as_message(self) -> Message:
         """The assistant message. A call that did not parse is none: templates drop or refuse what would answer it."""
@@ -68,3 +70,11 @@ class View:
         if calls:
             message["tool_calls"] = calls
         return message
+
+
+def _without_control_text(call: ToolCall, chat: ChatModel) -> ToolCall:
+    """The call, or an error where the name that the model made up would become control ids behind its turn."""
+    ids = chat.tokenizer.encode(call.name)
+    if call.error is not None or chat.tokenizer.control_ids.isdisjoint(ids):
+        return call
+    return ToolCall(call.id, "", error="its name holds control text")

@@ -8,6 +8,7 @@ history, some uses are compared with the full render; a difference ends all trus
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ __all__ = ["Locality", "Shape"]
 
 CHECKED_ONE_IN = 64
 NAMES_KEPT = 1000
+KINDS_KEPT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Shape:
         reasoning: the last turn thought.
         text: it said something.
         new: role and whether it is empty, of each new message; contents are strings.
-        tools: their schemas.
+        tools: a hash of their schemas.
     """
 
     calls: int
@@ -53,8 +55,12 @@ class Shape:
             reasoning=bool(turn.get("reasoning_content")),
             text=bool(turn["content"]),
             new=tuple((message["role"], not message["content"]) for message in new),
-            tools=orjson.dumps(tools, option=orjson.OPT_NON_STR_KEYS, default=str),
+            tools=hashlib.blake2b(_as_json(tools), digest_size=16).digest(),
         )
+
+
+def _as_json(tools: Sequence[ToolSchema]) -> bytes:
+    return orjson.dumps(tools, option=orjson.OPT_NON_STR_KEYS, default=str)
 
 
 @dataclass(slots=True)
@@ -129,7 +135,11 @@ class Locality:
             return short, True
         kind.turns.add(turn)
         kind.uses = 0
-        full = self._full(history, new, tools, kind.asked)
+        try:
+            full = self._full(history, new, tools, kind.asked)
+        except Unbridgeable as raised:
+            self._revoke(short.text, str(raised))
+            raise
         self._check_real(full, kind, history, new, tools)
         if full.plain == short.plain:
             return short, True
@@ -210,7 +220,14 @@ class Locality:
         kind = self._kinds.get(shape)
         if kind is None:
             with self._probing:
-                kind = self._kinds.get(shape) or self._kinds.setdefault(shape, self._probe(turn, new, tools))
+                kind = self._kinds.get(shape) or self._learn(shape, self._probe(turn, new, tools))
+        return kind
+
+    def _learn(self, shape: Shape, kind: _Kind) -> _Kind:
+        # Environments may offer other tools in every episode: what was learnt first is learnt again if need be.
+        if len(self._kinds) >= KINDS_KEPT:
+            del self._kinds[next(iter(self._kinds))]
+        self._kinds[shape] = kind
         return kind
 
     def _probe(self, turn: Message, new: Sequence[Message], tools: Sequence[ToolSchema]) -> _Kind:
