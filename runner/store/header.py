@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import importlib.metadata
 import inspect
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from fnmatch import fnmatchcase
@@ -342,14 +343,17 @@ def _template(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _versions(names: Iterable[str] = _DISTRIBUTIONS) -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+def _versions() -> dict[str, str]:
+    installed = {name: version for name in _DISTRIBUTIONS if (version := _version(name)) is not None}
+    return {"python": platform.python_version(), **installed}
+
+
+@functools.cache  # reading what is said of a distribution takes milliseconds, and it stays the same for a process
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _git(environment: Environment[Any]) -> dict[str, Any]:
