@@ -140,4 +140,24 @@ def _checked(index: int, message: Any) -> Message:
         raise BadMessage(f"message {index}: a message's role is system, user, assistant or tool, got {role!r}")
     if not isinstance(content, str | type(None)):
         raise BadMessage(f"message {index} ({role}): a message's content is a string, got {type(content).__name__}")
-    return {**message, "content": content or ""}  # type: ignore[typeddict-item]  # checked above
+    checked = {**message, "content": content or ""}
+    if message.get("tool_calls"):
+        checked["tool_calls"] = [_with_object_arguments(index, call) for call in message["tool_calls"]]
+    return checked  # type: ignore[return-value]  # checked above
+
+
+def _with_object_arguments(index: int, call: Any) -> Any:
+    """OpenAI's clients give arguments as JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadMessage(f"message {index} (assistant): a tool call has id and function, with name and arguments")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        given = function["arguments"]
+        raise BadMessage(f"message {index} (assistant): the arguments of a call are a JSON object, got {given!r:.60}")
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -25,7 +25,7 @@ RETRY = "retry"
 
 Schemas = Sequence[dict[str, Any]]
 
-_NO_FORK_HELPS = (Property.REASONING_CLOSED, Property.TEXT_KEPT)
+_NO_FORK_HELPS = (Property.REASONING_CLOSED, Property.TEXT_KEPT, Property.CONTENT_SHOWN)
 
 
 @dataclass(slots=True)

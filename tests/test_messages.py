@@ -94,3 +94,24 @@ async def test_a_prompt_with_a_result_without_a_call_is_env_error_before_anythin
     trajectory = await play(Asks, recording(["21"]))
     assert (trajectory.outcome, trajectory.turns) == (Outcome.ENV_ERROR, [])
     assert "message 1 (tool) answers no call" in trajectory.error
+
+
+def test_arguments_in_json_text_become_the_object_that_templates_read() -> None:
+    given: Any = {
+        **CALL,
+        "tool_calls": [{**CALL["tool_calls"][0], "function": {"name": "add", "arguments": '{"a": 17}'}}],
+    }
+    assert as_messages(given) == [CALL]
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "17", ["a"]])
+def test_arguments_that_are_no_object_are_refused_by_their_place(arguments: Any) -> None:
+    given: Any = {**CALL, "tool_calls": [{"id": "x", "function": {"name": "add", "arguments": arguments}}]}
+    with pytest.raises(BadMessage, match=r"message 1 \(assistant\): the arguments of a call are a JSON object"):
+        as_messages([QUESTION, given])
+
+
+def test_a_call_without_a_function_is_refused_by_its_place() -> None:
+    given: Any = {**CALL, "tool_calls": [{"id": "x"}]}
+    with pytest.raises(BadMessage, match=r"message 0 \(assistant\): a tool call has id and function"):
+        as_messages(given)

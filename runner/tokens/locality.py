@@ -159,7 +159,10 @@ class Locality:
         Raises:
             Unbridgeable: it does not, so no conversation of this kind is bridged any more.
         """
-        real = self._maker.render([*history, *new], tools)
+        try:
+            real = self._maker.render([*history, *new], tools)
+        except Unbridgeable:  # on the words themselves, and the sentinel stands in for them
+            return
         # A tail that begins in a call begins behind other words than the call's own.
         if not real.endswith(full.text[full.border or full.seen[1] :] if full.after_call else full.text):
             kind.refusal = self._depends(full.text[-80:], real[-80:])
@@ -236,6 +239,9 @@ class Locality:
         other = self._attempt([*_STAND_IN, turn], new, tools, stem=self._stems.unlike())
         if tails[0] is not None and other is not None and other != tails[0]:
             return _Kind(local=False, refusal=self._depends(tails[0][-80:], other[-80:]))
+        hidden = self._hidden_message(turn, new, tools)
+        if hidden is not None:
+            return _Kind(local=False, refusal=hidden)
         moved = self._moved_tool(turn, new, tools)
         if moved:
             return _Kind(local=False, refusal=Unbridgeable(Property.TOOLS_STAY, moved))
@@ -248,6 +254,19 @@ class Locality:
             return Tail(self._maker, stem or self._stems.absent([*history, *new]), history, new, tools).plain
         except Unbridgeable:
             return None
+
+    def _hidden_message(
+        self, turn: Message, new: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> Unbridgeable | None:
+        """A new message that the template does not show: markers tell, where "u" or "0" would be found anywhere."""
+        words = [self._stems.absent([]) if message["content"] else "" for message in new]
+        copies = [cast("Message", {**message, "content": word}) for message, word in zip(new, words, strict=True)]
+        tail = self._attempt([*_STAND_IN, turn], copies, tools)
+        for message, word in zip(new, words, strict=True):
+            if tail is not None and word not in tail:
+                why = f"the template hides what a message of the {message['role']} role says there"
+                return Unbridgeable(Property.CONTENT_SHOWN, why)
+        return None
 
     def _moved_tool(self, turn: Message, new: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
         """Words for it where the template prints the tools behind the turn, else ""."""

@@ -48,20 +48,24 @@ def sentinel(stem: str) -> str:
     return stem + "end"
 
 
-def marked(message: Message, stem: str, tools: Sequence[ToolSchema]) -> Message:
+def marked(message: Message, stem: str, tools: Sequence[ToolSchema], *, words: bool = True) -> Message:
     """A copy of an assistant message with the sentinel where its words end, and markers behind what else it says.
 
-    The words themselves stay, since templates look into them.
+    Args:
+        message: the turn.
+        stem: begins sentinel and markers.
+        tools: that could be called.
+        words: the words themselves stay, since templates look into them; else only sentinel and markers are there.
     """
     copy: dict[str, Any] = dict(message)
     if message.get("reasoning_content"):
-        copy["reasoning_content"] = message["reasoning_content"] + stem + "reasoning"
+        copy["reasoning_content"] = message["reasoning_content"] * words + stem + "reasoning"
     calls = message.get("tool_calls")
     if not calls:
-        copy["content"] = message["content"] + sentinel(stem)
+        copy["content"] = message["content"] * words + sentinel(stem)
         return cast("Message", copy)
     if message["content"]:
-        copy["content"] = message["content"] + stem + "text"
+        copy["content"] = message["content"] * words + stem + "text"
     function = calls[-1]["function"]
     arguments = {_parameter(function, tools): sentinel(stem)}
     # Name and id stay, since templates write them after the call too.

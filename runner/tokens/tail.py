@@ -47,9 +47,13 @@ class TailMaker:
         """The whole render, which asks the model to speak.
 
         Raises:
-            Unbridgeable: the template raises, or does not ask.
+            Unbridgeable: the template raises, does not ask, or hides what a user, a tool or the system says.
         """
         text = self.render(messages, tools)
+        for index, message in enumerate(messages):
+            # What a model said may be shown without its reasoning.
+            if message["role"] != "assistant" and not any(form in text for form in forms(message["content"])):
+                raise _hidden(message, index)
         if messages and not self.asks_as_usual(text, messages[-1]):
             self.check_asks(text, messages, lambda new, asking: self.render(new, tools, generation_prompt=asking))
         return text
@@ -142,9 +146,14 @@ class Tail:
         self.after_call = bool(history[-1].get("tool_calls"))
         self._maker = maker
         self._stem = stem
-        self._history = [*history[:-1], marked(history[-1], stem, tools)]
         self._tools = tools
-        self.text = self._text(new)
+        self._history = [*history[:-1], marked(history[-1], stem, tools)]
+        try:
+            self.text = self._text(new)
+        except Unbridgeable:
+            # Some templates raise on words that their model samples and a parser should have taken out.
+            self._history[-1] = marked(history[-1], stem, tools, words=False)
+            self.text = self._text(new)
 
     def check(self) -> None:
         """See that the new messages are in the tail and that it ends by asking the model to speak.
@@ -266,13 +275,17 @@ def _seen(text: str, new: Sequence[Message]) -> Span:
     for index, message in enumerate(new):
         found = _find(text, message["content"], end)
         if found is None:
-            raise Unbridgeable(
-                Property.CONTENT_SHOWN,
-                f"the content of a {message['role']} message is not in the render: {message['content']!r:.80}",
-            )
+            raise _hidden(message, index)
         begin, end = found
         first = begin if index == 0 else first
     return first, end
+
+
+def _hidden(message: Message, index: int) -> Unbridgeable:
+    return Unbridgeable(
+        Property.CONTENT_SHOWN,
+        f"the template hides message {index} of the {message['role']} role: {message['content']!r:.80}",
+    )
 
 
 def _behind(text: str, messages: Sequence[Message], last: Message) -> str:
