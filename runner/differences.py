@@ -28,6 +28,7 @@ class Kind(enum.StrEnum):
     LAYOUT = "layout"  # turns, ids, sources and messages do not fit one another
     FIRST_PROMPT = "first_prompt"  # the render of the first messages
     BRIDGE = "bridge"  # what stands between two turns
+    JUNCTION = "junction"  # the record of how a prompt was made
     STOP = "stop"  # what ended a turn is not where it was sampled
     TURN = "turn"  # the sampled ids say something else than the turn
     MESSAGE = "message"  # or than the assistant message

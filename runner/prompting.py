@@ -18,7 +18,10 @@ from runner.tokens.log import Source, TokenLog
 from runner.tokens.refusal import Property, Unbridgeable
 from runner.trajectory import Segment, Turn
 
-__all__ = ["RETRY", "Prepared", "PromptMaker"]
+__all__ = ["RETRY", "REVOKED", "Prepared", "PromptMaker", "followed_junction", "forked_junction"]
+
+REVOKED = "local_tail_revoked"
+"""The cause of a junction whose stand-in for the history proved untrustworthy after it was made."""
 
 RETRY = "retry"
 """The cause of a segment that samples the last turn of another one anew, from the same prompt."""
@@ -76,7 +79,7 @@ class PromptMaker:
             Unbridgeable: the template raises, or does not ask for an answer.
         """
         ids = self._chat.bridger.first_prompt(messages, tools)
-        junction = _forked(cause) if cause != "start" else None
+        junction = forked_junction(cause) if cause != "start" else None
         return Prepared(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages, junction=junction)
 
     def continued(self, segment: Segment) -> Prepared:
@@ -87,7 +90,9 @@ class PromptMaker:
         """A turn once more, from the very ids of its prompt, which end at `start`."""
         ids = segment.log.ids[:start]
         again = Segment(cause=RETRY, tools=segment.tools)
-        return Prepared(again, ids, ids, Source.PROMPT, messages, junction=_forked(RETRY), taken_back=segment.log)
+        return Prepared(
+            again, ids, ids, Source.PROMPT, messages, junction=forked_junction(RETRY), taken_back=segment.log
+        )
 
     async def next(self, segment: Segment, last: Turn, new: Sequence[Message], tools: Schemas) -> Prepared:
         """The prompt after a turn that is answered, by the run's policy.
@@ -123,7 +128,7 @@ class PromptMaker:
             return
         for turn in turns:
             if turn.number in self.local_turns and turn.junction is not None:
-                turn.junction = replace(turn.junction, seam=Seam.UNVERIFIED, cause="local_tail_revoked")
+                turn.junction = replace(turn.junction, seam=Seam.UNVERIFIED, cause=REVOKED)
 
     async def _bridge(self, segment: Segment, last: Turn, new: Sequence[Message], tools: Schemas) -> Bridge:
         bridger, history = self._chat.bridger, segment.messages
@@ -148,7 +153,7 @@ class PromptMaker:
     async def _forked(self, segment: Segment, new: Sequence[Message], tools: Schemas, cause: str) -> Prepared:
         """A new segment with everything rendered anew, loss mask 0 throughout."""
         prepared = await self._rendered([*segment.messages, *new], tools, cause)
-        prepared.junction = _forked(cause)
+        prepared.junction = forked_junction(cause)
         return prepared
 
     async def _followed(self, segment: Segment, last: Turn, new: Sequence[Message], tools: Schemas) -> Prepared:
@@ -157,13 +162,10 @@ class PromptMaker:
         before = len(segment.log)
         unsampled = any(message["role"] == "assistant" for message in new)
         if unsampled or prepared.prompt[:before] != segment.log.ids:
-            prepared.junction = _forked("template")
+            prepared.junction = forked_junction("template")
             return prepared
         added = prepared.prompt[before:]
-        control = self._chat.tokenizer.control_ids
-        seam = Seam.SPECIAL if {prepared.prompt[before - 1], added[0]} & control else Seam.VERIFIED
-        close = Close.MASKED if self._chat.closing_stop(last) is None else Close.SAMPLED
-        junction = Junction(Result.APPENDED, Anchor.COMMON_PREFIX, close, seam, len(added))
+        junction = followed_junction(self._chat, prepared.prompt, last, len(added))
         return Prepared(segment, prepared.prompt, added, Source.BRIDGE, new, junction=junction)
 
     async def _rendered(self, messages: Sequence[Message], tools: Schemas, cause: str) -> Prepared:
@@ -173,6 +175,13 @@ class PromptMaker:
         return Prepared(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages)
 
 
-def _forked(cause: str) -> Junction:
+def followed_junction(chat: ChatModel, ids: Sequence[int], last: Turn, inserted: int) -> Junction:
+    """The template's own render goes on where the turn ended: its prompt was encoded in one go."""
+    seam = Seam.SPECIAL if {ids[last.end - 1], ids[last.end]} & chat.tokenizer.control_ids else Seam.VERIFIED
+    close = Close.MASKED if chat.closing_stop(last) is None else Close.SAMPLED
+    return Junction(Result.APPENDED, Anchor.COMMON_PREFIX, close, seam, inserted)
+
+
+def forked_junction(cause: str) -> Junction:
     """A prompt that was rendered whole and encoded in one go: nothing was joined to anything."""
     return Junction(Result.FORKED, Anchor.NONE, Close.MASKED, Seam.VERIFIED, 0, cause=cause)

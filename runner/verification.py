@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from datetime import datetime
 from typing import Any, cast
 
@@ -19,9 +19,10 @@ from runner.engines.base import Engine, FinishReason
 from runner.messages import Message, as_messages
 from runner.options import History, HistoryPolicy
 from runner.parsing.reasoning import is_open
-from runner.prompting import RETRY
+from runner.prompting import RETRY, REVOKED, followed_junction, forked_junction
 from runner.sampling import StopStrings
 from runner.store.plain import encode_json
+from runner.tokens.junction import Junction, Seam
 from runner.tokens.log import Source
 from runner.tokens.refusal import Unbridgeable
 from runner.tokens.template import ChatTemplate
@@ -101,6 +102,7 @@ class _Check:
         self._trajectory = trajectory
         self._chat = chat
         self._calls = 0
+        self._junction: Junction | None = None  # of the bridge that was made last
         self._done: list[_Part] = []
         self._compare = Comparison(trajectory, chat.tokenizer.decode)
 
@@ -181,6 +183,16 @@ class _Check:
             make = self._chat.bridger.first_prompt
             derived = self._made(Kind.FIRST_PROMPT, lambda: make(part.prompt, part.segment.tools))
         self._compare.ids(Kind.FIRST_PROMPT, part.segment.log.ids[: first.start], derived, 0)
+        begun = part.segment.cause == "start"
+        self._check_junction(first, None if begun else forked_junction(part.segment.cause))
+
+    def _check_junction(self, turn: Turn, made: Junction | None) -> None:
+        stored = turn.junction
+        if made is not None and stored is not None and stored.cause == REVOKED:
+            made = replace(made, seam=Seam.UNVERIFIED, cause=REVOKED)
+        if made != stored:
+            was, becomes = ("none" if each is None else "/".join(map(str, astuple(each))) for each in (stored, made))
+            self._compare.differ(Kind.JUNCTION, "the record of its junction", stored=was, derived=becomes)
 
     def _retried(self, part: _Part) -> Ids:
         """The prompt of what was said last in the segment before, which this one plays again."""
@@ -212,7 +224,16 @@ class _Check:
             turn=before.number,
             tail=(bridger.locality.full(history, new, tools), False),  # a stand-in for the history proves nothing
         )
+        self._junction = bridge.junction
         return bridge.ids
+
+    def _made_junction(self, turn: Turn, before: Turn, inserted: int) -> Junction:
+        junction = self._junction
+        if junction is None:  # a followed template's
+            junction = followed_junction(self._chat, turn.log.ids, before, inserted)
+        if before.dropped and self._chat.history.policy is not HistoryPolicy.FORK:
+            junction = replace(junction, dropped=before.dropped, cause="stop_string")
+        return junction
 
     def _followed(self, part: _Part, before: Turn, messages: Sequence[Message]) -> Ids:
         """What the render of everything has behind the turn, where a template is followed."""
@@ -243,6 +264,7 @@ class _Check:
                 if before is not None:
                     derived = self._bridge(part, before, part.spoken[speech - 1], part.spoken[speech])
                     self._compare.ids(Kind.BRIDGE, turn.log.ids[before.end : turn.start], derived, before.end)
+                    self._check_junction(turn, self._made_junction(turn, before, len(derived)))
             spoken = Spoken(turn, begin, self._said(turn, begin))
             view = self._check_view(part.segment, spoken)
             self._calls += len(view.tool_calls)

@@ -438,6 +438,29 @@ def test_a_turn_that_does_not_fit_its_ids_is_found(path: Path, column: str, valu
     assert damaged(path)["kind"] in ("layout", "stop", "turn", "unreadable")
 
 
+@pytest.mark.parametrize(
+    "change_of_it",
+    [
+        "junction_inserted = 999",
+        "junction_result = 'forked'",
+        "junction_close = 'masked'",
+        "junction_anchor = 'none'",
+        "junction_seam = 'unverified'",
+        "junction_result = NULL",
+        "dropped = dropped + 7",
+    ],
+)
+def test_a_junction_record_that_does_not_follow_is_found(path: Path, change_of_it: str) -> None:
+    number = next(turn.number for turn in trajectory_of(path).turns if turn.junction and turn.junction.inserted)
+    change(path, f"UPDATE turns SET {change_of_it} WHERE {OF_ONE}", "main", number)
+    assert damaged(path)["kind"] == "junction"
+
+
+def test_counts_in_an_episodes_row_that_are_not_its_own_are_found(path: Path) -> None:
+    change(path, "UPDATE episodes SET turns = turns + 1 WHERE id = 't1#0' AND agent = 'main'")
+    assert "its row counts" in damaged(path)["explanation"]
+
+
 def test_an_id_whose_source_is_not_its_own_is_found(path: Path) -> None:
     turn = trajectory_of(path).turns[0]
     sources = json.dumps([[Source.SAMPLED, len(turn.log)]])

@@ -129,6 +129,15 @@ def _difference(run_file: RunFile, row: EpisodeRow, chats: Chats) -> Difference 
             agent=row.agent,
             attempt=row.attempt,
         )
+    counted, held = (row.turns, row.sampled), (len(trajectory.turns), trajectory.sampled)
+    if counted != held:
+        return Difference(
+            kind=Kind.LAYOUT,
+            explanation="its row counts {} turns and {} sampled ids, and it holds {} and {}".format(*counted, *held),
+            episode=row.id,
+            agent=row.agent,
+            attempt=row.attempt,
+        )
     return first_difference(trajectory, chats.of(row.agent))
 
 
