@@ -184,20 +184,22 @@ def loop_watchdog(request: pytest.FixtureRequest) -> Iterator[LoopWatchdog]:
 
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails the test if it leaves threads, files, or open requests of `scripted_engine` behind."""
+    """Fails the test if it leaves threads, tasks, files, or open requests of `scripted_engine` behind."""
     from runner.edge import on_event_loop
-    from runner.testing.leaks import Leaked
+    from runner.testing.leaks import LEFT_TASKS, Leaked
     from runner.testing.leaks import no_leaks as watched
 
     on_event_loop(_nothing)  # the first event loop of a process opens a pipe for all that follow
+    LEFT_TASKS.clear()
     engines = [request.getfixturevalue("scripted_engine")] if "scripted_engine" in request.fixturenames else []
-    leaks = []
+    leaks: list[str] = []
     try:
         with watched(*engines):
             yield
     except Leaked as leaked:
-        leaks.append(str(leaked))
-    _complain(request, leaks)
+        leaks += leaked.leaks
+    leaks += LEFT_TASKS
+    _complain(request, [str(Leaked(leaks))] if leaks else [])
 
 
 # --- what fixtures have in common

@@ -26,7 +26,7 @@ from runner.options import Concurrency, Limits
 from runner.runs import Run
 from runner.scoring import Scorer, ScorerKind
 from runner.sources import Tasks
-from runner.testing.leaks import Leaked, no_leaks
+from runner.testing.leaks import UNCLOSED, Leaked, no_leaks
 from runner.testing.watchdog import LoopWatchdog
 from runner.trajectory import Outcome, Trajectory
 from runner.transcript import printable
@@ -225,13 +225,13 @@ def _watched(play: Callable[[], Awaitable[None]], environments: Sequence[Environ
             await play()
         tasks.update(_of_coroutine(task) for task in anyio.get_running_tasks() if task not in before)
 
-    leaks: list[str] = []
+    leaks: tuple[str, ...] = ()
     on_event_loop(_nothing)  # the first event loop of a process opens a pipe for all that follow
     try:
         with no_leaks():
             on_event_loop(watched)
     except Leaked as leaked:
-        leaks = str(leaked).removeprefix("left behind: ").split("; ")
+        leaks = leaked.leaks
     return [
         *(Finding(complaint) for complaint in watchdog.complaints()),
         *_of_leaks(leaks, environments),
@@ -249,8 +249,9 @@ def _of_coroutine(task: anyio.TaskInfo) -> str:
 
 def _of_leaks(leaks: Sequence[str], environments: Sequence[Environment[Any]]) -> Iterator[Finding]:
     """By attribute where one holds it; what each episode left is told once, and of many things the first few."""
+    yield from (_unclosed(leak.removeprefix(UNCLOSED)) for leak in leaks if leak.startswith(UNCLOSED))
     named: dict[str, str] = {}
-    for leak in leaks:
+    for leak in (leak for leak in leaks if not leak.startswith(UNCLOSED)):
         held = next((name for one in environments for name, value in vars(one).items() if _holds(value, leak)), "")
         plain = _plain(leak)
         named.setdefault(held or plain, f"self.{held} ({plain})" if held else plain)
@@ -276,6 +277,10 @@ def _holds(value: Any, leak: str) -> bool:
             return False
     threads = getattr(value, "_threads", None) or (value,)
     return any(f"({getattr(thread, 'ident', None)})" in rest for thread in threads)
+
+
+def _unclosed(what: str) -> Finding:
+    return Finding(f"{UNCLOSED}{what}. Close it, or open it with `with`.", fatal=False)
 
 
 def _left(what: str) -> Finding:

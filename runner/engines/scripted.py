@@ -50,6 +50,7 @@ class RecordedCall:
         seed: as it was asked for.
         constraint: what could be sampled; a scripted engine does not enforce it.
         sampled: the ids that were sampled, read or not, shape [sampled]; filled in when the request ends.
+        logprobs: one for each of them; None where the engine gives none.
         finish: how it ended; None while it runs, and where it was refused.
     """
 
@@ -60,6 +61,7 @@ class RecordedCall:
     seed: int | None
     constraint: Constraint | None
     sampled: Sequence[int] = ()
+    logprobs: Sequence[float] | None = None
     finish: Finish | None = None
 
 
@@ -347,6 +349,8 @@ class ScriptedStream(DeltaStream):
         self._engine._release(self)
         if self._record is not None and self.delivery is not None:
             self._record.sampled, self._record.finish = self.delivery.ids[: self.sent], self.finish
+            if self.delivery.logprobs is not None:
+                self._record.logprobs = self.delivery.logprobs[: self.sent]
 
     async def __anext__(self) -> Delta:
         while self._read == self._arrived:

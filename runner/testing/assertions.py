@@ -202,7 +202,19 @@ def _check_sent(trajectory: Trajectory, engine: Engine) -> None:
             raise AssertionError(f"{name}: the engine was sent another prompt\n{_sent(call, turn, engine)}")
         sampled = array("i", call.sampled)
         _require(sampled[: turn.end - turn.start] == turn.token_ids, f"{name}: the engine sampled {list(sampled)}")
+        _check_logprobs(name, call.logprobs, turn)
         _require(len(sampled) == turn.end - turn.start + turn.dropped, f"{name}: {len(sampled)} ids were sampled")
+
+
+def _check_logprobs(name: str, given: Sequence[float] | None, turn: Turn) -> None:
+    __tracebackhide__ = True
+    kept = turn.logprobs
+    sent = array("f", [math.nan] * len(kept) if given is None else given[: len(kept)])
+    for at, (one, other) in enumerate(zip(sent, kept, strict=False)):
+        if one != other and not (math.isnan(one) and math.isnan(other)):
+            raise AssertionError(
+                f"{name}: the log-probability of its id {at} is {other:g}, and the engine gave {one:g}"
+            )
 
 
 def _name(trajectory: Trajectory, turn: Turn) -> str:

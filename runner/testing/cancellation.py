@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import anyio
@@ -13,6 +14,7 @@ import anyio
 __all__ = ["cancel_everywhere"]
 
 _MOST: Final = 100_000
+_REASON: Final = "cancel_everywhere"
 _EVENT_LOOPS: Final = frozenset({"anyio", "asyncio", "trio"})
 
 
@@ -24,8 +26,9 @@ async def cancel_everywhere(
     """Run `scenario` again and again, cancelled when it suspends for the 1st, the 2nd, the 3rd ... time.
 
     The cancellation comes from a scope around it, as it suspends; where it waits in a shield, it comes once that is
-    left. Child tasks are cancelled with it; their own suspension points are not counted. Trio runs the tasks that are
-    ready in a random order, so a scenario that waits for others may suspend more or less often there from run to run.
+    left. Whoever catches it has to raise it again. Child tasks are cancelled with it; their own suspension points are
+    not counted. Trio runs the tasks that are ready in a random order, so a scenario that waits for others may suspend
+    more or less often there from run to run.
 
     Args:
         scenario: makes one run's coroutine. It must be the same each time: same steps, fresh state.
@@ -35,6 +38,7 @@ async def cancel_everywhere(
         How many suspension points were cancelled: all that an undisturbed run has.
 
     Raises:
+        AssertionError: the scenario swallowed its cancellation, by the name of the function that did.
         RuntimeError: the scenario never ended undisturbed.
         BaseException: what the scenario or the check raised, with a note that says where it had been cancelled.
     """
@@ -59,10 +63,30 @@ class _Run:
     coroutine: Coroutine[Any, Any, object]
     at: int
     cancelled_in: str = ""
+    delivered: list[BaseException] = field(default_factory=list)
 
     async def play(self) -> None:
         with anyio.CancelScope() as scope:
-            await self._step_by_step(scope)
+            try:
+                await self._step_by_step(scope)
+            except BaseException as error:
+                self._check_passed_on(error)
+                raise
+            self._check_passed_on(None)
+
+    def _check_passed_on(self, raised: BaseException | None) -> None:
+        """No cancellation was caught for good: by nobody, or by one who was then cancelled anew."""
+        left = set(map(id, _behind(raised)))
+        lost = [error for error in self.delivered if id(error) not in left]
+        if raised is not None and len(lost) == len(self.delivered):
+            return  # what left the scenario is a library's, made of one that was delivered, or a failure of its own
+        for error in lost:
+            if swallower := _swallower(error):
+                went_on = "returned" if raised is None else "went on"
+                raise AssertionError(
+                    f"cancelled in {self.cancelled_in}, and {went_on} as if it were not: {swallower} swallowed the "
+                    f"cancellation. Clean up in `finally`, or raise it again."
+                ) from None
 
     @types.coroutine
     def _step_by_step(self, scope: anyio.CancelScope) -> Generator[Any, Any, None]:
@@ -78,18 +102,50 @@ class _Run:
             suspensions += 1
             if suspensions == self.at:
                 self.cancelled_in = _place(coroutine)
-                scope.cancel()
-            resume = yield from _suspended(coroutine, awaited)
+                scope.cancel(_REASON)
+            resume = yield from self._suspended(awaited)
+
+    def _suspended(self, awaited: Any) -> Generator[Any, Any, Callable[[], Any]]:
+        """Suspend in the coroutine's stead; gives how to go on with it."""
+        try:
+            value = yield awaited
+        except BaseException as error:  # a cancellation among others: the coroutine is whom it was meant for
+            thrown = error
+            self._note(thrown)
+            return lambda: self.coroutine.throw(thrown)
+        self._note(getattr(value, "error", None))  # on trio it comes as a value that the innermost frame unwraps
+        return lambda: self.coroutine.send(value)
+
+    def _note(self, error: BaseException | None) -> None:
+        # By the reason: inside a shield another scope's cancellation may come, which that scope catches.
+        if isinstance(error, anyio.get_cancelled_exc_class()) and _REASON in str(error):
+            self.delivered.append(error)
 
 
-def _suspended(coroutine: Coroutine[Any, Any, object], awaited: Any) -> Generator[Any, Any, Callable[[], Any]]:
-    """Suspend in the coroutine's stead; gives how to go on with it."""
-    try:
-        value = yield awaited
-    except BaseException as error:  # a cancellation among others: the coroutine is whom it was meant for
-        thrown = error
-        return lambda: coroutine.throw(thrown)
-    return lambda: coroutine.send(value)
+def _behind(raised: BaseException | None) -> Iterator[BaseException]:
+    """What was raised, what that was raised from or while handling, and so on."""
+    waiting, seen = [raised], set[int]()
+    while waiting:
+        error = waiting.pop()
+        if error is None or id(error) in seen:
+            continue
+        seen.add(id(error))
+        yield error
+        waiting += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
+
+
+def _swallower(error: BaseException) -> str:
+    """The function that caught it last; "" where that is one of the event loop's, which know what they do."""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_filename != __file__:
+            name = code.co_qualname.rpartition("<locals>.")[2]
+            return "" if _is_of_event_loop(frame) else f"{name} ({code.co_filename}:{line})"
+    return ""
+
+
+def _is_of_event_loop(frame: types.FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _EVENT_LOOPS
 
 
 def _place(coroutine: Any) -> str:
@@ -103,6 +159,6 @@ def _place(coroutine: Any) -> str:
                 frame, inner = coroutine.gi_frame, coroutine.gi_yieldfrom
             case _:
                 return place
-        if frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in _EVENT_LOOPS:
+        if frame is not None and not _is_of_event_loop(frame):
             place = f"{coroutine.__qualname__} ({frame.f_code.co_filename}:{frame.f_lineno})"
         coroutine = inner

@@ -144,6 +144,7 @@ class ForcedStream(DeltaStream):
         self._request = request
         self._forced: list[int] = []
         self._sampled = array("i")
+        self._logprobs = array("f")
 
     async def __aenter__(self) -> Self:
         request, ids = self._request, self._engine._ids(self._request)
@@ -173,12 +174,12 @@ class ForcedStream(DeltaStream):
             self.rest = self._stream.rest
             self.finish = self._record.finish = self._stream.finish
             for delta in self.rest:
-                self._sampled.extend(delta.token_ids)
+                self._keep(delta)
 
     async def __anext__(self) -> Delta:
         delta = await self._stream.__anext__()
         begin = len(self._sampled)
-        self._sampled.extend(delta.token_ids)
+        self._keep(delta)
         for sampled, wanted in zip(self._sampled[begin:], self._forced[begin:], strict=False):
             if sampled != wanted:
                 raise RequestRejected(
@@ -186,6 +187,12 @@ class ForcedStream(DeltaStream):
                 )
         self.finish = delta.finish
         return delta
+
+    def _keep(self, delta: Delta) -> None:
+        self._sampled.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            self._logprobs.extend(delta.logprobs)
+            self._record.logprobs = self._logprobs
 
 
 def _reader(script: ForcedScript) -> Callable[[ModelCall], ForcedTurn]:

@@ -7,29 +7,53 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import anyio
+import anyio.lowlevel
 
 from runner.engines.base import Engine
 
-__all__ = ["Leaked", "no_leaks"]
+__all__ = ["LEFT_TASKS", "UNCLOSED", "Leaked", "no_leaks", "noting_left_tasks"]
+
+T = TypeVar("T")
+
+_PASSES: Final = 5
+"""Passes of the event loop that a task gets which was cancelled and not awaited."""
 
 # Idle threads that anyio and trio keep for the next call; they carry these names only while they have no work.
 _POOLED: Final = re.compile(r"Trio thread \d+")
 
 
+UNCLOSED: Final = "closed by the garbage collector alone: "
+"""How a leak begins that is gone by now, but only since nobody held it any more."""
+
+LEFT_TASKS: Final[deque[str]] = deque(maxlen=64)
+"""Tasks that the event loops of what the test that runs now has played ended with, and cut; for `no_leaks`."""
+
+
 class Leaked(AssertionError):
-    """Something outlived its block; the message lists what."""
+    """Something outlived its block; the message lists what.
+
+    Attributes:
+        leaks: each by name.
+    """
+
+    def __init__(self, leaks: Sequence[str]) -> None:
+        self.leaks = tuple(leaks)
+        super().__init__("left behind: " + "; ".join(leaks))
 
 
 @contextmanager
 def no_leaks(*engines: Engine, settle: float = 1.0) -> Iterator[None]:
     """Fail if the block leaves a thread, a task, an open file or an open request behind.
 
-    Works inside and outside an event loop. An exception that leaves the block passes, with a note of what leaked.
+    What is closed only because the garbage collector came by counts as left open. Works inside and outside an event
+    loop. An exception that leaves the block passes, with a note of what leaked.
 
     Args:
         engines: whose open and waiting requests and live sessions are counted.
@@ -38,20 +62,58 @@ def no_leaks(*engines: Engine, settle: float = 1.0) -> Iterator[None]:
     Raises:
         Leaked: lists what was left behind, each by name.
     """
+    gc.collect()  # what others left to it is not this block's
     before = _inventory(engines)
     try:
-        yield
+        with _told_when_collected() as unclosed:
+            try:
+                yield
+            finally:
+                gc.collect()
     except BaseException as error:
-        for leak in _leaks(engines, before, settle=0):
+        for leak in [*_leaks(engines, before, settle=0), *unclosed]:
             error.add_note(f"leaked: {leak}")
         raise
-    leaks = _leaks(engines, before, settle)
+    leaks = [*_leaks(engines, before, settle), *unclosed]
     if leaks:
-        raise Leaked("left behind: " + "; ".join(leaks))
+        raise Leaked(leaks)
+
+
+@contextmanager
+def _told_when_collected() -> Iterator[list[str]]:
+    """Fill a list with what was closed by the garbage collector; other warnings are passed on."""
+    unclosed: list[str] = []
+    filters: Iterable[Any] = warnings.filters
+    named = [(message, category) for action, message, category, *_ in filters if action == "ignore" and message]
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", ResourceWarning)
+            for message, category in named:  # who ignores one by its words knows of it
+                warnings.filterwarnings("ignore", getattr(message, "pattern", message), category)
+            yield unclosed
+    finally:
+        for one in told:
+            if issubclass(one.category, ResourceWarning):
+                unclosed.append(f"{UNCLOSED}{str(one.message).removeprefix('unclosed ')}")
+            else:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, source=one.source)
+
+
+async def noting_left_tasks(function: Callable[[], Awaitable[T]]) -> T:
+    """Call it on an event loop that ends with it; tasks that it leaves are put down in `LEFT_TASKS`."""
+    before = set(anyio.get_running_tasks())
+    try:
+        return await function()
+    finally:
+        for _ in range(_PASSES):
+            if not set(anyio.get_running_tasks()) - before:
+                break
+            with anyio.CancelScope(shield=True):
+                await anyio.lowlevel.cancel_shielded_checkpoint()
+        LEFT_TASKS.extend(_named(task) for task in anyio.get_running_tasks() if task not in before)
 
 
 def _leaks(engines: tuple[Engine, ...], before: set[str], settle: float) -> list[str]:
-    gc.collect()
     deadline = time.monotonic() + settle
     while leaks := _inventory(engines) - before:
         if time.monotonic() >= deadline or not all(leak.startswith("thread ") for leak in leaks):
@@ -82,7 +144,13 @@ def _tasks() -> Iterator[str]:
     except anyio.NoEventLoopError:
         return
     for task in tasks:
-        yield f"task {task.name!r} ({task.id})"
+        yield f"{_named(task)} ({task.id})"
+
+
+def _named(task: anyio.TaskInfo) -> str:
+    """By its name, and by the function it runs, since most have names such as Task-140."""
+    function = str(getattr(task.coro, "__qualname__", "")).rpartition("<locals>.")[2]
+    return f"task {task.name!r}" + (f" of {function}()" if function and function not in str(task.name) else "")
 
 
 def _files() -> Iterator[str]:

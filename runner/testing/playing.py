@@ -30,6 +30,7 @@ from runner.store.reader import RunFile
 from runner.tasks import Task
 from runner.testing.assertions import assert_exact
 from runner.testing.clock import VirtualClock
+from runner.testing.leaks import noting_left_tasks
 from runner.testing.queued import CheckedEngine, QueuedEngine, Saying, show_reply
 from runner.testing.watchdog import LoopWatchdog
 from runner.trajectory import Trajectory
@@ -256,8 +257,9 @@ def at_once(name: str, function: Callable[[], Awaitable[T]], engine: Any, clock:
         raise BadOption(
             f"{name}(clock=): a real engine takes real time. Play on a scripted one, or leave the clock out."
         )
+    watched = partial(noting_left_tasks, function)
     try:
-        return on_event_loop(function) if clock is None else clock.run(function)
+        return on_event_loop(watched) if clock is None else clock.run(watched)
     except (AssertionError, DeltarunnerError) as error:
         raise error.with_traceback(None) from error.__cause__
 

@@ -1,6 +1,8 @@
 """Cancelling at every suspension point: all of them, each once, and what the check finds is told with its place."""
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import anyio
 import pytest
@@ -126,18 +128,60 @@ async def test_what_the_scenario_raises_reaches_the_test() -> None:
     assert "cancelled at suspension point 1" in caught.value.__notes__[0]
 
 
-async def test_a_scenario_that_swallows_its_cancellation_is_still_run_to_its_end() -> None:
-    swallowed: list[int] = []
-
-    async def scenario() -> None:
-        with anyio.move_on_after(0):
-            await anyio.sleep_forever()
-        try:
-            await checkpoint()
-        except anyio.get_cancelled_exc_class():
-            swallowed.append(1)
-            raise
+async def swallows() -> None:
+    with contextlib.suppress(BaseException):
         await checkpoint()
 
+
+async def at_its_end() -> None:
+    await checkpoint()
+    await swallows()
+
+
+async def and_goes_on() -> None:
+    await swallows()
+    await checkpoint()
+
+
+@pytest.mark.parametrize(("scenario", "told"), [(at_its_end, "returned"), (and_goes_on, "went on")])
+async def test_whoever_swallows_the_cancellation_is_named(
+    scenario: Callable[[], Coroutine[Any, Any, None]], told: str
+) -> None:
+    with pytest.raises(AssertionError) as caught:
+        await cancel_everywhere(scenario)
+    text = str(caught.value)
+    assert text.startswith(f"cancelled in swallows ({__file__}:")
+    assert f"and {told} as if it were not: swallows ({__file__}:" in text
+    assert "cancelled at suspension point" in caught.value.__notes__[0]
+
+
+async def test_a_deadline_that_fires_in_a_shield_is_no_swallowing() -> None:
+    fired: list[bool] = []
+
+    async def scenario() -> None:
+        with anyio.CancelScope(shield=True):
+            await checkpoint()
+            with anyio.move_on_after(0) as scope:
+                await anyio.sleep_forever()
+            fired.append(scope.cancelled_caught)
+
     assert await cancel_everywhere(scenario) >= 2
-    assert swallowed
+    assert all(fired)
+
+
+async def test_cleaning_up_in_a_shield_and_raising_again_is_no_swallowing() -> None:
+    closed: list[int] = []
+
+    async def scenario() -> None:
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(checkpoint)
+                await checkpoint()
+        except BaseException as error:
+            with anyio.move_on_after(5, shield=True):
+                await checkpoint()
+                closed.append(1)
+            raise error.with_traceback(None) from None
+
+    assert await cancel_everywhere(scenario) >= 1
+    assert closed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 import threading
 import time
 from array import array
@@ -36,6 +37,9 @@ from runner.testing import (
     play_many,
 )
 from runner.tokens.log import Source, TokenLog
+from tests.testing.inner import run
+
+pytest_plugins = ["pytester"]
 
 SAYS: Any = [[call("add", a=1, b=2), call("add", a=3, b=4)], "It is 3 and 7", "Yes"]
 
@@ -180,6 +184,22 @@ def test_a_failed_episode_that_gets_a_reward_of_zero(monkeypatch: pytest.MonkeyP
         play(Fails, "It is 3")
 
 
+def test_log_probabilities_that_are_shifted_by_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    append = TokenLog.append_sampled
+    before = [-1.0]
+
+    def one_late(log: TokenLog, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+        assert logprobs is not None
+        append(log, ids, [*before, *logprobs[:-1]])
+        before[:] = logprobs[-1:]
+
+    monkeypatch.setattr(TokenLog, "append_sampled", one_late)
+    with pytest.raises(
+        AssertionError, match=r"t-0#0 main turn 0: the log-probability of its id 0 is -1, and the engine gave -"
+    ):
+        play(Adds, SAYS)
+
+
 def test_a_turn_that_says_something_else_than_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     record = Conversation._record
 
@@ -271,28 +291,44 @@ async def test_a_tool_that_blocks_the_event_loop() -> None:
         watchdog.check()
 
 
-def test_a_tool_that_goes_on_after_it_was_cancelled() -> None:
+def test_a_tool_that_swallows_its_cancellation() -> None:
     class Pays(Adds):
-        paid_uncut = False
-
         @tool
         async def add(self, a: int, b: int) -> int:
             """Add."""
-            cut = True
             with contextlib.suppress(BaseException):
                 await anyio.lowlevel.checkpoint()
-                cut = False
-            self.sums.append(-1 if cut else a + b)
             return a + b
 
-    def check(environment: Pays) -> None:
-        if -1 in environment.sums:
-            raise AssertionError("it was paid after the episode had been cut")
+    with pytest.raises(
+        AssertionError,
+        match=r"cancelled in .*Pays\.add \(.*, and went on as if it were not: Pays\.add \(.*test_mutations\.py:\d+\) "
+        r"swallowed the cancellation\. Clean up in `finally`, or raise it again\.",
+    ):
+        play_cancelled(Pays, [call("add", a=1, b=2), *SAYS[1:]])
 
-    with pytest.raises(AssertionError, match="paid after") as caught:
-        play_cancelled(Pays, [call("add", a=1, b=2), *SAYS[1:]], check=check)
-    (note,) = caught.value.__notes__
-    assert "Pays.add (" in note
+
+def test_a_rollout_that_swallows_its_cancellation() -> None:
+    class Retries(Adds):
+        async def rollout(self, conversation: Conversation) -> None:
+            with contextlib.suppress(BaseException):
+                await super().rollout(conversation)
+
+    with pytest.raises(AssertionError, match=r"as if it were not: Retries\.rollout \(.* swallowed the cancellation"):
+        play_cancelled(Retries, SAYS)
+
+
+def test_a_file_that_only_the_garbage_collector_closes() -> None:
+    class Reads(Adds):
+        @tool
+        def read(self) -> str:
+            """Read."""
+            return open(__file__).read(10)  # the mistake
+
+    unclosed = r"closed by the garbage collector alone: file <_io\.TextIOWrapper name='.*test_mutations\.py'"
+    with pytest.raises(Leaked, match=f"left behind: {unclosed}"), no_leaks():
+        play(Reads, [call("read"), "It is read", "Yes"])
+    assert re.search(unclosed, found(Reads, fatal=False))
 
 
 def test_a_file_that_is_left_open() -> None:
@@ -340,6 +376,37 @@ async def test_a_task_that_is_left_running() -> None:
     for task in asyncio.all_tasks():
         if task.get_name() == "heart":
             task.cancel()
+
+
+LEAVE_TASKS = """
+import anyio, asyncio
+from tests.testing.test_mutations import SAYS, Adds, LeavesTask
+
+class Anonymous(LeavesTask):
+    async def setup(self):
+        self.beating = asyncio.create_task(self.beat())
+
+class Cancels(LeavesTask):
+    async def close(self):
+        self.beating.cancel()
+
+def test_named(no_leaks):
+    play(LeavesTask, SAYS)
+
+def test_unnamed(no_leaks):
+    play(Anonymous, SAYS)
+
+@pytest.mark.parametrize("environment", [Adds, Cancels])
+def test_none(no_leaks, environment):
+    play(environment, SAYS)
+"""
+
+
+def test_a_task_that_the_end_of_a_plain_test_cuts(pytester: pytest.Pytester) -> None:
+    result = run(pytester, LEAVE_TASKS)
+    result.assert_outcomes(passed=4, errors=2)
+    result.stdout.fnmatch_lines(["left behind: task 'heart' of LeavesTask.beat()"])
+    result.stdout.re_match_lines([r"left behind: task 'Task-\d+' of LeavesTask\.beat\(\)"])
 
 
 def test_a_task_that_is_left_running_is_named_by_check() -> None:
