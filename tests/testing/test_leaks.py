@@ -1,7 +1,9 @@
 """Leaks are found and named; what an event loop keeps for reuse is none."""
 
+import gc
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,3 +120,27 @@ async def test_an_exception_passes_with_a_note_of_what_leaked() -> None:
             await fail()
         assert "leaked: open request 1 of ScriptedEngine 0" in caught.value.__notes__
         await stream.__aexit__(None, None, None)
+
+
+@pytest.mark.filterwarnings("ignore:known to be")
+def test_what_the_garbage_collector_closes_is_left_and_other_warnings_are_passed_on() -> None:
+    with (
+        pytest.warns(DeprecationWarning, match="old"),
+        pytest.raises(Leaked) as caught,
+        no_leaks(),
+    ):
+        warnings.warn("unclosed door", ResourceWarning, stacklevel=1)
+        warnings.warn("known to be unclosed", ResourceWarning, stacklevel=1)
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+    assert caught.value.leaks == ("closed by the garbage collector alone: door",)
+
+
+def test_what_others_left_to_the_garbage_collector_is_not_the_blocks() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        cycle: list[object] = [open(__file__)]  # noqa: SIM115
+        cycle.append(cycle)
+        del cycle
+        with no_leaks():
+            gc.collect()
+    assert [one.category for one in told] == [ResourceWarning]

@@ -318,6 +318,7 @@ def test_a_rollout_that_swallows_its_cancellation() -> None:
         play_cancelled(Retries, SAYS)
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the plays of `check` that nobody watches
 def test_a_file_that_only_the_garbage_collector_closes() -> None:
     class Reads(Adds):
         @tool
