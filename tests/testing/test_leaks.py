@@ -124,14 +124,13 @@ async def test_an_exception_passes_with_a_note_of_what_leaked() -> None:
 
 @pytest.mark.filterwarnings("ignore:known to be")
 def test_what_the_garbage_collector_closes_is_left_and_other_warnings_are_passed_on() -> None:
-    with (
-        pytest.warns(DeprecationWarning, match="old"),
-        pytest.raises(Leaked) as caught,
-        no_leaks(),
-    ):
-        warnings.warn("unclosed door", ResourceWarning, stacklevel=1)
-        warnings.warn("known to be unclosed", ResourceWarning, stacklevel=1)
+    def warn() -> None:
+        for text in ("unclosed door", "known to be unclosed"):
+            warnings.warn(text, ResourceWarning, stacklevel=1)
         warnings.warn("old", DeprecationWarning, stacklevel=1)
+
+    with pytest.warns(DeprecationWarning, match="old"), pytest.raises(Leaked) as caught, no_leaks():  # noqa: PT031
+        warn()
     assert caught.value.leaks == ("closed by the garbage collector alone: door",)
 
 
