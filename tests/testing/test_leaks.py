@@ -129,7 +129,7 @@ def test_what_the_garbage_collector_closes_is_left_and_other_warnings_are_passed
             warnings.warn(text, ResourceWarning, stacklevel=1)
         warnings.warn("old", DeprecationWarning, stacklevel=1)
 
-    with pytest.warns(DeprecationWarning, match="old"), pytest.raises(Leaked) as caught, no_leaks():  # noqa: PT031
+    with pytest.warns(DeprecationWarning, match="old"), pytest.raises(Leaked) as caught, no_leaks():
         warn()
     assert caught.value.leaks == ("closed by the garbage collector alone: door",)
 
