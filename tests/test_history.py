@@ -125,17 +125,20 @@ async def test_fork_appends_where_the_template_leaves_the_past_as_it_was() -> No
     assert (len(trajectory.segments), junction.result, junction.anchor) == (1, Result.APPENDED, Anchor.COMMON_PREFIX)
 
 
-# Only what begins with a dot is hidden, which no probe says.
-SOMETIMES = HIDDEN.replace("m.content | upper if m.role == 'assistant'", "'...' if m.content[:1] == '.'")
+# What was said before is repeated behind a message that begins with a dot, which no probe does.
+REPEATS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% if m.content[:1] == '.' %}{{ messages[loop.index0 - 1].content }}{% endif %}{% endfor %}" + OPENER
+)
 
 
 async def test_refuse_is_token_error_where_no_exact_bridge_is_proven() -> None:
     async def talk(conversation: Conversation) -> None:
         await conversation.generate()
-        conversation.add(".hidden")
+        conversation.add(".again")
         await conversation.generate()
 
-    trajectory = await talked(talk, recording(["yes", "no"], template=template(SOMETIMES)), history="refuse")
+    trajectory = await talked(talk, recording(["yes", "no"], template=template(REPEATS)), history="refuse")
     assert (trajectory.outcome, trajectory.reward, len(trajectory.turns)) == (Outcome.TOKEN_ERROR, None, 1)
     assert "content_missing" in trajectory.error
 

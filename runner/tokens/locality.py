@@ -325,6 +325,15 @@ def _histories() -> Iterator[Sequence[Message]]:
     yield [first, *spoken]
     yield [first, *parallel]
     yield [system, first, *spoken, thought, second, *parallel, *round_]
+    for switch in _SWITCHES:
+        switched: Message = {"role": "system", "content": f"You answer questions. {switch}"}
+        asked: Message = {"role": "user", "content": f"The first question. {switch}"}
+        yield [switched, first]
+        yield [asked, said, second]
+
+
+_SWITCHES = ("/think", "/no_think", "detailed thinking on", "detailed thinking off")
+"""Words that templates look for in what was said before."""
 
 
 def _call(number: int) -> ToolCallMessage:

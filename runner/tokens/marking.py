@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 from runner.messages import Message
 from runner.tokens.template import ToolSchema
 
-__all__ = ["FIELDS", "Field", "Span", "Stems", "common_length", "forms", "locate", "marked", "sentinel"]
+__all__ = ["FIELDS", "Field", "Span", "Stems", "common_length", "forms", "locate", "marked", "sentinel", "shown"]
 
 Span: TypeAlias = tuple[int, int]
 """Begin and end of a stretch of text."""
@@ -125,6 +125,25 @@ def locate(
     values = {marker: _value(messages, field) for field, marker in markers.items()}
     spans = _fitted(text, re.split(f"({'|'.join(values)})", render(copy)), values)
     return spans if spans is not None else _one_by_one(text, render, copy, messages, markers)
+
+
+def shown(text: str, render: Render, messages: Sequence[Message], index: int, word: str) -> Span | None:
+    """About where a template shows a content that it does not write as it is; None where it hides the message.
+
+    Args:
+        text: the render.
+        render: the text of messages.
+        messages: as they were rendered.
+        index: of the message.
+        word: stands in none of them.
+    """
+    other = render(_with(messages, (index, "content"), word))
+    before, found, after = other.partition(word)
+    if not found:
+        return None
+    begin = min(common_length(text, other), len(before))
+    ending = min(common_length(text[::-1], other[::-1]), len(after))
+    return begin, max(begin, len(text) - ending)
 
 
 def _fitted(text: str, pieces: Sequence[str], contents: Mapping[str, str]) -> list[Span] | None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NoReturn, cast
 
 from runner.messages import Message
-from runner.tokens.marking import Field, Span, common_length, forms, locate, marked, sentinel
+from runner.tokens.marking import Field, Span, common_length, forms, locate, marked, sentinel, shown
 from runner.tokens.refusal import Property, Unbridgeable
 from runner.tokens.template import Renderer, TemplateRaised, ToolSchema
 
@@ -50,12 +50,16 @@ class TailMaker:
             Unbridgeable: the template raises, does not ask, or hides what a user, a tool or the system says.
         """
         text = self.render(messages, tools)
+
+        def render(new: Sequence[Message], asking: bool) -> str:
+            return self.render(new, tools, generation_prompt=asking)
+
         for index, message in enumerate(messages):
             # What a model said may be shown without its reasoning.
-            if message["role"] != "assistant" and not any(form in text for form in forms(message["content"])):
-                raise _hidden(message, index)
+            if message["role"] != "assistant" and _find(text, message["content"], 0) is None:
+                _check_shown(text, lambda new: render(new, True), messages, index)
         if messages and not self.asks_as_usual(text, messages[-1]):
-            self.check_asks(text, messages, lambda new, asking: self.render(new, tools, generation_prompt=asking))
+            self.check_asks(text, messages, render)
         return text
 
     def asks_as_usual(self, text: str, last: Message) -> bool:
@@ -88,18 +92,18 @@ class TailMaker:
         Raises:
             Unbridgeable: it does not.
         """
-        end = _seen(text, messages)[1]
+        end = _end_of_last(text, messages, lambda new: render(new, True))
         behind = text[end:]
         self._check_doubled(behind)
         silent = render(messages, False)
         shared = common_length(text, silent)
         if end <= shared < len(text):
             return
-        answer = _behind(render([*messages, _ANSWER], False), messages, _ANSWER)
+        answer = _behind(messages, _ANSWER, render)
         if behind.startswith(answer.rstrip()):
             return
         with suppress(Unbridgeable):
-            question = _behind(render([*messages, _QUESTION], False), messages, _QUESTION)
+            question = _behind(messages, _QUESTION, render)
             if common_length(behind, answer) > common_length(answer, question):
                 return
         raise Unbridgeable(
@@ -192,7 +196,12 @@ class Tail:
         Raises:
             Unbridgeable: a content cannot be seen, in the order of the messages.
         """
-        return _seen(self.text, self.new)
+        first, end = 0, 0
+        for index, message in enumerate(self.new):
+            found = _find(self.text, message["content"], end)
+            begin, end = found or _check_shown(self.text, self._text, self.new, index)
+            first = begin if index == 0 else first
+        return first, end
 
     @cached_property
     def border(self) -> int:
@@ -263,35 +272,38 @@ class Tail:
 
 _ANSWER: Message = {"role": "assistant", "content": "zqanswerz"}
 _QUESTION: Message = {"role": "user", "content": "zqquestionz"}
+_WORD = "zqshownz"
 
 
-def _seen(text: str, new: Sequence[Message]) -> Span:
-    """Where the first content of `new` begins and the last one ends.
+def _check_shown(
+    text: str, render: Callable[[Sequence[Message]], str], messages: Sequence[Message], index: int
+) -> Span:
+    """About where a message stands whose content is not there as it is: templates take switches out of contents.
 
     Raises:
-        Unbridgeable: a content cannot be seen, in the order of the messages.
+        Unbridgeable: it is hidden.
     """
-    first, end = 0, 0
-    for index, message in enumerate(new):
-        found = _find(text, message["content"], end)
-        if found is None:
-            raise _hidden(message, index)
-        begin, end = found
-        first = begin if index == 0 else first
-    return first, end
+    found = shown(text, render, messages, index, _WORD)
+    if found is None:
+        role, content = messages[index]["role"], messages[index]["content"]
+        raise Unbridgeable(
+            Property.CONTENT_SHOWN, f"the template hides message {index} of the {role} role: {content!r:.80}"
+        )
+    return found
 
 
-def _hidden(message: Message, index: int) -> Unbridgeable:
-    return Unbridgeable(
-        Property.CONTENT_SHOWN,
-        f"the template hides message {index} of the {message['role']} role: {message['content']!r:.80}",
-    )
+def _end_of_last(text: str, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> int:
+    ends = (text.rfind(form) + len(form) for form in forms(messages[-1]["content"]) if form in text)
+    end = next(ends, None)
+    return _check_shown(text, render, messages, len(messages) - 1)[1] if end is None else end
 
 
-def _behind(text: str, messages: Sequence[Message], last: Message) -> str:
-    """What stands between the last content of `messages` and that of the message behind them."""
-    end = _seen(text, messages)[1]
-    return text[end : max(end, text.rfind(last["content"]))]
+def _behind(messages: Sequence[Message], last: Message, render: Callable[[Sequence[Message], bool], str]) -> str:
+    """What stands between the last content of `messages` and that of a message behind them."""
+    text = render([*messages, last], False)
+    before = text[: max(0, text.rfind(last["content"]))]
+    end = _end_of_last(before, messages, lambda new: render([*new, last], False).rpartition(last["content"])[0])
+    return before[end:]
 
 
 def _find(text: str, content: str, start: int) -> Span | None:

@@ -92,7 +92,7 @@ def play_pair(pair: Pair, wanted: int = 200) -> Tally:
     played = [
         (made, verdict, detail)
         for made, (verdict, detail) in zip(cases, verdicts, strict=True)
-        if verdict is not Verdict.NOT_APPLICABLE
+        if verdict not in (Verdict.NOT_APPLICABLE, Verdict.NO_RIGHT_ONE)
     ][:wanted]
     return Tally(
         pair,

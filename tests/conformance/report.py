@@ -38,7 +38,10 @@ def page(outcomes: Sequence[Outcome], tallies: Sequence[Tally]) -> str:
         "- *bridged*: ids and text equal the template's own tail after the sampled stop, or, where that does not stand",
         "  there, after the template's own close. The rest of them are cut turns, which have no stop.",
         "- *refused*: no bridge was made, and the missing property is named. *Wrong*: anything else.",
-        "- Where the template repeats the turn, hides a message, moves the tools or never asks, any bridge is wrong.",
+        "- *no right one*: the template renders the case, but repeats the turn, hides a message, moves the tools or",
+        "  never asks, so that any bridge would be wrong; each is refused by name, and none counts as renderable.",
+        "",
+        _shares(outcomes),
         "",
         "## By scenario and past",
         "",
@@ -51,6 +54,10 @@ def page(outcomes: Sequence[Outcome], tallies: Sequence[Tally]) -> str:
         "## Refused, by name",
         "",
         *_names("refusal", (o for o in outcomes if o.verdict is Verdict.REFUSED)),
+        "",
+        "## No right one, by reason",
+        "",
+        *_names("reason", (o for o in outcomes if o.verdict is Verdict.NO_RIGHT_ONE)),
         "",
         "## Not applicable, by reason",
         "",
@@ -74,11 +81,12 @@ def faults(outcomes: Iterable[Outcome], tallies: Iterable[Tally] = ()) -> list[s
 
 
 _COLUMNS: dict[str, Callable[[Outcome], bool]] = {
-    "renderable": lambda o: o.verdict is not Verdict.NOT_APPLICABLE,
+    "renderable": lambda o: o.verdict not in (Verdict.NOT_APPLICABLE, Verdict.NO_RIGHT_ONE),
     "bridged": lambda o: o.verdict is Verdict.EXACT,
     "on the stop": lambda o: o.verdict is Verdict.EXACT and o.detail == "stop",
     "by the fallback": lambda o: o.verdict is Verdict.EXACT and o.detail == "common_prefix",
     "refused": lambda o: o.verdict is Verdict.REFUSED,
+    "no right one": lambda o: o.verdict is Verdict.NO_RIGHT_ONE,
     "wrong": lambda o: o.verdict is Verdict.WRONG,
 }
 
@@ -101,6 +109,16 @@ def _pairs(tallies: Sequence[Tally]) -> list[str]:
     ]
     lines += [_line([t.pair.vocabulary, t.pair.template, *row]) for t, row in zip(tallies, rows, strict=True)]
     return [*lines, _line(["all", "", *(sum(column) for column in zip(*rows, strict=True))])]
+
+
+def _shares(outcomes: Sequence[Outcome]) -> str:
+    counts = Counter(o.verdict for o in outcomes if o.tools)
+    bridged, right = counts[Verdict.EXACT], counts[Verdict.EXACT] + counts[Verdict.REFUSED] + counts[Verdict.WRONG]
+    share, whole = bridged / right, bridged / (right + counts[Verdict.NO_RIGHT_ONE])
+    return (
+        f"Of the tool-capable templates' cases {share:.2%} of those that have a right bridge are bridged, "
+        f"and {whole:.2%} of all that render."
+    )
 
 
 def _names(first: str, outcomes: Iterable[Outcome]) -> list[str]:

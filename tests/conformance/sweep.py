@@ -29,6 +29,7 @@ class Verdict(enum.StrEnum):
     EXACT = "exact"
     WRONG = "wrong"
     REFUSED = "refused"
+    NO_RIGHT_ONE = "no right one"
     NOT_APPLICABLE = "not applicable"
 
 
@@ -148,6 +149,7 @@ def _not_applicable(
             sampled = vocabulary.encode("Some words")
             bridge = bridger.bridge(list(made.history), list(made.new), list(made.tools), sampled=sampled, stop=None)
             return Verdict.WRONG, f"{why}, got {vocabulary.decode(bridge.ids)!r}"
+        return Verdict.NO_RIGHT_ONE, str(why)
     return Verdict.NOT_APPLICABLE, str(why)
 
 

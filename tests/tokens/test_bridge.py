@@ -498,3 +498,38 @@ def test_a_template_that_opens_the_answer_twice_is_refused_by_name(opener: str) 
     made = bridger(body + opener + opener)
     with pytest.raises(Unbridgeable, match="assistant_opened_twice"):
         made.first_prompt([QUESTION])
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_a_switch_that_the_template_takes_out_of_a_message_hides_nothing(role: str) -> None:
+    made = bridger(chatml(body="{{ m.content | replace('/no_think', '') }}"))
+    message: Any = {"role": role, "content": "You help. /no_think"}
+    prompt = made.tokenizer.decode(made.first_prompt([message, QUESTION]))
+    assert prompt.startswith(f"<|im_start|>{role}\nYou help. <|im_end|>\n")
+    text, _ = answer(made, "42", "<|im_end|>", says("42"), {"role": "user", "content": "More. /no_think"})
+    assert text == "\n<|im_start|>user\nMore. <|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_switch_in_an_earlier_message_is_looked_for_in_the_whole_history() -> None:
+    text = chatml() + (
+        "{% for m in messages if '/no_think' in m.content %}{% if loop.first and add_generation_prompt %}"
+        "{{ '<think></think>' }}{% endif %}{% endfor %}"
+    )
+    made = bridger(text)
+    plain, _ = answer(made, "42", "<|im_end|>", says("42"), MORE)
+    quick: Message = {"role": "user", "content": "What is 17 + 25? /no_think"}
+    switched, _ = answer(made, "42", "<|im_end|>", says("42"), MORE, history=[quick])
+    assert (plain.endswith("assistant\n"), switched.endswith("assistant\n<think></think>")) == (True, True)
+
+
+@pytest.mark.parametrize("said", ["u", "0", "Some words"])
+def test_a_message_that_the_template_hides_is_named_however_short(said: str) -> None:
+    made = bridger(chatml(body="{{ m.content if m.role != 'tool' }}"))
+    with pytest.raises(Unbridgeable, match="content_missing"):
+        answer(made, "42", "<|im_end|>", says("42"), {"role": "tool", "content": said})
+
+
+def test_a_first_message_that_the_template_hides_is_named() -> None:
+    made = bridger(chatml(body="{{ m.content if m.role != 'system' }}"))
+    with pytest.raises(Unbridgeable, match=r"content_missing: .*hides message 0 of the system role: 'You help.'"):
+        made.first_prompt([{"role": "system", "content": "You help."}, QUESTION])
