@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, time
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import anyio.to_thread
@@ -28,7 +28,7 @@ async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[st
     """
     from runner.tokens.probe import check_ends  # costs what only templates of other people need
 
-    for template in dict.fromkeys(templates):
+    for template in dict.fromkeys(each for each in templates if not _is_bundled(each)):
         look = partial(check_ends, template, options, now=_same_all_day(now), check_cancelled=check_cancelled)
         await anyio.to_thread.run_sync(look)
 
@@ -39,10 +39,10 @@ async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, too
     Raises:
         BadTemplate: the run's policy is to refuse that.
     """
-    from runner.tokens.probe import is_bundled, probe
+    from runner.tokens.probe import probe
 
     template = chat.renderer.template
-    if chat.history.policy is HistoryPolicy.FORK or is_bundled(template):
+    if chat.history.policy is HistoryPolicy.FORK or _is_bundled(template):
         return []
     look = partial(probe, template, chat.renderer.options, now=_same_all_day(now))
     profile = await workers.call(Job(look, "chat template"))
@@ -53,6 +53,13 @@ async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, too
             "that check-template finds exact."
         )
     return missing
+
+
+@lru_cache(64)
+def _is_bundled(template: ChatTemplate) -> bool:
+    from runner.tokens.probe import is_bundled  # reads every template that comes with us
+
+    return is_bundled(template)
 
 
 def _missing(chat: ChatModel, profile: Any, *, tools: bool) -> Iterator[str]:

@@ -189,7 +189,10 @@ class Run:
 
     async def _open(self, exit_stack: AsyncExitStack) -> RunContext:
         now = datetime.now().astimezone()
-        header = await self.workers.call(Job(lambda: Header.of(self, now=now), "run header"))
+        if self.keeps_file:  # then git is asked
+            header = await self.workers.call(Job(lambda: Header.of(self, now=now), "run header"))
+        else:
+            header = Header.of(self, now=now)
         if self._name_file is not None:
             self.file = self._name_file(header)
         self._writer = await exit_stack.enter_async_context(

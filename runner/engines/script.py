@@ -134,6 +134,10 @@ class Reply:
         if self.ids is not None and (self.text or self.calls):
             raise BadOption("Reply(ids=) says everything: give either ids, or text and calls.")
         check_chunks(self.chunks)
+        if not isinstance(self.latency, Latency | None):
+            raise BadOption(f"latency={self.latency!r:.60}: give Latency(first=..., between=...), in ticks.")
+        if not isinstance(self.fault, Fault | None):
+            raise BadOption(f"fault={self.fault!r:.60}: give Fault.error(at=3), Fault.stall(), Fault.reject() or such.")
 
 
 Answer: TypeAlias = str | ToolCall | Sequence[ToolCall] | Reply
@@ -236,8 +240,8 @@ def check_chunks(chunks: Chunks) -> None:
     """
     if chunks is None or chunks in ("whole", "random"):
         return
-    sizes = (chunks,) if isinstance(chunks, int) else chunks
-    if isinstance(sizes, str) or not sizes or any(not isinstance(size, int) or size < 1 for size in sizes):
+    sizes: Any = (chunks,) if isinstance(chunks, int) else chunks
+    if not isinstance(sizes, list | tuple) or not sizes or any(not isinstance(size, int) or size < 1 for size in sizes):
         raise BadOption(f"chunks={chunks!r}: give a size of at least 1, a tuple of such sizes, 'whole' or 'random'.")
 
 

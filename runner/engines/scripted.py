@@ -125,7 +125,7 @@ class ScriptedEngine(Engine):
             ("room", room, 1),
             ("tick", tick, 0),
         ):
-            if value is not None and value < least:
+            if value is not None and not (isinstance(value, int | float) and value >= least):
                 raise BadOption(f"ScriptedEngine({name}={value!r}): give a number of at least {least}.")
         check_chunks(chunks)
         self.tokenizer = tokenizer or ByteTokenizer()
@@ -424,12 +424,6 @@ class ScriptedStream(DeltaStream):
         prompt = array("i", asked.prompt)
         self._record = RecordedCall(asked.name, prompt, asked.sampling, asked.stop_ids, asked.seed, asked.constraint)
         return self._record
-
-
-def _at_least(minimum: int, **settings: float | None) -> None:
-    for name, value in settings.items():
-        if value is not None and value < minimum:
-            raise BadOption(f"ScriptedEngine({name}={value!r}): give a number of at least {minimum}.")
 
 
 def _turn_of(session: Session) -> int:

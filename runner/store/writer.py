@@ -87,6 +87,9 @@ class RunWriter:
         self._waiting = anyio.Semaphore(WAITING_COMMITS, fast_acquire=True)
 
     async def __aenter__(self) -> Self:
+        if self.path is None:  # nothing is waited for
+            self._open()
+            return self
         try:
             await anyio.to_thread.run_sync(self._open, limiter=anyio.CapacityLimiter(1))
         except BaseException:
@@ -99,6 +102,9 @@ class RunWriter:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self.path is None:
+            self._close()
+            return
         with anyio.move_on_after(CLOSE_SECONDS, shield=True) as scope:
             await anyio.to_thread.run_sync(self._close, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True)
         if scope.cancelled_caught:

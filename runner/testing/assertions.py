@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from runner.engines.base import Engine, FinishReason
+from runner.errors import BadOption
 from runner.messages import Message
 from runner.tokens.log import Source
 from runner.tokens.tokenizer import Tokenizer
@@ -44,10 +45,13 @@ def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
             which ids were sent, and those are compared.
 
     Raises:
+        BadOption: it is no trajectory.
         AssertionError: names the episode and the turn, and shows both sides of the seam, decoded where an engine was
             given.
     """
     __tracebackhide__ = True
+    if not isinstance(trajectory, Trajectory):
+        raise BadOption(f"assert_exact({trajectory!r:.60}): give a trajectory, such as play(...) returns.")
     for number, segment in enumerate(trajectory.segments):
         turns = [turn for turn in trajectory.turns if turn.segment == number]
         _check_arrays(trajectory, segment)

@@ -11,7 +11,12 @@ from typing import Any, Final
 
 import anyio
 
+from runner.errors import BadOption
+
 __all__ = ["cancel_everywhere"]
+
+# Pytest shows the line of the test, where the fix belongs.
+__tracebackhide__ = True
 
 _MOST: Final = 100_000
 _REASON: Final = "cancel_everywhere"
@@ -39,11 +44,18 @@ async def cancel_everywhere(
 
     Raises:
         AssertionError: the scenario swallowed its cancellation, by the name of the function that did.
+        BadOption: it is no function that gives a coroutine.
         RuntimeError: the scenario never ended undisturbed.
         BaseException: what the scenario or the check raised, with a note that says where it had been cancelled.
     """
+    if not callable(scenario):
+        close = getattr(scenario, "close", lambda: None)
+        close()  # a coroutine that nobody awaited would complain as well
+        raise BadOption(
+            f"cancel_everywhere({scenario!r:.60}): give the `async def` function itself, without calling it."
+        )
     for at in range(1, _MOST):
-        run = _Run(scenario(), at)
+        run = _Run(_coroutine(scenario()), at)
         try:
             await run.play()
             result = check()
@@ -56,6 +68,12 @@ async def cancel_everywhere(
         if not run.cancelled_in:
             return at - 1
     raise RuntimeError(f"the scenario still ran after {_MOST} suspension points: it has to end")
+
+
+def _coroutine(made: Any) -> Coroutine[Any, Any, object]:
+    if not inspect.iscoroutine(made):
+        raise BadOption(f"cancel_everywhere(): the scenario gave {made!r:.60}: give an `async def` function.")
+    return made
 
 
 @dataclass(slots=True)

@@ -61,6 +61,8 @@ def play_cancelled(
         BadInput: something given cannot be used; the message names it and the fix.
     """
     __tracebackhide__ = True
+    if check is not None and not callable(check):
+        raise BadOption(f"play_cancelled(check={check!r:.60}): give a function of the environment.")
     # In small deltas with ticks between them, so that there are points inside of a turn too.
     given: Any = says
     in_pieces = isinstance(says, list | tuple | str)

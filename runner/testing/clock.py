@@ -16,6 +16,9 @@ from runner.errors import BadOption
 
 __all__ = ["VirtualClock"]
 
+# Pytest shows the line of the test, where the fix belongs.
+__tracebackhide__ = True
+
 T = TypeVar("T")
 
 _PATIENCE = 1.0

@@ -17,8 +17,12 @@ import anyio
 import anyio.lowlevel
 
 from runner.engines.base import Engine
+from runner.errors import BadOption
 
 __all__ = ["LEFT_TASKS", "UNCLOSED", "Leaked", "no_leaks", "noting_left_tasks"]
+
+# Pytest shows the line of the test, where the fix belongs.
+__tracebackhide__ = True
 
 T = TypeVar("T")
 
@@ -60,8 +64,12 @@ def no_leaks(*engines: Engine, settle: float = 1.0) -> Iterator[None]:
         settle: seconds that threads which are about to end get to do so.
 
     Raises:
+        BadOption: what is given is no engine.
         Leaked: lists what was left behind, each by name.
     """
+    for engine in engines:
+        if not isinstance(engine, Engine):
+            raise BadOption(f"no_leaks({engine!r:.60}): give engines, whose requests are counted, or nothing.")
     gc.collect()  # what others left to it is not this block's
     before = _inventory(engines)
     try:
@@ -101,16 +109,19 @@ def _told_when_collected() -> Iterator[list[str]]:
 
 async def noting_left_tasks(function: Callable[[], Awaitable[T]]) -> T:
     """Call it on an event loop that ends with it; tasks that it leaves are put down in `LEFT_TASKS`."""
-    before = set(anyio.get_running_tasks())
     try:
         return await function()
     finally:
         for _ in range(_PASSES):
-            if not set(anyio.get_running_tasks()) - before:
+            if not (left := _other_tasks()):
                 break
-            with anyio.CancelScope(shield=True):
-                await anyio.lowlevel.cancel_shielded_checkpoint()
-        LEFT_TASKS.extend(_named(task) for task in anyio.get_running_tasks() if task not in before)
+            await anyio.lowlevel.cancel_shielded_checkpoint()
+        LEFT_TASKS.extend(map(_named, left))
+
+
+def _other_tasks() -> list[anyio.TaskInfo]:
+    this = anyio.get_current_task().id
+    return [task for task in anyio.get_running_tasks() if task.id != this]
 
 
 def _leaks(engines: tuple[Engine, ...], before: set[str], settle: float) -> list[str]:

@@ -23,7 +23,7 @@ from runner.engines.scripted import ScriptedEngine
 from runner.environment import Environment, as_environment
 from runner.episode import MAIN
 from runner.errors import BadOption, BadTask, DeltarunnerError
-from runner.options import Concurrency, Limits, Sampling
+from runner.options import Concurrency, History, Limits, Sampling
 from runner.runs import Run
 from runner.sources import Tasks
 from runner.store.reader import RunFile
@@ -72,6 +72,7 @@ class PlayOptions(TypedDict, total=False):
     weights: Mapping[str, float] | None
     retries: int
     breaker: float
+    history: History | str | None
 
 
 def play(
@@ -218,6 +219,8 @@ async def _played(environment: Played, engine: Engine, tasks: Tasks, options: Pl
 
 
 async def _on_this_loop(environment: Played, engine: Engine, tasks: Tasks, options: PlayOptions) -> list[Trajectory]:
+    for name in options.keys() - PlayOptions.__annotations__.keys():
+        raise BadOption(f"play({name}=): there is no such option; these are: {', '.join(PlayOptions.__annotations__)}.")
     # A test looks at failed episodes too: they do not stop the run.
     settings: dict[str, Any] = {"breaker": 1, **options, "tasks": tasks}
     async with AsyncExitStack() as watched:
@@ -257,7 +260,10 @@ def at_once(name: str, function: Callable[[], Awaitable[T]], engine: Any, clock:
         raise BadOption(
             f"{name}(clock=): a real engine takes real time. Play on a scripted one, or leave the clock out."
         )
-    watched = partial(noting_left_tasks, function)
+
+    async def watched() -> T:  # a name for the task; that of a partial is all that was given, written out each time
+        return await noting_left_tasks(function)
+
     try:
         return on_event_loop(watched) if clock is None else clock.run(watched)
     except (AssertionError, DeltarunnerError) as error:

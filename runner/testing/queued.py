@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Self, TypeAlias
 
 from runner.authors import describe_error
@@ -17,8 +18,12 @@ from runner.episode import MAIN
 from runner.errors import BadOption, RequestRejected
 from runner.testing.chunking import Inside
 from runner.testing.vocabulary import AwkwardTokenizer
+from runner.tokens.template import ChatTemplate
 
 __all__ = ["CheckedEngine", "QueuedEngine", "Saying", "check_settings", "show_reply"]
+
+# Pytest shows the line of the test, where the fix belongs.
+__tracebackhide__ = True
 
 Saying: TypeAlias = Answer | Sequence[int] | Callable[[ModelCall], Answer | Awaitable[Answer]]
 """One thing to say: a text, a call, several calls of one turn, a `Reply`, token ids, or a function of the turn."""
@@ -33,7 +38,9 @@ class CheckedEngine(ScriptedEngine):
 
     def __init__(self, **settings: Any) -> None:
         self.problems: list[str] = []
-        super().__init__(self._speak, record=True, **settings)
+        name = settings.pop("template", "pythonic")
+        template = _loaded(name) if isinstance(name, str) else name
+        super().__init__(self._speak, record=True, template=template, **settings)
 
     @property
     def prompts(self) -> list[str]:
@@ -195,6 +202,11 @@ class QueuedEngine(CheckedEngine):
             f"{call.request.name}: the model was asked for a reply and none is left ({said} said so far).{hint} "
             f"{self.to_add}{agent}, or let the episode end before. It was asked after {call.prompt[-80:]!r}."
         )
+
+
+@cache  # compiled once a process: tests make many engines
+def _loaded(template: str) -> ChatTemplate:
+    return ChatTemplate.load(template)
 
 
 @dataclass(frozen=True, slots=True)

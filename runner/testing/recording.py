@@ -18,7 +18,7 @@ from runner.engines.base import (
     Session,
 )
 from runner.engines.script import ModelCall, Reply
-from runner.errors import BadInput, RequestRejected
+from runner.errors import BadInput, BadOption, RequestRejected
 from runner.testing.queued import CheckedEngine
 from runner.testing.recording_file import AGAIN, RecordedTurn, Recording, read_recording, write_recording
 from runner.testing.token_diff import first_difference, token_diff
@@ -26,9 +26,18 @@ from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["RecordingEngine", "ReplayEngine", "record", "replay"]
 
+# Pytest shows the line of the test, where the fix belongs.
+__tracebackhide__ = True
+
 
 def record(engine: Engine) -> RecordingEngine:
-    """An engine that passes everything on to `engine` and keeps it; `save(path)` writes the recording."""
+    """An engine that passes everything on to `engine` and keeps it; `save(path)` writes the recording.
+
+    Raises:
+        BadOption: it is no engine.
+    """
+    if not isinstance(engine, Engine):
+        raise BadOption(f"record({engine!r:.60}): give the engine to record.")
     return RecordingEngine(engine)
 
 

@@ -22,6 +22,9 @@ from runner.tokens.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["AGAIN", "RecordedTurn", "Recording", "read_recording", "write_recording"]
 
+# Pytest shows the line of the test, where the fix belongs.
+__tracebackhide__ = True
+
 VERSION: Final = 1
 AGAIN: Final = "run pytest with --runner-record=rewrite to record it anew"
 

@@ -5,7 +5,7 @@ Importing this module needs hypothesis, which nothing else of the kit does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -19,6 +19,9 @@ from runner.schema import JsonSchema
 from runner.tools import Tool
 
 __all__ = ["awkward_text", "chunkings", "conversations", "tool_calls"]
+
+# Pytest shows the line of the test, where the fix belongs.
+__tracebackhide__ = True
 
 _PIECES: Final = (
     *("<|im_end|>", "<|im_start|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "[f(a=1)]"),
@@ -72,6 +75,8 @@ def tool_calls(tools: Sequence[Tool] | None = None) -> SearchStrategy[ToolCall]:
         )
         arguments = st.dictionaries(_NAMES, values, max_size=4)
         return st.builds(ToolCall, st.just(""), _NAMES, arguments)
+    if isinstance(tools, type) or not isinstance(tools, Iterable):
+        raise BadOption(f"tool_calls({tools!r:.60}): give an environment's tools: Calculator().bound_tools().")
     if not tools:
         raise BadOption("tool_calls([]): give at least one tool, or none at all for calls of any name.")
     return st.one_of([_calls_of(tool) for tool in tools])
