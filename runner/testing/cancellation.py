@@ -48,12 +48,11 @@ async def cancel_everywhere(
         RuntimeError: the scenario never ended undisturbed.
         BaseException: what the scenario or the check raised, with a note that says where it had been cancelled.
     """
-    if not callable(scenario):
-        close = getattr(scenario, "close", lambda: None)
-        close()  # a coroutine that nobody awaited would complain as well
-        raise BadOption(
-            f"cancel_everywhere({scenario!r:.60}): give the `async def` function itself, without calling it."
-        )
+    given: Any = scenario
+    if inspect.iscoroutine(given):
+        given.close()  # else it complains as well that nobody awaited it
+    if not callable(given):
+        raise BadOption(f"cancel_everywhere({given!r:.60}): give the `async def` function itself, without calling it.")
     for at in range(1, _MOST):
         run = _Run(_coroutine(scenario()), at)
         try:
