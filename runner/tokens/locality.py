@@ -18,7 +18,7 @@ from typing import cast
 import orjson
 
 from runner.messages import Message, ToolCallMessage
-from runner.tokens.marking import Stems
+from runner.tokens.marking import SWITCHES, Stems
 from runner.tokens.refusal import Property, Unbridgeable
 from runner.tokens.tail import Tail, TailMaker
 from runner.tokens.template import ToolSchema
@@ -325,15 +325,11 @@ def _histories() -> Iterator[Sequence[Message]]:
     yield [first, *spoken]
     yield [first, *parallel]
     yield [system, first, *spoken, thought, second, *parallel, *round_]
-    for switch in _SWITCHES:
+    for switch in SWITCHES:
         switched: Message = {"role": "system", "content": f"You answer questions. {switch}"}
         asked: Message = {"role": "user", "content": f"The first question. {switch}"}
         yield [switched, first]
         yield [asked, said, second]
-
-
-_SWITCHES = ("/think", "/no_think", "detailed thinking on", "detailed thinking off")
-"""Words that templates look for in what was said before."""
 
 
 def _call(number: int) -> ToolCallMessage:

@@ -12,7 +12,20 @@ from typing import Any, TypeAlias, cast
 from runner.messages import Message
 from runner.tokens.template import ToolSchema
 
-__all__ = ["FIELDS", "Field", "Span", "Stems", "common_length", "forms", "locate", "marked", "sentinel", "shown"]
+__all__ = [
+    "FIELDS",
+    "SWITCHES",
+    "Field",
+    "Span",
+    "Stems",
+    "common_length",
+    "forms",
+    "locate",
+    "marked",
+    "sentinel",
+    "shown",
+    "without_switches",
+]
 
 Span: TypeAlias = tuple[int, int]
 """Begin and end of a stretch of text."""
@@ -85,8 +98,27 @@ def _parameter(function: Mapping[str, Any], tools: Sequence[ToolSchema]) -> str:
     return "value"
 
 
+SWITCHES = ("/no_think", "/think", "detailed thinking on", "detailed thinking off")
+"""Words that templates look for in what is said, and some take out of it."""
+
+
+def without_switches(content: str) -> str | None:
+    """What is left of a content once the switches are out of it; None where there are none."""
+    left = content
+    for switch in SWITCHES:
+        left = left.replace(switch, "")
+    return None if left == content else left
+
+
 def forms(content: str) -> Iterator[str]:
     """How templates write a content: as it is, trimmed, inside JSON, or as Python writes a string."""
+    yield from _written(content)
+    left = without_switches(content)
+    if left is not None and left.strip():
+        yield from _written(left)
+
+
+def _written(content: str) -> Iterator[str]:
     for text in dict.fromkeys((content, content.strip(), content.lstrip(), content.rstrip())):
         yield text
         yield json.dumps(text, ensure_ascii=False)[1:-1]

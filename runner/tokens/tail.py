@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NoReturn, cast
 
 from runner.messages import Message
-from runner.tokens.marking import Field, Span, common_length, forms, locate, marked, sentinel, shown
+from runner.tokens.marking import Field, Span, common_length, forms, locate, marked, sentinel, shown, without_switches
 from runner.tokens.refusal import Property, Unbridgeable
 from runner.tokens.template import Renderer, TemplateRaised, ToolSchema
 
@@ -278,14 +278,15 @@ _WORD = "zqshownz"
 def _check_shown(
     text: str, render: Callable[[Sequence[Message]], str], messages: Sequence[Message], index: int
 ) -> Span:
-    """About where a message stands whose content is not there as it is: templates take switches out of contents.
+    """About where a message stands that held nothing but a switch, which the template has taken out of it.
 
     Raises:
         Unbridgeable: it is hidden.
     """
-    found = shown(text, render, messages, index, _WORD)
+    role, content = messages[index]["role"], messages[index]["content"]
+    only_switch = without_switches(content) is not None
+    found = shown(text, render, messages, index, _WORD) if only_switch else None
     if found is None:
-        role, content = messages[index]["role"], messages[index]["content"]
         raise Unbridgeable(
             Property.CONTENT_SHOWN, f"the template hides message {index} of the {role} role: {content!r:.80}"
         )

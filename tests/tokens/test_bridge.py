@@ -533,3 +533,12 @@ def test_a_first_message_that_the_template_hides_is_named() -> None:
     made = bridger(chatml(body="{{ m.content if m.role != 'system' }}"))
     with pytest.raises(Unbridgeable, match=r"content_missing: .*hides message 0 of the system role: 'You help.'"):
         made.first_prompt([{"role": "system", "content": "You help."}, QUESTION])
+
+
+def test_a_message_of_nothing_but_a_switch_is_not_hidden_where_the_template_takes_the_switch_out() -> None:
+    made = bridger(chatml(body="{{ m.content | replace('/no_think', '') }}"))
+    only: Message = {"role": "system", "content": "/no_think"}
+    assert made.tokenizer.decode(made.first_prompt([only, QUESTION])).startswith("<|im_start|>system\n<|im_end|>\n")
+    dropped = bridger(chatml(body="{{ m.content if m.role != 'system' }}"))
+    with pytest.raises(Unbridgeable, match="content_missing"):
+        dropped.first_prompt([only, QUESTION])
