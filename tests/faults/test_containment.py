@@ -11,7 +11,7 @@ import pytest
 
 from runner import Limits, Outcome, Run, ScriptedEngine, Trajectory, Turn, reward
 from tests.faults import suspects
-from tests.faults.clocks import ASYNCIO, put_forward, trio_backend
+from tests.faults.clocks import ASYNCIO, TRIO, put_forward
 from tests.faults.comparing import by_place
 from tests.faults.suspects import (
     AT_ONCE,
@@ -36,7 +36,7 @@ LIMITS = Limits(
 )
 
 
-@pytest.fixture(params=[ASYNCIO, trio_backend()], ids=["asyncio", "trio"])
+@pytest.fixture(params=[ASYNCIO, TRIO], ids=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 

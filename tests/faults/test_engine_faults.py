@@ -27,7 +27,7 @@ from runner import (
 )
 from runner.engines.script import Fault, Latency, ModelCall
 from runner.engines.vllm import VllmEngine
-from tests.faults.clocks import ASYNCIO, put_forward, trio_backend
+from tests.faults.clocks import ASYNCIO, TRIO, put_forward
 from tests.faults.comparing import by_place
 from tests.faults.suspects import AsyncPupils, Pupils, SyncPupils, speak
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.anyio
 WATCHDOG = 60.0
 
 
-@pytest.fixture(params=[ASYNCIO, trio_backend()], ids=["asyncio", "trio"])
+@pytest.fixture(params=[ASYNCIO, TRIO], ids=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 

@@ -12,7 +12,7 @@ from anyio.lowlevel import checkpoint
 from runner import Environment, Limits, Outcome, Run, RunFile, RunStuck, ScriptedEngine, Task, Turn, reward, tool
 from runner.engines.script import Answer, Fault, ModelCall, Reply, call
 from runner.watching import STUCK_SECONDS
-from tests.faults.clocks import ASYNCIO, put_forward, trio_backend
+from tests.faults.clocks import ASYNCIO, TRIO, put_forward
 
 pytestmark = pytest.mark.anyio
 
@@ -20,7 +20,7 @@ WATCHDOG = 60.0
 NO_LIMITS = Limits.defaults().lifted()
 
 
-@pytest.fixture(params=[ASYNCIO, trio_backend()], ids=["asyncio", "trio"])
+@pytest.fixture(params=[ASYNCIO, TRIO], ids=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
