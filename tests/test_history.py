@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Callable
 from io import StringIO
 from typing import Any
@@ -28,7 +29,7 @@ from runner.testing import Reply, call
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.tokens.log import Source
-from runner.tokens.template import ChatTemplate
+from runner.tokens.template import ChatTemplate, Renderer
 from tests.playing import Plain, play, recording, tasks
 
 pytestmark = pytest.mark.anyio
@@ -310,6 +311,7 @@ async def test_messages_added_while_the_agent_speaks_come_after_what_it_says() -
 # --- stand-ins
 
 
+PLAIN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + OPENER
 # From the fifth message on another word stands behind every turn: no probe has so long a history of only questions.
 COUNTING = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
@@ -472,8 +474,37 @@ async def test_a_template_that_refuses_long_conversations_ends_them_and_is_trust
         async def rollout(self, conversation: Conversation) -> None:
             await talk(conversation)
 
-    plain = COUNTING.partition("{% set users")[0] + OPENER
-    async with Run(Talks, recording(lambda turn: "yes", template=template(LIMITED + plain)), tasks=tasks(3)) as run:
+    async with Run(Talks, recording(lambda turn: "yes", template=template(LIMITED + PLAIN)), tasks=tasks(3)) as run:
         trajectories = [trajectory async for trajectory in run]
     assert {trajectory.outcome for trajectory in trajectories} == {Outcome.TOKEN_ERROR}
     assert any("too long" in fault for fault in run.summary.faults)
+
+
+NUMBERED = COUNTING.replace(
+    "{% if users | length > 5 and add_generation_prompt %}{{ '(long)' }}", "{% if True %}{{ users | length }}"
+)
+
+
+@pytest.mark.parametrize("text", [NUMBERED, PLAIN], ids=["non-local", "local"])
+async def test_no_long_history_is_rendered_on_the_event_loop(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[tuple[int, bool]] = []
+    render, loop = Renderer.render, threading.get_ident()
+
+    def watched(self: Renderer, messages: Any, **options: Any) -> str:
+        if messages[0]["content"] == "Question 0?":  # a conversation's own, and no probe's
+            rendered.append((len(messages), threading.get_ident() == loop))
+        return render(self, messages, **options)
+
+    async def talk(conversation: Conversation) -> None:
+        for _ in range(6):
+            await conversation.generate()
+            conversation.add("More.")
+
+    engine = recording(lambda turn: "yes", template=template(text))
+    trajectory = await talked(talk, engine)  # what is learnt of the template, and each turn's comparison
+    assert len(trajectory.segments) == 1
+    monkeypatch.setattr(Renderer, "render", watched)
+    trajectory = await talked(talk, engine)
+    assert len(trajectory.turns) == 6
+    assert max(length for length, _ in rendered) >= 11
+    assert max(length for length, here in rendered if here) <= 4

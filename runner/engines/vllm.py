@@ -30,7 +30,7 @@ from runner.engines.base import (
 from runner.engines.gate import AdmissionGate
 from runner.engines.vllm_settings import constraint_arguments, sampling_arguments
 from runner.engines.vllm_start import VllmProcess
-from runner.errors import BadOption, EngineDead, RequestRejected
+from runner.errors import BadModel, BadOption, EngineDead, RequestRejected
 from runner.models import DEMO_MODEL, ModelSource, chat_template, resolve_model, stop_ids
 from runner.tokens.log import VersionSpan
 from runner.tokens.template import ChatTemplate
@@ -104,6 +104,11 @@ class VllmEngine(Engine):
         self.tokenizer = load_tokenizer(source.folder)
         self.template = chat_template(source, self._template)
         self.stop_ids = stop_ids(source, self.tokenizer.eos_id)
+        if not self.stop_ids:
+            raise BadModel(
+                f"nothing ends a turn of {source.name!r}: its tokenizer_config.json names no eos_token, and neither "
+                "generation_config.json nor config.json has an eos_token_id. Add one."
+            )
 
     def _use(self, config: Any) -> None:
         from vllm.inputs.engine import tokens_input

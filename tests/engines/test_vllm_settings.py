@@ -1,14 +1,17 @@
 """What is asked of vLLM, without vLLM."""
 
 import dataclasses
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runner.engines.base import GenerationRequest
+from runner.engines.vllm import VllmEngine
 from runner.engines.vllm_settings import choose_settings, constraint_arguments, sampling_arguments
-from runner.errors import BadOption
+from runner.errors import BadModel, BadOption
 from runner.options import Constraint, ConstraintKind, Sampling
 
 KNOWN = frozenset(
@@ -122,3 +125,17 @@ def test_forced_ids_reach_the_engine() -> None:
 )
 def test_each_kind_of_constraint_has_its_place(constraint: Constraint, expected: dict[str, Any]) -> None:
     assert constraint_arguments(constraint) == expected
+
+
+@pytest.mark.anyio
+async def test_a_model_whose_turns_nothing_ends_is_refused_before_the_engine_starts(
+    demo_model_folder: Path, tmp_path: Path
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "chat_template.jinja"):
+        text = (demo_model_folder / name).read_text(encoding="utf-8")
+        if name.endswith("config.json"):
+            text = json.dumps({key: value for key, value in json.loads(text).items() if not key.startswith("eos_")})
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(BadModel, match=r"nothing ends a turn of .* eos_token_id\. Add one"):
+        async with VllmEngine(tmp_path):
+            pass
