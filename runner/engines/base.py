@@ -178,6 +178,7 @@ class Engine(ABC):
         places: requests that run at once; further ones wait at the gate.
         stop_ids: ids that end a turn of this model (EOS, generation_config's list).
         running: it was entered and not left.
+        loop: the event loop that it was entered on, the only one that it can be used on; None where it does not care.
     """
 
     tokenizer: Tokenizer
@@ -186,6 +187,7 @@ class Engine(ABC):
     places: int
     stop_ids: tuple[int, ...]
     running: bool = False
+    loop: object = None
 
     @abstractmethod
     async def __aenter__(self) -> Self: ...

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import anyio
 import anyio.abc
-from anyio.lowlevel import checkpoint_if_cancelled
+from anyio.lowlevel import checkpoint_if_cancelled, current_token
 
 from runner.engines.base import (
     Delta,
@@ -169,7 +169,7 @@ class ScriptedEngine(Engine):
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tasks.start_soon(self._ticker.run, name="scripted engine")
-        self.running = True
+        self.running, self.loop = True, current_token()
         return self
 
     async def __aexit__(

@@ -8,10 +8,18 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import anyio
+from anyio.lowlevel import current_token
 
 from runner.engines.base import Engine
+from runner.errors import BadOption
 
 __all__ = ["running"]
+
+_ELSEWHERE = (
+    "this {engine} was entered on another event loop, and works on that one alone. Give it unentered: then the "
+    "run enters it; or enter it on the loop that plays: in an async test whose fixtures share its loop, with "
+    "`await play_async(...)`. In tests, the fixture `real_engine` plays from any loop."
+)
 
 
 @dataclass(slots=True)
@@ -44,6 +52,7 @@ async def running(engine: Engine) -> AsyncIterator[None]:
     before it leaves, it waits for the others.
 
     Raises:
+        BadOption: it runs on another event loop.
         EngineError, BadInput: the engine does not start.
     """
     while (entered := _ENTERED.get(engine)) is not None:
@@ -53,6 +62,8 @@ async def running(engine: Engine) -> AsyncIterator[None]:
             return
         await (entered.closed if entered.started.is_set() else entered.started).wait()
     if engine.running:
+        if engine.loop not in (None, current_token()):
+            raise BadOption(_ELSEWHERE.format(engine=type(engine).__name__))
         yield
         return
     async with _host(engine):

@@ -76,6 +76,10 @@ class ForcedEngine(Engine):
         return getattr(self.engine, name)
 
     @property
+    def loop(self) -> object:  # type: ignore[override]  # as is what it runs on
+        return self.engine.loop
+
+    @property
     def running(self) -> bool:  # type: ignore[override]  # it runs while the engine beneath does
         """The engine beneath is running."""
         return self.engine.running

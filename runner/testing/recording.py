@@ -77,6 +77,10 @@ class RecordingEngine(Engine):
         return len(self._calls)
 
     @property
+    def loop(self) -> object:  # type: ignore[override]  # as is what it runs on
+        return self.inner.loop
+
+    @property
     def running(self) -> bool:  # type: ignore[override]  # the inner engine's
         return self.inner.running
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from runner import BadOption, BadTask, Environment, Limits, Outcome, Sampling, Task, Turn, reward
 from runner.engines.script import ModelCall
@@ -20,6 +21,7 @@ from runner.testing import (
     play_async,
     play_many,
     play_many_async,
+    record,
 )
 from tests.testing.inner import run
 
@@ -224,3 +226,30 @@ def test_second():
     assert not PLAYED
 """
     run(pytester, test).assert_outcomes(passed=2)
+
+
+def test_an_engine_that_was_entered_on_another_event_loop_is_refused() -> None:
+    engine = QueuedEngine().always("42")
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(engine):
+        with pytest.raises(BadOption, match="this QueuedEngine was entered on another event loop, and works on that"):
+            play(Sums, engine)
+        with pytest.raises(BadOption, match="this RecordingEngine was entered on another event loop"):
+            play(Sums, record(engine))
+
+
+def test_an_engine_of_the_session_on_the_loop_of_a_function_is_refused(pytester: pytest.Pytester) -> None:
+    test = """
+@pytest.fixture(scope="module")
+def shared():
+    from anyio.from_thread import start_blocking_portal
+    engine = QueuedEngine().always("42")
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(engine):
+        yield engine
+
+@pytest.mark.anyio
+async def test_async(shared):
+    await play_async(Calculator, shared)
+"""
+    result = run(pytester, test)
+    result.stdout.fnmatch_lines(["*BadOption: this QueuedEngine was entered on another event loop*`real_engine`*"])
+    assert not [line for line in result.outlines if "sharing.py" in line]
