@@ -132,8 +132,8 @@ class PromptMaker:
 
     async def _bridge(self, segment: Segment, last: Turn, new: Sequence[Message], tools: Schemas) -> Bridge:
         bridger, history = self._chat.bridger, segment.messages
-        tail = None
-        if not bridger.tail_at_hand(history, new, tools, turn=last.number):
+        tail = bridger.tail_at_once(history, new, tools, turn=last.number)
+        if tail is None:
             make = partial(bridger.tail, history, new, tools, turn=last.number)
             tail = await self._workers.call(Job(make, "chat template"))
         bridge = bridger.bridge(

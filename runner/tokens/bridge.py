@@ -142,11 +142,15 @@ class Bridger:
 
     # --- bridges
 
-    def tail_at_hand(
+    def tail_at_once(
         self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], *, turn: int
-    ) -> bool:
-        """Making the tail takes no longer than rendering the new messages; else let a worker thread make it."""
-        return self.locality.at_hand(history, new, tools, turn)
+    ) -> tuple[Tail, bool] | None:
+        """What `tail` gives where that takes no longer than the new messages; None where a worker thread should do it.
+
+        Raises:
+            Unbridgeable: the template raises.
+        """
+        return self.locality.at_once(history, new, tools, turn)
 
     def tail(
         self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], *, turn: int

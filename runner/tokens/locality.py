@@ -100,14 +100,17 @@ class Locality:
         self._kinds: dict[Shape, _Kind] = {}
         self._probing = threading.Lock()
 
-    def at_hand(
+    def at_once(
         self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], turn: int
-    ) -> bool:
-        """The next tail is a stand-in's and is not compared with anything: it takes no longer than the new messages."""
+    ) -> tuple[Tail, bool] | None:
+        """What `tail` gives where it takes no longer than the new messages: a stand-in's that is not compared; or None."""
         kind = self._kinds.get(Shape.of(history[-1], new, tools))
-        if kind is None or not self._may_stand_in(kind, history[-1], new):
-            return False
-        return turn in kind.turns and kind.uses + 1 < CHECKED_ONE_IN
+        if kind is None or turn not in kind.turns or kind.uses + 1 >= CHECKED_ONE_IN:
+            return None
+        if not self._may_stand_in(kind, history[-1], new):
+            return None
+        kind.uses += 1
+        return self._tail([*_STAND_IN, history[-1]], new, tools, kind.asked), True
 
     def tail(
         self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], turn: int

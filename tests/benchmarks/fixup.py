@@ -78,12 +78,13 @@ def _case(length: int, tokenizer: VocabularyTokenizer) -> _Case:
 
     def bridge() -> list[int]:
         """As a conversation does it: what is compared with a full render is made in another thread."""
-        made = []
-        if not bridger.tail_at_hand(history, new, [ADD], turn=turn):
+        tail = bridger.tail_at_once(history, new, [ADD], turn=turn)
+        if tail is None:
+            made: list[Any] = []
             thread = Thread(target=lambda: made.append(bridger.tail(history, new, [ADD], turn=turn)))
             thread.start()
             thread.join()
-        tail = made[0] if made else None
+            (tail,) = made
         return bridger.bridge(history, new, [ADD], sampled=sampled, stop=eos, turn=turn, tail=tail).ids
 
     tail = tokenizer.decode(bridge())
