@@ -6,6 +6,7 @@ cancelled scope: cut there, the request runs on, and an abort by its name finds 
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import itertools
 import os
@@ -16,6 +17,7 @@ from typing import Any, Self
 
 import anyio
 import anyio.to_thread
+from anyio.lowlevel import current_token
 
 from runner.engines.base import (
     Delta,
@@ -85,17 +87,22 @@ class VllmEngine(Engine):
 
         Raises:
             BadModel: there is no such model, or vLLM cannot load it.
-            BadOption: an engine argument that cannot be.
+            BadOption: an engine argument that cannot be, or an event loop of trio.
         """
         if self.running:
             raise RuntimeError("this engine is already running")
+        if not issubclass(anyio.get_cancelled_exc_class(), asyncio.CancelledError):
+            raise BadOption(
+                "vLLM works on asyncio alone, and this is trio: run on asyncio (anyio.run(main, backend='asyncio'); in "
+                "tests a fixture anyio_backend that returns 'asyncio', or the fixture real_engine, from any loop)."
+            )
         source = await anyio.to_thread.run_sync(resolve_model, self.model, abandon_on_cancel=True)
         self._load_vocabulary(source)
         self._process = VllmProcess(source, self.given)
         self._llm = await self._process.start()
         self._use(self._llm.vllm_config)
         self._death = None
-        self.running = True
+        self.running, self.loop = True, current_token()
         return self
 
     def _load_vocabulary(self, source: ModelSource) -> None:

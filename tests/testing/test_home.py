@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from runner import BadOption, ScriptedEngine
+from runner import BadOption, ScriptedEngine, VllmEngine
 from runner.testing import VirtualClock, play, play_async
 from runner.testing.home import EngineAtHome, EnginePool
 from tests.testing.inner import run, run_apart
@@ -97,6 +97,13 @@ def test_one_that_died_is_started_anew(pool: EnginePool, tests: Tests) -> None:
 def test_a_virtual_clock_is_not_for_it(pool: EnginePool) -> None:
     with pytest.raises(BadOption, match=r"play\(clock=\): a real engine takes real time"):
         play(Sums, pool.engine(), clock=VirtualClock())
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+@pytest.mark.anyio
+async def test_a_real_engine_of_ones_own_is_refused_on_trio() -> None:
+    with pytest.raises(BadOption, match=r"vLLM works on asyncio alone, and this is trio: .*the fixture real_engine"):
+        await VllmEngine().__aenter__()
 
 
 TEST = """
