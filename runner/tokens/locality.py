@@ -103,7 +103,7 @@ class Locality:
     def at_once(
         self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], turn: int
     ) -> tuple[Tail, bool] | None:
-        """What `tail` gives where it takes no longer than the new messages; None where it would compare or render all."""
+        """What `tail` gives where it takes no longer than the new messages; None where it renders the whole."""
         kind = self._kinds.get(Shape.of(history[-1], new, tools))
         if kind is None or turn not in kind.turns or kind.uses + 1 >= CHECKED_ONE_IN:
             return None
