@@ -127,6 +127,7 @@ def test_each_kind_of_constraint_has_its_place(constraint: Constraint, expected:
     assert constraint_arguments(constraint) == expected
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.anyio
 async def test_a_model_whose_turns_nothing_ends_is_refused_before_the_engine_starts(
     demo_model_folder: Path, tmp_path: Path
