@@ -18,7 +18,10 @@ HEAVY = ("torch", "transformers", "vllm", "tokenizers", "pyarrow", "anyio", "pyd
 def test_public_names() -> None:
     assert runner.__all__ == sorted(runner.__all__)
     authors = "Conversation Environment Episode Group Task Tool Turn group_reward metric reward tool"
-    running = "Concurrency Engine History HistoryPolicy Limits Run RunFile Sampling ScriptedEngine Summary TaskSource VllmEngine run"
+    running = (
+        "Concurrency Engine History HistoryPolicy Limits Run RunFile "
+        "Sampling ScriptedEngine Summary TaskSource VllmEngine run"
+    )
     records = "FinishReason Message Outcome Prompt Reply Segment ToolCall Trajectory"
     tokens = "PrefixReplacement PrefixResult replace_prefix_tokens"
     assert set(runner.__all__) == {*f"{authors} {running} {records} {tokens}".split(), *errors.__all__}

@@ -109,7 +109,7 @@ def test_prompts_extend_what_was_sampled_and_read_as_the_template_renders(
     conversation = data.draw(conversations())
     messages, tools, tokenizer, stop = conversation.first, conversation.tools, made.tokenizer, made.tokenizer.eos_id
     assert stop is not None
-    log = made.first_prompt(messages, tools)
+    log = list(made.first_prompt(messages, tools))
     for turn, new in conversation.rounds:
         said = spoken(made.renderer, messages, turn, tools)
         sampled = tokenizer.encode(said) if ids == "canonical" else [i for c in said for i in tokenizer.encode(c)]
