@@ -28,6 +28,8 @@ from runner.tokens.tokenizer import Tokenizer
 __all__ = ["Bridge", "Bridger", "Property", "Unbridgeable"]
 
 PROMPTS_KEPT = 16
+WORD, WORDS_KEPT = 40, 4096
+"""Names and ids come again and again: what is known of texts of so many characters is kept."""
 
 PromptText: TypeAlias = tuple[str, tuple[Span, ...]]
 """A render, and where contents in it hold control text that must not become control ids."""
@@ -99,6 +101,7 @@ class Bridger:
         self.closes = Closes(tokenizer, self._maker)
         self._stems = Stems()
         self._encode_prompt = lru_cache(PROMPTS_KEPT)(self._encoded)
+        self._word_holds = lru_cache(WORDS_KEPT)(tokenizer.holds_control)
 
     # --- the first prompt
 
@@ -135,10 +138,12 @@ class Bridger:
         """Fields that hold control text which must not become control ids."""
         if not self.content_safe:
             return []
-        holds = self.tokenizer.holds_control
         said = [(index, message) for index, message in enumerate(messages) if message["role"] not in _TRUSTED]
         values = ((index, name, message.get(name)) for index, message in said for name in FIELDS)
-        return [(index, name) for index, name, value in values if value and holds(str(value))]
+        return [(index, name) for index, name, value in values if value and self._holds_control(str(value))]
+
+    def _holds_control(self, text: str) -> bool:
+        return self._word_holds(text) if len(text) <= WORD else self.tokenizer.holds_control(text)
 
     # --- bridges
 
