@@ -11,11 +11,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TypeAlias
 
-from runner.engines.base import Delta, DeltaStream, Engine, EngineStats, Finish, GenerationRequest, Session
+from runner.engines.base import Delta, DeltaStream, Engine, Finish, GenerationRequest
 from runner.engines.script import ModelCall
 from runner.engines.scripted import RecordedCall
 from runner.engines.sharing import running
 from runner.engines.vllm import VllmEngine
+from runner.engines.wrapping import WrappedEngine
 from runner.errors import BadOption, RequestRejected
 
 __all__ = ["FORCING", "ForcedEngine", "ForcedScript", "ForcedTurn", "force"]
@@ -51,41 +52,27 @@ def force(engine: Engine, script: ForcedScript) -> ForcedEngine:
     return ForcedEngine(engine, script)
 
 
-class ForcedEngine(Engine):
+class ForcedEngine(WrappedEngine):
     """The engine that `force` makes; whatever is not said here, the engine beneath says.
 
     A turn that cannot be sampled as the script says is refused (`RequestRejected`) and never played otherwise: ids
     past the vocabulary, too few of them, some behind a stop id, a turn under a grammar, an engine that samples others.
 
     Attributes:
-        engine: the engine beneath.
+        inner: the engine beneath.
         calls: every request that was sent and what it was given, free turns too; `assert_exact` compares them.
     """
 
     def __init__(self, engine: Engine, script: ForcedScript) -> None:
         _refuse_engine(engine)
-        self.engine = engine
+        super().__init__(engine)
         self.calls: list[RecordedCall] = []
         self._turn = _reader(script)
         self._described = _described(script)
         self._inside: Any = None
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.engine, name)
-
-    @property
-    def loop(self) -> object:  # type: ignore[override]  # as is what it runs on
-        return self.engine.loop
-
-    @property
-    def running(self) -> bool:  # type: ignore[override]  # it runs while the engine beneath does
-        """The engine beneath is running."""
-        return self.engine.running
-
     async def __aenter__(self) -> Self:
-        self._inside = running(self.engine)
+        self._inside = running(self.inner)
         await self._inside.__aenter__()
         return self
 
@@ -99,29 +86,9 @@ class ForcedEngine(Engine):
         """The deltas of one request; nothing happens before the block is entered."""
         return ForcedStream(self, request)
 
-    def session(self, *, late: bool = False) -> Session:
-        """A handle of the engine beneath."""
-        return self.engine.session(late=late)
-
-    def close_session(self, session: Session) -> None:
-        """Give the session's room back; twice is allowed."""
-        self.engine.close_session(session)
-
-    def stats(self) -> EngineStats:
-        """What the engine beneath is doing now."""
-        return self.engine.stats()
-
-    async def health(self) -> None:
-        """Return when the engine beneath can answer.
-
-        Raises:
-            EngineDead: it cannot.
-        """
-        await self.engine.health()
-
     def describe(self) -> dict[str, Any]:
         """The engine beneath, and that its ids were forced: a run file of forced turns says so."""
-        return {**self.engine.describe(), "forced": self._described}
+        return {**self.inner.describe(), "forced": self._described}
 
     def _ids(self, request: GenerationRequest) -> list[int] | None:
         """The ids of a turn, or None where it is free.
@@ -134,7 +101,7 @@ class ForcedEngine(Engine):
         if turn is None:
             return None
         ids = _checked(turn, request.name, RequestRejected)
-        _refuse_ids(ids, request, _vocabulary(self.engine))
+        _refuse_ids(ids, request, _vocabulary(self.inner))
         return ids
 
 
@@ -155,7 +122,7 @@ class ForcedStream(DeltaStream):
         if ids is not None:
             self._forced = ids
             request = replace(request, extra={**request.extra, "force": ids})
-        self._stream = self._engine.engine.stream(request)
+        self._stream = self._engine.inner.stream(request)
         await self._stream.__aenter__()
         self._record = RecordedCall(
             request.name,

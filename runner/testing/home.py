@@ -10,7 +10,8 @@ from typing import Any, Self
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from runner.engines.base import DeltaStream, Engine, EngineStats, GenerationRequest, Session
+from runner.engines.base import Engine
+from runner.engines.wrapping import WrappedEngine
 from runner.errors import BadOption
 
 __all__ = ["EngineAtHome", "EnginePool", "make_engine"]
@@ -29,7 +30,7 @@ def make_engine(**options: Any) -> Engine:
     return VllmEngine(**{"max_num_seqs": 16, "max_model_len": 4096, **options})
 
 
-class EngineAtHome(Engine):
+class EngineAtHome(WrappedEngine):
     """An engine and the event loop that it lives on; `play` and its kin go there.
 
     Attributes:
@@ -38,12 +39,9 @@ class EngineAtHome(Engine):
     """
 
     def __init__(self, inner: Engine, home: BlockingPortal, loop: Any) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.home = home
         self._loop = loop
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["inner"], name)
 
     @property
     def running(self) -> bool:  # type: ignore[override]  # whoever asks is about to play on it
@@ -62,30 +60,6 @@ class EngineAtHome(Engine):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
-
-    def stream(self, request: GenerationRequest) -> DeltaStream:
-        """The deltas of one request."""
-        return self.inner.stream(request)
-
-    def session(self, *, late: bool = False) -> Session:
-        """A handle for one conversation."""
-        return self.inner.session(late=late)
-
-    def close_session(self, session: Session) -> None:
-        """Give the session's room back."""
-        self.inner.close_session(session)
-
-    def stats(self) -> EngineStats:
-        """What the engine is doing now."""
-        return self.inner.stats()
-
-    async def health(self) -> None:
-        """Return while the engine can answer."""
-        await self.inner.health()
-
-    def describe(self) -> dict[str, Any]:
-        """What a run's header keeps of the engine."""
-        return self.inner.describe()
 
 
 class EnginePool:

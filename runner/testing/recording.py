@@ -5,19 +5,18 @@ from __future__ import annotations
 from array import array
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from runner.engines.base import (
     Delta,
     DeltaStream,
     Engine,
-    EngineStats,
     Finish,
     FinishReason,
     GenerationRequest,
-    Session,
 )
 from runner.engines.script import ModelCall, Reply
+from runner.engines.wrapping import WrappedEngine
 from runner.errors import BadInput, BadOption, RequestRejected
 from runner.testing.queued import CheckedEngine
 from runner.testing.recording_file import AGAIN, RecordedTurn, Recording, read_recording, write_recording
@@ -57,7 +56,7 @@ def replay(path: Path | str, *, tokenizer: Tokenizer | None = None, places: int 
     return ReplayEngine(recording, places=places)
 
 
-class RecordingEngine(Engine):
+class RecordingEngine(WrappedEngine):
     """Another engine, whose requests and answers are kept.
 
     Attributes:
@@ -66,56 +65,16 @@ class RecordingEngine(Engine):
     """
 
     def __init__(self, inner: Engine) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._calls: list[RecordedTurn] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["inner"], name)
 
     @property
     def recorded(self) -> int:
         return len(self._calls)
 
-    @property
-    def loop(self) -> object:  # type: ignore[override]  # as is what it runs on
-        return self.inner.loop
-
-    @property
-    def running(self) -> bool:  # type: ignore[override]  # the inner engine's
-        return self.inner.running
-
-    async def __aenter__(self) -> Self:
-        await self.inner.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.inner.__aexit__(kind, error, traceback)
-
     def stream(self, request: GenerationRequest) -> DeltaStream:
         """The deltas of one request, kept as they are read."""
         return _RecordedStream(self.inner.stream(request), request, self._calls)
-
-    def session(self, *, late: bool = False) -> Session:
-        """A handle for one conversation."""
-        return self.inner.session(late=late)
-
-    def close_session(self, session: Session) -> None:
-        """Give the session's room back."""
-        self.inner.close_session(session)
-
-    def stats(self) -> EngineStats:
-        """What the engine is doing now."""
-        return self.inner.stats()
-
-    async def health(self) -> None:
-        """Return while the engine can answer."""
-        await self.inner.health()
-
-    def describe(self) -> dict[str, Any]:
-        """What a run's header keeps of the engine."""
-        return self.inner.describe()
 
     def save(self, path: Path | str) -> None:
         """Write the recording: sorted, so that it does not depend on who was played first; one line a list of ids.

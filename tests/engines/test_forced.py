@@ -207,7 +207,7 @@ async def test_an_engine_that_samples_other_ids_is_found_out_at_the_first_of_the
     engine = force(Deaf("one"), [ids_of("only")])
     with pytest.raises(RequestRejected, match=r"e/main/0: the engine sampled 101 where 108 was forced"):
         await sampled(engine, request())
-    assert engine.engine.stats().open == 0
+    assert engine.inner.stats().open == 0
 
 
 async def test_a_turn_that_is_left_early_keeps_what_was_sampled() -> None:

@@ -1,0 +1,71 @@
+"""An engine around another one: it answers for what is its own and passes the rest on."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+from runner.engines.base import DeltaStream, Engine, EngineStats, GenerationRequest, Session
+
+__all__ = ["WrappedEngine"]
+
+
+class WrappedEngine(Engine):
+    """Passes everything on; a subclass says otherwise where it is different.
+
+    Attributes:
+        inner: the engine.
+    """
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "inner":  # what a wrapper has not set yet is not the engine's
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.inner, name)
+
+    @property
+    def loop(self) -> object:  # type: ignore[override]  # as is what it runs on
+        return self.inner.loop
+
+    @property
+    def running(self) -> bool:  # type: ignore[override]  # it runs while the inner engine does
+        return self.inner.running
+
+    async def __aenter__(self) -> Self:
+        await self.inner.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.inner.__aexit__(kind, error, traceback)
+
+    def stream(self, request: GenerationRequest) -> DeltaStream:
+        """The inner engine's deltas."""
+        return self.inner.stream(request)
+
+    def session(self, *, late: bool = False) -> Session:
+        """The inner engine's handle."""
+        return self.inner.session(late=late)
+
+    def close_session(self, session: Session) -> None:
+        """Give the session's room back; twice is allowed."""
+        self.inner.close_session(session)
+
+    def stats(self) -> EngineStats:
+        """What the inner engine is doing now."""
+        return self.inner.stats()
+
+    async def health(self) -> None:
+        """Return when the inner engine can answer.
+
+        Raises:
+            EngineDead: it cannot.
+        """
+        await self.inner.health()
+
+    def describe(self) -> dict[str, Any]:
+        """What a run's header keeps of the inner engine."""
+        return self.inner.describe()
