@@ -12,8 +12,9 @@ from runner.options import History
 from runner.parsing.base import ToolFormat
 from runner.parsing.detect import detect_format
 from runner.parsing.reasoning import OPEN as REASONING_OPEN
-from runner.tokens.bridge import Bridger
-from runner.tokens.template import Renderer, require_tools
+from runner.tokens.bridge import Bridge, Bridger
+from runner.tokens.tail import Tail
+from runner.tokens.template import Renderer, ToolSchema, require_tools
 from runner.trajectory import Turn
 
 __all__ = ["ChatModel"]
@@ -63,6 +64,30 @@ class ChatModel:
         if turn.finish is FinishReason.STOP and isinstance(turn.stop, int) and turn.stop in self.stop_ids:
             return turn.stop
         return None
+
+    def bridge(
+        self,
+        turn: Turn,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        tail: tuple[Tail, bool],
+    ) -> Bridge:
+        """The bridge from a turn to what answers it.
+
+        Raises:
+            Unbridgeable: there is none that is exact.
+        """
+        return self.bridger.bridge(
+            history,
+            new,
+            tools,
+            sampled=turn.token_ids,
+            stop=self.closing_stop(turn),
+            thinking=turn.thinking,
+            turn=turn.number,
+            tail=tail,
+        )
 
     def require_tools(self) -> None:
         """Refuse an engine whose template cannot carry tools.

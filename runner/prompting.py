@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from runner.chat import ChatModel
+from runner.clocks import Waiting
 from runner.messages import Message
 from runner.options import HistoryPolicy, ToolChoice
 from runner.threads import Job, Workers
@@ -25,6 +26,8 @@ REVOKED = "local_tail_revoked"
 
 RETRY = "retry"
 """The cause of a segment that samples the last turn of another one anew, from the same prompt."""
+
+T = TypeVar("T")
 
 Schemas = Sequence[dict[str, Any]]
 
@@ -134,18 +137,8 @@ class PromptMaker:
         bridger, history = self._chat.bridger, segment.messages
         tail = bridger.tail_at_once(history, new, tools, turn=last.number)
         if tail is None:
-            make = partial(bridger.tail, history, new, tools, turn=last.number)
-            tail = await self._workers.call(Job(make, "chat template"))
-        bridge = bridger.bridge(
-            history,
-            new,
-            tools,
-            sampled=last.token_ids,
-            stop=self._chat.closing_stop(last),
-            thinking=last.thinking,
-            turn=last.number,
-            tail=tail,
-        )
+            tail = await self._rendering(partial(bridger.tail, history, new, tools, turn=last.number))
+        bridge = self._chat.bridge(last, history, new, tools, tail)
         if bridge.local:
             self.local_turns.add(last.number + 1)
         return bridge
@@ -169,10 +162,15 @@ class PromptMaker:
         return Prepared(segment, prepared.prompt, added, Source.BRIDGE, new, junction=junction)
 
     async def _rendered(self, messages: Sequence[Message], tools: Schemas, cause: str) -> Prepared:
-        render = partial(self._chat.bridger.prompt_text, messages, tools)
-        text = await self._workers.call(Job(render, "chat template"))
+        text = await self._rendering(partial(self._chat.bridger.prompt_text, messages, tools))
         ids = self._chat.bridger.prompt_ids(text)
         return Prepared(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages)
+
+    async def _rendering(self, make: Callable[[], T]) -> T:
+        """In a worker thread. It is no work of the episode's: its clocks stand still, as while it waits for a place."""
+        with Waiting():
+            made: T = await self._workers.call(Job(make, "chat template"))
+        return made
 
 
 def followed_junction(chat: ChatModel, ids: Sequence[int], last: Turn, inserted: int) -> Junction:

@@ -213,17 +213,9 @@ class _Check:
         return self._made(Kind.BRIDGE, lambda: self._appended(part.segment, before, history, new))
 
     def _appended(self, segment: Segment, before: Turn, history: Sequence[Message], new: Sequence[Message]) -> Ids:
-        bridger, tools = self._chat.bridger, segment.tools
-        bridge = bridger.bridge(
-            history,
-            new,
-            tools,
-            sampled=before.token_ids,
-            stop=self._chat.closing_stop(before),
-            thinking=before.thinking,
-            turn=before.number,
-            tail=(bridger.locality.full(history, new, tools), False),  # a stand-in for the history proves nothing
-        )
+        # A stand-in for the history would prove nothing.
+        tail = self._chat.bridger.locality.full(history, new, segment.tools)
+        bridge = self._chat.bridge(before, history, new, segment.tools, (tail, False))
         self._junction = bridge.junction
         return bridge.ids
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import anyio
 import anyio.from_thread
@@ -13,6 +14,7 @@ import trio.testing
 from runner import Conversation, FinishReason, Limits, Outcome, Run, Turn, metric, reward, tool
 from runner.options import Concurrency
 from runner.testing import Latency, Reply, call
+from runner.tokens.template import Renderer
 from tests.playing import Plain, play, play_all, recording, tasks
 
 pytestmark = pytest.mark.anyio
@@ -352,3 +354,26 @@ async def test_a_limit_of_the_run_goes_over_that_of_the_class_field_by_field(clo
 
     assert (await play(Own(clock), "Yes")).outcome is Outcome.TIME_LIMIT
     assert (await play(Own(clock), "Yes", limits=Limits(seconds=300))).outcome is Outcome.COMPLETED
+
+
+async def test_clocks_stand_still_while_a_template_is_rendered(
+    clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render, loop, elsewhere = Renderer.render, threading.get_ident(), 0
+
+    def slowly(self: Renderer, messages: Any, **options: Any) -> str:
+        nonlocal elsewhere
+        if threading.get_ident() != loop:
+            elsewhere += 1
+            if elsewhere == 1:
+                anyio.from_thread.run_sync(clock.jump, 200)
+        return render(self, messages, **options)
+
+    class Asks(Timed):
+        async def step(self, turn: Turn) -> str | None:
+            return "And?" if turn.number == 0 else None
+
+    monkeypatch.setattr(Renderer, "render", slowly)
+    (trajectory,) = await play_all(Asks(clock), ["Yes", "Done"], limits=Limits(seconds=150))
+    assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.COMPLETED, 2)
+    assert elsewhere > 0

@@ -485,7 +485,13 @@ NUMBERED = COUNTING.replace(
 )
 
 
-@pytest.mark.parametrize("text", [NUMBERED, PLAIN], ids=["non-local", "local"])
+# No generation prompt of the usual kind, and all of the history counts: that it asks takes renders of all of it to see.
+UNUSUAL = NUMBERED.replace(
+    OPENER, "{% if add_generation_prompt %}{{ '<|im_start|>assistant ' ~ users | length }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("text", [NUMBERED, UNUSUAL, PLAIN], ids=["non-local", "non-local, unusual", "local"])
 async def test_no_long_history_is_rendered_on_the_event_loop(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered: list[tuple[int, bool]] = []
     render, loop = Renderer.render, threading.get_ident()
@@ -508,3 +514,23 @@ async def test_no_long_history_is_rendered_on_the_event_loop(text: str, monkeypa
     assert len(trajectory.turns) == 6
     assert max(length for length, _ in rendered) >= 11
     assert max(length for length, here in rendered if here) <= 4
+
+
+async def test_what_a_comparison_refuses_is_refused_at_every_later_turn() -> None:
+    # Words that end with a dot get an answer, which the sentinel behind them hides.
+    dotted = PLAIN.replace(
+        OPENER, "{{ '(yes)' if messages | length > 1 and messages[-2].content[-1:] == '.' }}" + OPENER
+    )
+
+    class Talks(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            for _ in range(3):
+                await conversation.generate()
+                conversation.add("More.")
+
+    engine = recording(lambda turn: "A dot.", template=template(dotted))
+    async with Run(Talks, engine, tasks=tasks(3)) as run:
+        trajectories = [trajectory async for trajectory in run]
+    for trajectory in trajectories:
+        causes = {turn.junction.cause for turn in trajectory.turns if turn.junction is not None}
+        assert causes == {"marker_in_tail"}

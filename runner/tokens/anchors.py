@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from itertools import groupby
 
 from runner.tokens.closes import Closes
@@ -140,13 +139,11 @@ class TailIds:
         return self._encode_from(close if begin is None else begin)
 
     def _plain_text(self) -> str | None:
-        with suppress(Unbridgeable):
-            plain = self.tail.after_text().text
-            ids = self._tokenizer.encode(plain)
-            # Without a control token in front, where the call ends would be guesswork.
-            if self.text.endswith(plain) and self.text != plain and ids[0] in self._tokenizer.special_ids:
-                return plain
-        return None
+        plain = self.tail.without_calls
+        if not plain or not self.text.endswith(plain) or self.text == plain:
+            return None
+        # Without a control token in front, where the call ends would be guesswork.
+        return plain if self._tokenizer.encode(plain)[0] in self._tokenizer.special_ids else None
 
     def _control_ids_before(self, end: int) -> list[int]:
         control = self._tokenizer.control_ids

@@ -165,7 +165,10 @@ class Bridger:
         Raises:
             Unbridgeable: the template raises, or no history of this kind can be bridged.
         """
-        return self.locality.tail(history, new, tools, turn)
+        tail, local = self.locality.tail(history, new, tools, turn)
+        if not local and (wanted := self._unsafe(new)):
+            tail.locate(wanted)  # renders all once more, and not on the event loop
+        return tail, local
 
     def bridge(
         self,
@@ -199,7 +202,7 @@ class Bridger:
         tail_ids, located = self._encode_tail(made)
         tail_ids.check()
         if stop is not None:
-            start = self._after_stop(tail_ids, history[-1], tools, sampled, stop)
+            start = self._after_stop(tail_ids, sampled, stop)
         elif thinking:
             start = self._after_reasoning(tail_ids)
         else:
@@ -212,9 +215,7 @@ class Bridger:
         junction = Junction(Result.APPENDED, start.anchor, start.close, seam, len(start.ids), cause=start.cause)
         return Bridge(start.ids, junction, local)
 
-    def _after_stop(
-        self, tail: TailIds, turn: Message, tools: Sequence[ToolSchema], sampled: Sequence[int], stop: int
-    ) -> _Start:
+    def _after_stop(self, tail: TailIds, sampled: Sequence[int], stop: int) -> _Start:
         index = tail.find_in_close({stop})
         if index is not None:
             return _Start(tail.ids[index + 1 :], Anchor.STOP, Close.SAMPLED)

@@ -199,7 +199,7 @@ class Locality:
         self.relied_count += 1
 
     def _may_stand_in(self, kind: _Kind, turn: Message, new: Sequence[Message]) -> bool:
-        if not kind.local or self.revoked:
+        if not kind.local or kind.refusal is not None or self.revoked:
             return False
         # An answer to an earlier call is looked up by its id in the history.
         ids = {call["id"] for call in turn.get("tool_calls") or ()}

@@ -129,7 +129,6 @@ class Tail:
         new: the messages that were appended.
         text: from the sentinel to the end of the generation prompt.
         after_call: the sentinel stood in a tool call, so the tail begins inside it.
-
         asked: names of the further renders that were asked for; shared by the tails of one kind.
 
     Raises:
@@ -151,10 +150,13 @@ class Tail:
         self._maker = maker
         self._stem = stem
         self._tools = tools
+        self._located: tuple[Sequence[Field], list[Span] | None] | None = None
         self._history = [*history[:-1], marked(history[-1], stem, tools)]
         try:
             self.text = self._text(new)
-        except Unbridgeable:
+        except Unbridgeable as refusal:
+            if refusal.property is not Property.TEMPLATE_RENDERS:
+                raise
             # Some templates raise on words that their model samples and a parser should have taken out.
             self._history[-1] = marked(history[-1], stem, tools, words=False)
             self.text = self._text(new)
@@ -165,9 +167,18 @@ class Tail:
         Raises:
             Unbridgeable: it does not.
         """
-        _ = self.seen
-        if not self._maker.asks_as_usual(self.text, self.new[-1]):
-            self._maker.check_asks(self.text, self.new, self._follow)
+        if self._fault is not None:
+            raise self._fault
+
+    @cached_property
+    def _fault(self) -> Unbridgeable | None:
+        try:
+            _ = self.seen
+            if not self._maker.asks_as_usual(self.text, self.new[-1]):
+                self._maker.check_asks(self.text, self.new, self._follow)
+        except Unbridgeable as fault:
+            return fault
+        return None
 
     def _follow(self, new: Sequence[Message], asking: bool) -> str:
         return self._text(new, generation_prompt=asking)
@@ -182,7 +193,11 @@ class Tail:
         return self._stem in text
 
     def complete(self) -> None:
-        """Make the renders that tails of this kind were asked for before, so that none is made on the event loop."""
+        """Make the renders that a check takes, and those that tails of this kind were asked for before.
+
+        What is made off the event loop leaves none to be made on it.
+        """
+        _ = self._fault
         for name in tuple(self.asked):
             with suppress(Unbridgeable):
                 getattr(self, name)
@@ -235,15 +250,23 @@ class Tail:
 
     def locate(self, wanted: Sequence[Field]) -> list[Span] | None:
         """Where these fields of the new messages stand in `text`, or None where that cannot be told."""
+        if self._located is None or self._located[0] != wanted:
+            try:
+                spans = locate(self.text, self._text, self.new, wanted, self._stem)
+            except Unbridgeable:
+                spans = None
+            self._located = (wanted, spans)
+        return self._located[1]
+
+    @cached_property
+    def without_calls(self) -> str | None:
+        """The tail that the turn would have if it had called nothing; None where that raises."""
+        self.asked.add("without_calls")
+        said: Message = {"role": "assistant", "content": "x"}
         try:
-            return locate(self.text, self._text, self.new, wanted, self._stem)
+            return Tail(self._maker, self._stem, [*self._history[:-1], said], self.new, self._tools).text
         except Unbridgeable:
             return None
-
-    def after_text(self) -> Tail:
-        """The same tail if the turn had called nothing."""
-        said = cast("Message", {"role": "assistant", "content": "x"})
-        return Tail(self._maker, self._stem, [*self._history[:-1], said], self.new, self._tools)
 
     def stands_before(self, word: str) -> bool:
         """The word stands before the sentinel in a render of its own."""
