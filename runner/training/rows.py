@@ -1,0 +1,88 @@
+"""Rows: one segment of one trajectory as flat arrays, what every training batch is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.tokens.log import TokenLog
+from runner.trajectory import Trajectory, Turn
+
+__all__ = ["NO_VERSION", "TrainingRow", "rows_of", "version_table"]
+
+NO_VERSION = -1
+"""The weight version of an id that nobody sampled."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingRow:
+    """One segment. Every array is aligned with `ids`: position p tells of `ids[p]` given `ids[:p]`.
+
+    Attributes:
+        trajectory: whose segment this is.
+        segment: its index in the trajectory.
+        ids: token ids, shape [length], int32.
+        loss_mask: where an id was sampled in this segment and is trained on, shape [length], bool.
+        logprobs: with what log-probability it was sampled, in nats, 0 where `loss_mask` is False, shape [length],
+            float32; NaN where the engine gave none.
+        versions: index into the table of weight versions, `NO_VERSION` where `loss_mask` is False, shape [length],
+            int32.
+        turns: the turns that were sampled in this segment, in order.
+    """
+
+    trajectory: Trajectory
+    segment: int
+    ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    turns: tuple[Turn, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def rows_of(trajectory: Trajectory, versions: Mapping[str, int]) -> list[TrainingRow]:
+    """The rows of a trajectory, one for each segment in which something is trained.
+
+    Args:
+        trajectory: committed; its arrays are copied.
+        versions: the table of weight versions, see `version_table`.
+    """
+    rows = [_row(trajectory, index, versions) for index in range(len(trajectory.segments))]
+    return [row for row in rows if row.loss_mask.any()]
+
+
+def version_table(trajectories: Iterable[Trajectory]) -> dict[str, int]:
+    """Each weight version that sampled something, with its index, in the order of their first ids."""
+    table: dict[str, int] = {}
+    for trajectory in trajectories:
+        for segment in trajectory.segments:
+            for span in segment.log.versions:
+                table.setdefault(span.version, len(table))
+    return table
+
+
+def _row(trajectory: Trajectory, index: int, versions: Mapping[str, int]) -> TrainingRow:
+    log = trajectory.segments[index].log
+    mask = np.frombuffer(log.mask(), dtype=np.int8).astype(np.bool_)
+    return TrainingRow(
+        trajectory=trajectory,
+        segment=index,
+        ids=np.array(log.ids, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, np.array(log.logprobs, dtype=np.float32), np.float32(0)),
+        versions=_versions(log, mask, versions),
+        turns=tuple(turn for turn in trajectory.turns if turn.segment == index),
+    )
+
+
+def _versions(log: TokenLog, mask: NDArray[np.bool_], table: Mapping[str, int]) -> NDArray[np.int32]:
+    versions = np.full(len(log), NO_VERSION, dtype=np.int32)
+    for span in log.versions:
+        versions[span.start : span.end] = table[span.version]
+    versions[~mask] = NO_VERSION
+    return versions
