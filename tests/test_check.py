@@ -354,6 +354,7 @@ def test_an_environment_without_a_mistake_is_ok(folder: Path) -> None:
     assert "played   twice, on a scripted engine: completed 4; 32 turns" in result.output
 
 
+# The mistakes that are planted here leave files behind.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("mistake", BAD)
 def test_each_mistake_is_named_with_its_fix_in_one_line(folder: Path, mistake: str) -> None:

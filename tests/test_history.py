@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Awaitable, Callable
 from io import StringIO
 from typing import Any
 
@@ -12,16 +10,13 @@ from rich.console import Console
 
 from runner import (
     BadOption,
-    BadTemplate,
     Conversation,
     FinishReason,
     History,
     Outcome,
     Run,
     Sampling,
-    ScriptedEngine,
     Tool,
-    Trajectory,
     tool,
 )
 from runner.commands.report import summary_table
@@ -29,44 +24,10 @@ from runner.testing import Reply, call
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.tokens.log import Source
-from runner.tokens.template import ChatTemplate, Renderer
-from tests.playing import Plain, play, recording, tasks
+from tests.histories import FORGETFUL, HIDDEN, OPENER, Twice, talked, template, twice
+from tests.playing import Plain, play, recording
 
 pytestmark = pytest.mark.anyio
-
-Talk = Callable[[Conversation], Awaitable[None]]
-
-OPENER = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-# The turn before the last is written in another way, as by templates that strip what was thought.
-FORGETFUL = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
-    "{{ '(said) ' if m.role == 'assistant' and not loop.last }}{{ m.content }}{{ '<|im_end|>\\n' }}{% endfor %}"
-    + OPENER
-)
-# The last turn's words are shown before it and nowhere else, so that no sentinel can be found where they end.
-HIDDEN = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
-    "{{ m.content | upper if m.role == 'assistant' else m.content }}{{ '<|im_end|>\\n' }}{% endfor %}" + OPENER
-)
-
-
-def template(text: str) -> ChatTemplate:
-    return ChatTemplate(text, name="inline")
-
-
-async def talked(talk: Talk, engine: ScriptedEngine, **options: Any) -> Trajectory:
-    class Talks(Plain):
-        async def rollout(self, conversation: Conversation) -> None:
-            await talk(conversation)
-
-    return await play(Talks, engine, **options)
-
-
-async def twice(conversation: Conversation) -> None:
-    await conversation.generate()
-    conversation.add("And twice that?")
-    await conversation.generate()
-
 
 # --- policies
 
@@ -95,7 +56,7 @@ async def test_append_forks_where_no_exact_bridge_is_proven_and_names_the_reason
 
 
 async def test_forks_are_counted_in_the_summary() -> None:
-    async with Run(_Twice, recording(["yes", "no"], template=template(HIDDEN))) as run:
+    async with Run(Twice, recording(["yes", "no"], template=template(HIDDEN))) as run:
         _ = [trajectory async for trajectory in run]
     told = run.summary.as_dict()
     assert told["junctions"] == {"forked/none/masked/verified": 1}
@@ -105,11 +66,6 @@ async def test_forks_are_counted_in_the_summary() -> None:
     shown = console.export_text()
     assert "1 forked (anchor none, close masked, seam verified)" in shown
     assert "no_sentinel 1" in shown
-
-
-class _Twice(Plain):
-    async def rollout(self, conversation: Conversation) -> None:
-        await twice(conversation)
 
 
 async def test_fork_follows_the_template_where_it_rewrites_the_past() -> None:
@@ -308,40 +264,6 @@ async def test_messages_added_while_the_agent_speaks_come_after_what_it_says() -
     assert [message["content"] for message in trajectory.messages] == ["Question 0?", "21", "meanwhile", "21"]
 
 
-# --- stand-ins
-
-
-PLAIN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + OPENER
-# From the fifth message on another word stands behind every turn: no probe has so long a history of only questions.
-COUNTING = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
-    "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
-    "{% if users | length > 5 and add_generation_prompt %}{{ '(long)' }}{% endif %}" + OPENER
-)
-
-
-async def test_a_stand_in_that_proves_wrong_is_seen_and_trusted_no_more() -> None:
-    async def talk(conversation: Conversation) -> None:
-        for _ in range(7):
-            await conversation.generate()
-            conversation.add("More.")
-
-    engine = recording(lambda turn: "yes", template=template(COUNTING))
-
-    class Talks(Plain):
-        async def rollout(self, conversation: Conversation) -> None:
-            await talk(conversation)
-
-    async with Run(Talks, engine) as run:
-        (trajectory,) = [trajectory async for trajectory in run]
-    last = trajectory.turns[-1]
-    inserted = engine.tokenizer.decode(last.prompt_ids[trajectory.turns[-2].end :])
-    assert inserted == "\n<|im_start|>user\nMore.<|im_end|>\n(long)<|im_start|>assistant\n"
-    seams = [turn.junction.seam for turn in trajectory.turns if turn.junction is not None]
-    assert seams == [Seam.UNVERIFIED] * 4 + [Seam.SPECIAL] * 2
-    assert any("was taken to write the same" in fault for fault in run.summary.faults)
-
-
 # --- what was said
 
 
@@ -355,42 +277,6 @@ async def test_a_close_that_the_model_wrote_before_another_stop_is_no_part_of_wh
     assert engine.tokenizer.decode(first.token_ids) == f"{words}<|endoftext|>"
     assert second.junction is not None
     assert second.junction.cause == "closed_before_stop"
-
-
-# --- before anything is sampled
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{% for m in messages %}", "not valid jinja2"),
-        ("{{ raise_exception('not today') }}", "not today"),
-        ("{{ nobody.gave.this }}", "nobody"),
-        ("no words of anybody", "question"),
-    ],
-)
-async def test_a_template_that_serves_no_conversation_is_refused_before_anything_is_sampled(
-    text: str, says: str
-) -> None:
-    engine = recording(["21"], template=template(text))
-    with pytest.raises(BadTemplate, match=says):
-        async with Run(Plain, engine):
-            pass
-    assert engine.calls == []
-
-
-async def test_refuse_refuses_a_template_that_cannot_be_bridged_before_anything_is_sampled() -> None:
-    engine = recording(["yes", "no"], template=template(HIDDEN))
-    with pytest.raises(BadTemplate, match="no_sentinel"):
-        async with Run(_Twice, engine, history="refuse"):
-            pass
-    assert engine.calls == []
-
-
-async def test_append_says_at_the_start_that_a_template_cannot_be_bridged() -> None:
-    async with Run(_Twice, recording(["yes", "no"], template=template(HIDDEN))) as run:
-        assert any("no_sentinel" in fault and "new segment" in fault for fault in run.summary.faults)
-        _ = [trajectory async for trajectory in run]
 
 
 async def test_fork_says_who_closed_a_turn_that_was_cut() -> None:
@@ -459,78 +345,3 @@ async def test_control_text_in_the_name_of_a_tool_that_the_model_made_up_never_b
     assert [made.error for made in first.tool_calls] == ["its name holds control text"]
     inserted = second.prompt_ids[first.end :]
     assert sum(token_id in engine.tokenizer.control_ids for token_id in inserted) == 3
-
-
-LIMITED = "{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}"
-
-
-async def test_a_template_that_refuses_long_conversations_ends_them_and_is_trusted_no_more() -> None:
-    async def talk(conversation: Conversation) -> None:
-        for _ in range(4):
-            await conversation.generate()
-            conversation.add("More.")
-
-    class Talks(Plain):
-        async def rollout(self, conversation: Conversation) -> None:
-            await talk(conversation)
-
-    async with Run(Talks, recording(lambda turn: "yes", template=template(LIMITED + PLAIN)), tasks=tasks(3)) as run:
-        trajectories = [trajectory async for trajectory in run]
-    assert {trajectory.outcome for trajectory in trajectories} == {Outcome.TOKEN_ERROR}
-    assert any("too long" in fault for fault in run.summary.faults)
-
-
-NUMBERED = COUNTING.replace(
-    "{% if users | length > 5 and add_generation_prompt %}{{ '(long)' }}", "{% if True %}{{ users | length }}"
-)
-
-
-# No generation prompt of the usual kind, and all of the history counts: that it asks takes renders of all of it to see.
-UNUSUAL = NUMBERED.replace(
-    OPENER, "{% if add_generation_prompt %}{{ '<|im_start|>assistant ' ~ users | length }}{% endif %}"
-)
-
-
-@pytest.mark.parametrize("text", [NUMBERED, UNUSUAL, PLAIN], ids=["non-local", "non-local, unusual", "local"])
-async def test_no_long_history_is_rendered_on_the_event_loop(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rendered: list[tuple[int, bool]] = []
-    render, loop = Renderer.render, threading.get_ident()
-
-    def watched(self: Renderer, messages: Any, **options: Any) -> str:
-        if messages[0]["content"] == "Question 0?":  # a conversation's own, and no probe's
-            rendered.append((len(messages), threading.get_ident() == loop))
-        return render(self, messages, **options)
-
-    async def talk(conversation: Conversation) -> None:
-        for _ in range(6):
-            await conversation.generate()
-            conversation.add("More.")
-
-    engine = recording(lambda turn: "yes", template=template(text))
-    trajectory = await talked(talk, engine)  # what is learnt of the template, and each turn's comparison
-    assert len(trajectory.segments) == 1
-    monkeypatch.setattr(Renderer, "render", watched)
-    trajectory = await talked(talk, engine)
-    assert len(trajectory.turns) == 6
-    assert max(length for length, _ in rendered) >= 11
-    assert max(length for length, here in rendered if here) <= 4
-
-
-async def test_what_a_comparison_refuses_is_refused_at_every_later_turn() -> None:
-    # Words that end with a dot get an answer, which the sentinel behind them hides.
-    dotted = PLAIN.replace(
-        OPENER, "{{ '(yes)' if messages | length > 1 and messages[-2].content[-1:] == '.' }}" + OPENER
-    )
-
-    class Talks(Plain):
-        async def rollout(self, conversation: Conversation) -> None:
-            for _ in range(3):
-                await conversation.generate()
-                conversation.add("More.")
-
-    engine = recording(lambda turn: "A dot.", template=template(dotted))
-    async with Run(Talks, engine, tasks=tasks(3)) as run:
-        trajectories = [trajectory async for trajectory in run]
-    for trajectory in trajectories:
-        causes = {turn.junction.cause for turn in trajectory.turns if turn.junction is not None}
-        assert causes == {"marker_in_tail"}

@@ -202,7 +202,7 @@ def test_cut_off_at_any_file_it_leaves_nothing_behind(
         left = iter([None] * allowed)
 
         def until_full(path: Path, *arguments: str, left: object = left, **options: str) -> int:
-            if next(left, 0) == 0:  # type: ignore[call-overload]
+            if next(left, 0) == 0:  # type: ignore[call-overload]  # an iterator of whatever is left
                 raise error
             return write(path, *arguments, **options)
 

@@ -244,8 +244,8 @@ _ORDINARY = (
     "one\ntwo\n\n  three\tfour",
     "def add(a, b):\n    return {'sum': a + b}  # \"x\" <= 10 && !y\n",
     "Ça va, größer, naïve, España, İstanbul",
-    "Привет, мир. Γειά σου Κόσμε. שלום עולם. مرحبا بالعالم.",  # noqa: RUF001
-    "你好，世界。こんにちは世界。안녕하세요 세계. नमस्ते दुनिया. สวัสดี",  # noqa: RUF001
+    "Привет, мир. Γειά σου Κόσμε. שלום עולם. مرحبا بالعالم.",  # noqa: RUF001  # letters of other scripts are meant
+    "你好，世界。こんにちは世界。안녕하세요 세계. नमस्ते दुनिया. สวัสดี",  # noqa: RUF001  # likewise
 )
 
 

@@ -137,7 +137,7 @@ class _Writer:
 
     def says(self, role: Any, words: int = 2, **more: Any) -> Message:
         content = self.sentence(words)
-        message: Message = {"role": role, "content": content, **more}  # type: ignore[typeddict-item]
+        message: Message = {"role": role, "content": content, **more}  # type: ignore[typeddict-item]  # built by parts
         self.last_words[id(message)] = content.rsplit(" ", 1)[1]
         return message
 
@@ -153,7 +153,7 @@ class _Writer:
             arguments = {"amount": self._source.randrange(100), "query": f"{self._inner(1)} {last}"}
             function = {"name": name, "arguments": arguments}
             calls.append({"id": self._id(self._calls), "type": "function", "function": function})
-        message: Message = {"role": "assistant", "content": self.sentence() if text else "", "tool_calls": calls}  # type: ignore[typeddict-item]
+        message: Message = {"role": "assistant", "content": self.sentence() if text else "", "tool_calls": calls}  # type: ignore[typeddict-item]  # likewise
         if reasons:
             message["reasoning_content"] = self.sentence(5)
         self.last_words[id(message)] = last

@@ -137,7 +137,7 @@ def test_what_the_garbage_collector_closes_is_left_and_other_warnings_are_passed
 def test_what_others_left_to_the_garbage_collector_is_not_the_blocks() -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        cycle: list[object] = [open(__file__)]  # noqa: SIM115
+        cycle: list[object] = [open(__file__)]  # noqa: SIM115  # the leak
         cycle.append(cycle)
         del cycle
         with no_leaks():

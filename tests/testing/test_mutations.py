@@ -147,7 +147,7 @@ def test_a_prompt_that_is_rendered_again_instead_of_extended(monkeypatch: pytest
 
     def rendered_again(conversation: Conversation, *arguments: Any) -> tuple[GenerationRequest, str]:
         made, ceiling = request(conversation, *arguments)
-        made.prompt[:] = array("i", engine.tokenizer.encode(engine.tokenizer.decode(made.prompt)))  # type: ignore[index]
+        made.prompt[:] = array("i", engine.tokenizer.encode(engine.tokenizer.decode(made.prompt)))  # type: ignore[index]  # the mistake
         return made, ceiling
 
     monkeypatch.setattr(Conversation, "_request", rendered_again)

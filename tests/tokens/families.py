@@ -231,3 +231,13 @@ def says(content: str, *calls: dict[str, Any], reasoning: str = "") -> Message:
 def result(content: str, call_id: str = "call00000", *, name: str = "add") -> Message:
     """A tool's answer."""
     return {"role": "tool", "content": content, "tool_call_id": call_id, "name": name}
+
+
+CALL_STOPS = {"glm-4.5": "<|observation|>", "glm-4.6": "<|observation|>", "gpt-oss": "<|call|>"}
+CALL_STOPS |= {"gemma-4": "<|tool_response>"}
+QWEN_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
+
+
+def call_stop(name: str) -> str:
+    """What ends a turn of the family that calls a tool."""
+    return CALL_STOPS.get(name, FAMILIES[name].stops[0])

@@ -128,7 +128,7 @@ DECODERS = {
 def named(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
-    return real_vocabulary(name) if name in NAMES else words(DECODERS[name])  # type: ignore[arg-type]
+    return real_vocabulary(name) if name in NAMES else words(DECODERS[name])  # type: ignore[arg-type]  # every decoder is named
 
 
 @functools.cache

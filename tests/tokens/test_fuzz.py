@@ -192,7 +192,7 @@ def _without_last_word(message: Message) -> Message:
     changed["content"] = changed["content"].replace(LAST_WORD, "words")
     for call in changed.get("tool_calls", ()):
         call["function"]["arguments"]["b"] = "words"
-    return changed  # type: ignore[no-any-return]
+    return changed  # type: ignore[no-any-return]  # of the given type
 
 
 # --- what becomes of it

@@ -158,7 +158,7 @@ def test_content_that_could_form_a_control_token_is_known_for_it(name: str) -> N
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("text", ["", " ", "The result is 42.", "def f(x):\n    return x[0] < 3\n", "你好，世界 é"])  # noqa: RUF001
+@pytest.mark.parametrize("text", ["", " ", "The result is 42.", "def f(x):\n    return x[0] < 3\n", "你好，世界 é"])  # noqa: RUF001  # unlike letters are meant
 def test_ordinary_content_is_known_to_be_harmless(name: str, text: str) -> None:
     assert not named(name).holds_control(text)
 
@@ -409,7 +409,7 @@ def test_added_white_space_controls_nothing() -> None:
 
 def _chars() -> Iterator[str]:
     yield from map(chr, range(0x21, 0x250))
-    yield from "中\u0301\u200d\u200c①ⓐ🙂ﬁ\u2028\u1680\u2167＿\x1c"  # noqa: RUF001
+    yield from "中\u0301\u200d\u200c①ⓐ🙂ﬁ\u2028\u1680\u2167＿\x1c"  # noqa: RUF001  # unlike letters are meant
 
 
 def test_neighbours_of_single_words_are_words_to_us_as_to_the_library() -> None:

@@ -1,53 +1,31 @@
 """Incoming histories: each way to depart from the stored one, and each difference that makes none."""
 
+from __future__ import annotations
+
 import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 from runner.messages import Message
 from runner.tokens import splice
 from runner.tokens.splice import AlignmentKind, MessageIndex, compare, normalize, same_tools
-
-Dict = dict[str, Any]
-
-SYSTEM: Dict = {"role": "system", "content": "You add."}
-QUESTION: Dict = {"role": "user", "content": "What is 1 + 2, and 3 + 4?"}
-ANSWER: Dict = {"role": "assistant", "content": "3 and 7."}
-THANKS: Dict = {"role": "user", "content": "Thanks!"}
-
-
-def call(call_id: str, arguments: Any, name: str = "add") -> Dict:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def result(call_id: str | None, content: str, **more: Any) -> Dict:
-    message = {"role": "tool", "content": content, **more}
-    return message if call_id is None else {**message, "tool_call_id": call_id}
-
-
-CALLS: Dict = {
-    "role": "assistant",
-    "content": "",
-    "reasoning_content": "Two sums.",
-    "tool_calls": [call("call00000", {"a": 1, "b": 2}), call("call00001", {"a": 3, "b": 4})],
-}
-RESULTS = [result("call00000", "3", name="add"), result("call00001", "7", name="add")]
-STORED = [SYSTEM, QUESTION, CALLS, *RESULTS, ANSWER]
-
-
-def with_changed(index: int, **changes: Any) -> list[Dict]:
-    return [*STORED[:index], {**STORED[index], **changes}, *STORED[index + 1 :]]
-
-
-def is_same(incoming: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]] = STORED) -> bool:
-    alignment = compare(stored, incoming)
-    return alignment.kind is AlignmentKind.SAME and alignment.index == len(stored) and not alignment.appended
-
+from tests.tokens.client_messages import (
+    ANSWER,
+    CALLS,
+    QUESTION,
+    RESULTS,
+    STORED,
+    SYSTEM,
+    THANKS,
+    Dict,
+    call,
+    is_same,
+    result,
+    with_changed,
+)
 
 # --- the classes
 
@@ -432,131 +410,3 @@ def test_a_call_that_was_forgotten_is_answered_by_nobody() -> None:
     history.truncate(2)
     history.append(RESULTS[0])
     assert history.compare([*STORED[:2], RESULTS[0]]).kind is AlignmentKind.SAME
-
-
-# --- properties
-
-TEXT = st.text(max_size=6)
-VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXT),
-    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(TEXT, inner, max_size=2)),
-    max_leaves=4,
-)
-ARGUMENTS = st.dictionaries(st.sampled_from(["a", "b", "text"]), VALUES, max_size=3)
-
-
-@st.composite
-def histories(draw: st.DrawFn) -> list[Dict]:
-    """Turns of a user and a model, some with reasoning and some with tool rounds."""
-    messages: list[Dict] = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
-    for _ in range(draw(st.integers(1, 3))):
-        messages.append({"role": "user", "content": draw(TEXT)})
-        asked = draw(st.lists(ARGUMENTS, max_size=2))
-        if asked:
-            calls = [call(f"call{len(messages):03}{number:02}", given) for number, given in enumerate(asked)]
-            messages.append({"role": "assistant", "content": draw(TEXT), "tool_calls": calls})
-            messages += [result(made["id"], draw(TEXT)) for made in calls]
-        messages.append({"role": "assistant", "content": draw(TEXT), "reasoning_content": draw(TEXT)})
-    return messages
-
-
-def as_a_client_writes(message: Mapping[str, Any]) -> Dict:
-    """The same message as an OpenAI client sends it back: arguments in text, other ids, no reasoning."""
-    written = {key: value for key, value in reversed(list(message.items())) if key != "reasoning_content"}
-    if "tool_calls" in message:
-        written["tool_calls"] = [
-            call("x" + made["id"], json.dumps(made["function"]["arguments"], sort_keys=True, indent=1))
-            for made in message["tool_calls"]
-        ]
-    if "tool_call_id" in message:
-        written["tool_call_id"] = "x" + message["tool_call_id"]
-    return {**written, "content": message["content"] or None, "refusal": None}
-
-
-@given(histories(), st.data())
-def test_any_appends_are_the_same_or_an_append_at_the_right_index(messages: list[Dict], data: st.DataObject) -> None:
-    history = MessageIndex()
-    while len(history) < len(messages):
-        stored = len(history)
-        until = data.draw(st.integers(stored, len(messages)))
-        alignment = history.compare([as_a_client_writes(message) for message in messages[:until]])
-        new = messages[stored:until]
-        spoken = any(message["role"] == "assistant" for message in new)
-        extended = AlignmentKind.INSERTED if spoken else AlignmentKind.APPEND
-        assert alignment.kind is (extended if new else AlignmentKind.SAME)
-        assert alignment.index == stored
-        assert [message["content"] for message in alignment.appended] == [message["content"] for message in new]
-        history.append(*messages[stored : until + 1])
-
-
-@given(histories(), st.data())
-def test_a_single_character_edited_anywhere_is_an_edit(messages: list[Dict], data: st.DataObject) -> None:
-    index = data.draw(st.integers(0, len(messages) - 1))
-    key = data.draw(st.sampled_from([key for key in messages[index] if key in ("content", "reasoning_content")]))
-    text = messages[index][key]
-    at = data.draw(st.integers(0, len(text)))
-    edited = text[:at] + data.draw(st.characters()) + text[at + data.draw(st.integers(0, 1)) :]
-    assume(edited.strip() != text.strip())
-    assume(key == "content" or edited.strip())  # reasoning may be left out
-    incoming = [*messages[:index], {**messages[index], key: edited}, *messages[index + 1 :]]
-    alignment = compare(messages, incoming)
-    assert (alignment.kind, alignment.index) == (AlignmentKind.EDITED, index)
-    label = "content" if key == "content" else "reasoning"
-    assert f"message {index} ({messages[index]['role']}) was edited: its {label} changed" in alignment.explanation
-
-
-@given(histories(), ARGUMENTS, ARGUMENTS)
-def test_changed_arguments_are_an_edit(messages: list[Dict], before: Dict, after: Dict) -> None:
-    assume(json.dumps(before, sort_keys=True) != json.dumps(after, sort_keys=True) and before != after)
-    stored = {"role": "assistant", "content": "", "tool_calls": [call("x", {}), call("y", before)]}
-    changed = {"role": "assistant", "content": "", "tool_calls": [call("x", {}), call("y", json.dumps(after))]}
-    alignment = compare([*messages, stored, ANSWER], [*messages, changed, ANSWER])
-    assert (alignment.kind, alignment.index) == (AlignmentKind.EDITED, len(messages))
-    assert "the arguments of its call 1 changed" in alignment.explanation
-
-
-@given(histories(), st.data())
-def test_a_suffix_left_out_is_a_retry_or_shrunk(messages: list[Dict], data: st.DataObject) -> None:
-    length = data.draw(st.integers(0, len(messages) - 1))
-    alignment = compare(messages, [as_a_client_writes(message) for message in messages[:length]])
-    one_step_back = length == len(messages) - 1  # every such history ends with the assistant's words
-    assert alignment.kind is (AlignmentKind.RETRY if one_step_back else AlignmentKind.SHRUNK)
-    assert (alignment.index, alignment.appended) == (length, ())
-
-
-@given(histories(), histories())
-def test_the_stored_part_and_what_is_appended_are_the_incoming_history(one: list[Dict], other: list[Dict]) -> None:
-    for stored, incoming in [(one, other), (one, [*one, *other]), (one[:-1], one), (one, one[:-2])]:
-        alignment = compare(stored, incoming)
-        spliced = [*stored[: alignment.index], *alignment.appended]
-        assert compare(spliced, incoming).kind is AlignmentKind.SAME
-
-
-def turned(value: Any) -> Any:
-    """`value` with the keys of every object the other way round."""
-    if isinstance(value, dict):
-        return {key: turned(inner) for key, inner in reversed(value.items())}
-    return [turned(inner) for inner in value] if isinstance(value, list) else value
-
-
-@given(histories())
-def test_the_order_of_keys_never_matters(messages: list[Dict]) -> None:
-    assert is_same(turned(messages), messages)
-    assert is_same(messages, turned(messages))
-
-
-@given(histories(), histories())
-def test_nothing_given_is_changed(stored: list[Dict], incoming: list[Dict]) -> None:
-    before = copy.deepcopy((stored, incoming))
-    history = MessageIndex()
-    history.append(*stored)
-    history.compare(incoming)
-    history.compare([*stored, *incoming])
-    assert (stored, incoming) == before
-
-
-@given(histories())
-def test_normalizing_twice_is_normalizing_once(messages: list[Dict]) -> None:
-    for message in messages:
-        once: Message = normalize(as_a_client_writes(message))
-        assert normalize(once) == once

@@ -69,7 +69,7 @@ def test_ids_are_those_of_the_original(name: str) -> None:
         ("qwen3_6", "<|im_end|>", 248046, True),
         ("qwen3_6", "</tool_call>", 248059, False),
         ("qwen3_6", "<|audio_pad|>", 248076, True),
-        ("deepseek", "<｜Assistant｜>", 128804, False),  # noqa: RUF001
+        ("deepseek", "<｜Assistant｜>", 128804, False),  # noqa: RUF001  # the name of the token
         ("tekken", "[INST]", 3, True),
         ("mistral_sentencepiece", "[TOOL_CALLS]", 5, True),
     ],

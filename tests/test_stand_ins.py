@@ -1,0 +1,154 @@
+"""What is learnt of a template before and while a run plays: refusals at its start, stand-ins that proved wrong."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from runner import (
+    BadTemplate,
+    Conversation,
+    Outcome,
+    Run,
+)
+from runner.tokens.junction import Seam
+from runner.tokens.template import Renderer
+from tests.histories import COUNTING, HIDDEN, OPENER, PLAIN, Twice, talked, template
+from tests.playing import Plain, recording, tasks
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_stand_in_that_proves_wrong_is_seen_and_trusted_no_more() -> None:
+    async def talk(conversation: Conversation) -> None:
+        for _ in range(7):
+            await conversation.generate()
+            conversation.add("More.")
+
+    engine = recording(lambda turn: "yes", template=template(COUNTING))
+
+    class Talks(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            await talk(conversation)
+
+    async with Run(Talks, engine) as run:
+        (trajectory,) = [trajectory async for trajectory in run]
+    last = trajectory.turns[-1]
+    inserted = engine.tokenizer.decode(last.prompt_ids[trajectory.turns[-2].end :])
+    assert inserted == "\n<|im_start|>user\nMore.<|im_end|>\n(long)<|im_start|>assistant\n"
+    seams = [turn.junction.seam for turn in trajectory.turns if turn.junction is not None]
+    assert seams == [Seam.UNVERIFIED] * 4 + [Seam.SPECIAL] * 2
+    assert any("was taken to write the same" in fault for fault in run.summary.faults)
+
+
+# --- before anything is sampled
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{% for m in messages %}", "not valid jinja2"),
+        ("{{ raise_exception('not today') }}", "not today"),
+        ("{{ nobody.gave.this }}", "nobody"),
+        ("no words of anybody", "question"),
+    ],
+)
+async def test_a_template_that_serves_no_conversation_is_refused_before_anything_is_sampled(
+    text: str, says: str
+) -> None:
+    engine = recording(["21"], template=template(text))
+    with pytest.raises(BadTemplate, match=says):
+        async with Run(Plain, engine):
+            pass
+    assert engine.calls == []
+
+
+async def test_refuse_refuses_a_template_that_cannot_be_bridged_before_anything_is_sampled() -> None:
+    engine = recording(["yes", "no"], template=template(HIDDEN))
+    with pytest.raises(BadTemplate, match="no_sentinel"):
+        async with Run(Twice, engine, history="refuse"):
+            pass
+    assert engine.calls == []
+
+
+async def test_append_says_at_the_start_that_a_template_cannot_be_bridged() -> None:
+    async with Run(Twice, recording(["yes", "no"], template=template(HIDDEN))) as run:
+        assert any("no_sentinel" in fault and "new segment" in fault for fault in run.summary.faults)
+        _ = [trajectory async for trajectory in run]
+
+
+LIMITED = "{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}"
+
+
+async def test_a_template_that_refuses_long_conversations_ends_them_and_is_trusted_no_more() -> None:
+    async def talk(conversation: Conversation) -> None:
+        for _ in range(4):
+            await conversation.generate()
+            conversation.add("More.")
+
+    class Talks(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            await talk(conversation)
+
+    async with Run(Talks, recording(lambda turn: "yes", template=template(LIMITED + PLAIN)), tasks=tasks(3)) as run:
+        trajectories = [trajectory async for trajectory in run]
+    assert {trajectory.outcome for trajectory in trajectories} == {Outcome.TOKEN_ERROR}
+    assert any("too long" in fault for fault in run.summary.faults)
+
+
+NUMBERED = COUNTING.replace(
+    "{% if users | length > 5 and add_generation_prompt %}{{ '(long)' }}", "{% if True %}{{ users | length }}"
+)
+
+
+# No generation prompt of the usual kind, and all of the history counts: that it asks takes renders of all of it to see.
+UNUSUAL = NUMBERED.replace(
+    OPENER, "{% if add_generation_prompt %}{{ '<|im_start|>assistant ' ~ users | length }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("text", [NUMBERED, UNUSUAL, PLAIN], ids=["non-local", "non-local, unusual", "local"])
+async def test_no_long_history_is_rendered_on_the_event_loop(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[tuple[int, bool]] = []
+    render, loop = Renderer.render, threading.get_ident()
+
+    def watched(self: Renderer, messages: Any, **options: Any) -> str:
+        if messages[0]["content"] == "Question 0?":  # a conversation's own, and no probe's
+            rendered.append((len(messages), threading.get_ident() == loop))
+        return render(self, messages, **options)
+
+    async def talk(conversation: Conversation) -> None:
+        for _ in range(6):
+            await conversation.generate()
+            conversation.add("More.")
+
+    engine = recording(lambda turn: "yes", template=template(text))
+    trajectory = await talked(talk, engine)  # what is learnt of the template, and each turn's comparison
+    assert len(trajectory.segments) == 1
+    monkeypatch.setattr(Renderer, "render", watched)
+    trajectory = await talked(talk, engine)
+    assert len(trajectory.turns) == 6
+    assert max(length for length, _ in rendered) >= 11
+    assert max(length for length, here in rendered if here) <= 4
+
+
+async def test_what_a_comparison_refuses_is_refused_at_every_later_turn() -> None:
+    # Words that end with a dot get an answer, which the sentinel behind them hides.
+    dotted = PLAIN.replace(
+        OPENER, "{{ '(yes)' if messages | length > 1 and messages[-2].content[-1:] == '.' }}" + OPENER
+    )
+
+    class Talks(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            for _ in range(3):
+                await conversation.generate()
+                conversation.add("More.")
+
+    engine = recording(lambda turn: "A dot.", template=template(dotted))
+    async with Run(Talks, engine, tasks=tasks(3)) as run:
+        trajectories = [trajectory async for trajectory in run]
+    for trajectory in trajectories:
+        causes = {turn.junction.cause for turn in trajectory.turns if turn.junction is not None}
+        assert causes == {"marker_in_tail"}

@@ -1,0 +1,64 @@
+"""Episodes on the templates and vocabularies of public families."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+from typing import Any
+
+from runner import Conversation, ScriptedEngine, Trajectory, tool
+from tests.playing import Plain, play
+from tests.tokens.families import called, model
+
+CHATML = ["qwen2.5", "qwen3", "qwen3-thinking", "qwen3-coder", "qwen3.6", "smollm2", "smollm3"]
+GLM = ["glm-4.5", "glm-4.6"]
+SHOWS_CALLS = [
+    *("qwen2.5", "qwen3", "qwen3-thinking", "qwen3-coder", "qwen3.6", "glm-4.5", "glm-4.6", "gpt-oss", "gemma-4"),
+    *("kimi", "minimax", "llama-3.1", "llama-3.2", "deepseek-v3.1", "devstral", "ministral-3"),
+]
+SUM = called({"a": 17, "b": 25})
+
+Talk = Callable[[Conversation], Awaitable[None]]
+
+
+def speaking(name: str, replies: Any, **settings: Any) -> ScriptedEngine:
+    """A scripted engine with the template, the vocabulary and the stops of a family."""
+    made = model(name)
+    return ScriptedEngine(
+        replies, tokenizer=made.tokenizer, template=made.template, stop_ids=made.stop_ids, record=True, **settings
+    )
+
+
+async def talked(talk: Talk, engine: ScriptedEngine, **options: Any) -> Trajectory:
+    class Talks(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            await talk(conversation)
+
+    return await play(Talks, engine, **options)
+
+
+class Adds(Plain):
+    """Calls are answered until a turn has none."""
+
+    @tool
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+
+def bridges(trajectory: Trajectory, engine: ScriptedEngine) -> list[str]:
+    """What stands between the turns of a trajectory of one segment, after seeing that every prompt extends the last."""
+    assert [segment.cause for segment in trajectory.segments] == ["start"], trajectory.error
+    texts = []
+    for before, turn in pairwise(trajectory.turns):
+        prefix = [*before.prompt_ids, *before.token_ids]
+        assert list(turn.prompt_ids[: len(prefix)]) == prefix
+        assert (turn.junction.inserted if turn.junction else 0) == turn.start - before.end
+        texts.append(engine.tokenizer.decode(turn.prompt_ids[len(prefix) :]))
+    return texts
+
+
+async def twice(conversation: Conversation) -> None:
+    await conversation.generate()
+    conversation.add("And twice that?")
+    await conversation.generate()
