@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from runner.environment import Environment, Reply
     from runner.episode import Episode
     from runner.errors import (
+        BadBatch,
+        BadControl,
         BadEnvironment,
         BadInput,
         BadMessage,
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
         BadOption,
         BadTask,
         BadTemplate,
+        BadWeights,
         ConfigurationChanged,
         DeltarunnerError,
         EngineDead,
@@ -55,6 +58,8 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "BadBatch",
+    "BadControl",
     "BadEnvironment",
     "BadInput",
     "BadMessage",
@@ -62,6 +67,7 @@ __all__ = [
     "BadOption",
     "BadTask",
     "BadTemplate",
+    "BadWeights",
     "Concurrency",
     "ConfigurationChanged",
     "Conversation",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Self
 
 import anyio
 
-__all__ = ["Clock", "Waiting"]
+__all__ = ["Clock", "Standstill", "Waiting"]
 
 _running: ContextVar[tuple[Clock, ...]] = ContextVar("running_clocks", default=())
 
@@ -85,13 +87,24 @@ class Waiting:
         self.began = 0.0
         self.seconds = 0.0
 
+    @classmethod
+    def of_this_task(cls) -> Self:
+        """One that has not begun."""
+        waiting = cls()
+        waiting._clocks = _running.get()
+        return waiting
+
     def __enter__(self) -> Self:
         self._clocks = _running.get()
+        self.begin()
+        return self
+
+    def begin(self) -> None:
+        """The clocks stop."""
         self._waits = True
         self.began = anyio.current_time()
         for clock in self._clocks:
             clock.stop()
-        return self
 
     def over(self) -> None:
         """The wait is over; the clocks go on. Twice is allowed."""
@@ -103,3 +116,40 @@ class Waiting:
 
     def __exit__(self, *_: object) -> None:
         self.over()
+
+
+class Standstill:
+    """Stops the clocks of every task that waits for something which stands still: an engine that is paused."""
+
+    __slots__ = ("_watched", "on")
+
+    def __init__(self) -> None:
+        self.on = False
+        self._watched: dict[Waiting, None] = {}
+
+    def begin(self) -> None:
+        """It stands still; twice is allowed."""
+        if not self.on:
+            self.on = True
+            for waiting in self._watched:
+                waiting.begin()
+
+    def end(self) -> None:
+        """It goes on; twice is allowed."""
+        if self.on:
+            self.on = False
+            for waiting in self._watched:
+                waiting.over()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within this block, the clocks over the current task stop while it stands still."""
+        waiting = Waiting.of_this_task()
+        self._watched[waiting] = None
+        if self.on:
+            waiting.begin()
+        try:
+            yield
+        finally:
+            del self._watched[waiting]
+            waiting.over()

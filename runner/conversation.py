@@ -324,7 +324,7 @@ class Conversation:
         """The request, and the name of what `max_tokens` it got stands for."""
         chat = self._setting.chat
         settings = self._setting.sampling if sampling is None else sampling.over(self._setting.sampling)
-        prepared.tool_choice = self._choice(tool_choice)
+        prepared.sampling, prepared.tool_choice = _unconstrained(settings), self._choice(tool_choice)
         ceilings = {"max_tokens": settings.max_tokens, "context": self.context - len(prepared.prompt)}
         left = self._setting.allowance.tokens_left() if self.train else None
         if left is not None:
@@ -378,6 +378,7 @@ class Conversation:
             stop=into.stop,
             segment=len(self._segments) - 1,
             seed=request.seed,
+            sampling=prepared.sampling,
             constraint=request.constraint,
             tool_choice=prepared.tool_choice,
             cached_tokens=into.cached_tokens,
@@ -449,6 +450,12 @@ def _checked_tools(tools: Sequence[Tool]) -> list[Tool]:
         if not isinstance(tool, Tool):
             raise TypeError(f"{tool!r:.60} is no Tool: write Tool(function) for a function with hints and a docstring")
     return list(tools)
+
+
+def _unconstrained(settings: Sampling) -> Sampling:
+    if settings.schema is None and settings.regex is None and settings.choice is None:
+        return settings
+    return replace(settings, schema=None, regex=None, choice=None)
 
 
 def _given_constraint(settings: Sampling) -> Constraint | None:

@@ -7,6 +7,9 @@ DeltarunnerError                 catch this to catch all of them
 │   ├── BadTask                  a task: no id, an id twice, unknown keys
 │   ├── BadMessage               a message: no role or a wrong one, a tool's result that answers no call
 │   ├── BadModel                 a model that cannot be found or loaded
+│   ├── BadWeights               weights that do not fit the model; found before the engine was touched
+│   ├── BadBatch                 a batch that cannot be generated from or trained on
+│   ├── BadControl               a control that cannot be as the engine is now: an update while it sleeps
 │   └── BadTemplate              a chat template that cannot serve the run
 ├── RunFileError                 the run file
 │   ├── ConfigurationChanged     the file holds a run of another configuration
@@ -29,6 +32,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 __all__ = [
+    "BadBatch",
+    "BadControl",
     "BadEnvironment",
     "BadInput",
     "BadMessage",
@@ -36,6 +41,7 @@ __all__ = [
     "BadOption",
     "BadTask",
     "BadTemplate",
+    "BadWeights",
     "ConfigurationChanged",
     "DeltarunnerError",
     "EngineDead",
@@ -103,6 +109,20 @@ class BadModel(BadInput):
     """A model that cannot be found or loaded."""
 
     exit_code = 5
+
+
+class BadWeights(BadInput):
+    """Weights that do not fit the model; names the tensor. The old weights stay, and so does their version."""
+
+    exit_code = 5
+
+
+class BadBatch(BadInput, ValueError):
+    """A batch that cannot be generated from or trained on; names the row."""
+
+
+class BadControl(BadInput, RuntimeError):
+    """What was asked of the engine cannot be as it is now: a resume without a pause, an update while it sleeps."""
 
 
 class BadTemplate(BadInput):

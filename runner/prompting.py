@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from runner.chat import ChatModel
 from runner.clocks import Waiting
 from runner.messages import Message
-from runner.options import HistoryPolicy, ToolChoice
+from runner.options import HistoryPolicy, Sampling, ToolChoice
 from runner.threads import Job, Workers
 from runner.tokens.bridge import Bridge
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
@@ -48,6 +48,7 @@ class Prepared:
         junction: how the prompt was made from the turn before; None where it was not.
         continued: a cut turn goes on.
         taken_back: the log whose last turn is played again.
+        sampling: of the turn.
         tool_choice: of the turn.
     """
 
@@ -60,6 +61,7 @@ class Prepared:
     junction: Junction | None = None
     continued: bool = False
     taken_back: TokenLog | None = None
+    sampling: Sampling | None = None
     tool_choice: ToolChoice = "auto"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from runner.clocks import Waiting
+from runner.clocks import Clock, Waiting
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, FinishReason, GenerationRequest
 from runner.errors import EngineError, EngineStalled
 from runner.tokens.decode import IncrementalDecoder
@@ -31,7 +31,7 @@ class Sample:
         finish: why it ended.
         stop: the stop id or string behind it.
         text: the text before a stop string, where one fired; else None.
-        dropped: ids that were sampled past a stop string and are not in the log.
+        dropped: ids that were sampled and are not in the log: past a stop string, or before the engine cut the turn.
         cached_tokens: ids of the prompt that the prefix cache held, or None.
         error: the engine's failure, if it failed.
         timings: queued, first token and decode.
@@ -58,10 +58,17 @@ class Sample:
         self.log.append_sampled(ids, logprobs)
         self.end = len(self.log)
 
+    def begin_again(self) -> None:
+        """The engine cut the turn for its trainer: what it had sampled goes, and the prompt stays."""
+        self.dropped += self.end - self.start
+        self.log.cut(self.start)
+        self.end = self.start
+        self.finish, self.stop, self.error = FinishReason.ABORT, None, None
+
     def stopped(self, stops: StopStrings, delta: Delta, kept: int) -> None:
         """Keep the ids of `delta` up to the one that completed a stop string."""
         self.keep(delta.token_ids[:kept], delta.logprobs[:kept] if delta.logprobs is not None else None)
-        self.dropped = len(delta.token_ids) - kept
+        self.dropped += len(delta.token_ids) - kept
         self.stop, self.text = stops.found, stops.text
 
     def close(self, stream: DeltaStream) -> None:
@@ -137,34 +144,57 @@ async def sample(
         tokenizer: decodes for stop strings.
         stall_seconds: the longest silence after admission.
     """
-    stops = StopStrings(tokenizer, request.sampling.stop) if request.sampling.stop else None
+    cut = True
+    while cut:
+        stops = StopStrings(tokenizer, request.sampling.stop) if request.sampling.stop else None
+        cut = await _sample_once(into, engine, request, (new_ids, source), stops, stall_seconds)
+        new_ids = ()
+
+
+async def _sample_once(
+    into: Sample,
+    engine: Engine,
+    request: GenerationRequest,
+    new: tuple[Sequence[int], Source],
+    stops: StopStrings | None,
+    stall_seconds: float | None,
+) -> bool:
+    """Whether the engine cut the turn for its trainer, so that it has to be sampled again."""
     stream = engine.stream(request)
-    with anyio.CancelScope() as silence:
+    silence = Clock()
+    ended = False
+    with silence:
         try:
             with Waiting() as waiting:
                 async with stream as deltas:
                     waiting.over()
-                    into.timings.queued = waiting.seconds
-                    into.begin(new_ids, source)
-                    await _read(into, deltas, stops, silence, stall_seconds)
+                    into.timings.queued += waiting.seconds
+                    into.begin(*new)
+                    with engine.standstill.watched():
+                        await _read(into, deltas, stops, silence, stall_seconds)
+                    ended = True
         except EngineError as error:
             into.error = error
         finally:
-            if silence.cancel_called:
+            if silence.fired:
                 into.error = EngineStalled(f"{request.name}: the engine sent nothing for {stall_seconds:g} s")
             into.close(stream)
+    cut = ended and into.error is None and into.finish is FinishReason.ABORT
+    if cut:
+        into.begin_again()
+    return cut
 
 
 async def _read(
     into: Sample,
     deltas: DeltaStream,
     stops: StopStrings | None,
-    silence: anyio.CancelScope,
+    silence: Clock,
     stall_seconds: float | None,
 ) -> None:
     patience = math.inf if stall_seconds is None else stall_seconds
     admitted = heard = first = anyio.current_time()
-    silence.deadline = admitted + patience
+    silence.start(stall_seconds)
     async for delta in deltas:
         now = anyio.current_time()
         if into.end == into.start:
@@ -173,14 +203,14 @@ async def _read(
         # Moving the deadline costs a timer, so it moves at an eighth of the patience, not at every delta.
         if now - heard > patience / 8:
             heard = now
-            silence.deadline = now + patience
+            silence.start(stall_seconds)
         kept = stops.feed(delta.token_ids) if stops is not None else None
         if kept is not None and stops is not None:
             into.stopped(stops, delta, kept)
             break
         into.keep(delta.token_ids, delta.logprobs)
         into.timings.decode = now - first
-    silence.deadline = math.inf
+    silence.lift()
 
 
 def _clipped(spans: Sequence[VersionSpan], length: int) -> list[VersionSpan]:

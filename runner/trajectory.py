@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.engines.base import FinishReason
 from runner.messages import Message, ToolCall
-from runner.options import Constraint, ToolChoice
+from runner.options import Constraint, Sampling, ToolChoice
 from runner.tokens.junction import Junction
 from runner.tokens.log import Source, TokenLog
 
@@ -108,6 +108,7 @@ class Turn:
         log: the segment's token log.
         segment: the segment's index in its trajectory.
         seed: of its random numbers; None where it was not seeded.
+        sampling: how, every field set but its constraint, which is in `constraint`; None in what older files kept.
         constraint: what could be sampled; who trains on the turn must apply the same token mask.
         tool_choice: whether it might, must or must not call a tool, or the name of the one it must call.
         cached_tokens: ids of the prompt that the engine's prefix cache held, or None.
@@ -129,6 +130,7 @@ class Turn:
     stop: int | str | None = None
     segment: int = 0
     seed: int | None = None
+    sampling: Sampling | None = None
     constraint: Constraint | None = None
     tool_choice: ToolChoice = "auto"
     cached_tokens: int | None = None

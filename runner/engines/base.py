@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+from runner.clocks import Standstill
+from runner.engines.control import EngineControl, EngineState, PauseMode, WeightUpdate
+from runner.errors import BadControl
 from runner.options import Constraint, Sampling
 from runner.tokens.log import VersionSpan
 from runner.tokens.template import ChatTemplate
@@ -179,6 +182,7 @@ class Engine(ABC):
         stop_ids: ids that end a turn of this model (EOS, generation_config's list).
         running: it was entered and not left.
         loop: the event loop that it was entered on, the only one that it can be used on; None where it does not care.
+        control: what a trainer may ask of it; None for an engine whose weights are not ours.
     """
 
     tokenizer: Tokenizer
@@ -188,6 +192,7 @@ class Engine(ABC):
     stop_ids: tuple[int, ...]
     running: bool = False
     loop: object = None
+    control: EngineControl | None = None
 
     @abstractmethod
     async def __aenter__(self) -> Self: ...
@@ -223,3 +228,96 @@ class Engine(ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What a run's header keeps of the engine, as JSON: kind, model, versions, arguments, who stamps versions."""
+
+    # --- for trainers
+
+    @property
+    def state(self) -> EngineState:
+        """Running, paused, updating or asleep."""
+        return self.control.state if self.control is not None else EngineState.RUNNING
+
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that sample now; "" for an engine whose weights are not ours."""
+        return self.control.version if self.control is not None else ""
+
+    @property
+    def standstill(self) -> Standstill:
+        """Stops the clocks of whoever waits for this engine while it stands still."""
+        return self.control.standstill if self.control is not None else Standstill()
+
+    async def pause(self, mode: PauseMode | str = PauseMode.WAIT) -> None:
+        """Stand still until `resume`: no further turn is begun, every clock of the episodes that wait stops.
+
+        Args:
+            mode: what becomes of the turns that are being sampled: `wait` for their end, `keep` them as they are, or
+                `abort` them, which a run then samples anew.
+
+        Raises:
+            BadControl: it is paused already, or asleep.
+        """
+        await self._controlled().pause(mode)
+
+    async def resume(self) -> None:
+        """Go on after `pause`.
+
+        Raises:
+            BadControl: it is not paused.
+        """
+        await self._controlled().resume()
+
+    async def update_weights(
+        self, source: Any, *, version: str | None = None, mode: PauseMode | str = PauseMode.KEEP
+    ) -> WeightUpdate:
+        """Exchange the weights under running episodes; every id says which version sampled it.
+
+        Weights that do not fit are refused before the engine is touched. Every cached prompt is forgotten.
+
+        Args:
+            source: what the engine's kind takes; see `VllmEngine.update_weights`.
+            version: names the new weights; by default they are counted: "1", "2", ...
+            mode: what becomes of the turns that are being sampled; with `keep` one turn may be of two versions.
+
+        Raises:
+            BadWeights: they do not fit; names the tensor. The old ones stay.
+            BadControl: the engine sleeps.
+            EngineDead: it failed half way.
+        """
+        return await self._controlled().update_weights(source, version=version, mode=mode)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory up until `wake`: 1 keeps the weights elsewhere, 2 discards them. Running turns are cut.
+
+        Raises:
+            BadControl: it sleeps already.
+        """
+        await self._controlled().sleep(level)
+
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back, all of it or "weights" or "kv_cache"; with the last part the engine goes on.
+
+        Raises:
+            BadControl: it does not sleep.
+        """
+        await self._controlled().wake(tags)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prompt.
+
+        Raises:
+            BadControl: it sleeps.
+        """
+        await self._controlled().reset_prefix_cache()
+
+    async def start_profile(self) -> None:
+        """Start the engine's profiler."""
+        await self._controlled().profile(on=True)
+
+    async def stop_profile(self) -> None:
+        """Stop the engine's profiler, which then writes what it saw."""
+        await self._controlled().profile(on=False)
+
+    def _controlled(self) -> EngineControl:
+        if self.control is None:
+            raise BadControl(f"{type(self).__name__} cannot be controlled: its weights are not ours, or it never ran.")
+        return self.control

@@ -12,11 +12,9 @@ from typing import Final
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest
 from runner.engines.replies import Spelled
 from runner.engines.script import Chunks, Fault, FaultKind, Latency, ModelCall, Reply, cut_points
-from runner.tokens.log import VersionSpan
 
-__all__ = ["WEIGHT_VERSION", "Delivery", "Planner", "forced", "versions"]
+__all__ = ["Delivery", "Planner", "forced"]
 
-WEIGHT_VERSION: Final = "scripted"
 _NOISE: Final = 1 << 13
 
 
@@ -29,7 +27,7 @@ class Delivery:
         logprobs: one for each id, or None.
         cuts: where each delta ends, as an index into `ids`.
         between: ticks from one id to the next.
-        finish: on the last delta; None if nothing ends the stream.
+        finish: on the last delta, without weight versions; None if nothing ends the stream.
         fault: what happens after the last id.
         begins: the tick of the first id.
     """
@@ -104,7 +102,7 @@ class Planner:
         ids, finish = self._ended(call.request, spelled)
         if fault is not None and fault.at <= len(ids):
             ids = ids[: fault.at]
-            error = Finish(FinishReason.ERROR, fault.message, versions(len(ids)))
+            error = Finish(FinishReason.ERROR, fault.message)
             ending = error if fault.kind is FaultKind.ERROR else None
         else:
             fault, ending = None, finish
@@ -136,7 +134,7 @@ class Planner:
         room = min(request.sampling.max_tokens, self._context - len(request.prompt))
         if len(ids) > room:
             ids, reason, stop = ids[:room], FinishReason.LENGTH, None
-        return ids, Finish(reason, stop, versions(len(ids)))
+        return ids, Finish(reason, stop)
 
     def _stop_id(self, request: GenerationRequest, reply: Reply) -> int:
         if reply.stop is not None:
@@ -169,11 +167,6 @@ def forced(request: GenerationRequest) -> Spelled | None:
     """What a test made the request say with `extra={"force": ids}`, or None."""
     ids = request.extra.get("force") if request.extra else None
     return None if ids is None else Spelled(Reply(ids=ids, finish=FinishReason.LENGTH), list(ids))
-
-
-def versions(length: int) -> tuple[VersionSpan, ...]:
-    """The weight versions of a turn of `length` ids: a scripted engine has one."""
-    return (VersionSpan(WEIGHT_VERSION, 0, length),) if length else ()
 
 
 def _rng(call: ModelCall) -> random.Random:

@@ -60,6 +60,7 @@ class AdmissionGate:
         self._late: OrderedDict[_Waiter, None] = OrderedDict()
         self._first: OrderedDict[_Waiter, None] = OrderedDict()
         self._failure: Callable[[], Exception] | None = None
+        self._held = False
 
     @property
     def waiting(self) -> int:
@@ -125,6 +126,15 @@ class AdmissionGate:
         session.closed = True
         self._admit()
 
+    def hold(self) -> None:
+        """Let nobody in until `release`; who is inside stays."""
+        self._held = True
+
+    def release(self) -> None:
+        """Let those in who waited meanwhile."""
+        self._held = False
+        self._admit()
+
     def fail(self, failure: Callable[[], Exception]) -> None:
         """Let nobody in any more: whoever waits, and whoever comes, gets an error that `failure` makes."""
         self._failure = failure
@@ -138,7 +148,7 @@ class AdmissionGate:
         raise self._failure()
 
     def _admit(self) -> None:
-        while self.inside < self.places:
+        while self.inside < self.places and not self._held:
             if self._late:
                 waiter, _ = self._late.popitem(last=False)
             elif self._first and self._fits(next(iter(self._first))):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,16 +24,21 @@ from runner.engines.base import (
     GenerationRequest,
     Session,
 )
-from runner.engines.delivery import WEIGHT_VERSION, Delivery, Planner, forced, versions
+from runner.engines.control import EngineControl
+from runner.engines.delivery import Delivery, Planner, forced
 from runner.engines.gate import AdmissionGate
 from runner.engines.replies import Replies, Spelled, Speller, reply_source
 from runner.engines.script import Chunks, Fault, FaultKind, Faults, Latency, ModelCall, check_chunks
+from runner.engines.scripted_driver import ScriptedDriver
+from runner.engines.stamps import Stamps
 from runner.engines.ticker import Ticker
 from runner.errors import BadOption, EngineDead, RequestRejected
 from runner.options import Constraint, Sampling
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer
+
+_WEIGHT_VERSION = "scripted"
 
 __all__ = ["RecordedCall", "ScriptedEngine", "ScriptedStream"]
 
@@ -156,7 +161,9 @@ class ScriptedEngine(Engine):
     def _reset(self) -> None:
         self._gate = AdmissionGate(self.places, self._room)
         self._ticker = Ticker(self._deliver, seconds=self._tick)
+        self.control = EngineControl(ScriptedDriver(self), self._gate, [_WEIGHT_VERSION])
         self._open: dict[ScriptedStream, None] = {}  # ordered, so that faults come to all in one order
+        self._closing: anyio.Event | None = None
         self._admitted = self._sampled = 0
         self._death = ""
         self._cause: Exception | None = None
@@ -236,17 +243,39 @@ class ScriptedEngine(Engine):
             "places": self.places,
             "seed": self._seed,
             "logprobs": "drawn" if self._logprobs else None,
-            "weight_version": WEIGHT_VERSION,
+            "weight_version": _WEIGHT_VERSION,
         }
+
+    @property
+    def ticker(self) -> Ticker[ScriptedStream]:
+        """Its virtual time."""
+        return self._ticker
+
+    @property
+    def open_streams(self) -> tuple[ScriptedStream, ...]:
+        """Requests that were not sent their last id."""
+        return tuple(self._open)
+
+    async def until_sent(self) -> None:
+        """Return when every open request was sent its last id."""
+        while self._open:
+            self._closing = self._closing or anyio.Event()
+            await self._closing.wait()
+
+    def _close(self, stream: ScriptedStream) -> None:
+        self._open.pop(stream, None)
+        if not self._open and self._closing is not None:
+            self._closing.set()
+            self._closing = None
 
     def _fail(self, death: str, cause: Exception | None) -> None:
         if self._death:
             return
         self._death, self._cause = death, cause
         self._gate.fail(self._dead)
-        for stream in self._open:
+        for stream in self.open_streams:
             stream._fail(self._dead())
-        self._open.clear()
+            self._close(stream)
 
     def _dead(self) -> EngineDead:
         error = EngineDead(self._death or "The engine is not running: use it as `async with engine`.")
@@ -263,6 +292,7 @@ class ScriptedEngine(Engine):
                 f"the context is {self.context}, and at least one id must be given and one sampled"
             )
         await self._gate.enter(stream.session, self._keeps(stream))
+        stream.stamps = Stamps(self.weight_version)
         self._open[stream] = None
         try:
             stream.delivery = await self._plan(stream)
@@ -295,10 +325,10 @@ class ScriptedEngine(Engine):
         if fault is not None and fault.kind is FaultKind.DEATH:
             self.die(fault.message)
         if fault is None or fault.kind is not FaultKind.STALL:
-            self._open.pop(stream, None)
+            self._close(stream)
 
     def _release(self, stream: ScriptedStream) -> None:
-        self._open.pop(stream, None)
+        self._close(stream)
         self._gate.leave(stream.session, self._keeps(stream))
         if stream.request.session is None:
             self._gate.close(stream.session)
@@ -316,6 +346,7 @@ class ScriptedStream(DeltaStream):
         session: the conversation it belongs to, or one of its own.
         delivery: what it will be sent; None before it was admitted.
         sent: ids that left the engine, read or not.
+        stamps: which weights sampled them.
     """
 
     def __init__(self, engine: ScriptedEngine, request: GenerationRequest) -> None:
@@ -325,7 +356,9 @@ class ScriptedStream(DeltaStream):
         self.session = request.session or _Conversation()
         self.delivery: Delivery | None = None
         self.sent = 0
+        self.stamps = Stamps(engine.weight_version)
         self._engine = engine
+        self._is_cut = False
         self._arrived = 0  # deltas
         self._read = 0  # of those
         self._failure: EngineDead | None = None
@@ -358,6 +391,8 @@ class ScriptedStream(DeltaStream):
                 raise StopAsyncIteration
             if self._failure is not None:
                 raise self._failure
+            if self._is_cut and self.delivery is not None:
+                return self._abort(self.delivery)
             # Without it a reader that is woken at every tick would never hear of its cancellation on asyncio.
             await checkpoint_if_cancelled()
             self._news = anyio.Event()
@@ -383,13 +418,25 @@ class ScriptedStream(DeltaStream):
         self._failure = error
         self._wake()
 
+    def cut(self) -> None:
+        """The engine ends the request for its trainer; what was sampled can be read."""
+        self._is_cut = True
+        self._engine._close(self)
+        self._wake()
+
+    def stamp(self, version: str) -> None:
+        """What is sampled from now on is of these weights."""
+        sampled = 0 if self.delivery is None else self.delivery.sampled(self._engine._ticker.now)
+        self.stamps.mark(version, max(sampled, self.sent))
+
     def _next(self) -> Delta:
         assert self.delivery is not None
         delta = self.delivery.delta(self._read)
         self._read += 1
-        if delta.finish is not None:
-            self.finish = delta.finish
-        return delta
+        if delta.finish is None:
+            return delta
+        self.finish = replace(delta.finish, versions=self.stamps.spans(self.sent))
+        return replace(delta, finish=self.finish)
 
     def _drain(self) -> None:
         while self._read < self._arrived:
@@ -397,18 +444,18 @@ class ScriptedStream(DeltaStream):
         if self.finish is not None:
             return
         if self._failure is not None:
-            self.finish = Finish(FinishReason.ERROR, str(self._failure), versions(self.sent))
+            self.finish = Finish(FinishReason.ERROR, str(self._failure), self.stamps.spans(self.sent))
         elif self.delivery is not None:
-            self._abort(self.delivery)
+            self.rest.append(self._abort(self.delivery))
 
-    def _abort(self, delivery: Delivery) -> None:
+    def _abort(self, delivery: Delivery) -> Delta:
         """End the request; ids that were sampled and wait for others to make a delta come at once."""
         start = self.sent
         self._count(delivery.sampled(self._engine._ticker.now))
-        self.finish = Finish(FinishReason.ABORT, versions=versions(self.sent))
-        if delivery.finish is not None and self.sent == len(delivery.ids):
-            self.finish = delivery.finish
-        self.rest.append(delivery.piece(start, self.sent, self.finish))
+        whole = delivery.finish is not None and self.sent == len(delivery.ids)
+        finish = delivery.finish if whole and delivery.finish is not None else Finish(FinishReason.ABORT)
+        self.finish = replace(finish, versions=self.stamps.spans(self.sent))
+        return delivery.piece(start, self.sent, self.finish)
 
     def _count(self, sent: int) -> None:
         self._engine._sampled += sent - self.sent

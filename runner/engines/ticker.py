@@ -34,6 +34,7 @@ class Ticker(Generic[ItemT]):
         self._seconds = seconds
         self._due: dict[int, list[ItemT]] = {}
         self._idle: anyio.Event | None = None
+        self._held: anyio.Event | None = None
 
     def schedule(self, item: ItemT, ticks: int) -> None:
         """Deliver `item` so many ticks from now, at least one."""
@@ -47,13 +48,26 @@ class Ticker(Generic[ItemT]):
             self._idle.set()
             self._idle = None
 
+    def hold(self) -> None:
+        """Time stands still until `release`."""
+        self._held = self._held or anyio.Event()
+
+    def release(self) -> None:
+        """Time goes on."""
+        if self._held is not None:
+            self._held.set()
+            self._held = None
+
     async def run(self) -> None:
         """Deliver until cancelled."""
         next_tick = 0.0
         while True:
-            if not self._due:
-                self._idle = anyio.Event()
-                await self._idle.wait()
+            while not self._due or self._held is not None:
+                if self._held is not None:
+                    await self._held.wait()
+                else:
+                    self._idle = anyio.Event()
+                    await self._idle.wait()
                 next_tick = anyio.current_time()
             if self._seconds:
                 next_tick = max(next_tick + self._seconds, anyio.current_time())

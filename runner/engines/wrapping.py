@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from runner.engines.base import DeltaStream, Engine, EngineStats, GenerationRequest, Session
+from runner.engines.control import EngineControl
 
 __all__ = ["WrappedEngine"]
 
@@ -28,6 +29,10 @@ class WrappedEngine(Engine):
     @property
     def loop(self) -> object:  # type: ignore[override]  # as is what it runs on
         return self.inner.loop
+
+    @property
+    def control(self) -> EngineControl | None:  # type: ignore[override]  # as is what is asked of it
+        return self.inner.control
 
     @property
     def running(self) -> bool:  # type: ignore[override]  # it runs while the inner engine does

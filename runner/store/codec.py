@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from runner.engines.base import FinishReason
 from runner.messages import ToolCall
-from runner.options import Constraint, ConstraintKind
+from runner.options import Constraint, ConstraintKind, Sampling
 from runner.store.plain import TaskDecoder, decode_json, decode_text, encode_json, encode_text
 from runner.tasks import Task
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
@@ -112,6 +112,7 @@ def _turn_row(position: int, turn: Turn) -> Row:
         "tool_calls": encode_json(turn.tool_calls),
         "seed": turn.seed,
         "constrained": turn.constraint,
+        "sampled": None if turn.sampling is None else encode_json(turn.sampling.given()),
         "cached": turn.cached_tokens,
         "dropped": turn.dropped,
         "thinking": int(turn.thinking),
@@ -129,6 +130,11 @@ def _turn_row(position: int, turn: Turn) -> Row:
         "junction_dropped": junction and junction.dropped,
         "junction_cause": junction and junction.cause,
     }
+
+
+def _sampling(fields: Mapping[str, Any]) -> Sampling:
+    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return Sampling(**{**fields, **lists}).over(Sampling.defaults())
 
 
 def decode_trajectory(
@@ -201,6 +207,7 @@ def _turn(row: StoredRow, agent: str, log: TokenLog) -> Turn:
         stop=stop if stop is None or isinstance(stop, int) else decode_text(stop),
         segment=row["segment"],
         seed=row["seed"],
+        sampling=None if row["sampling"] is None else _sampling(decode_json(row["sampling"])),
         constraint=None if row["kind"] is None else Constraint(ConstraintKind(row["kind"]), row["value"]),
         cached_tokens=row["cached"],
         junction=_junction(row),
@@ -291,8 +298,9 @@ def _unpacked_logprobs(data: bytes | None, sources: array[int]) -> array[float]:
 
 
 _TURNS = """
-    SELECT turns.*, constraints.kind, constraints.value
+    SELECT turns.*, constraints.kind, constraints.value, samplings.sampling
     FROM turns LEFT JOIN constraints ON constraints.key = turns.constrained
+    LEFT JOIN samplings ON samplings.key = turns.sampled
     WHERE turns.episode = ? ORDER BY turns.position
 """
 _SEGMENTS = """
@@ -300,8 +308,13 @@ _SEGMENTS = """
     FROM segments LEFT JOIN tools ON tools.key = segments.tools
     WHERE segments.episode = ? ORDER BY segments.number
 """
-# What a file of format 1 does not have; who only reads it leaves it as it is.
-_TURNS_1 = _TURNS.replace("turns.*", "turns.*, 0 AS thinking, 'auto' AS tool_choice")
+# What files of formats 2 and 1 do not have; who only reads one leaves it as it is.
+_TURNS_2 = """
+    SELECT turns.*, constraints.kind, constraints.value, NULL AS sampling
+    FROM turns LEFT JOIN constraints ON constraints.key = turns.constrained
+    WHERE turns.episode = ? ORDER BY turns.position
+"""
+_TURNS_1 = _TURNS_2.replace("turns.*", "turns.*, 0 AS thinking, 'auto' AS tool_choice")
 _SEGMENTS_1 = "SELECT *, NULL AS schemas FROM segments WHERE episode = ? ORDER BY number"
 
 
@@ -313,5 +326,5 @@ def load_trajectory(connection: sqlite3.Connection, episode: StoredRow, decode_t
     ).fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     segments = connection.execute(_SEGMENTS if version > 1 else _SEGMENTS_1, (key,)).fetchall()
-    turns = connection.execute(_TURNS if version > 1 else _TURNS_1, (key,)).fetchall()
+    turns = connection.execute({1: _TURNS_1, 2: _TURNS_2}.get(version, _TURNS), (key,)).fetchall()
     return decode_trajectory(episode, decode_task(task), segments, turns)

@@ -67,7 +67,7 @@ class Batch:
 
 
 _CHUNKS: Final = (64, 16, 4, 1)
-_KNOWN_ALREADY: Final = frozenset({"tasks", "constraints", "tools"})
+_KNOWN_ALREADY: Final = frozenset({"tasks", "constraints", "samplings", "tools"})
 
 
 def _chunks(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
@@ -115,6 +115,7 @@ class Packer:
             batch.insert("segments", {"episode": key, **row})
         for row in rows.turns:
             row["constrained"] = self._add_constraint(batch, row["constrained"])
+            row["sampled"] = self._add_sampling(batch, row["sampled"])
             batch.insert("turns", {"episode": key, **row})
 
     def _add_task(self, batch: Batch, task: Task, visit: int) -> None:
@@ -136,6 +137,14 @@ class Packer:
         key = _key_of(constraint.kind.value, constraint.value)
         if self._first_time(key):
             batch.insert("constraints", {"key": key, "kind": constraint.kind.value, "value": constraint.value})
+        return key
+
+    def _add_sampling(self, batch: Batch, sampling: str | None) -> int | None:
+        if sampling is None:
+            return None
+        key = _key_of("sampling", sampling)
+        if self._first_time(key):
+            batch.insert("samplings", {"key": key, "sampling": sampling})
         return key
 
     def _first_time(self, what: Hashable) -> bool:

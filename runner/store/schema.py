@@ -7,7 +7,7 @@ from typing import Final
 
 __all__ = ["APPLICATION_ID", "FORMAT", "MIGRATIONS", "TABLES"]
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """The version of the tables, kept in `PRAGMA user_version`."""
 
 APPLICATION_ID: Final = 0x64656C74
@@ -19,6 +19,10 @@ MIGRATIONS: Final[Mapping[int, Sequence[str]]] = {
         "ALTER TABLE segments ADD COLUMN tools INTEGER",
         "ALTER TABLE turns ADD COLUMN thinking INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE turns ADD COLUMN tool_choice TEXT NOT NULL DEFAULT 'auto'",
+    ),
+    2: (
+        "CREATE TABLE samplings (key INTEGER PRIMARY KEY, sampling TEXT NOT NULL)",
+        "ALTER TABLE turns ADD COLUMN sampled INTEGER",
     ),
 }
 """Statements that take a file from the format they are filed under to the next one; run when a writer opens it."""
@@ -111,6 +115,7 @@ CREATE TABLE turns (
     tool_calls  TEXT NOT NULL,              -- JSON: [{"id", "name", "arguments", "error"}, ...]
     seed        INTEGER,
     constrained INTEGER,                    -- constraints.key: what could be sampled
+    sampled     INTEGER,                    -- samplings.key: temperature and so on; NULL in what format 2 wrote
     cached      INTEGER,
     dropped     INTEGER NOT NULL,
     thinking    INTEGER NOT NULL DEFAULT 0, -- 1: it was cut inside its reasoning
@@ -134,6 +139,11 @@ CREATE TABLE constraints (                  -- a grammar is the same for thousan
     key         INTEGER PRIMARY KEY,        -- a hash of the rest
     kind        TEXT NOT NULL,
     value       TEXT NOT NULL
+);
+
+CREATE TABLE samplings (                    -- as the turn asked for it; the same for thousands of turns
+    key         INTEGER PRIMARY KEY,        -- a hash of the rest
+    sampling    TEXT NOT NULL               -- JSON: the fields of `Sampling`; constraints are in `constraints`
 );
 
 CREATE TABLE tools (                        -- as the prompts were rendered with; the same for thousands of segments

@@ -65,6 +65,11 @@ class TokenLog:
         self.logprobs.extend(logprobs if logprobs is not None else array("f", [math.nan]) * len(ids))
         self.sources.frombytes(_SAMPLED * len(ids))
 
+    def cut(self, end: int) -> None:
+        """Forget the ids from `end` on, which no later prompt and no turn refers to."""
+        del self.ids[end:], self.logprobs[end:], self.sources[end:]
+        self.versions = [span for span in self.versions if span.end <= end]
+
     def take_back(self, start: int) -> None:
         """The ids from `start` on stay, and are not trained on: what was sampled there is sampled anew elsewhere."""
         kept = self.sources[start:].tobytes().translate(_TAKEN_BACK)

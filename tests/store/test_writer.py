@@ -14,6 +14,7 @@ import anyio.to_thread
 import pytest
 
 from runner.errors import BadTask, ConfigurationChanged, NewerRunFile, RunFileError, StorageFailed
+from runner.options import Sampling
 from runner.store import database, schema
 from runner.store.commits import CommitThread
 from runner.store.reader import RunFile
@@ -378,7 +379,18 @@ async def test_the_tools_of_a_segment_are_kept_once_and_come_back_in_their_order
         assert connection.execute("SELECT count(*) FROM tools").fetchone() == (2,)
 
 
+def make_format_2(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        for statement in (
+            "ALTER TABLE turns DROP COLUMN sampled",
+            "DROP TABLE samplings",
+            "PRAGMA user_version = 2",
+        ):
+            connection.execute(statement)
+
+
 def make_format_1(path: Path) -> None:
+    make_format_2(path)
     with closing(sqlite3.connect(path)) as connection:
         for statement in (
             "ALTER TABLE segments DROP COLUMN tools",
@@ -403,6 +415,39 @@ async def test_a_file_of_format_1_is_read_as_it_is_and_gone_on_with(path: Path) 
         assert run_file.header.format == 1
         assert_equal(run_file.trajectory("a-0-0"), played("a"))
         assert_equal(run_file.trajectory("b-0-0"), with_tools("b", "add"))
+
+
+def warm(task: str, temperature: float) -> Trajectory:
+    trajectory = played(task)
+    for turn in trajectory.turns:
+        turn.sampling = Sampling(temperature=temperature, stop=("END",), adapter="poet").over(Sampling.defaults())
+    return trajectory
+
+
+async def test_how_a_turn_was_sampled_is_kept_once_for_all_that_were_sampled_alike(path: Path) -> None:
+    written = [warm("a", 0.5), warm("b", 0.5), warm("c", 0.7), played("d")]
+    async with RunWriter(path, header()) as writer:
+        for trajectory in written:
+            await writer.commit_episode([trajectory])
+    with RunFile(path) as run_file:
+        for trajectory in written:
+            assert_equal(run_file.trajectory(trajectory.id), trajectory)
+        assert run_file.trajectory("b-0-0").turns[0].sampling == written[1].turns[0].sampling
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM samplings").fetchone() == (2,)
+
+
+async def test_a_file_of_format_2_is_read_as_it_is_and_gone_on_with(path: Path) -> None:
+    async with RunWriter(path, header(format=2)) as writer:
+        await writer.commit_episode([with_tools("a", "add")])
+    make_format_2(path)
+    with RunFile(path) as run_file:
+        assert_equal(run_file.trajectory("a-0-0"), with_tools("a", "add"))
+    async with RunWriter(path, header()) as writer:
+        await writer.commit_episode([warm("b", 0.5)])
+    with RunFile(path) as run_file:
+        assert_equal(run_file.trajectory("a-0-0"), with_tools("a", "add"))
+        assert_equal(run_file.trajectory("b-0-0"), warm("b", 0.5))
 
 
 async def test_the_first_launch_is_that_of_the_process_that_began_the_run(path: Path) -> None:

@@ -1,0 +1,323 @@
+"""What a trainer may ask of an engine and when: pause, new weights, sleep; one at a time, and nothing by half."""
+
+from __future__ import annotations
+
+import enum
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import anyio
+
+from runner.clocks import Standstill
+from runner.errors import BadControl, BadOption
+
+__all__ = ["EngineControl", "EngineDriver", "EngineState", "PauseMode", "WeightUpdate"]
+
+UNDO_SECONDS = 10.0
+SLEEP_TAGS = ("weights", "kv_cache")
+
+
+class PauseMode(enum.StrEnum):
+    """What becomes of the turns that are being sampled when an engine pauses."""
+
+    WAIT = "wait"  # they are sampled to their end first
+    KEEP = "keep"  # they stand still, and go on from where they were
+    ABORT = "abort"  # they are cut; a run samples them anew, from the same prompts
+
+    @classmethod
+    def of(cls, mode: PauseMode | str) -> PauseMode:
+        """The mode of that name.
+
+        Raises:
+            BadOption: there is none.
+        """
+        if mode not in list(cls):
+            raise BadOption(f"mode={mode!r}: give one of {', '.join(cls)}.")
+        return cls(mode)
+
+
+class EngineState(enum.StrEnum):
+    """What an engine is doing for its trainer."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    UPDATING = "updating"  # its weights are being exchanged
+    ASLEEP = "asleep"  # its memory was given up, or part of it
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """What an update did.
+
+    Attributes:
+        version: of the weights that are there now.
+        check_seconds: comparing the new weights with the model, before the engine was touched.
+        pause_seconds: until it stood still.
+        load_seconds: loading, stamping the version and forgetting the cache.
+    """
+
+    version: str
+    check_seconds: float
+    pause_seconds: float
+    load_seconds: float
+
+
+class EngineDriver(ABC):
+    """How one kind of engine does it; each is called with the engine in the right state, one at a time."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode) -> None:
+        """Stand still; what was being sampled is ended or kept, by `mode`."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Go on; also after a `pause` that failed or was cancelled half way."""
+
+    @abstractmethod
+    async def check_weights(self, source: Any) -> Any:
+        """What `load_weights` needs of them, compared with the model while the engine goes on untouched.
+
+        Raises:
+            BadWeights: they do not fit; names the tensor.
+        """
+
+    @abstractmethod
+    async def load_weights(self, checked: Any, version: str) -> None:
+        """Exchange the weights, stamp `version` on what is sampled from now on, forget every cached prompt.
+
+        Raises:
+            EngineDead: it failed half way; the engine can answer nothing any more.
+        """
+
+    @abstractmethod
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prompt, those of running requests included."""
+
+    @abstractmethod
+    async def sleep(self, level: int) -> None:
+        """Give memory up: 1 keeps the weights elsewhere, 2 discards them."""
+
+    @abstractmethod
+    async def wake(self, tags: Collection[str]) -> None:
+        """Take the memory of these parts back."""
+
+    @abstractmethod
+    async def profile(self, *, on: bool) -> None:
+        """Start or stop the profiler."""
+
+
+class Gate(Protocol):
+    """Where requests wait for a place in the engine."""
+
+    def hold(self) -> None: ...
+    def release(self) -> None: ...
+
+
+@dataclass(eq=False)
+class EngineControl:
+    """The one way to change an engine that runs.
+
+    Attributes:
+        driver: does it.
+        gate: nobody enters the engine while it does not run.
+        versions: every weight version so far, the newest last.
+        standstill: stops the clocks of whoever waits for the engine while it stands still.
+        state: what it is doing.
+        asleep: which parts of its memory are given up.
+        listeners: told after each update of the weights.
+    """
+
+    driver: EngineDriver
+    gate: Gate
+    versions: list[str]
+    standstill: Standstill = field(default_factory=Standstill)
+    state: EngineState = EngineState.RUNNING
+    asleep: frozenset[str] = frozenset()
+    listeners: set[Callable[[], None]] = field(default_factory=set)
+    _ages: dict[str, int] = field(default_factory=dict)
+    _lock: anyio.Lock = field(default_factory=anyio.Lock)
+    _paused_by_caller: bool = False
+    _weights_discarded: bool = False
+
+    def __post_init__(self) -> None:
+        self._ages = {version: number for number, version in enumerate(self.versions)}
+
+    @property
+    def version(self) -> str:
+        """Of the weights that sample now."""
+        return self.versions[-1]
+
+    def lag(self, version: str) -> int:
+        """How many updates ago the weights had this version; 0 for one that the engine never had."""
+        return len(self.versions) - 1 - self._ages.get(version, len(self.versions) - 1)
+
+    async def pause(self, mode: PauseMode | str) -> None:
+        """Stand still until `resume`.
+
+        Raises:
+            BadControl: it does not run.
+        """
+        mode = PauseMode.of(mode)
+        async with self._lock:
+            self._require_running("pause()")
+            await self._halt(mode)
+            self._paused_by_caller = True
+
+    async def resume(self) -> None:
+        """Go on after `pause`.
+
+        Raises:
+            BadControl: it is not paused, it sleeps, or its weights were discarded.
+        """
+        async with self._lock:
+            if self.state is not EngineState.PAUSED:
+                raise BadControl(f"resume(): the engine is {self.state.value}, not paused.{self._way_out()}")
+            self._require_weights("resume()")
+            self._paused_by_caller = False
+            await self._go_on()
+
+    async def update_weights(self, source: Any, *, version: str | None, mode: PauseMode | str) -> WeightUpdate:
+        """Exchange the weights; a paused engine stays paused, a running one stands still meanwhile.
+
+        Raises:
+            BadWeights: they do not fit; nothing was touched.
+            BadControl: the weights' memory is asleep.
+            BadOption: the version was there before.
+            EngineDead: it failed half way.
+        """
+        mode = PauseMode.of(mode)
+        async with self._lock:
+            if "weights" in self.asleep:
+                raise BadControl("update_weights(): the memory of the weights is asleep: wake(['weights']) first.")
+            version = self._new_version(version)
+            began = time.monotonic()
+            checked = await self.driver.check_weights(source)
+            compared = time.monotonic()
+            if self.state is EngineState.RUNNING:
+                await self._halt(mode)
+            halted = time.monotonic()
+            await self._load(checked, version)
+            done = time.monotonic()
+        for listener in list(self.listeners):
+            listener()
+        return WeightUpdate(version, compared - began, halted - compared, done - halted)
+
+    async def sleep(self, level: int) -> None:
+        """Give memory up until `wake`; turns that are being sampled are cut, as by `pause("abort")`.
+
+        Raises:
+            BadControl: it sleeps already.
+            BadOption: there is no such level.
+        """
+        if level not in (1, 2):
+            raise BadOption(f"sleep(level={level!r}): give 1, which keeps the weights, or 2, which discards them.")
+        async with self._lock:
+            if self.state is EngineState.ASLEEP:
+                raise BadControl("sleep(): the engine is asleep already.")
+            if self.state is EngineState.RUNNING:
+                await self._halt(PauseMode.ABORT)
+            # Whoever cancels this is told once it is done: memory given up by half could not be taken back.
+            with anyio.CancelScope(shield=True):
+                await self.driver.sleep(level)
+            self.asleep = frozenset(SLEEP_TAGS)
+            self._weights_discarded = self._weights_discarded or level == 2
+            self.state = EngineState.ASLEEP
+
+    async def wake(self, tags: Sequence[str] | None) -> None:
+        """Take memory back: all of it, or the parts that are named; with the last one the engine goes on.
+
+        It stays paused where it was paused before it slept, and after `sleep(2)` until `update_weights`.
+
+        Raises:
+            BadControl: it does not sleep.
+            BadOption: there is no such part.
+        """
+        wanted = frozenset(SLEEP_TAGS if tags is None else tags)
+        if not wanted <= set(SLEEP_TAGS) or isinstance(tags, str):
+            raise BadOption(f"wake(tags={tags!r}): give a list of {' and '.join(SLEEP_TAGS)}, or nothing for both.")
+        async with self._lock:
+            if self.state is not EngineState.ASLEEP:
+                raise BadControl(f"wake(): the engine is {self.state.value}, not asleep.")
+            with anyio.CancelScope(shield=True):
+                await self.driver.wake(sorted(wanted & self.asleep))
+            self.asleep -= wanted
+            if not self.asleep:
+                self.state = EngineState.PAUSED
+                await self._go_on_unless_paused()
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prompt; turns that are being sampled go on, and compute theirs again.
+
+        Raises:
+            BadControl: it sleeps, and has no cache.
+        """
+        async with self._lock:
+            if self.state is EngineState.ASLEEP:
+                raise BadControl("reset_prefix_cache(): the engine is asleep and has no cache.")
+            await self.driver.reset_prefix_cache()
+
+    async def profile(self, *, on: bool) -> None:
+        """Start or stop the profiler."""
+        async with self._lock:
+            await self.driver.profile(on=on)
+
+    # --- in the lock
+
+    async def _halt(self, mode: PauseMode) -> None:
+        self.gate.hold()
+        try:
+            if mode is not PauseMode.WAIT:  # else what is being sampled goes on, and so do its clocks
+                self.standstill.begin()
+            await self.driver.pause(mode)
+        except BaseException:
+            with anyio.move_on_after(UNDO_SECONDS, shield=True):
+                await self._go_on()
+            raise
+        self.standstill.begin()
+        self.state = EngineState.PAUSED
+
+    async def _go_on(self) -> None:
+        await self.driver.resume()
+        self.state = EngineState.RUNNING
+        self.standstill.end()
+        self.gate.release()
+
+    async def _go_on_unless_paused(self) -> None:
+        if not self._paused_by_caller and not self._weights_discarded and not self.asleep:
+            await self._go_on()
+
+    async def _load(self, checked: Any, version: str) -> None:
+        """Shielded: weights that were exchanged by half could neither be used nor be put back."""
+        before, self.state = self.state, EngineState.UPDATING
+        with anyio.CancelScope(shield=True):
+            try:
+                await self.driver.load_weights(checked, version)
+                self._ages[version] = len(self.versions)
+                self.versions.append(version)
+                self._weights_discarded = False
+            finally:
+                self.state = before
+            await self._go_on_unless_paused()
+
+    def _require_running(self, what: str) -> None:
+        if self.state is not EngineState.RUNNING:
+            raise BadControl(f"{what}: the engine is {self.state.value} already.{self._way_out()}")
+
+    def _require_weights(self, what: str) -> None:
+        if self._weights_discarded:
+            raise BadControl(f"{what}: sleep(2) discarded the weights: update_weights(...) first.")
+
+    def _way_out(self) -> str:
+        ways = {EngineState.PAUSED: " resume() ends that.", EngineState.ASLEEP: " wake() ends that."}
+        return ways.get(self.state, "")
+
+    def _new_version(self, version: str | None) -> str:
+        version = str(len(self.versions)) if version is None else version
+        if not isinstance(version, str) or not version:
+            raise BadOption(f"update_weights(version={version!r}): give a name, or nothing to count up.")
+        if version in self._ages:
+            raise BadOption(f"update_weights(version={version!r}): these weights were there before; give a new name.")
+        return version

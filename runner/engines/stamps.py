@@ -1,0 +1,31 @@
+"""Stamps: which weights sampled which ids of a request, where we keep the account and not the engine."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from runner.tokens.log import VersionSpan
+
+__all__ = ["Stamps"]
+
+
+class Stamps:
+    """The weight versions of one request's ids.
+
+    Args:
+        version: of the weights that sample its first id.
+    """
+
+    __slots__ = ("_marks",)
+
+    def __init__(self, version: str) -> None:
+        self._marks = [(version, 0)]
+
+    def mark(self, version: str, sampled: int) -> None:
+        """The weights were exchanged when so many ids had been sampled."""
+        self._marks.append((version, sampled))
+
+    def spans(self, length: int) -> tuple[VersionSpan, ...]:
+        """The versions of the first `length` ids, in order; a version that sampled nothing is not among them."""
+        ends = [*((version, min(start, length)) for version, start in self._marks), ("", length)]
+        return tuple(VersionSpan(version, start, end) for (version, start), (_, end) in pairwise(ends) if start < end)
