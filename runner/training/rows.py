@@ -25,7 +25,8 @@ class TrainingRow:
         trajectory: whose segment this is.
         segment: its index in the trajectory.
         ids: token ids, shape [length], int32.
-        loss_mask: where an id was sampled in this segment and is trained on, shape [length], bool.
+        loss_mask: where an id was sampled in this segment and is trained on, shape [length], bool. Never the first one:
+            nothing before it predicts it.
         logprobs: with what log-probability it was sampled, in nats, 0 where `loss_mask` is False, shape [length],
             float32; NaN where the engine gave none.
         versions: index into the table of weight versions, `NO_VERSION` where `loss_mask` is False, shape [length],
@@ -69,6 +70,7 @@ def version_table(trajectories: Iterable[Trajectory]) -> dict[str, int]:
 def _row(trajectory: Trajectory, index: int, versions: Mapping[str, int]) -> TrainingRow:
     log = trajectory.segments[index].log
     mask = np.frombuffer(log.mask(), dtype=np.int8).astype(np.bool_)
+    mask[:1] = False  # nothing before a first id predicts it; in a packed batch the row before it would
     return TrainingRow(
         trajectory=trajectory,
         segment=index,

@@ -1,0 +1,139 @@
+"""Where each row stands in a batch: one to a sequence and padded, or several to a sequence, first-fit decreasing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from runner.errors import BadOption
+
+__all__ = ["Layout", "require"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Where rows of different lengths stand in arrays of shape [sequences, length]. No row is cut, none wraps around.
+
+    Attributes:
+        sequences: how many there are.
+        length: of each.
+        lengths: of the rows, in the order they were given, shape [rows], int64.
+        starts: where each begins, as an index into the flattened array, shape [rows], int64.
+    """
+
+    sequences: int
+    length: int
+    lengths: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+    @classmethod
+    def padded(cls, lengths: Sequence[int], *, length: int | None = None, multiple_of: int = 1) -> Layout:
+        """Every row begins a sequence of its own.
+
+        Args:
+            lengths: of the rows.
+            length: of the sequences; by default that of the longest row.
+            multiple_of: the length is rounded up to a multiple of this.
+
+        Raises:
+            BadOption: a row does not fit, or an argument is below 1.
+        """
+        require(multiple_of=multiple_of)
+        longest = max(lengths, default=0)
+        if length is None:
+            length = longest
+        else:
+            require(length=length)
+        length = -(-length // multiple_of) * multiple_of
+        _fits(longest, length)
+        return cls(len(lengths), length, _int64(lengths), np.arange(len(lengths), dtype=np.int64) * length)
+
+    @classmethod
+    def packed(cls, lengths: Sequence[int], *, length: int) -> Layout:
+        """The longest row first, each into the first sequence that has room for it.
+
+        Rows of one length stay in the order they were given, so the same rows are always packed in the same way.
+
+        Args:
+            lengths: of the rows.
+            length: of the sequences.
+
+        Raises:
+            BadOption: a row does not fit, or `length` is below 1.
+        """
+        require(length=length)
+        _fits(max(lengths, default=0), length)
+        room = np.full(len(lengths), length, dtype=np.int64)  # never more sequences than rows
+        starts = np.zeros(len(lengths), dtype=np.int64)
+        used = 0
+        for row in np.argsort(-_int64(lengths), kind="stable"):
+            sequence = int(np.argmax(room[: used + 1] >= lengths[row]))
+            used = max(used, sequence + 1)
+            starts[row] = (sequence + 1) * length - room[sequence]
+            room[sequence] -= lengths[row]
+        return cls(used, length, _int64(lengths), starts)
+
+    def fill(self, values: Iterable[NDArray[Any]], empty: Any, dtype: DTypeLike) -> NDArray[Any]:
+        """One array of all rows.
+
+        Args:
+            values: for each row an array of shape [length of the row, ...].
+            empty: what stands in the padding.
+            dtype: of the result.
+
+        Returns:
+            Shape [sequences, length, ...].
+        """
+        flat: NDArray[Any] | None = None
+        for start, length, row in zip(self.starts, self.lengths, values, strict=True):
+            if flat is None:
+                flat = np.full((self.sequences * self.length, *row.shape[1:]), empty, dtype)
+            flat[start : start + length] = row
+        if flat is None:
+            flat = np.full(self.sequences * self.length, empty, dtype)
+        return flat.reshape(self.sequences, self.length, *flat.shape[1:])
+
+    def split(self, array: Any) -> list[Any]:
+        """Each row's part of an array or a tensor of shape [sequences, length, ...], in the order of the rows."""
+        flat = array.reshape(self.sequences * self.length, *array.shape[2:])
+        return [flat[start : start + length] for start, length in zip(self.starts, self.lengths, strict=True)]
+
+    def segment_ids(self) -> NDArray[np.int32]:
+        """Whose position each is: the row's index + 1, and 0 for padding; shape [sequences, length]."""
+        rows = (np.int32(row + 1) for row in range(len(self.lengths)))
+        return self.fill((np.full(n, row) for n, row in zip(self.lengths, rows, strict=True)), 0, np.int32)
+
+    def position_ids(self) -> NDArray[np.int32]:
+        """Positions, from 0 in each row and in the padding behind the last one; shape [sequences, length]."""
+        flat = np.arange(self.sequences * self.length, dtype=np.int64)
+        begins = np.zeros_like(flat)
+        for edges in (self.starts, self.starts + self.lengths):
+            inside = edges[edges < len(flat)]  # the end of the last row is the end of the array where nothing is padded
+            begins[inside] = inside
+        begins[:: self.length or 1] = flat[:: self.length or 1]
+        positions: NDArray[np.int32] = (flat - np.maximum.accumulate(begins)).astype(np.int32)
+        return positions.reshape(self.sequences, self.length)
+
+
+def _int64(lengths: Sequence[int]) -> NDArray[np.int64]:
+    return np.asarray(lengths, dtype=np.int64).reshape(-1)
+
+
+def require(**numbers: int) -> None:
+    """Check that each is a whole number of at least 1.
+
+    Raises:
+        BadOption: one is not; the message names it.
+    """
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise BadOption(f"{name}={value!r}: give a whole number of at least 1.")
+
+
+def _fits(longest: int, length: int) -> None:
+    if longest > length:
+        raise BadOption(f"a row of {longest} ids does not fit into sequences of length={length}; rows are never cut.")
