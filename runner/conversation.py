@@ -20,6 +20,7 @@ from runner.parsing.reasoning import is_open
 from runner.prompting import Prepared, PromptMaker
 from runner.sampling import Sample, sample
 from runner.threads import Workers
+from runner.tokens.log import TokenLog
 from runner.tokens.refusal import Property, Unbridgeable
 from runner.tokens.splice import AlignmentKind, compare, same_tools
 from runner.tools import Tool
@@ -200,6 +201,10 @@ class Conversation:
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + DRAIN_SECONDS):
                 await self._speech.over.wait()
         self._setting.chat.engine.close_session(self._session)
+
+    def logs(self) -> list[TokenLog]:
+        """The token logs so far."""
+        return [segment.log for segment in self._segments]
 
     def into_trajectory(self, trajectory: Trajectory) -> None:
         """Hand the token logs over."""
@@ -385,7 +390,7 @@ class Conversation:
             junction=prepared.junction,
             timings=into.timings,
         )
-        turn.dropped = into.dropped
+        turn.dropped, turn.resampled = into.dropped, into.resampled
         if turn.finish is FinishReason.LENGTH:
             turn.stop = ceiling
             if ceiling == "context":

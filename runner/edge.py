@@ -55,6 +55,7 @@ class RunOptions(TypedDict, total=False):
     retries: int
     breaker: float
     history: History | str | None
+    max_version_lag: int | None
 
 
 class Reporter:

@@ -27,6 +27,7 @@ from runner.engines.sharing import running
 from runner.environment import Environment, as_environment, check_playable, check_tools
 from runner.episode import MAIN, Place
 from runner.errors import BadTask, DeltarunnerError, EngineDead, unwrapped
+from runner.freshness import Freshness
 from runner.groups import GroupBook, Result, by_agent, score_group
 from runner.lag import LagMonitor
 from runner.messages import as_messages
@@ -77,6 +78,8 @@ class Run:
         retries: how often an episode is played again after an engine's failure; a request that it refuses is none.
         breaker: the run stops when more than this share of the recent episodes failed; 1 never stops it.
         history: how the past of a conversation is kept: append, fork, refuse, or a History with further options.
+        max_version_lag: an episode whose oldest sampled id is more weight updates behind the engine, when one lands or
+            when the episode ends, is dropped and counted, and its task is played again; None keeps it, however old.
 
     Raises (when it is entered):
         BadInput: something given cannot be used; the message names it and the fix.
@@ -105,6 +108,7 @@ class Run:
         retries: int = 2,
         breaker: float = 0.5,
         history: History | str | None = None,
+        max_version_lag: int | None = None,
     ) -> None:
         self.environment = as_environment(environment)
         check_playable(self.environment)
@@ -128,6 +132,8 @@ class Run:
         self._name_file = file if callable(file) else None
         self.scorers = with_weights(self.environment.scorers, weights or {})
         self.retries = retries
+        self.max_version_lag = max_version_lag
+        self._freshness = Freshness(engine, max_version_lag)
         self.breaker = breaker
         self.summary = Summary(group_size=group_size)
         self.workers = Workers(self.concurrency.threads)
@@ -159,6 +165,7 @@ class Run:
         async with AsyncExitStack() as exit_stack:
             for engine in self._engines:
                 await exit_stack.enter_async_context(running(engine))
+            self._freshness.check()
             await exit_stack.enter_async_context(self.lag)
             self._context = await self._open(exit_stack)
             self._context.shared = await enter_lifespan(self.environment, exit_stack)
@@ -166,6 +173,7 @@ class Run:
             self._feed = TaskFeed(source, task_class=self.environment.task_class(), workers=self.workers)
             exit_stack.push_async_callback(self._feed.aclose)
             self._start()
+            self._heed_updates(exit_stack)
             self._group = await exit_stack.enter_async_context(anyio.create_task_group())
             self._group.start_soon(self._play_all, name="deltarunner feed")
             self._exit = exit_stack.pop_all()
@@ -226,6 +234,13 @@ class Run:
         self._results = Results(self, announced, self._writer)
         self._book = GroupBook(keep=self._has_group_rewards)
         self.summary.start()
+
+    def _heed_updates(self, exit_stack: AsyncExitStack) -> None:
+        control = self.engine.control
+        if control is not None:
+            heed = partial(self._freshness.cut_stale, self.plays)
+            control.listeners.add(heed)
+            exit_stack.callback(control.listeners.discard, heed)
 
     @property
     def _has_group_rewards(self) -> bool:
@@ -375,7 +390,7 @@ class Run:
             self._places.release()
 
     async def _played(self, place: Place) -> list[Trajectory]:
-        first_attempt = place.attempt
+        failed = 0
         while True:
             play = Play(self._context, place)
             self.plays.add(play)
@@ -388,11 +403,16 @@ class Run:
             finally:
                 self.plays.discard(play)
                 self.summary.faults.extend(f"{place.id}: {fault}" for fault in play.faults)
-            tried = place.attempt - first_attempt
-            if play.lasting or not await self._try_again(trajectories[0], tried):
-                return trajectories
+            if self._freshness.drop_stale(trajectories):
+                self.summary.stale += 1
+                if self.draining or self.failure is not None:
+                    return trajectories
+            else:
+                if play.lasting or not await self._try_again(trajectories[0], failed):
+                    return trajectories
+                failed += 1
+                self.summary.retried += 1
             await self._writer.commit_episode(trajectories, retry=True)
-            self.summary.retried += 1
             place = replace(place, attempt=place.attempt + 1)
 
     async def _try_again(self, trajectory: Trajectory, tried: int) -> bool:
@@ -472,8 +492,10 @@ class Run:
     async def _watch_progress(self) -> None:
         self.fail(await until_stuck(self.plays, self._progress), cancel=True)
 
-    def _progress(self) -> tuple[int, ...]:
-        return (self.summary.episodes, *(engine.stats().sampled_tokens for engine in self._engines))
+    def _progress(self) -> tuple[object, ...]:
+        # While an engine stands still for its trainer, nothing can happen, and nothing is stuck.
+        moved = [object() if engine.standstill.on else engine.stats().sampled_tokens for engine in self._engines]
+        return (self.summary.episodes, *moved)
 
     async def _watch_engines(self) -> None:
         self._engine_died(await until_dead(self._engines))

@@ -31,7 +31,8 @@ class Sample:
         finish: why it ended.
         stop: the stop id or string behind it.
         text: the text before a stop string, where one fired; else None.
-        dropped: ids that were sampled and are not in the log: past a stop string, or before the engine cut the turn.
+        dropped: ids that were sampled past a stop string and are not in the log.
+        resampled: ids that were sampled before the engine cut the turn for its trainer, and are not in the log either.
         cached_tokens: ids of the prompt that the prefix cache held, or None.
         error: the engine's failure, if it failed.
         timings: queued, first token and decode.
@@ -45,6 +46,7 @@ class Sample:
     stop: int | str | None = None
     text: str | None = None
     dropped: int = 0
+    resampled: int = 0
     cached_tokens: int | None = None
     error: EngineError | None = None
     timings: Timings = field(default_factory=Timings)
@@ -60,7 +62,7 @@ class Sample:
 
     def begin_again(self) -> None:
         """The engine cut the turn for its trainer: what it had sampled goes, and the prompt stays."""
-        self.dropped += self.end - self.start
+        self.resampled += self.end - self.start
         self.log.cut(self.start)
         self.end = self.start
         self.finish, self.stop, self.error = FinishReason.ABORT, None, None
@@ -68,7 +70,7 @@ class Sample:
     def stopped(self, stops: StopStrings, delta: Delta, kept: int) -> None:
         """Keep the ids of `delta` up to the one that completed a stop string."""
         self.keep(delta.token_ids[:kept], delta.logprobs[:kept] if delta.logprobs is not None else None)
-        self.dropped += len(delta.token_ids) - kept
+        self.dropped = len(delta.token_ids) - kept
         self.stop, self.text = stops.found, stops.text
 
     def close(self, stream: DeltaStream) -> None:

@@ -75,6 +75,8 @@ class Summary:
         finishes: how turns ended.
         turns: of all agents.
         retried: attempts that were played again after an engine's failure.
+        stale: attempts that were dropped since the weights behind them were too old.
+        resampled: ids that were sampled, then dropped since the engine cut their turn for its trainer.
         recalled_tokens: of those sampled, what earlier runs of the same file sampled.
         faults: what went wrong without changing an outcome, the latest.
         times: seconds of all turns together: queued, first_token, decode, environment.
@@ -94,6 +96,8 @@ class Summary:
     times: dict[str, float] = field(default_factory=dict)
     turns: int = 0
     retried: int = 0
+    stale: int = 0
+    resampled: int = 0
     recalled_tokens: int = 0
     faults: deque[str] = field(default_factory=lambda: deque(maxlen=100))
     solved: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -193,6 +197,8 @@ class Summary:
             "times": dict(self.times),
             "tokens_per_second": self.tokens_per_second,
             "retried": self.retried,
+            "stale": self.stale,
+            "resampled": self.resampled,
             "faults": list(self.faults),
         }
 
@@ -202,6 +208,7 @@ class Summary:
         self.tokens.prompt += turn.start
         self.tokens.cached += turn.cached_tokens or 0
         self.tokens.sampled += turn.end - turn.start
+        self.resampled += turn.resampled
         for name in ("queued", "first_token", "decode", "environment"):
             self.times[name] = self.times.get(name, 0.0) + getattr(turn.timings, name)
         junction = turn.junction

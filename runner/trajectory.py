@@ -115,6 +115,7 @@ class Turn:
         junction: how its prompt was made from the turn before; None for the first of a segment.
         timings: where its time went.
         dropped: ids that were sampled past a stop string and are not in the log.
+        resampled: ids that were sampled before the engine cut the turn for its trainer; the turn is the next try.
         thinking: it was cut inside its reasoning.
     """
 
@@ -137,6 +138,7 @@ class Turn:
     junction: Junction | None = None
     timings: Timings = field(default_factory=Timings)
     dropped: int = 0
+    resampled: int = 0
     thinking: bool = False
     reward: float = 0.0
 

@@ -68,6 +68,8 @@ def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, Rende
         yield "time a turn", Text(_times(summary["times"], summary["turns"]))
     if summary["retried"]:
         yield "played again", Text(f"{summary['retried']} after a failure of the engine")
+    if summary.get("stale"):
+        yield "dropped", Text(f"{summary['stale']} whose weights were too old, and played again")
     if summary["faults"]:
         yield "faults", _faults(summary["faults"])
 

@@ -115,6 +115,7 @@ def _turn_row(position: int, turn: Turn) -> Row:
         "sampled": None if turn.sampling is None else encode_json(turn.sampling.given()),
         "cached": turn.cached_tokens,
         "dropped": turn.dropped,
+        "resampled": turn.resampled,
         "thinking": int(turn.thinking),
         "tool_choice": turn.tool_choice,
         "reward": turn.reward,
@@ -213,6 +214,7 @@ def _turn(row: StoredRow, agent: str, log: TokenLog) -> Turn:
         junction=_junction(row),
         timings=Timings(row["queued"], row["first_token"], row["decode"], row["environment"]),
         dropped=row["dropped"],
+        resampled=row["resampled"],
         thinking=bool(row["thinking"]),
         tool_choice=row["tool_choice"],
         reward=row["reward"],
@@ -310,7 +312,7 @@ _SEGMENTS = """
 """
 # What files of formats 2 and 1 do not have; who only reads one leaves it as it is.
 _TURNS_2 = """
-    SELECT turns.*, constraints.kind, constraints.value, NULL AS sampling
+    SELECT turns.*, constraints.kind, constraints.value, NULL AS sampling, 0 AS resampled
     FROM turns LEFT JOIN constraints ON constraints.key = turns.constrained
     WHERE turns.episode = ? ORDER BY turns.position
 """

@@ -58,6 +58,7 @@ _RULES: Final = (
     ("concurrency.*", OnChange.FREE),
     ("retries", OnChange.FREE),
     ("breaker", OnChange.FREE),
+    ("max_version_lag", OnChange.FREE),
     ("versions.*", OnChange.WARN),
     ("git.*", OnChange.WARN),
     ("platform", OnChange.WARN),
@@ -146,6 +147,7 @@ class Header:
         wording: version of the fixed words that go back to a model.
         retries: how often an episode is played again after an engine's failure.
         breaker: the share of failures that ends the run.
+        max_version_lag: weight updates that an episode may be behind; None for any.
         versions: of Python and of packages that matter; those not installed are absent.
         platform: operating system and machine.
         git: `revision` and `dirty` of the environment's folder; empty where there is none.
@@ -175,6 +177,7 @@ class Header:
     wording: int = WORDING_VERSION
     retries: int = 0
     breaker: float = 1.0
+    max_version_lag: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     platform: str = ""
     git: Mapping[str, Any] = field(default_factory=dict)
@@ -210,6 +213,7 @@ class Header:
             history=dataclasses.asdict(run.history),
             retries=run.retries,
             breaker=run.breaker,
+            max_version_lag=run.max_version_lag,
             versions=_versions(),
             platform=platform.platform(),
             git=_git(environment) if run.keeps_file else {},

@@ -23,6 +23,7 @@ MIGRATIONS: Final[Mapping[int, Sequence[str]]] = {
     2: (
         "CREATE TABLE samplings (key INTEGER PRIMARY KEY, sampling TEXT NOT NULL)",
         "ALTER TABLE turns ADD COLUMN sampled INTEGER",
+        "ALTER TABLE turns ADD COLUMN resampled INTEGER NOT NULL DEFAULT 0",
     ),
 }
 """Statements that take a file from the format they are filed under to the next one; run when a writer opens it."""
@@ -118,6 +119,7 @@ CREATE TABLE turns (
     sampled     INTEGER,                    -- samplings.key: temperature and so on; NULL in what format 2 wrote
     cached      INTEGER,
     dropped     INTEGER NOT NULL,
+    resampled   INTEGER NOT NULL DEFAULT 0, -- ids of tries that the engine cut for its trainer
     thinking    INTEGER NOT NULL DEFAULT 0, -- 1: it was cut inside its reasoning
     tool_choice TEXT NOT NULL DEFAULT 'auto',
     reward      REAL NOT NULL,

@@ -219,6 +219,7 @@ def header_of(environment: object, now: datetime = CLOCK) -> Header:
         history=History(policy=HistoryPolicy.FORK),
         retries=2,
         breaker=0.5,
+        max_version_lag=None,
         keeps_file=True,
     )
     return Header.of(cast("Any", run), now=now)

@@ -383,6 +383,7 @@ def make_format_2(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         for statement in (
             "ALTER TABLE turns DROP COLUMN sampled",
+            "ALTER TABLE turns DROP COLUMN resampled",
             "DROP TABLE samplings",
             "PRAGMA user_version = 2",
         ):
@@ -420,6 +421,7 @@ async def test_a_file_of_format_1_is_read_as_it_is_and_gone_on_with(path: Path) 
 def warm(task: str, temperature: float) -> Trajectory:
     trajectory = played(task)
     for turn in trajectory.turns:
+        turn.resampled = 3
         turn.sampling = Sampling(temperature=temperature, stop=("END",), adapter="poet").over(Sampling.defaults())
     return trajectory
 

@@ -1,0 +1,301 @@
+"""Weights that change under a run: how old an episode's may be, and turns that the engine cut for its trainer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from runner import BadOption, Conversation, Outcome, Run, RunFile, Task, Trajectory, reward
+from runner.engines.base import GenerationRequest
+from runner.engines.control import EngineState, PauseMode
+from runner.engines.script import Latency, ModelCall
+from runner.freshness import oldest_version
+from runner.options import Limits
+from runner.testing import ScriptedEngine, assert_exact
+from tests.playing import Plain, recording, tasks
+
+pytestmark = pytest.mark.anyio
+
+
+class TwoTurns(Plain):
+    """Between its turns it does what the test says."""
+
+    def __init__(self, between: Any = None) -> None:
+        self.between = between
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        if self.between is not None:
+            await self.between(self.episode)
+        conversation.add("Go on.")
+        await conversation.generate()
+
+
+def versions(trajectory: Trajectory) -> list[str]:
+    return [span.version for segment in trajectory.segments for span in segment.log.versions]
+
+
+async def played(run: Run) -> list[Trajectory]:
+    async with run:
+        return [trajectory async for trajectory in run]
+
+
+@pytest.mark.parametrize("lag", [None, 0, 1, 2])
+async def test_an_episode_further_behind_than_max_version_lag_is_dropped_counted_and_its_task_played_again(
+    lag: int | None, tmp_path: Path
+) -> None:
+    engine = recording("Yes")
+    updates = 2
+
+    async def update(episode: Any) -> None:
+        nonlocal updates
+        with anyio.CancelScope(shield=True):  # both land, though the first may be one too many already
+            while updates:
+                updates -= 1
+                await engine.update_weights(None)
+
+    run = Run(TwoTurns(update), engine, file=tmp_path / "run.db", max_version_lag=lag)
+    (trajectory,) = await played(run)
+    assert_exact(trajectory)
+    assert trajectory.outcome is Outcome.COMPLETED
+    dropped = lag is not None and lag < 2
+    assert run.summary.stale == int(dropped)
+    assert versions(trajectory) == (["2", "2"] if dropped else ["scripted", "2"])
+    assert oldest_version(trajectory) == versions(trajectory)[0]
+    assert trajectory.attempt == int(dropped)
+    with RunFile(tmp_path / "run.db") as file:
+        assert [t.id for t in file.trajectories()] == [trajectory.id]
+        assert file.header.max_version_lag == lag
+
+
+async def test_an_episode_in_flight_is_cut_as_soon_as_an_update_makes_it_too_old() -> None:
+    engine = recording("Yes")
+    waits, goes_on = anyio.Event(), anyio.Event()
+    reached: list[str] = []
+
+    async def wait(episode: Any) -> None:
+        if not waits.is_set():
+            waits.set()
+            await goes_on.wait()  # for ever: only the cut ends it
+            reached.append("the second turn of the old attempt")
+
+    run = Run(TwoTurns(wait), engine, max_version_lag=0)
+    async with run:
+        await waits.wait()
+        await engine.update_weights(None)
+        (trajectory,) = [each async for each in run]
+    assert (versions(trajectory), reached, run.summary.stale) == (["1", "1"], [], 1)
+
+
+async def test_dropping_for_age_uses_up_no_retry_of_the_engine() -> None:
+    engine = recording("Yes")
+    left = 4
+
+    async def update(episode: Any) -> None:
+        nonlocal left
+        if left:
+            left -= 1
+            await engine.update_weights(None)
+
+    run = Run(TwoTurns(update), engine, max_version_lag=0, retries=0)
+    (trajectory,) = await played(run)
+    assert (trajectory.outcome, trajectory.attempt, run.summary.stale, run.summary.retried) == (
+        Outcome.COMPLETED,
+        4,
+        4,
+        0,
+    )
+
+
+async def test_a_stale_episode_of_a_run_that_drains_has_no_reward_and_is_played_by_the_next(tmp_path: Path) -> None:
+    engine = recording("Yes")
+    runs: list[Run] = []
+
+    async def update(episode: Any) -> None:
+        runs[0].drain()
+        await engine.update_weights(None)
+
+    runs.append(Run(TwoTurns(update), engine, file=tmp_path / "run.db", max_version_lag=0))
+    (trajectory,) = await played(runs[0])
+    assert (trajectory.outcome, trajectory.reward, trajectory.rewards) == (Outcome.CANCELLED, None, {})
+    assert "too old: weights 'scripted' are 1 updates behind '1'" in trajectory.error
+
+    async def nothing(episode: Any) -> None: ...
+
+    (again,) = await played(Run(TwoTurns(nothing), recording("Yes"), file=tmp_path / "run.db", max_version_lag=0))
+    assert again.outcome is Outcome.COMPLETED
+
+
+async def test_a_group_reward_never_sees_an_episode_that_is_too_old() -> None:
+    engine = recording("Yes")
+    updated = False
+
+    async def update(episode: Any) -> None:
+        nonlocal updated
+        if episode.index == 1 and not updated:
+            updated = True
+            await engine.update_weights(None)
+
+    run = Run(TwoTurns(update), engine, group_size=3, max_version_lag=0)
+    async with run:
+        (group,) = [group async for group in run.groups()]
+    assert group.complete
+    assert [t.index for t in group.trajectories] == [0, 1, 2]
+    assert all(t.outcome is Outcome.COMPLETED and t.reward == 1 for t in group.trajectories)
+    assert run.summary.stale >= 1
+
+
+@pytest.mark.parametrize("lag", [-1, 1.5, True, "2"], ids=str)
+def test_a_lag_that_cannot_be_is_refused(lag: Any) -> None:
+    with pytest.raises(BadOption, match=r"max_version_lag=.*whole number of at least 0"):
+        Run(Plain, recording("Yes"), max_version_lag=lag)
+
+
+async def test_an_engine_without_versions_is_refused_before_anything_is_played() -> None:
+    class Elsewhere(ScriptedEngine):
+        async def __aenter__(self) -> Any:
+            await super().__aenter__()
+            self.control = None
+            return self
+
+    with pytest.raises(BadOption, match="max_version_lag=1: Elsewhere has no weights of ours"):
+        await played(Run(Plain, Elsewhere("Yes"), max_version_lag=1))
+
+
+# --- turns under a pause
+
+
+def slow(**settings: Any) -> ScriptedEngine:
+    """One id at a tick, so that there is something to stand still."""
+    return recording("A long answer.", chunks=1, latency=Latency(between=1), **settings)
+
+
+async def begun(engine: ScriptedEngine) -> None:
+    """Return when something is being sampled."""
+    while not engine.open_streams:
+        await checkpoint()
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+async def test_under_every_mode_of_an_update_no_episode_is_lost(mode: PauseMode) -> None:
+    engine = slow(places=4)
+    run = Run(TwoTurns(), engine, tasks=tasks(8))
+    async with run:
+        for _ in range(3):
+            await begun(engine)
+            await engine.update_weights(None, mode=mode)
+            for _ in range(5):
+                await checkpoint()
+        got = [trajectory async for trajectory in run]
+    assert Counter(t.outcome for t in got) == {Outcome.COMPLETED: 8}
+    for trajectory in got:
+        assert_exact(trajectory)
+        assert [turn.text for turn in trajectory.turns] == ["A long answer."] * 2
+    stats = engine.stats()
+    assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
+    whole = all(len(_versions_of(turn)) == 1 for t in got for turn in t.turns)
+    assert whole == (mode is not PauseMode.KEEP), "only with keep a turn is of two versions"
+    assert (run.summary.resampled > 0) == (mode is PauseMode.ABORT)
+
+
+def _versions_of(turn: Any) -> set[str]:
+    return {s.version for s in turn.log.versions if s.start < turn.end and turn.start < s.end}
+
+
+async def test_a_turn_that_the_engine_cut_is_sampled_anew_from_the_same_prompt() -> None:
+    engine = slow()
+    run = Run(Plain, engine)
+    async with run:
+        await begun(engine)
+        for _ in range(6):
+            await checkpoint()
+        await engine.pause("abort")
+        await engine.resume()
+        (trajectory,) = [each async for each in run]
+    first, second = engine.calls
+    assert first.prompt == second.prompt
+    assert first.finish is not None
+    assert first.finish.reason == "abort"
+    (turn,) = trajectory.turns
+    assert (turn.text, turn.resampled) == ("A long answer.", len(first.sampled))
+    assert turn.resampled > 0
+    assert list(turn.token_ids) == list(second.sampled)
+    assert len(trajectory.segments[0].log) == turn.end
+
+
+async def test_no_clock_runs_while_the_engine_stands_still() -> None:
+    class Slow(Plain):
+        limits = Limits(seconds=0.2, stall_seconds=0.2)
+
+    engine = slow()
+    run = Run(Slow, engine)
+    async with run:
+        await begun(engine)
+        await engine.pause("keep")
+        assert engine.state is EngineState.PAUSED
+        await anyio.sleep(0.5)
+        await engine.resume()
+        (trajectory,) = [each async for each in run]
+    assert (trajectory.outcome, trajectory.error) == (Outcome.COMPLETED, "")
+
+
+async def test_an_episode_that_is_cancelled_while_the_engine_is_paused_leaves_no_request() -> None:
+    engine = slow()
+    async with engine:
+        async with Run(Plain, engine):
+            await begun(engine)
+            await engine.pause("abort")
+        assert engine.stats().open == 0
+        await engine.resume()
+        request = GenerationRequest(name="later", prompt=[1, 2], sampling=_sampling())
+        async with engine.stream(request) as deltas:
+            assert [i async for delta in deltas for i in delta.token_ids]
+
+
+def _sampling() -> Any:
+    from runner.options import Sampling
+
+    return Sampling().over(Sampling.defaults())
+
+
+async def test_rewards_may_not_see_a_turn_of_mixed_versions_as_two() -> None:
+    """The spans of a turn that went on under new weights are in order and without a gap."""
+
+    class Scored(Plain):
+        @reward
+        def spans(self) -> float:
+            (turn,) = self.episode.turns
+            spans = turn.log.versions
+            assert spans[0].start == turn.start
+            assert spans[-1].end == turn.end
+            assert all(a.end == b.start for a, b in pairwise(spans))
+            return float(len(spans))
+
+    engine = slow()
+    run = Run(Scored, engine)
+    async with run:
+        await begun(engine)
+        for _ in range(4):
+            await checkpoint()
+        await engine.update_weights(None, version="new")
+        (trajectory,) = [each async for each in run]
+    assert trajectory.rewards["spans"] == 2.0
+    assert versions(trajectory) == ["scripted", "new"]
+
+
+async def test_what_a_model_says_may_follow_the_weights() -> None:
+    def model(call: ModelCall) -> str:
+        return "new" if engine.weight_version == "1" else "old"
+
+    engine = recording(model)
+    async with engine:
+        first = await played(Run(Plain, engine, tasks=[Task(id="a", prompt="?")]))
+        await engine.update_weights(None)
+        second = await played(Run(Plain, engine, tasks=[Task(id="a", prompt="?")]))
+    assert [t.text for t in first + second] == ["old", "new"]
