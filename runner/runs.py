@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from itertools import groupby, islice
@@ -18,6 +17,7 @@ from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectSendStream
 
 from runner.allowance import Ending
+from runner.attempts import Attempts
 from runner.authors import describe_error
 from runner.chat import ChatModel
 from runner.checks import check_engines, check_file, check_numbers, check_objects, check_template_options
@@ -48,7 +48,6 @@ from runner.watching import Breaker, until_dead, until_stuck
 
 __all__ = ["Run"]
 
-COMMIT_SECONDS = 10.0
 RECALLED_AT_ONCE = 100
 
 
@@ -149,6 +148,7 @@ class Run:
         self._feed: TaskFeed
         self._group: TaskGroup
         self._results: Results
+        self._attempts: Attempts
         self._announce_to: MemoryObjectSendStream[Result]
         self._places: anyio.Semaphore
         self._exit = AsyncExitStack()
@@ -232,6 +232,7 @@ class Run:
         self._places = anyio.Semaphore(episodes)
         self._announce_to, announced = anyio.create_memory_object_stream[Result](episodes)
         self._results = Results(self, announced, self._writer)
+        self._attempts = Attempts(self, self._context, self._engines, self._writer, self._freshness)
         self._book = GroupBook(keep=self._has_group_rewards)
         self.summary.start()
 
@@ -382,49 +383,12 @@ class Run:
 
     async def _episode(self, place: Place) -> None:
         try:
-            trajectories = await self._played(place)
+            trajectories = await self._attempts.play(place)
             await self._finished(trajectories)
         except DeltarunnerError as error:
             self.fail(error, cancel=True)
         finally:
             self._places.release()
-
-    async def _played(self, place: Place) -> list[Trajectory]:
-        failed = 0
-        while True:
-            play = Play(self._context, place)
-            self.plays.add(play)
-            try:
-                trajectories = await play.run()
-            except anyio.get_cancelled_exc_class():
-                with anyio.CancelScope(shield=True, deadline=anyio.current_time() + COMMIT_SECONDS):
-                    await self._writer.commit_episode(play.trajectories())
-                raise
-            finally:
-                self.plays.discard(play)
-                self.summary.faults.extend(f"{place.id}: {fault}" for fault in play.faults)
-            if self._freshness.drop_stale(trajectories):
-                self.summary.stale += 1
-                if self.draining or self.failure is not None:
-                    return trajectories
-            else:
-                if play.lasting or not await self._try_again(trajectories[0], failed):
-                    return trajectories
-                failed += 1
-                self.summary.retried += 1
-            await self._writer.commit_episode(trajectories, retry=True)
-            place = replace(place, attempt=place.attempt + 1)
-
-    async def _try_again(self, trajectory: Trajectory, tried: int) -> bool:
-        if trajectory.outcome is not Outcome.ENGINE_ERROR or self.failure is not None:
-            return False
-        try:
-            for engine in self._engines:
-                await engine.health()
-        except EngineDead as error:
-            self._engine_died(error)
-            return False
-        return tried < self.retries and not self.draining
 
     async def _finished(self, trajectories: list[Trajectory]) -> None:
         await self._writer.commit_episode(trajectories)
@@ -498,9 +462,10 @@ class Run:
         return (self.summary.episodes, *moved)
 
     async def _watch_engines(self) -> None:
-        self._engine_died(await until_dead(self._engines))
+        self.engine_died(await until_dead(self._engines))
 
-    def _engine_died(self, error: EngineDead) -> None:
+    def engine_died(self, error: EngineDead) -> None:
+        """End the run: what is in flight failed for its engine's sake."""
         self.fail(error)
         for play in self.plays:
             play.cancel(Ending(Outcome.ENGINE_ERROR, error=str(error)))
