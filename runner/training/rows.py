@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.tokens.log import TokenLog
+from runner.tokens.log import Source, TokenLog, VersionSpan
 from runner.trajectory import Trajectory, Turn
 
 __all__ = ["NO_VERSION", "TrainingRow", "rows_of", "version_table"]
@@ -58,11 +58,11 @@ def rows_of(trajectory: Trajectory, versions: Mapping[str, int]) -> list[Trainin
 
 
 def version_table(trajectories: Iterable[Trajectory]) -> dict[str, int]:
-    """Each weight version that sampled something, with its index, in the order of their first ids."""
+    """Each weight version that sampled something that is trained, with its index, in the order of their first ids."""
     table: dict[str, int] = {}
     for trajectory in trajectories:
         for segment in trajectory.segments:
-            for span in segment.log.versions:
+            for span in _kept_spans(segment.log):
                 table.setdefault(span.version, len(table))
     return table
 
@@ -84,7 +84,12 @@ def _row(trajectory: Trajectory, index: int, versions: Mapping[str, int]) -> Tra
 
 def _versions(log: TokenLog, mask: NDArray[np.bool_], table: Mapping[str, int]) -> NDArray[np.int32]:
     versions = np.full(len(log), NO_VERSION, dtype=np.int32)
-    for span in log.versions:
+    for span in _kept_spans(log):
         versions[span.start : span.end] = table[span.version]
     versions[~mask] = NO_VERSION
     return versions
+
+
+def _kept_spans(log: TokenLog) -> Iterator[VersionSpan]:
+    """The spans of which something was not taken back."""
+    return (span for span in log.versions if Source.SAMPLED in log.sources[span.start : span.end])

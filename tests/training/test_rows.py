@@ -93,6 +93,12 @@ def test_versions_are_indices_into_a_table_in_the_order_of_their_first_ids() -> 
     assert rows_of(trajectory, table)[0].versions.tolist() == [-1, -1, 0, 0, 1]
 
 
+def test_a_version_whose_ids_were_all_taken_back_is_in_no_table() -> None:
+    trajectory = made([prompt(1), retried(2, version="8"), said(3, version="9")])
+    assert version_table([trajectory]) == {"9": 0}
+    assert rows(trajectory)[0].versions.tolist() == [-1, -1, 0]
+
+
 def test_a_first_id_is_never_trained_since_nothing_predicts_it() -> None:
     (row,) = rows(made([said(5, 6)]))
     assert row.loss_mask.tolist() == [False, True]

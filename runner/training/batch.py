@@ -1,0 +1,287 @@
+"""Training batches: trajectories as padded or packed arrays, with everything that a policy gradient needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from runner.errors import BadBatch, BadOption
+from runner.training.advantages import AdvantageRule
+from runner.training.exactness import constrained_ids, inexact_reason, temperatures
+from runner.training.packing import Layout, require
+from runner.training.rows import NO_VERSION, TrainingRow
+from runner.training.selection import ComparedGroup, Selection, Source, name_of
+from runner.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["TrainingBatch", "TrainingTensors"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TrainingBatch:
+    """Rows, each one segment of a trajectory, in arrays of shape [sequences, length].
+
+    Padding is on the right. At position p stands what is known of the id there, given those before it in its row: a
+    model's logits at p - 1 predict it. The first id of a row is never trained, so shifting by one mixes no rows.
+
+    `len(batch)` is the number of sequences. It is 0, and the batch false, where every trajectory was absent or left
+    out: such a step is to be skipped.
+
+    Attributes:
+        input_ids: token ids, `pad_id` in the padding, int32.
+        attention_mask: where an id stands and no padding, bool. It does not keep packed rows apart.
+        position_ids: from 0 in each row, and in the padding behind the last row of a sequence, int32.
+        segment_ids: index into `rows` + 1, and 0 for padding, int32; a query may see the keys of its own segment id.
+        loss_mask: where an id is trained, which is in the segment in which it was sampled, bool.
+        logprobs: with what log-probability it was sampled, in nats, 0 where nothing is trained, NaN where the engine
+            gave none, float32.
+        temperatures: what logits are divided by to get that log-probability, 1 where nothing is trained, float32.
+        advantages: 0 until they are given, and where nothing is trained, float32.
+        weight_versions: index into `versions`, -1 where nothing is trained, int32.
+        versions: the weight versions.
+        rows: what was laid out. A row belongs to one trajectory, and a trajectory has as many as it has segments in
+            which something is trained.
+        trajectory_of: an index into `trajectories` for each row, shape [rows], int32.
+        trajectories: those that have a reward, in the order they were given.
+        rewards: one for each of them, shape [trajectories], float32.
+        group_of: an index into `groups` for each of them, shape [trajectories], int32.
+        groups: every group that was given, with what became of it: whole or partial, flat or not.
+        absent: how many trajectories have no reward, by outcome, or by why a scored one has none.
+        layout: where each row stands.
+        inexact_reason: why exp(trainer's log-probability - `logprobs`) is not exactly the ratio of two policies, such
+            as "top_p=0.9 (12 turns)"; "" where it is.
+        constrained: how many trained ids were sampled under a grammar. The ratio is exact for them only with the
+            grammar's mask on the trainer's logits.
+    """
+
+    input_ids: NDArray[np.int32]
+    attention_mask: NDArray[np.bool_]
+    position_ids: NDArray[np.int32]
+    segment_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    temperatures: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+    weight_versions: NDArray[np.int32]
+    versions: tuple[str, ...]
+    rows: tuple[TrainingRow, ...]
+    trajectory_of: NDArray[np.int32]
+    trajectories: tuple[Trajectory, ...]
+    rewards: NDArray[np.float32]
+    group_of: NDArray[np.int32]
+    groups: tuple[ComparedGroup, ...]
+    absent: Mapping[str, int]
+    layout: Layout
+    inexact_reason: str
+    constrained: int
+
+    @classmethod
+    def padded(
+        cls,
+        source: Source,
+        *,
+        pad_id: int,
+        length: int | None = None,
+        multiple_of: int = 1,
+        advantages: AdvantageRule | None = None,
+        partial: bool = False,
+        drop_flat: bool = False,
+        vocabulary: int | None = None,
+    ) -> Self:
+        """One row to a sequence, shape [rows, length].
+
+        Args:
+            source: groups; or trajectories, each of them compared with no other.
+            pad_id: stands in the padding. It may be an id that is also sampled: padding is told by `attention_mask`.
+            length: of the sequences; by default that of the longest row. A longer row is refused, never cut.
+            multiple_of: the length is rounded up to a multiple of this.
+            advantages: how they follow from rewards and groups: `grpo`, `rloo`, `dr_grpo` or a function of yours.
+            partial: take groups of which not every episode has been played.
+            drop_flat: leave out the trajectories of groups whose rewards are all equal, which teach nothing.
+            vocabulary: how many ids the model knows; a batch of another tokenizer is refused.
+
+        Raises:
+            BadBatch: nothing was given, or what is no group; a group is not complete; a trajectory was given twice; a
+                row is too long; an id is not in the vocabulary; the advantages do not fit.
+            BadOption: a number is out of its range.
+        """
+        chosen = Selection.of(source, partial=partial, drop_flat=drop_flat, vocabulary=vocabulary)
+        if length is not None:
+            _check_lengths(chosen.rows, length)
+        layout = Layout.padded([len(row) for row in chosen.rows], length=length, multiple_of=multiple_of)
+        return cls._laid_out(chosen, layout, _checked_id(pad_id, vocabulary), advantages)
+
+    @classmethod
+    def packed(
+        cls,
+        source: Source,
+        *,
+        length: int,
+        pad_id: int,
+        advantages: AdvantageRule | None = None,
+        partial: bool = False,
+        drop_flat: bool = False,
+        vocabulary: int | None = None,
+    ) -> Self:
+        """Several rows to a sequence, the longest first, each into the first sequence that has room for all of it.
+
+        A row may see itself only: by its `segment_ids`, or by `position_ids`, which begin again with every row.
+
+        Arguments and errors are those of `padded`.
+        """
+        chosen = Selection.of(source, partial=partial, drop_flat=drop_flat, vocabulary=vocabulary)
+        _check_lengths(chosen.rows, length)
+        layout = Layout.packed([len(row) for row in chosen.rows], length=length)
+        return cls._laid_out(chosen, layout, _checked_id(pad_id, vocabulary), advantages)
+
+    @classmethod
+    def _laid_out(cls, chosen: Selection, layout: Layout, pad_id: int, advantages: AdvantageRule | None) -> Self:
+        rows = chosen.rows
+        segment_ids = layout.segment_ids()
+        batch = cls(
+            input_ids=layout.fill((row.ids for row in rows), pad_id, np.int32),
+            attention_mask=segment_ids > 0,
+            position_ids=layout.position_ids(),
+            segment_ids=segment_ids,
+            loss_mask=layout.fill((row.loss_mask for row in rows), False, np.bool_),
+            logprobs=layout.fill((row.logprobs for row in rows), 0, np.float32),
+            temperatures=layout.fill(map(temperatures, rows), 1, np.float32),
+            advantages=np.zeros(segment_ids.shape, dtype=np.float32),
+            weight_versions=layout.fill((row.versions for row in rows), NO_VERSION, np.int32),
+            versions=chosen.versions,
+            rows=rows,
+            trajectory_of=chosen.trajectory_of,
+            trajectories=chosen.trajectories,
+            rewards=chosen.rewards,
+            group_of=chosen.group_of,
+            groups=chosen.groups,
+            absent=chosen.absent,
+            layout=layout,
+            inexact_reason=inexact_reason(rows),
+            constrained=constrained_ids(rows),
+        )
+        return batch if advantages is None else batch.with_advantages(advantages(batch.rewards, batch.group_of))
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def exact(self) -> bool:
+        """exp(trainer's log-probability - `logprobs`) is the ratio of two policies, and nothing else is in it.
+
+        The trainer's is to be at the same `temperatures`, and under the same grammar where `constrained` is above 0.
+        """
+        return not self.inexact_reason
+
+    @property
+    def trained(self) -> int:
+        """How many ids are trained: what a loss by token is divided by."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Ids in each row, shape [rows]."""
+        return self.layout.lengths
+
+    def with_advantages(self, values: ArrayLike) -> Self:
+        """The same batch with these advantages; they are put where ids are trained, and 0 elsewhere.
+
+        Args:
+            values: one for each of `trajectories`, which all its segments get; or one for each position, shape
+                [sequences, length].
+
+        Raises:
+            BadBatch: the shape is another one, or a value is not finite where an id is trained.
+        """
+        given = np.asarray(values, dtype=np.float32)
+        if given.shape == self.rewards.shape:
+            by_segment_id = np.concatenate([np.zeros(1, np.float32), given[self.trajectory_of]])
+            given = by_segment_id[self.segment_ids]
+        elif given.shape != self.loss_mask.shape:
+            raise BadBatch(
+                f"advantages of shape {given.shape}: give one for each of the {len(self.trajectories)} trajectories, "
+                f"or one for each position, shape {self.loss_mask.shape}."
+            )
+        placed = np.where(self.loss_mask, given, np.float32(0))
+        bad = np.argwhere(~np.isfinite(placed))
+        if len(bad):
+            row = self.rows[self.segment_ids[tuple(bad[0])] - 1]
+            raise BadBatch(f"the advantage of {name_of(row.trajectory)} is {placed[tuple(bad[0])]}: give finite ones.")
+        return dataclasses.replace(self, advantages=placed)
+
+    def unpadded(self, array: Any) -> list[Any]:
+        """Each row's part of an array or tensor of shape [sequences, length, ...], without padding, as in `rows`."""
+        return self.layout.split(array)
+
+    def torch(self, *, device: Any = "cpu") -> TrainingTensors:
+        """The arrays as tensors of their own, on a device."""
+        import torch
+
+        def tensor(array: NDArray[Any], dtype: Any) -> torch.Tensor:
+            return torch.tensor(array, dtype=dtype, device=device)
+
+        return TrainingTensors(
+            input_ids=tensor(self.input_ids, torch.int64),
+            attention_mask=tensor(self.attention_mask, torch.int64),
+            position_ids=tensor(self.position_ids, torch.int64),
+            segment_ids=tensor(self.segment_ids, torch.int64),
+            loss_mask=tensor(self.loss_mask, torch.bool),
+            logprobs=tensor(self.logprobs, torch.float32),
+            temperatures=tensor(self.temperatures, torch.float32),
+            advantages=tensor(self.advantages, torch.float32),
+            weight_versions=tensor(self.weight_versions, torch.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TrainingTensors:
+    """The arrays of a `TrainingBatch` as torch tensors, all of shape [sequences, length].
+
+    Integers are int64, what Transformers takes; masks: `attention_mask` int64, `loss_mask` bool; the rest is float32.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    segment_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    logprobs: torch.Tensor
+    temperatures: torch.Tensor
+    advantages: torch.Tensor
+    weight_versions: torch.Tensor
+
+    @property
+    def model_inputs(self) -> dict[str, Any]:
+        """What a model of Transformers takes, `model(**tensors.model_inputs)`, so that a row sees itself only.
+
+        It tells packed rows apart by `position_ids`, and only without an attention mask and without a cache. Padding
+        needs no mask either: it is on the right, where no row sees it. With `attn_implementation="flash_attention_2"`
+        it looks at one sequence only: give `reshape(1, -1)` of both arrays there.
+        """
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
+
+
+def _check_lengths(rows: Sequence[TrainingRow], length: int) -> None:
+    require(length=length)
+    for row in rows:
+        if len(row) > length:
+            longest = max(map(len, rows))
+            raise BadBatch(
+                f"{name_of(row.trajectory)}, segment {row.segment}, has {len(row)} ids and does not fit into "
+                f"length={length}. Rows are never cut: give length={longest}, or play with Limits(context={length})."
+            )
+
+
+def _checked_id(pad_id: int, vocabulary: int | None) -> int:
+    if isinstance(pad_id, bool) or not isinstance(pad_id, int) or pad_id < 0:
+        raise BadOption(f"pad_id={pad_id!r:.60}: give a token id, such as tokenizer.pad_token_id or the EOS.")
+    if vocabulary is not None and pad_id >= vocabulary:
+        raise BadOption(f"pad_id={pad_id} is none of the {vocabulary} ids of this vocabulary.")
+    return pad_id

@@ -1,0 +1,71 @@
+"""Whether a trainer can compute the very probabilities that ids were sampled with, and at which temperature."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.options import Sampling
+from runner.training.rows import TrainingRow
+from runner.trajectory import Turn
+
+__all__ = ["constrained_ids", "inexact_reason", "temperatures"]
+
+
+def inexact_reason(rows: Sequence[TrainingRow]) -> str:
+    """Why exp(trainer's log-probability - recorded one) is not the ratio of two policies; "" where it is.
+
+    The recorded one is that of the distribution which was sampled from. With top-k, top-p or min-p that is what was
+    left of the vocabulary, scaled up to 1: over the whole vocabulary a trainer gets less, by the share that was cut,
+    with no change of the policy at all. What was sampled at temperature 0 had no distribution. Temperature and grammar
+    are no such reasons, since a trainer can apply them: see `temperatures` and `constrained_ids`.
+
+    Returns:
+        Each reason, with how many turns it concerns, or ids.
+    """
+    turns = Counter(reason for row in rows for turn in _trained(row) for reason in _reasons(turn.sampling))
+    said = [f"{reason} ({count} {'turn' if count == 1 else 'turns'})" for reason, count in sorted(turns.items())]
+    unknown = sum(int(np.isnan(row.logprobs).sum()) for row in rows)
+    if unknown:
+        said.append(f"no log-probability from the engine ({unknown} {'id' if unknown == 1 else 'ids'})")
+    return "; ".join(said)
+
+
+def temperatures(row: TrainingRow) -> NDArray[np.float32]:
+    """What a trainer divides the logits by that predict each position, shape [length], float32.
+
+    It is 1 where nothing is trained, and where it is not known (`inexact_reason` says so). It is 1 for temperature 0
+    too: there the engine gives the log-probability at temperature 1 of the id that it took.
+    """
+    values = np.ones(len(row), dtype=np.float32)
+    for turn in _trained(row):
+        if turn.sampling is not None and turn.sampling.temperature > 0:
+            values[turn.start : turn.end] = turn.sampling.temperature
+    return values
+
+
+def constrained_ids(rows: Iterable[TrainingRow]) -> int:
+    """How many trained ids were sampled under a grammar, whose mask a trainer must apply for an exact ratio."""
+    return sum(turn.end - turn.start for row in rows for turn in _trained(row) if turn.constraint is not None)
+
+
+def _trained(row: TrainingRow) -> Iterator[Turn]:
+    return (turn for turn in row.turns if turn.end > turn.start and not turn.retried)
+
+
+def _reasons(sampling: Sampling | None) -> Iterator[str]:
+    if sampling is None:
+        yield "sampling not recorded"
+        return
+    if sampling.temperature == 0:
+        yield "temperature=0"
+        return  # the likeliest id is in whatever is left
+    if sampling.top_p < 1:
+        yield f"top_p={sampling.top_p:g}"
+    if sampling.top_k > 0:
+        yield f"top_k={sampling.top_k}"
+    if sampling.min_p > 0:
+        yield f"min_p={sampling.min_p:g}"

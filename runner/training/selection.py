@@ -1,0 +1,240 @@
+"""Which trajectories are trained on: of complete groups, or of explicitly partial ones; failed episodes are absent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.errors import BadBatch, BadOption
+from runner.groups import by_agent
+from runner.tasks import Task
+from runner.training.advantages import without_spread
+from runner.training.rows import TrainingRow, rows_of, version_table
+from runner.trajectory import Group, Trajectory
+
+__all__ = ["NO_REWARD", "NO_TURN", "UNTRAINED", "ComparedGroup", "Selection", "Source", "grouped"]
+
+Source: TypeAlias = Iterable[Group | Trajectory]
+"""What a batch is made of. A trajectory given by itself is compared with no other: it is a group of its own."""
+
+NO_TURN: Final = "no_turn"
+"""Why a trajectory is absent: it was scored, and its agent never spoke."""
+
+NO_REWARD: Final = "no_reward"
+"""Why a trajectory is absent: it was scored, and one of its rewards is None."""
+
+UNTRAINED: Final = "untrained"
+"""Why a trajectory is absent: its agent is not trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedGroup:
+    """A group that was given.
+
+    Attributes:
+        task: what was played.
+        agent: who played it.
+        scored: how many of its trajectories have a reward.
+        complete: every episode of it has been played.
+        flat: their rewards are all equal, or only one has one, so that comparing them teaches nothing.
+    """
+
+    task: Task
+    agent: str
+    scored: int
+    complete: bool = True
+    flat: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """What is trained on, before it is laid out.
+
+    Attributes:
+        trajectories: those that have a reward, in the order they were given.
+        rewards: one for each of them, shape [trajectories], float32.
+        group_of: an index into `groups` for each of them, shape [trajectories], int32.
+        groups: every group that was given, also one whose trajectories are all absent or left out.
+        absent: how many trajectories have no reward, by outcome, or by `NO_TURN`, `NO_REWARD`, `UNTRAINED`.
+        rows: every segment in which something is trained, trajectory by trajectory. A trajectory that was scored and of
+            which no id is trained has none; it is compared like the others.
+        trajectory_of: an index into `trajectories` for each row, shape [rows], int32.
+        versions: the weight versions that the rows' `versions` are indices into.
+    """
+
+    trajectories: tuple[Trajectory, ...]
+    rewards: NDArray[np.float32]
+    group_of: NDArray[np.int32]
+    groups: tuple[ComparedGroup, ...]
+    absent: Mapping[str, int]
+    rows: tuple[TrainingRow, ...]
+    trajectory_of: NDArray[np.int32]
+    versions: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, source: Source, *, partial: bool = False, drop_flat: bool = False, vocabulary: int | None = None
+    ) -> Selection:
+        """Choose from groups and trajectories.
+
+        Args:
+            source: groups, trajectories, or both.
+            partial: take groups of which not every episode has been played.
+            drop_flat: leave out the trajectories of groups without spread.
+            vocabulary: how many ids the model knows (`model.config.vocab_size`); every id is compared with it.
+
+        Raises:
+            BadBatch: nothing was given, or what is no group; a group is not complete; a trajectory was given twice; a
+                reward is not finite; an id is not in the vocabulary.
+        """
+        items = _items(source)
+        _check_complete(items, partial)
+        scored, absent = _present(items)
+        rewards = _rewards([trajectory for trajectory, _ in scored])
+        group_of = np.array([group for _, group in scored], dtype=np.int32)
+        flat = without_spread(rewards, group_of)
+        groups = tuple(_compared(item, group_of == index, flat) for index, item in enumerate(items))
+        if drop_flat:
+            _check_compared(items)
+            scored = [each for each, dropped in zip(scored, flat, strict=True) if not dropped]
+            rewards, group_of = rewards[~flat], group_of[~flat]
+        trajectories = tuple(trajectory for trajectory, _ in scored)
+        rows, trajectory_of, versions = _rows(trajectories)
+        if vocabulary is not None:
+            _check_vocabulary(rows, vocabulary)
+        return cls(trajectories, rewards, group_of, groups, absent, rows, trajectory_of, versions)
+
+
+def grouped(trajectories: Iterable[Trajectory], *, group_size: int, seed: int = 0) -> list[Group]:
+    """Trajectories of one run, such as a run file gives, put together by task, visit and agent.
+
+    Args:
+        trajectories: the last attempts, in any order.
+        group_size: episodes of each task; a group with fewer is not complete. A file has it in `header.group_size`.
+        seed: of the run; the groups' own random numbers follow from it.
+    """
+    tasks: dict[tuple[str, int], list[Trajectory]] = {}
+    for trajectory in trajectories:
+        tasks.setdefault((trajectory.task.id, trajectory.visit), []).append(trajectory)
+    return [group for task in tasks.values() for group in by_agent(task, seed=seed, group_size=group_size)]
+
+
+def name_of(trajectory: Trajectory) -> str:
+    """How messages name a trajectory."""
+    return f"episode {trajectory.id!r} of agent {trajectory.agent!r}"
+
+
+def _items(source: Source) -> Sequence[Group | Trajectory]:
+    if not isinstance(source, Iterable):
+        raise BadBatch(
+            f"{type(source).__name__} cannot be made a batch of: give a list of groups, such as "
+            "[group async for group in run.groups()], or of trajectories."
+        )
+    items = list(source)
+    for item in items:
+        if not isinstance(item, Group | Trajectory):
+            raise BadBatch(f"{item!r:.60} is neither a group nor a trajectory.")
+    if not items:
+        raise BadBatch("no groups were given: an iterator that has been read before gives nothing a second time.")
+    return items
+
+
+def _check_complete(items: Sequence[Group | Trajectory], partial: bool) -> None:
+    for item in items:
+        if isinstance(item, Group) and not item.complete and not partial:
+            raise BadBatch(
+                f"the group of task {item.task.id!r}, agent {item.agent!r}, is not complete: it has "
+                f"{_scored_count(item)} scored episodes, and others were not played to their end. Leave it out, or "
+                "give partial=True to compare what there is."
+            )
+
+
+def _scored_count(group: Group) -> int:
+    return sum(not _absence(trajectory) for trajectory in group.trajectories)
+
+
+def _check_compared(items: Sequence[Group | Trajectory]) -> None:
+    for item in items:
+        if isinstance(item, Trajectory):
+            raise BadBatch(
+                f"drop_flat=True: {name_of(item)} was given by itself, so there is no group to have spread. Give "
+                "groups: run.groups(), or grouped(trajectories, group_size=8)."
+            )
+
+
+def _members(item: Group | Trajectory) -> Sequence[Trajectory]:
+    return (item,) if isinstance(item, Trajectory) else item.trajectories
+
+
+def _present(items: Sequence[Group | Trajectory]) -> tuple[list[tuple[Trajectory, int]], Mapping[str, int]]:
+    """The trajectories that have a reward, each with its item's index; and how many have none, by why."""
+    scored: list[tuple[Trajectory, int]] = []
+    absent: Counter[str] = Counter()
+    for trajectory, index in _once(items):
+        why = _absence(trajectory)
+        if why:
+            absent[why] += 1
+        else:
+            scored.append((trajectory, index))
+    return scored, dict(absent)
+
+
+def _once(items: Sequence[Group | Trajectory]) -> Iterator[tuple[Trajectory, int]]:
+    seen: set[Trajectory] = set()
+    for index, item in enumerate(items):
+        for trajectory in _members(item):
+            if trajectory in seen:
+                raise BadBatch(f"{name_of(trajectory)} was given twice: it would count twice.")
+            seen.add(trajectory)
+            yield trajectory, index
+
+
+def _absence(trajectory: Trajectory) -> str:
+    """Why a trajectory is absent; "" if it is not."""
+    if not trajectory.trained:
+        return UNTRAINED
+    if not trajectory.outcome.scored:
+        return trajectory.outcome.value
+    if not trajectory.turns:
+        return NO_TURN
+    return NO_REWARD if trajectory.reward is None else ""
+
+
+def _rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        rewards = np.array([trajectory.reward for trajectory in trajectories], dtype=np.float64).astype(np.float32)
+    for index in np.flatnonzero(~np.isfinite(rewards)):
+        trajectory = trajectories[index]
+        raise BadBatch(f"{name_of(trajectory)} has the reward {trajectory.reward}: a batch holds finite float32s.")
+    return rewards
+
+
+def _compared(item: Group | Trajectory, own: NDArray[np.bool_], flat: NDArray[np.bool_]) -> ComparedGroup:
+    compared = ComparedGroup(item.task, item.agent, int(own.sum()), flat=bool(flat[own].all()))
+    return replace(compared, complete=item.complete) if isinstance(item, Group) else compared
+
+
+def _rows(
+    trajectories: Sequence[Trajectory],
+) -> tuple[tuple[TrainingRow, ...], NDArray[np.int32], tuple[str, ...]]:
+    table = version_table(trajectories)
+    rows = [(row, index) for index, each in enumerate(trajectories) for row in rows_of(each, table)]
+    trajectory_of = np.array([index for _, index in rows], dtype=np.int32)
+    return tuple(row for row, _ in rows), trajectory_of, tuple(table)
+
+
+def _check_vocabulary(rows: Sequence[TrainingRow], vocabulary: int) -> None:
+    if isinstance(vocabulary, bool) or not isinstance(vocabulary, int) or vocabulary < 1:
+        raise BadOption(f"vocabulary={vocabulary!r:.60}: give the number of ids, such as model.config.vocab_size.")
+    for row in rows:
+        if row.ids.min() < 0 or row.ids.max() >= vocabulary:
+            position = int(np.flatnonzero((row.ids < 0) | (row.ids >= vocabulary))[0])
+            raise BadBatch(
+                f"{name_of(row.trajectory)}, segment {row.segment}, position {position}: id {row.ids[position]} is "
+                f"none of the {vocabulary} ids of this vocabulary: it was played with another tokenizer."
+            )
