@@ -19,6 +19,8 @@ _EVERYWHERE: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",
     # vLLM's own statistics print and keep histograms; the scheduler's counts come through a logger of ours.
     "disable_log_stats": True,
+    # By default vLLM takes one library or another, by what the first constraint needs, and the later ones get that too.
+    "structured_outputs_config": {"backend": "xgrammar"},
 }
 # Without these vLLM takes small defaults that depend on a usage context.
 _GPU: dict[str, Any] = {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
@@ -62,6 +64,8 @@ def choose_settings(given: Mapping[str, Any], *, cpu: bool, known: frozenset[str
         if name not in known:
             raise BadOption(f"VllmEngine({name}=...): this vLLM has no such engine argument.")
     ours = _EVERYWHERE | (_CPU if cpu else _GPU)
+    if given.get("reasoning_parser"):  # vLLM writes it into the same setting
+        ours.pop("structured_outputs_config")
     chosen = {name: value for name, value in ours.items() if name not in given and name in known}
     # A forked process would inherit our threads' locks, and would not load the watch for its parent.
     wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"} | (_cpu_variables(given) if cpu else {})
