@@ -1,0 +1,356 @@
+"""The token masks of constrained turns: which ids a grammar allowed where each one was sampled, as the engine had it.
+
+An engine that samples under a grammar sets the logits of every other id to minus infinity before the temperature, so
+its log-probabilities are of what is left. Whoever trains on such a turn has to do the same, position by position.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from runner import models
+from runner.errors import BadBatch, BadInput, BadModel, BadOption
+from runner.options import Constraint, ConstraintKind
+from runner.trajectory import Turn
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from runner.training.batch import TrainingBatch
+    from runner.training.rows import TrainingRow
+    from runner.training.tree import LossTerms
+
+__all__ = ["UNCONSTRAINED", "GrammarMasks", "TokenMasks"]
+
+UNCONSTRAINED = -1
+"""The index of a position where every id was allowed."""
+
+_WORD = 32  # ids in a word of a mask, as xgrammar packs them
+_CACHE_BYTES = 512 << 20  # of compiled grammars, as vLLM keeps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenMasks:
+    """The ids that could be sampled at each position; every distinct mask is kept once.
+
+    Attributes:
+        table: the distinct masks, bit `id % 32` of word `id // 32` set where the id is allowed; shape
+            [distinct, ceil(vocabulary / 32)], int32; bits past the vocabulary are 0.
+        index: which of them holds at each position, `UNCONSTRAINED` where none does; any shape, int32.
+        vocabulary: number of logits.
+    """
+
+    table: NDArray[np.int32]
+    index: NDArray[np.int32]
+    vocabulary: int
+
+    def take(self, where: ArrayLike) -> TokenMasks:
+        """The masks of some positions, by an index or a mask as numpy takes it; the table is shared."""
+        chosen = np.asarray(where)
+        chosen = chosen if chosen.dtype == np.bool_ else chosen.astype(np.int64)  # an empty list has another type
+        return TokenMasks(self.table, self.index[chosen], self.vocabulary)
+
+    @property
+    def allowed(self) -> NDArray[np.int64]:
+        """How many ids each position allows, in the shape of `index`."""
+        counts = np.unpackbits(self.table.view(np.uint8), axis=1).sum(axis=1, dtype=np.int64)
+        return np.append(counts, self.vocabulary).take(self.index, mode="wrap")  # UNCONSTRAINED is the last one
+
+    @property
+    def forced(self) -> NDArray[np.bool_]:
+        """Where exactly one id is allowed: its log-probability is 0 and nothing can be learnt there."""
+        return np.equal(self.allowed, 1)
+
+    def unpacked(self) -> NDArray[np.bool_]:
+        """The masks as one truth value for each id, shape [*index.shape, vocabulary]; for few positions."""
+        used, index = np.unique(self.index, return_inverse=True)
+        everything = np.full((1, self.table.shape[1]), -1, dtype=np.int32)
+        packed = np.concatenate([self.table, everything])[used].astype("<i4", copy=False)
+        rows = np.unpackbits(packed.view(np.uint8), axis=1, bitorder="little", count=self.vocabulary)
+        return rows.view(np.bool_)[index.reshape(self.index.shape)]
+
+
+class GrammarMasks:
+    """Works out what constrained turns allowed, by the same library and the same settings as vLLM.
+
+    Args:
+        model: what the engine loads: a folder, a Hugging Face id or the demo model's name; or an
+            `xgrammar.TokenizerInfo`, which needs `stop_ids`.
+        vocabulary: number of logits, `VllmEngine.vocabulary`; by default what the model's config.json says.
+        stop_ids: ids that end a turn besides the model's own and those of the turn's `Sampling`.
+        any_whitespace: between the tokens of JSON; False for an engine with `disable_any_whitespace`.
+
+    Raises:
+        BadModel: there is no such model, or its vocabulary cannot be read.
+        BadInput: xgrammar is not installed.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Any = models.DEMO_MODEL,
+        *,
+        vocabulary: int | None = None,
+        stop_ids: Iterable[int] = (),
+        any_whitespace: bool = True,
+    ) -> None:
+        self._xgrammar = _xgrammar()
+        if isinstance(model, str | os.PathLike):
+            tokenizer, own = _tokenizer_info(self._xgrammar, model, vocabulary)
+        else:
+            tokenizer, own = model, frozenset[int]()
+        self.vocabulary: int = tokenizer.vocab_size
+        self.stop_ids = own | frozenset(stop_ids)
+        self._any_whitespace = any_whitespace
+        self._compiler = self._xgrammar.GrammarCompiler(tokenizer, cache_limit_bytes=_CACHE_BYTES)
+
+    @classmethod
+    def of_engine(cls, engine: Any) -> Self:
+        """For the turns of a `VllmEngine` that runs, or ran.
+
+        Raises:
+            BadOption: the engine enforces no constraint, or was told to do it in another way than by xgrammar.
+        """
+        given = getattr(engine, "given", None)
+        if given is None or not hasattr(engine, "vocabulary"):
+            raise BadOption(f"{type(engine).__name__} has no token masks: give a VllmEngine that was entered.")
+        any_whitespace = _any_whitespace(
+            given.get("structured_outputs_config", {"backend": "xgrammar"}), given.get("reasoning_parser")
+        )
+        return cls(engine.model, vocabulary=engine.vocabulary, stop_ids=engine.stop_ids, any_whitespace=any_whitespace)
+
+    def masks_of(self, turn: Turn) -> TokenMasks | None:
+        """What a turn allowed at each of its sampled ids, the stop id included; None for an unconstrained turn.
+
+        Raises:
+            BadBatch: an id of the turn is not allowed, or its constraint cannot be compiled; names which.
+        """
+        if turn.constraint is None:
+            return None
+        table = _Table(self.vocabulary)
+        index = self._walk(turn, table, f"turn {turn.agent}/{turn.number}")
+        return TokenMasks(table.array(), index, self.vocabulary)
+
+    def masks_for_row(self, row: TrainingRow) -> TokenMasks:
+        """What was allowed at each position of a row; `index` has the row's length.
+
+        Raises:
+            BadBatch: as `masks_of`.
+        """
+        return self.masks_for_rows([row])[0]
+
+    def masks_for_rows(self, rows: Sequence[TrainingRow]) -> list[TokenMasks]:
+        """The same for several rows, which share one table: pad or pack their `index` as any other array.
+
+        Raises:
+            BadBatch: as `masks_of`.
+        """
+        table = _Table(self.vocabulary)
+        indices = [self._row_index(row, table) for row in rows]
+        shared = table.array()
+        return [TokenMasks(shared, index, self.vocabulary) for index in indices]
+
+    def masks_for_batch(self, batch: TrainingBatch) -> TokenMasks:
+        """What was allowed at each position of a batch; `index` has its shape, [sequences, length].
+
+        Raises:
+            BadBatch: as `masks_of`.
+        """
+        table = _Table(self.vocabulary)
+        index = batch.layout.fill((self._row_index(row, table) for row in batch.rows), UNCONSTRAINED, np.int32)
+        return TokenMasks(table.array(), index, self.vocabulary)
+
+    def masks_for_terms(self, rows: Sequence[TrainingRow], terms: LossTerms) -> TokenMasks:
+        """What was allowed at each term of a tree of `rows`; `index` has the shape [terms].
+
+        Raises:
+            BadBatch: as `masks_of`.
+        """
+        table = _Table(self.vocabulary)
+        indices = {int(row): self._row_index(rows[row], table) for row in np.unique(terms.row)}
+        index = [indices[row][position] for row, position in zip(terms.row, terms.position, strict=True)]
+        return TokenMasks(table.array(), np.array(index, dtype=np.int32), self.vocabulary)
+
+    def _row_index(self, row: TrainingRow, table: _Table) -> NDArray[np.int32]:
+        index = np.full(len(row), UNCONSTRAINED, dtype=np.int32)
+        for turn in row.turns:
+            trained = row.loss_mask[turn.start : turn.end]
+            if turn.constraint is not None and trained.any():
+                name = f"{row.trajectory.id}/{turn.agent}/{turn.number}"
+                index[turn.start : turn.end] = np.where(trained, self._walk(turn, table, name), UNCONSTRAINED)
+        return index
+
+    def _walk(self, turn: Turn, table: _Table, name: str) -> NDArray[np.int32]:
+        """Follow the sampled ids through the grammar: the index of the mask before each of them."""
+        assert turn.constraint is not None
+        matcher = self._matcher(turn, name)
+        index = np.full(turn.end - turn.start, UNCONSTRAINED, dtype=np.int32)
+        mask = np.full((1, table.words), -1, dtype=np.int32)
+        for position, token_id in enumerate(turn.token_ids):
+            # As in vLLM: an end that does not end the turn, since it is no stop id of ours, frees what comes after it.
+            if matcher.is_terminated():
+                break
+            if matcher.fill_next_token_bitmask(mask):
+                index[position] = table.add(mask)
+            else:  # every id is allowed, and nothing was written
+                mask.fill(-1)
+            # The mask is asked first, since the matcher prints a line about an id that it refuses.
+            if not self._allows(mask[0], token_id) or not matcher.accept_token(token_id):
+                raise BadBatch(_misfit(turn.constraint, name, position, token_id))
+        return index
+
+    def _allows(self, mask: NDArray[np.int32], token_id: int) -> bool:
+        return 0 <= token_id < self.vocabulary and bool(mask[token_id // _WORD] >> token_id % _WORD & 1)
+
+    def _matcher(self, turn: Turn, name: str) -> Any:
+        assert turn.constraint is not None
+        try:
+            compiled = self._compiled(turn.constraint)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:  # the library's own, and of values of no form
+            raise BadBatch(
+                f"{name}: its {turn.constraint.kind.value} constraint cannot be compiled ({_one_line(error)}); "
+                "was it written by hand, or enforced by another library than xgrammar?"
+            ) from error
+        stop_ids = self.stop_ids.union(turn.sampling.stop_ids if turn.sampling is not None else ())
+        return self._xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_ids) or None)
+
+    def _compiled(self, constraint: Constraint) -> Any:
+        """The grammar as vLLM's xgrammar backend compiles it; the compiler keeps what it compiled."""
+        compiler, value = self._compiler, constraint.value
+        match constraint.kind:
+            case ConstraintKind.JSON:
+                separators = None if self._any_whitespace else (",", ":")
+                return compiler.compile_json_schema(value, any_whitespace=self._any_whitespace, separators=separators)
+            case ConstraintKind.REGEX:
+                return compiler.compile_regex(value)
+            case ConstraintKind.CHOICE:
+                return compiler.compile_grammar(_choice_grammar(json.loads(value)))
+            case ConstraintKind.GRAMMAR:
+                return compiler.compile_lark(value) if _is_lark(value) else compiler.compile_grammar(value)
+            case ConstraintKind.STRUCTURAL_TAG:
+                return self._structural_tag(json.loads(value), value)
+
+    def _structural_tag(self, tag: Mapping[str, Any], text: str) -> Any:
+        if "structures" not in tag:
+            return self._compiler.compile_structural_tag(text)
+        items = [
+            self._xgrammar.StructuralTagItem(begin=item["begin"], schema=json.dumps(item["schema"]), end=item["end"])
+            for item in tag["structures"]
+        ]
+        return self._compiler.compile_structural_tag(items, tag["triggers"])
+
+
+class _Table:
+    """Distinct masks in the order of their first use."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.words = -(-vocabulary // _WORD)
+        self._rows: dict[bytes, int] = {}
+        padding = self.words * _WORD - vocabulary
+        self._last_word = np.uint32((1 << (_WORD - padding)) - 1).view(np.int32)
+
+    def add(self, mask: NDArray[np.int32]) -> int:
+        """The index of a mask, shape [1, words]; what it says of ids past the vocabulary is forgotten."""
+        mask[0, -1] &= self._last_word
+        return self._rows.setdefault(mask.tobytes(), len(self._rows))
+
+    def array(self) -> NDArray[np.int32]:
+        return np.frombuffer(b"".join(self._rows), dtype=np.int32).reshape(-1, self.words)
+
+
+def _misfit(constraint: Constraint, name: str, position: int, token_id: int) -> str:
+    return (
+        f"{name}: its {constraint.kind.value} constraint does not allow id {token_id}, the turn's sampled id number "
+        f"{position} from 0. The turn was sampled with another vocabulary, other stop ids or another version of the "
+        "grammar's library: give GrammarMasks the model that sampled it and its stop ids, or leave the turn out."
+    )
+
+
+def _any_whitespace(config: Any, reasoning_parser: str | None) -> bool:
+    """What an engine's `structured_outputs_config` says of JSON.
+
+    Raises:
+        BadOption: masks cannot be told from it.
+    """
+
+    def setting(name: str, default: Any) -> Any:
+        return config.get(name, default) if isinstance(config, Mapping) else getattr(config, name, default)
+
+    if (reasoning_parser or setting("reasoning_parser", "")) and not setting("enable_in_reasoning", False):
+        raise BadOption(
+            "VllmEngine(reasoning_parser=...): the grammar then begins somewhere inside the turn. Leave it out: "
+            "reasoning is told from the rest without it."
+        )
+    backend = setting("backend", "auto")
+    if backend != "xgrammar":
+        raise BadOption(
+            f"VllmEngine(structured_outputs_config=...): with backend={backend!r} it is not known what a grammar "
+            "allowed. Give backend='xgrammar'."
+        )
+    return not setting("disable_any_whitespace", False)
+
+
+def _xgrammar() -> Any:
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise BadInput(f"token masks of grammars need xgrammar ({error}): pip install xgrammar") from error
+    return xgrammar
+
+
+def _tokenizer_info(xgrammar: Any, model: str | os.PathLike[str], vocabulary: int | None) -> tuple[Any, frozenset[int]]:
+    """The vocabulary as vLLM hands it to xgrammar, and the model's stop ids."""
+    source = models.resolve_model(model)
+    size = vocabulary or _logits(source.folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other libraries' own affairs
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source.folder)
+        except (OSError, ValueError) as error:
+            raise BadModel(f"the tokenizer of {source.name!r} cannot be loaded: {_one_line(error)}") from error
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
+    return info, frozenset(models.stop_ids(source, tokenizer.eos_token_id))
+
+
+def _logits(folder: Path) -> int:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    if not isinstance(size, int):
+        raise BadModel(f"{folder / 'config.json'} names no vocab_size: give GrammarMasks(vocabulary=...).")
+    return size
+
+
+def _choice_grammar(choices: Sequence[str]) -> str:
+    """As vLLM writes a choice for xgrammar."""
+    return "root ::= " + " | ".join(f'"{"".join(map(_escaped, choice))}"' for choice in choices)
+
+
+def _escaped(character: str) -> str:
+    if character in _ESCAPES:
+        return _ESCAPES[character]
+    return f"\\u{ord(character):04x}" if character < " " or character == "\x7f" else character
+
+
+_ESCAPES = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
+
+
+def _is_lark(grammar: str) -> bool:
+    """As vLLM tells Lark from EBNF: no line that is more than a comment defines a rule by "::="."""
+    lines = (re.sub(r"(#|//).*$", "", line) for line in grammar.split("\n"))
+    return bool(grammar) and not any("::=" in line for line in lines)
+
+
+def _one_line(error: Exception) -> str:
+    """What an error says, without the time and the place in a library's source."""
+    first = str(error).strip().partition("\n")[0]
+    return re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", first) or type(error).__name__

@@ -1,0 +1,174 @@
+"""Log-probabilities under a grammar's token masks, with gradients, for torch: those of the engine's sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from runner.errors import BadBatch
+from runner.training.grammar import UNCONSTRAINED, TokenMasks
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["apply_bitmask", "head_logprobs", "masked_logprobs"]
+
+_NARROW = 1 / 16  # of a vocabulary: a mask that allows no more is worth looking at its own ids alone
+
+_Scores = Callable[[Any, Any], Any]  # the logits of some positions, at some ids or at all where that is None
+
+
+def apply_bitmask(logits: Any, masks: TokenMasks, temperature: Any = 1.0) -> Any:
+    """The logits that the engine sampled from: minus infinity where an id is not allowed, over the temperature.
+
+    Args:
+        logits: shape [n, vocabulary], any floating type.
+        masks: `index` of shape [n].
+        temperature: one for all, or shape [n]; 1 for greedy turns.
+
+    Returns:
+        A new tensor of the same shape, float32, or float64 where the logits are.
+
+    Raises:
+        BadBatch: the shapes do not fit one another.
+    """
+    _check(masks, logits.shape[0], logits.shape[1])
+    logits = _precise(logits)
+    constrained = masks.index != UNCONSTRAINED
+    if constrained.any():
+        rows = _places(constrained, logits.device)
+        logits = logits.index_copy(
+            0, rows, logits[rows].masked_fill(~_allowed(masks.take(constrained), logits.device), -torch.inf)
+        )
+    return logits / _column(temperature, logits)
+
+
+def masked_logprobs(logits: Any, targets: Any, masks: TokenMasks, temperature: Any = 1.0) -> Any:
+    """The log-probability of each id, among those that were allowed in its place.
+
+    Only the allowed columns are read where a mask allows few.
+
+    Args:
+        logits: those that predict the ids, shape [n, vocabulary], any floating type.
+        targets: the ids, shape [n], int64.
+        masks: `index` of shape [n].
+        temperature: one for all, or shape [n], such as a batch's `temperatures`.
+
+    Returns:
+        Log-probabilities in nats, shape [n], float32, or float64 where the logits are; minus infinity for an id that
+        was not allowed.
+
+    Raises:
+        BadBatch: the shapes do not fit one another.
+    """
+    _check(masks, logits.shape[0], logits.shape[1])
+
+    def scores(places: Any, columns: Any) -> Any:
+        return logits[places] if columns is None else logits[places[:, None], columns]
+
+    return _logprobs(scores, targets, masks, temperature, like=logits)
+
+
+def head_logprobs(
+    hidden: Any, weight: Any, targets: Any, masks: TokenMasks, temperature: Any = 1.0, *, bias: Any = None
+) -> Any:
+    """The same from what the model's head is given: only the logits that a mask leaves are ever computed.
+
+    For heads that are one matrix and nothing behind it, such as a soft cap on the logits.
+
+    Args:
+        hidden: the last hidden states at the positions that predict the ids, shape [n, width].
+        weight: of the head, `model.get_output_embeddings().weight`, shape [vocabulary, width].
+        targets: as for `masked_logprobs`.
+        masks: as for `masked_logprobs`.
+        temperature: as for `masked_logprobs`.
+        bias: of the head, shape [vocabulary].
+
+    Returns:
+        As `masked_logprobs`.
+
+    Raises:
+        BadBatch: the shapes do not fit one another.
+    """
+    _check(masks, hidden.shape[0], weight.shape[0])
+
+    def scores(places: Any, columns: Any) -> Any:
+        if columns is None:
+            return torch.nn.functional.linear(hidden[places], weight, bias)
+        return torch.nn.functional.linear(hidden[places], weight[columns], None if bias is None else bias[columns])
+
+    return _logprobs(scores, targets, masks, temperature, like=hidden)
+
+
+def _logprobs(scores: _Scores, targets: Any, masks: TokenMasks, temperature: Any, *, like: Any) -> Any:
+    """The positions in groups, by how many ids their masks allow; each group looks at the ids that it needs."""
+    targets = torch.as_tensor(targets, dtype=torch.int64, device=like.device)
+    logprobs = _precise(like.new_zeros(len(targets)))
+    scale = _column(temperature, logprobs).expand(len(targets), 1)
+    for chosen, columns in _groups(masks):
+        places = _places(chosen, like.device)
+        inside = torch.from_numpy(columns).to(like.device) if columns is not None else None
+        logits = _precise(scores(places, inside))
+        part = masks.take(chosen)
+        if (part.index != UNCONSTRAINED).all():
+            logits = logits.masked_fill(~_allowed(part, like.device, columns), -torch.inf)
+        logits = logits / scale[places]
+        logprobs = logprobs.index_copy(0, places, _gathered(logits, targets[places], inside) - logits.logsumexp(-1))
+    return logprobs
+
+
+def _groups(masks: TokenMasks) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.int64] | None]]:
+    """Positions without a mask, with one that allows many ids, and with one that allows few; for these, which."""
+    free = masks.index == UNCONSTRAINED
+    narrow = ~free & (masks.allowed <= max(1, masks.vocabulary * _NARROW))
+    for chosen in (free, ~free & ~narrow):
+        if chosen.any():
+            yield chosen, None
+    if narrow.any():
+        together = np.bitwise_or.reduce(masks.table[np.unique(masks.index[narrow])], axis=0)
+        united = TokenMasks(together[None], np.zeros(1, dtype=np.int32), masks.vocabulary)
+        yield narrow, united.unpacked()[0].nonzero()[0]
+
+
+def _allowed(masks: TokenMasks, device: Any, columns: NDArray[np.int64] | None = None) -> Any:
+    """Which ids each constrained position allows, of `columns` or of all: shape [n, columns], bool."""
+    used, index = np.unique(masks.index, return_inverse=True)
+    distinct = TokenMasks(masks.table, used, masks.vocabulary).unpacked()
+    rows = torch.from_numpy(distinct if columns is None else distinct[:, columns])
+    return rows.to(device)[torch.from_numpy(index).to(device)]
+
+
+def _gathered(logits: Any, targets: Any, columns: Any) -> Any:
+    """Each row's logit of its id; minus infinity where the id is none of `columns`."""
+    if columns is None:
+        return logits.gather(-1, targets[:, None])[:, 0]
+    place = torch.searchsorted(columns, targets).clamp(max=len(columns) - 1)
+    found = logits.gather(-1, place[:, None])[:, 0]
+    return found.masked_fill(columns[place] != targets, -torch.inf)
+
+
+def _precise(tensor: Any) -> Any:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _places(chosen: NDArray[np.bool_], device: Any) -> Any:
+    return torch.from_numpy(chosen.nonzero()[0]).to(device)
+
+
+def _column(temperature: Any, like: Any) -> Any:
+    """A divisor for rows of logits."""
+    return torch.as_tensor(temperature, dtype=like.dtype, device=like.device).reshape(-1, 1)
+
+
+def _check(masks: TokenMasks, positions: int, vocabulary: int) -> None:
+    if masks.index.shape != (positions,):
+        raise BadBatch(
+            f"masks of shape {masks.index.shape} for {positions} positions: choose theirs with masks.take()."
+        )
+    if masks.vocabulary != vocabulary:
+        raise BadBatch(
+            f"masks of {masks.vocabulary} ids for {vocabulary} logits: give GrammarMasks the model that sampled."
+        )
