@@ -1,0 +1,315 @@
+"""The batch interface, for trainers that hold padded tensors: what NeMo RL's generation offers, on any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import anyio
+from anyio.abc import TaskGroup
+
+from runner.engines.base import Engine
+from runner.engines.control import EngineState
+from runner.engines.sharing import running
+from runner.errors import BadOption
+from runner.generation.config import (
+    GenerationConfig,
+    GenerationDatumSpec,
+    GenerationOutputSpec,
+    GenerationSettings,
+    TextDatumSpec,
+    TextOutputSpec,
+)
+from runner.generation.formats import Batch, PaddedBatch, TextBatch, vocabulary_size
+from runner.generation.rows import RowSetting, RunningRows
+from runner.options import Limits
+
+__all__ = ["BatchResults", "Generation"]
+
+T = TypeVar("T")
+
+
+class BatchResults(Generic[T]):
+    """The rows of one batch as they finish: (index, result) pairs, each result a batch of that one row.
+
+        async with generation.generate_async(batch) as results:
+            async for index, result in results:
+                ...
+
+    Nothing is sampled before it is entered or iterated. Leaving the block ends what is still being sampled, and
+    returns when no request of it is open. Without a block, `async for ... in generation.generate_async(batch)`, the
+    rest is ended as soon as nobody holds this object any more, which after a `break` or an exception is at once, and
+    with the block of the `Generation` at the latest. Who holds it may go on iterating where he stopped.
+
+    Raises (from the iteration, after the last result):
+        EngineError: rows failed for good, by their index, or the engine died.
+    """
+
+    def __init__(self, start: Callable[[], RunningRows], batch: Batch[T]) -> None:
+        self._start = start
+        self._batch = batch
+        self._rows: RunningRows | None = None
+        self._closed = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, T]:
+        if self._closed:
+            raise StopAsyncIteration
+        row = await anext(self._started())
+        return row.index, self._batch.write([row])
+
+    async def all(self) -> T:
+        """The rows that were not had yet as one batch, in their order."""
+        sampled = [row async for row in self._started()]
+        return self._batch.write(sorted(sampled, key=lambda row: row.index))
+
+    async def aclose(self) -> None:
+        """End what is being sampled; no request of it is open afterwards. Twice is allowed."""
+        self._closed = True
+        if self._rows is not None:
+            await self._rows.aclose()
+
+    async def __aenter__(self) -> Self:
+        self._started()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        # `break` tells an iterator nothing. What samples holds no reference to this object, so it goes at once.
+        rows: RunningRows | None = getattr(self, "_rows", None)
+        if rows is not None:
+            rows.abandon()
+
+    def _started(self) -> RunningRows:
+        if self._rows is None:
+            self._rows = self._start()
+        return self._rows
+
+
+class Generation:
+    """Generates batches on an engine.
+
+        async with Generation(engine, {"max_new_tokens": 256, "_pad_token_id": 0}) as generation:
+            output = await generation.generate({"input_ids": ids, "input_lengths": lengths})
+
+    Whoever entered the engine closes it; this enters one that nobody has. Any number of batches may be generated at
+    once. Leaving the block ends what is still being sampled.
+
+    Args:
+        engine: samples.
+        config: how; a trainer's own dictionary, see `GenerationConfig`.
+        stall_seconds: an engine that admitted a row and sends nothing for this long has failed; None waits for ever.
+        retries: how often a row is sampled again after an engine's failure; one that it refuses is not.
+
+    Raises (also when it is entered):
+        BadOption: the configuration, by its key and the fix.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: GenerationConfig | Mapping[str, Any] | None = None,
+        *,
+        stall_seconds: float | None = 120.0,
+        retries: int = 2,
+    ) -> None:
+        Limits(stall_seconds=stall_seconds)  # refuses what cannot be
+        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+            raise BadOption(f"retries={retries!r}: give a whole number of at least 0.")
+        self.engine = engine
+        self.settings = GenerationSettings.read(config if config is not None else {})
+        self._stall_seconds = stall_seconds
+        self._retries = retries
+        self._batches = 0
+        self._group: TaskGroup | None = None
+        self._exit = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        if self._group is not None:
+            raise RuntimeError("this Generation is entered already: enter it once, and share it")
+        async with AsyncExitStack() as opened:
+            await opened.enter_async_context(running(self.engine))
+            self._check_stop_ids()
+            self._group = await anyio.create_task_group().__aenter__()
+            self._exit = opened.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._group is not None
+        group, self._group = self._group, None
+        group.cancel_scope.cancel()
+        try:
+            # Nothing is passed on: an exception that leaves the block is not the task group's to wrap.
+            await group.__aexit__(None, None, None)
+        finally:
+            await self._exit.__aexit__(kind, error, traceback)
+
+    # --- batches of padded arrays
+
+    async def generate(
+        self,
+        batch: GenerationDatumSpec | Mapping[str, Any],
+        greedy: bool = False,
+        *,
+        seed: int | None = None,
+    ) -> GenerationOutputSpec:
+        """Sample on every prompt of a batch.
+
+        Args:
+            batch: right-padded prompts, see `GenerationDatumSpec`.
+            greedy: the likeliest id each time, whatever the configuration says.
+            seed: makes this batch's samples reproducible, whatever was generated before. Else they follow from the
+                configuration's seed and the number of batches so far; without that one, the engine chooses.
+
+        Returns:
+            Prompts and samples, see `GenerationOutputSpec`.
+
+        Raises:
+            BadBatch: the batch cannot be sampled from; names the row. Nothing was sampled.
+            EngineError: a row failed for good, by its index. `generate_async` hands the others over.
+        """
+        async with self.generate_async(batch, greedy, seed=seed) as results:
+            return await results.all()
+
+    def generate_async(
+        self,
+        batch: GenerationDatumSpec | Mapping[str, Any],
+        greedy: bool = False,
+        *,
+        seed: int | None = None,
+    ) -> BatchResults[GenerationOutputSpec]:
+        """The same, each row as it finishes: `BatchResults` gives (index, result) pairs.
+
+        Raises:
+            BadBatch: as above, before anything is iterated.
+        """
+        self._require_entered()
+        vocabulary = vocabulary_size(self.engine)
+        read = PaddedBatch.read(batch, pad_id=self.settings.pad_id, vocabulary=vocabulary)
+        return self._results(read, greedy=greedy, seed=seed)
+
+    # --- batches of texts
+
+    async def generate_text(
+        self,
+        batch: TextDatumSpec | Mapping[str, Any],
+        greedy: bool = False,
+        *,
+        seed: int | None = None,
+    ) -> TextOutputSpec:
+        """Sample on every prompt of a batch of texts; arguments and errors as in `generate`.
+
+        Returns:
+            What was sampled, see `TextOutputSpec`.
+        """
+        async with self.generate_text_async(batch, greedy, seed=seed) as results:
+            return await results.all()
+
+    def generate_text_async(
+        self,
+        batch: TextDatumSpec | Mapping[str, Any],
+        greedy: bool = False,
+        *,
+        seed: int | None = None,
+    ) -> BatchResults[TextOutputSpec]:
+        """The same, each text as it finishes."""
+        self._require_entered()
+        return self._results(TextBatch.read(batch, self.engine.tokenizer), greedy=greedy, seed=seed)
+
+    # --- between the trainer's steps
+
+    async def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
+        """Wake an engine that shares its accelerators with the trainer; cheap where it is awake.
+
+        Args:
+            tags: only these parts of its memory, "weights" before new weights come and "kv_cache" after.
+
+        Returns:
+            True; what cannot be done raises.
+
+        Raises:
+            BadControl: the engine cannot be controlled.
+            BadOption: there is no such part.
+        """
+        if self.settings.colocated and self.engine.state is EngineState.ASLEEP:
+            await self.engine.wake(tags)
+        return True
+
+    async def finish_generation(self, *, release_gpu: bool = True) -> bool:
+        """Forget every cached prompt, so that none outlives its weights; put a colocated engine to sleep.
+
+        Rows that are being sampled are cut by the sleep and sampled anew once the engine is awake.
+
+        Args:
+            release_gpu: False keeps a colocated engine awake.
+
+        Returns:
+            True; what cannot be done raises.
+
+        Raises:
+            BadControl: the engine cannot be controlled.
+        """
+        if self.engine.state is EngineState.ASLEEP:
+            return True
+        await self.engine.reset_prefix_cache()
+        if self.settings.colocated and release_gpu:
+            await self.engine.sleep(level=1)
+        return True
+
+    # ---
+
+    def _results(self, batch: Batch[T], *, greedy: bool, seed: int | None) -> BatchResults[T]:
+        setting = self._setting(greedy=greedy, seed=seed)
+        self._batches += 1
+
+        def start() -> RunningRows:
+            group = self._require_entered()
+            rows = RunningRows(batch.rows, setting)
+            group.start_soon(rows.run, name=setting.name)
+            return rows
+
+        return BatchResults(start, batch)
+
+    def _setting(self, *, greedy: bool, seed: int | None) -> RowSetting:
+        settings, engine = self.settings, self.engine
+        return RowSetting(
+            engine=engine,
+            name=f"batch {self._batches}",
+            sampling=settings.greedy if greedy else settings.sampling,
+            stop_ids=tuple(dict.fromkeys((*engine.stop_ids, *settings.stop_token_ids))),
+            context=engine.context if settings.context is None else min(settings.context, engine.context),
+            seed=self._seed(greedy=greedy, seed=seed),
+            stall_seconds=self._stall_seconds,
+            retries=self._retries,
+        )
+
+    def _seed(self, *, greedy: bool, seed: int | None) -> tuple[str | int, ...] | None:
+        if greedy:
+            return None
+        if seed is not None:
+            return ("generation", "batch", seed)
+        return None if self.settings.seed is None else ("generation", self.settings.seed, self._batches)
+
+    def _require_entered(self) -> TaskGroup:
+        if self._group is None:
+            raise RuntimeError("write `async with Generation(engine, config) as generation:` and generate inside")
+        return self._group
+
+    def _check_stop_ids(self) -> None:
+        size = vocabulary_size(self.engine)
+        for token_id in self.settings.stop_token_ids:
+            if not 0 <= token_id < size:
+                raise BadOption(
+                    f"config['stop_token_ids']: {token_id} is no id of the engine's vocabulary of {size}: it is "
+                    "another tokenizer's. Take the id from that of the engine's model."
+                )

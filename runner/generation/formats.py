@@ -1,0 +1,189 @@
+"""What a batch looks like: padded arrays or texts, read into rows, and written from them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.engines.base import Engine, FinishReason
+from runner.errors import BadBatch
+from runner.generation.config import GenerationOutputSpec, TextOutputSpec, as_strings
+from runner.generation.padding import read_padded
+from runner.generation.rows import Row, SampledRow
+from runner.generation.tensors import as_kind_of
+from runner.tokens.tokenizer import Tokenizer
+
+__all__ = ["Batch", "PaddedBatch", "TextBatch", "vocabulary_size"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+_OTHER_MEDIA = ("vllm_images", "vllm_videos", "vllm_audios")
+
+
+class Batch(Protocol[T_co]):
+    """A batch that was read.
+
+    Attributes:
+        rows: to be sampled.
+    """
+
+    rows: list[Row]
+
+    def write(self, sampled: Sequence[SampledRow]) -> T_co:
+        """What is handed back for these rows, in their order."""
+        ...
+
+
+def vocabulary_size(engine: Engine) -> int:
+    """Ids that the engine's model knows: those of its tokenizer and the padding rows behind them."""
+    return max(engine.tokenizer.size, getattr(engine, "vocabulary", 0))
+
+
+@dataclass(slots=True, eq=False)
+class PaddedBatch:
+    """Prompts in one padded array.
+
+    Attributes:
+        rows: to be sampled.
+        like: the array, for its kind and device.
+        dtype: of its numbers.
+        pad_id: what rows are padded with.
+    """
+
+    rows: list[Row]
+    like: Any
+    dtype: np.dtype[np.integer[Any]]
+    pad_id: int
+
+    @classmethod
+    def read(cls, batch: Mapping[str, Any], *, pad_id: int, vocabulary: int) -> Self:
+        """The batch that a mapping with `input_ids` and `input_lengths` holds; its numbers are copied.
+
+        Raises:
+            BadBatch: it cannot be sampled from; names the row.
+        """
+        _require_mapping(batch)
+        for name in _OTHER_MEDIA:
+            if any(len(media) for media in batch.get(name) or ()):
+                raise BadBatch(f"the batch has {name}: the engines here take token ids only.")
+        ids, lengths = read_padded(batch, "input_ids", "input_lengths", pad_value=pad_id)
+        _require_room(ids.dtype, vocabulary, pad_id)
+        empty = np.flatnonzero(lengths == 0)
+        if len(empty):
+            raise BadBatch(f"row {empty[0]}: input_lengths says 0, and a prompt has at least one id.")
+        _check_vocabulary(ids, lengths, vocabulary)
+        stop = _stop_strings(batch, len(ids))
+        rows = [Row(i, array("i", ids[i, : lengths[i]].tolist()), stop[i]) for i in range(len(ids))]
+        return cls(rows, batch["input_ids"], ids.dtype, pad_id)
+
+    def write(self, sampled: Sequence[SampledRow]) -> GenerationOutputSpec:
+        """The rows as arrays, as wide as the longest of them."""
+        lengths = np.array([len(row.log) for row in sampled], dtype=np.int64)
+        shape = (len(sampled), int(lengths.max(initial=0)))
+        ids = np.full(shape, self.pad_id, dtype=self.dtype)
+        logprobs = np.zeros(shape, dtype=np.float32)
+        for number, row in enumerate(sampled):
+            ids[number, : len(row.log)] = row.log.ids
+            logprobs[number, row.start : len(row.log)] = row.log.logprobs[row.start :]
+        starts = np.array([row.start for row in sampled], dtype=np.int64)
+        truncated = [row.finish in _CUT and len(row.log) > row.start for row in sampled]
+        return GenerationOutputSpec(
+            output_ids=self._give(ids),
+            generation_lengths=self._give(lengths - starts),
+            unpadded_sequence_lengths=self._give(lengths),
+            logprobs=self._give(logprobs),
+            truncated=self._give(np.array(truncated, dtype=np.bool_)),
+            finish_reasons=[row.finish.value for row in sampled],
+            weight_versions=[list(row.log.versions) for row in sampled],
+        )
+
+    def _give(self, values: NDArray[Any]) -> Any:
+        return as_kind_of(self.like, values)
+
+
+@dataclass(slots=True, eq=False)
+class TextBatch:
+    """Prompts as texts.
+
+    Attributes:
+        rows: to be sampled.
+        tokenizer: encodes and decodes them.
+    """
+
+    rows: list[Row]
+    tokenizer: Tokenizer
+
+    @classmethod
+    def read(cls, batch: Mapping[str, Any], tokenizer: Tokenizer) -> Self:
+        """The batch that a mapping with `prompts` holds.
+
+        Raises:
+            BadBatch: it cannot be sampled from; names the row.
+        """
+        _require_mapping(batch)
+        prompts = batch.get("prompts")
+        if not isinstance(prompts, list | tuple):
+            raise BadBatch(f"the batch's prompts are {prompts!r:.60}: give a list of texts.")
+        stop = _stop_strings(batch, len(prompts))
+        rows = []
+        for index, prompt in enumerate(prompts):
+            ids = tokenizer.encode(prompt) if isinstance(prompt, str) else []
+            if not ids:
+                raise BadBatch(f"row {index}: its prompt is {prompt!r:.60}: give a text that is not empty.")
+            rows.append(Row(index, array("i", ids), stop[index]))
+        return cls(rows, tokenizer)
+
+    def write(self, sampled: Sequence[SampledRow]) -> TextOutputSpec:
+        """The rows as texts."""
+        return TextOutputSpec(texts=[self._text(row) for row in sampled])
+
+    def _text(self, row: SampledRow) -> str:
+        special = self.tokenizer.special_ids
+        text = self.tokenizer.decode([token_id for token_id in row.log.ids[row.start :] if token_id not in special])
+        if not isinstance(row.stop, str) or row.text is None:
+            return text
+        # The id that completed the string may say more; a string that special tokens are part of is only in `row.text`.
+        end = text.find(row.stop)
+        return text[: end + len(row.stop)] if end >= 0 else row.text + row.stop
+
+
+_CUT = (FinishReason.LENGTH, FinishReason.CONTEXT)
+
+
+def _require_mapping(batch: Any) -> None:
+    if not isinstance(batch, Mapping):
+        raise BadBatch(f"the batch is a {type(batch).__name__}: give a dictionary.")
+
+
+def _require_room(dtype: np.dtype[Any], vocabulary: int, pad_id: int) -> None:
+    """What is sampled goes back in the type of the prompts, so that must hold it."""
+    info = np.iinfo(dtype)
+    if not info.min <= min(0, pad_id) or not max(vocabulary - 1, pad_id) <= info.max:
+        raise BadBatch(
+            f"input_ids holds {dtype}, which cannot hold the padding {pad_id} and {vocabulary} ids: give int64."
+        )
+
+
+def _check_vocabulary(ids: NDArray[Any], lengths: NDArray[Any], vocabulary: int) -> None:
+    within = np.arange(ids.shape[1]) < lengths[:, None]
+    strange = within & ((ids < 0) | (ids >= vocabulary))
+    if strange.any():
+        row, position = np.argwhere(strange)[0]
+        raise BadBatch(
+            f"row {row}: {ids[row, position]} at position {position} is no id of the engine's vocabulary of "
+            f"{vocabulary}: the batch is another tokenizer's. Encode it with that of the engine's model."
+        )
+
+
+def _stop_strings(batch: Mapping[str, Any], rows: int) -> list[tuple[str, ...]]:
+    given: Any = batch.get("stop_strings")
+    if given is None:
+        return [()] * rows
+    if not isinstance(given, list | tuple) or len(given) != rows:
+        raise BadBatch(f"stop_strings = {given!r:.60}: give a list of strings, or None, for each of the {rows} rows.")
+    return [as_strings(one, f"row {index}: stop_strings", BadBatch) for index, one in enumerate(given)]

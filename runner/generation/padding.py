@@ -1,0 +1,111 @@
+"""Right padding: rows of one array, each with its ids first and padding behind, and how to see that it is so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.errors import BadBatch, BadOption
+from runner.generation.tensors import as_integers
+
+__all__ = ["read_padded", "verify_right_padding"]
+
+_PAIRS = (("input_ids", "input_lengths"), ("output_ids", "unpadded_sequence_lengths"))
+
+
+def verify_right_padding(
+    data: Mapping[str, Any],
+    pad_value: int = 0,
+    raise_error: bool = True,
+) -> tuple[bool, str | None]:
+    """See that every row is right-padded, as its length says.
+
+    Args:
+        data: prompts (`input_ids` and `input_lengths`), outputs (`output_ids` and `unpadded_sequence_lengths`), or
+            both; torch or numpy, shapes [rows, length] and [rows].
+        pad_value: the id of the padding.
+        raise_error: raise what is wrong instead of returning it.
+
+    Returns:
+        Whether it is so, and if not, what is wrong and in which row.
+
+    Raises:
+        BadBatch: what is wrong, if `raise_error`; it is a ValueError.
+        BadOption: `pad_value` is no id.
+    """
+    if not isinstance(pad_value, int | np.integer) or isinstance(pad_value, bool):
+        raise BadOption(f"pad_value={pad_value!r}: give the id that rows are padded with; a tokenizer may have none.")
+    try:
+        pairs = [pair for pair in _PAIRS if all(name in data for name in pair)]
+        if not pairs:
+            wanted = " or ".join(" and ".join(pair) for pair in _PAIRS)
+            raise BadBatch(f"the batch has {', '.join(map(str, data)) or 'no keys'}: give {wanted}.")
+        for pair in pairs:
+            read_padded(data, *pair, pad_value=pad_value)
+    except BadBatch as error:
+        if raise_error:
+            raise
+        return False, str(error)
+    return True, None
+
+
+def read_padded(
+    data: Mapping[str, Any], ids_name: str, lengths_name: str, *, pad_value: int
+) -> tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]:
+    """The ids of a batch, shape [rows, length], and the lengths of its rows, shape [rows].
+
+    Raises:
+        BadBatch: they are not there, do not fit each other, or a row is not right-padded; names the row.
+    """
+    for name in (ids_name, lengths_name):
+        if name not in data:
+            raise BadBatch(f"the batch has no {name}, only {', '.join(map(str, data)) or 'no keys'}.")
+    ids, lengths = as_integers(data[ids_name], ids_name), as_integers(data[lengths_name], lengths_name)
+    if ids.ndim != 2:
+        raise BadBatch(f"{ids_name} has the shape {list(ids.shape)}: give [rows, length], right-padded.")
+    if lengths.shape != ids.shape[:1]:
+        raise BadBatch(
+            f"{ids_name} has {len(ids)} rows and {lengths_name} the shape {list(lengths.shape)}: give one length a row."
+        )
+    _check_lengths(ids, lengths, lengths_name)
+    _check_padding(ids, lengths, ids_name, pad_value)
+    return ids, lengths
+
+
+def _check_lengths(ids: NDArray[Any], lengths: NDArray[Any], name: str) -> None:
+    width = ids.shape[1]
+    wrong = np.flatnonzero((lengths < 0) | (lengths > width))
+    if len(wrong):
+        row = wrong[0]
+        raise BadBatch(f"row {row}: {name} says {lengths[row]}, and a row has {width} positions.{_others(wrong)}")
+
+
+def _check_padding(ids: NDArray[Any], lengths: NDArray[Any], name: str, pad_value: int) -> None:
+    behind = np.arange(ids.shape[1]) >= lengths[:, None]
+    strange = behind & (ids != pad_value)
+    wrong = np.flatnonzero(strange.any(axis=1))
+    if not len(wrong):
+        return
+    row = wrong[0]
+    position = np.flatnonzero(strange[row])[0]
+    raise BadBatch(
+        f"row {row}: {name} holds {ids[row, position]} at position {position}, where the padding {pad_value} should "
+        f"be: its length is {lengths[row]}.{_advice(ids[row], int(lengths[row]), pad_value)}{_others(wrong)}"
+    )
+
+
+def _advice(row: NDArray[Any], length: int, pad_value: int) -> str:
+    """What seems to have happened, where that can be seen."""
+    if np.all(row[: len(row) - length] == pad_value):
+        return " It seems to be padded on the left: put its ids first."
+    if len(set(row[length:].tolist())) == 1:
+        return f" If {row[length]} is your padding, say so: pad_value, or '_pad_token_id' of the configuration."
+    return ""
+
+
+def _others(wrong: NDArray[Any]) -> str:
+    more = ", ".join(map(str, wrong[1:11])) + (", ..." if len(wrong) > 11 else "")
+    return f" So it is in {len(wrong) - 1} further rows: {more}." if len(wrong) > 1 else ""

@@ -1,0 +1,246 @@
+"""Rows of a batch while they are sampled: many at once, each handed over as it finishes."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Self
+
+import anyio
+import anyio.lowlevel
+
+from runner.engines.base import Engine, FinishReason, GenerationRequest
+from runner.errors import EngineDead, EngineError, RequestRejected
+from runner.options import Sampling
+from runner.sampling import Sample, sample
+from runner.seeds import derive_seed
+from runner.tokens.log import Source, TokenLog
+
+__all__ = ["Row", "RowSetting", "RunningRows", "SampledRow", "sample_row"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A prompt to be sampled on.
+
+    Attributes:
+        index: its place in the batch.
+        prompt: token ids, shape [prompt], int32; at least one.
+        stop: strings that end it, besides those of all rows.
+    """
+
+    index: int
+    prompt: array[int]
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSetting:
+    """What the rows of one batch have in common.
+
+    Attributes:
+        engine: samples them.
+        name: of the batch, in errors and logs.
+        sampling: every field set.
+        stop_ids: ids that end a row.
+        context: bounds prompt and row together.
+        seed: what the seed of each row follows from, beside its index; None leaves it to the engine.
+        stall_seconds: an engine that admitted a row and sends nothing for this long has failed.
+        retries: how often a row is sampled again after an engine's failure.
+    """
+
+    engine: Engine
+    name: str
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+    context: int
+    seed: tuple[str | int, ...] | None
+    stall_seconds: float | None
+    retries: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """A row that is finished.
+
+    Attributes:
+        index: its place in the batch.
+        log: prompt and sampled ids, with log-probabilities and weight versions.
+        start: index of the first sampled id.
+        finish: why it ended; CONTEXT also where the prompt left no room for a single id.
+        stop: the stop id or string behind it.
+        text: the text before a stop string, where one fired; else None.
+    """
+
+    index: int
+    log: TokenLog
+    start: int
+    finish: FinishReason
+    stop: int | str | None = None
+    text: str | None = None
+
+
+async def sample_row(row: Row, setting: RowSetting) -> SampledRow:
+    """Sample one row; it is tried again where the engine failed and may do better.
+
+    Raises:
+        EngineError: it failed for good; names the row.
+    """
+    room = setting.context - len(row.prompt)
+    if room < 1:
+        log = TokenLog()
+        log.append_prompt(row.prompt, Source.PROMPT)
+        return SampledRow(row.index, log, len(log), FinishReason.CONTEXT)
+    request = _request(row, setting, room)
+    for tried in range(setting.retries + 1):
+        into = Sample(TokenLog())
+        await sample(
+            into,
+            setting.engine,
+            request,
+            new_ids=row.prompt,
+            source=Source.PROMPT,
+            tokenizer=setting.engine.tokenizer,
+            stall_seconds=setting.stall_seconds,
+        )
+        if into.error is None:
+            cut_short = into.finish is FinishReason.LENGTH and room < setting.sampling.max_tokens
+            finish = FinishReason.CONTEXT if cut_short else into.finish
+            return SampledRow(row.index, into.log, into.start, finish, into.stop, into.text)
+        if tried == setting.retries or isinstance(into.error, EngineDead | RequestRejected):
+            raise type(into.error)(f"row {row.index}: {into.error}") from into.error
+    raise AssertionError("a row is tried at least once")
+
+
+def _request(row: Row, setting: RowSetting, room: int) -> GenerationRequest:
+    sampling = setting.sampling
+    return GenerationRequest(
+        name=f"{setting.name}/main/{row.index}",
+        prompt=row.prompt,
+        sampling=dataclasses.replace(
+            sampling,
+            max_tokens=min(sampling.max_tokens, room),
+            stop=tuple(dict.fromkeys((*sampling.stop, *row.stop))),
+        ),
+        stop_ids=setting.stop_ids,
+        seed=None if setting.seed is None else derive_seed(*setting.seed, row.index),
+        acts_on_deltas=bool(sampling.stop or row.stop),
+    )
+
+
+class RunningRows:
+    """The rows of one batch while a task of its own samples them; they are had in the order in which they finish.
+
+    A row that fails for good keeps none of the others: its error comes after the last of them. Only where nothing can
+    be sampled any more the others are cut.
+
+    Attributes:
+        over: nothing is sampled any more, and no request of it is open.
+    """
+
+    def __init__(self, rows: Sequence[Row], setting: RowSetting) -> None:
+        self.over = anyio.Event()
+        self._waiting = iter(rows)
+        self._missing = len(rows)
+        self._setting = setting
+        # Beyond those that are inside the engine only as many wait as keep it full: ten thousand cost no task each.
+        self._width = min(len(rows), 2 * setting.engine.places)
+        self._ready: deque[SampledRow] = deque()
+        self._news = anyio.Event()
+        self._scope = anyio.CancelScope()
+        self._failures: list[EngineError] = []
+        self._fatal: Exception | None = None
+        self._closed = False
+        self._soon = _door_to_this_loop()
+
+    async def run(self) -> None:
+        """Sample all of them."""
+        try:
+            with self._scope:
+                async with anyio.create_task_group() as workers:
+                    for _ in range(self._width):
+                        workers.start_soon(self._work)
+        finally:
+            self.over.set()
+            self._tell()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> SampledRow:
+        """The row that finished next.
+
+        Raises:
+            StopAsyncIteration: all were had, or they were closed.
+            EngineError: rows failed, or the engine died; once, after the rows that did not.
+            RuntimeError: they were cut by somebody else.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        while not self._ready:
+            if self.over.is_set():
+                raise self._ending()
+            await self._news.wait()
+        self._missing -= 1
+        return self._ready.popleft()
+
+    async def aclose(self) -> None:
+        """Cut what is being sampled, and return once no request of it is open."""
+        self._closed = True
+        self._scope.cancel()
+        with anyio.CancelScope(shield=True):
+            await self.over.wait()
+
+    def abandon(self) -> None:
+        """Cut what is being sampled, soon: from any thread, from anywhere in it, and when the event loop is gone."""
+        if not self.over.is_set():
+            with suppress(RuntimeError):  # of a loop that is closed, where nothing is sampled
+                self._soon(self._scope.cancel)
+
+    async def _work(self) -> None:
+        for row in self._waiting:
+            try:
+                self._ready.append(await sample_row(row, self._setting))
+            except EngineError as error:
+                self._failures.append(error)
+                if isinstance(error, EngineDead):
+                    self._end(error)
+            except (
+                Exception
+            ) as error:  # whatever it is: it is for who reads the rows, not for who opened the task group
+                self._end(error)
+            self._tell()
+
+    def _end(self, error: Exception) -> None:
+        self._fatal = self._fatal or error
+        self._scope.cancel()
+
+    def _tell(self) -> None:
+        news, self._news = self._news, anyio.Event()
+        news.set()
+
+    def _ending(self) -> Exception:
+        """What comes after the last row."""
+        error = self._fatal or (self._failures[0] if self._failures else None)
+        if error is not None and not self._closed:
+            further = len(self._failures) - 1
+            if self._fatal is None and further:
+                error.add_note(f"{further} further rows failed; the first of them: {self._failures[1]}")
+            self._closed = True
+            return error
+        if self._missing and not self._closed:
+            return RuntimeError(
+                f"{self._missing} rows were cut: the block of `async with Generation(...)` was left before they ended."
+            )
+        return StopAsyncIteration()
+
+
+def _door_to_this_loop() -> Callable[[Callable[[], object]], object]:
+    """What calls a function soon on the event loop that runs here, from any thread, without waiting for it."""
+    native: Any = anyio.lowlevel.current_token().native_token
+    door: Callable[[Callable[[], object]], object]
+    door = native.run_sync_soon if hasattr(native, "run_sync_soon") else native.call_soon_threadsafe
+    return door

@@ -1,0 +1,74 @@
+"""What tests of batches have in common: padded batches of texts, of either kind, and a model that says them loudly."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+
+from runner.engines.replies import Replies
+from runner.generation import BatchResults, Generation
+from runner.testing import ModelCall, ScriptedEngine
+
+EOS: Final = 257
+"""What ends a row of the scripted engine's bytes."""
+
+Kind = Literal["torch", "numpy"]
+
+
+def array(values: Any, kind: Kind = "numpy", dtype: str = "int64") -> Any:
+    return np.array(values, dtype=dtype) if kind == "numpy" else torch.tensor(values, dtype=getattr(torch, dtype))
+
+
+def padded(
+    prompts: Sequence[str | Sequence[int]], *, kind: Kind = "numpy", pad: int = 0, width: int = 0, dtype: str = "int64"
+) -> dict[str, Any]:
+    """A right-padded batch of these texts, in bytes, or ids."""
+    rows = [list(prompt.encode() if isinstance(prompt, str) else prompt) for prompt in prompts]
+    width = max([width, *map(len, rows)])
+    ids = [row + [pad] * (width - len(row)) for row in rows]
+    lengths = array([len(row) for row in rows], kind)
+    return {"input_ids": array(ids, kind, dtype), "input_lengths": lengths}
+
+
+def loudly(asked: ModelCall) -> str:
+    """Says the prompt in capitals."""
+    return asked.prompt.upper()
+
+
+@asynccontextmanager
+async def generating(
+    replies: Replies = loudly, config: Any = None, *, retries: int = 2, **settings: Any
+) -> AsyncIterator[tuple[Generation, ScriptedEngine]]:
+    """A generation on a scripted engine that keeps what it was asked; no request may be left in it."""
+    async with ScriptedEngine(replies, record=True, **settings) as engine:
+        async with Generation(engine, config, retries=retries) as generation:
+            yield generation, engine
+        assert_nothing_open(engine)
+
+
+def assert_nothing_open(engine: ScriptedEngine) -> None:
+    stats = engine.stats()
+    assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
+
+
+async def collect(results: BatchResults[Any], into: list[tuple[int, Any]]) -> None:
+    """What the results give before the error that they end with."""
+    async for pair in results:
+        into.append(pair)  # noqa: PERF401  # it raises in the end
+
+
+def rows_of(output: Any) -> list[list[int]]:
+    """Each row of an output without its padding."""
+    lengths = output["unpadded_sequence_lengths"].tolist()
+    return [ids[:length] for ids, length in zip(output["output_ids"].tolist(), lengths, strict=True)]
+
+
+def texts_of(output: Any) -> list[str]:
+    """What was sampled in each row, as text, without the id that ended it."""
+    starts = (output["unpadded_sequence_lengths"] - output["generation_lengths"]).tolist()
+    sampled = [row[start:] for row, start in zip(rows_of(output), starts, strict=True)]
+    return [bytes(token_id for token_id in row if token_id != EOS).decode() for row in sampled]
