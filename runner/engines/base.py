@@ -12,6 +12,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -122,23 +123,42 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What the engine is doing now, by its scheduler's own count.
+    """What the engine is doing now, by its scheduler's own count after its last step, all its cores together.
 
     Attributes:
         open: requests that the engine has and has not finished.
-        waiting: requests at our gate.
+        running: of those, requests that are being sampled.
+        queued: of those, requests that wait inside the engine, for its cache or a grammar, or while it is paused.
+        waiting: requests at our gate, which are not in the engine yet.
         first_waiting: of those, first requests of an episode.
         live_sessions: conversations that hold room in the cache.
-        kv_usage: fraction of the KV cache in use, or None.
-        sampled_tokens: ids sampled since the engine started.
+        kv_usage: fraction of the KV cache in use, of the fullest core, or None.
+        prefix_queries: ids of prompts that were looked up in the prefix cache since the engine started.
+        prefix_hits: of those, ids that it held.
+        sampled_tokens: ids sampled since the engine started, and read.
+        tokens_per_second: ids sampled over the last ten seconds; 0 where nothing was, or nobody measures.
+        weight_version: of the weights that sample now.
+        state: running, paused, updating or asleep.
     """
 
     open: int
+    running: int = 0
+    queued: int = 0
     waiting: int = 0
     first_waiting: int = 0
     live_sessions: int = 0
     kv_usage: float | None = None
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     sampled_tokens: int = 0
+    tokens_per_second: float = 0.0
+    weight_version: str = ""
+    state: EngineState = EngineState.RUNNING
+
+    @property
+    def prefix_hit_rate(self) -> float | None:
+        """Fraction of the prompts' ids that the prefix cache held; None before the first prompt."""
+        return self.prefix_hits / self.prefix_queries if self.prefix_queries else None
 
 
 class DeltaStream(ABC):
@@ -285,6 +305,41 @@ class Engine(ABC):
         """
         return await self._controlled().update_weights(source, version=version, mode=mode)
 
+    @property
+    def adapters(self) -> Mapping[str, Path | None]:
+        """LoRA adapters that `Sampling(adapter=)` can name, and the folder of each; None where tensors were given."""
+        book = self.control.adapters if self.control is not None else None
+        return book.folders if book is not None else {}
+
+    async def add_adapter(self, name: str, source: Any, *, config: Mapping[str, Any] | None = None) -> str:
+        """Add a LoRA adapter, or a new version of one that is there; what does not fit changes nothing.
+
+        Turns in flight go on with the version that they began with, later ones are sampled with the new one.
+
+        Args:
+            name: for `Sampling(adapter=name)`.
+            source: a folder as PEFT saves it, or its tensors by name; copied.
+            config: with tensors: what adapter_config.json would hold.
+
+        Returns:
+            What the weight versions of ids that it samples end with, after a "+": "poet@2".
+
+        Raises:
+            BadWeights: it does not fit; names the setting, the tensor or the file.
+            BadOption: the name cannot be, or the engine was started without adapters.
+            BadControl: the engine has no adapters, or sleeps.
+        """
+        return await self._controlled().add_adapter(name, source, config)
+
+    async def remove_adapter(self, name: str) -> None:
+        """Take a LoRA adapter away; turns in flight go on with it, no later one can ask for it.
+
+        Raises:
+            BadOption: there is none of that name.
+            BadControl: the engine has no adapters, or sleeps.
+        """
+        await self._controlled().remove_adapter(name)
+
     async def sleep(self, level: int = 1) -> None:
         """Give memory up until `wake`: 1 keeps the weights elsewhere, 2 discards them. Running turns are cut.
 
@@ -301,8 +356,26 @@ class Engine(ABC):
         """
         await self._controlled().wake(tags)
 
+    async def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+        """Be ready to sample, as NeMo RL's trainers ask before each step: wake, or nothing where it is awake."""
+        if self.state is EngineState.ASLEEP:
+            await self.wake(tags)
+
+    async def finish_generation(self, *, level: int = 1) -> None:
+        """Make room for training, as NeMo RL's trainers ask after each step: sleep, or nothing where it sleeps.
+
+        Args:
+            level: of `sleep`; 0 only forgets the cached prompts, for an engine with devices of its own.
+        """
+        if self.state is EngineState.ASLEEP:
+            return
+        if level == 0:
+            await self.reset_prefix_cache()
+        else:
+            await self.sleep(level)
+
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached prompt.
+        """Forget every cached prompt; turns that are being sampled go on, and compute theirs again.
 
         Raises:
             BadControl: it sleeps.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import enum
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import anyio
 
 from runner.clocks import Standstill
+from runner.engines.adapters import AdapterBook, base_and_adapter
 from runner.errors import BadControl, BadOption
 
 __all__ = ["EngineControl", "EngineDriver", "EngineState", "PauseMode", "WeightUpdate"]
@@ -96,6 +97,13 @@ class EngineDriver(ABC):
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prompt, those of running requests included."""
 
+    def check_sleep(self, level: int) -> None:  # noqa: B027  # one that can always sleep has nothing to say
+        """Look whether `sleep` is possible, before anything is touched.
+
+        Raises:
+            BadControl: it is not; says why.
+        """
+
     @abstractmethod
     async def sleep(self, level: int) -> None:
         """Give memory up: 1 keeps the weights elsewhere, 2 discards them."""
@@ -124,15 +132,17 @@ class EngineControl:
         driver: does it.
         gate: nobody enters the engine while it does not run.
         versions: every weight version so far, the newest last.
+        adapters: LoRA adapters on the weights; None for an engine that takes none.
         standstill: stops the clocks of whoever waits for the engine while it stands still.
         state: what it is doing.
         asleep: which parts of its memory are given up.
-        listeners: told after each update of the weights.
+        listeners: told after each update of the weights, and each adapter that was added.
     """
 
     driver: EngineDriver
     gate: Gate
     versions: list[str]
+    adapters: AdapterBook | None = None
     standstill: Standstill = field(default_factory=Standstill)
     state: EngineState = EngineState.RUNNING
     asleep: frozenset[str] = frozenset()
@@ -151,8 +161,13 @@ class EngineControl:
         return self.versions[-1]
 
     def lag(self, version: str) -> int:
-        """How many updates ago the weights had this version; 0 for one that the engine never had."""
-        return len(self.versions) - 1 - self._ages.get(version, len(self.versions) - 1)
+        """How many updates ago the weights had this version; 0 for one that the engine never had.
+
+        For ids that an adapter sampled, its later additions count too.
+        """
+        newest = len(self.versions) - 1
+        behind = newest - self._ages.get(base_and_adapter(version)[0], newest)
+        return behind + (self.adapters.lag(version) if self.adapters is not None else 0)
 
     async def pause(self, mode: PauseMode | str) -> None:
         """Stand still until `resume`.
@@ -201,15 +216,37 @@ class EngineControl:
             halted = time.monotonic()
             await self._load(checked, version)
             done = time.monotonic()
-        for listener in list(self.listeners):
-            listener()
+        self._tell()
         return WeightUpdate(version, compared - began, halted - compared, done - halted)
+
+    async def add_adapter(self, name: str, source: Any, config: Mapping[str, Any] | None) -> str:
+        """Add a LoRA adapter, or a new version of it; gives what names it in weight versions.
+
+        Raises:
+            BadControl: the engine takes none, or the weights' memory is asleep.
+            BadOption: the name cannot be, or the engine was started without adapters.
+            BadWeights: it does not fit; nothing was touched.
+        """
+        async with self._lock:
+            label = await self._book("add_adapter()").add(name, source, config=config)
+        self._tell()
+        return label
+
+    async def remove_adapter(self, name: str) -> None:
+        """Take a LoRA adapter away; turns that are being sampled with it go on.
+
+        Raises:
+            BadControl: the engine takes none, or the weights' memory is asleep.
+            BadOption: there is none of that name.
+        """
+        async with self._lock:
+            await self._book("remove_adapter()").remove(name)
 
     async def sleep(self, level: int) -> None:
         """Give memory up until `wake`; turns that are being sampled are cut, as by `pause("abort")`.
 
         Raises:
-            BadControl: it sleeps already.
+            BadControl: it sleeps already, or cannot sleep.
             BadOption: there is no such level.
         """
         if level not in (1, 2):
@@ -217,6 +254,9 @@ class EngineControl:
         async with self._lock:
             if self.state is EngineState.ASLEEP:
                 raise BadControl("sleep(): the engine is asleep already.")
+            if level == 2 and self.adapters is not None and self.adapters.folders:
+                raise BadControl("sleep(2) would discard the adapters: remove_adapter(...) each, add it when awake.")
+            self.driver.check_sleep(level)
             if self.state is EngineState.RUNNING:
                 await self._halt(PauseMode.ABORT)
             # Whoever cancels this is told once it is done: memory given up by half could not be taken back.
@@ -273,6 +313,7 @@ class EngineControl:
                 self.standstill.begin()
             await self.driver.pause(mode)
         except BaseException:
+            self.state = EngineState.PAUSED  # until it goes on: `resume` may be asked again where this fails
             with anyio.move_on_after(UNDO_SECONDS, shield=True):
                 await self._go_on()
             raise
@@ -301,6 +342,17 @@ class EngineControl:
             finally:
                 self.state = before
             await self._go_on_unless_paused()
+
+    def _book(self, what: str) -> AdapterBook:
+        if self.adapters is None:
+            raise BadControl(f"{what}: this engine has no adapters.")
+        if "weights" in self.asleep:
+            raise BadControl(f"{what}: the memory of the weights is asleep: wake(['weights']) first.")
+        return self.adapters
+
+    def _tell(self) -> None:
+        for listener in list(self.listeners):
+            listener()
 
     def _require_running(self, what: str) -> None:
         if self.state is not EngineState.RUNNING:

@@ -14,6 +14,7 @@ import anyio
 import anyio.abc
 from anyio.lowlevel import checkpoint_if_cancelled, current_token
 
+from runner.engines.adapters import AdapterBook, AdapterVersion
 from runner.engines.base import (
     Delta,
     DeltaStream,
@@ -161,7 +162,8 @@ class ScriptedEngine(Engine):
     def _reset(self) -> None:
         self._gate = AdmissionGate(self.places, self._room)
         self._ticker = Ticker(self._deliver, seconds=self._tick)
-        self.control = EngineControl(ScriptedDriver(self), self._gate, [_WEIGHT_VERSION])
+        self._adapters = AdapterBook()
+        self.control = EngineControl(ScriptedDriver(self), self._gate, [_WEIGHT_VERSION], self._adapters)
         self._open: dict[ScriptedStream, None] = {}  # ordered, so that faults come to all in one order
         self._closing: anyio.Event | None = None
         self._admitted = self._sampled = 0
@@ -207,11 +209,14 @@ class ScriptedEngine(Engine):
         gate = self._gate
         return EngineStats(
             open=len(self._open),
+            running=len(self._open),
             waiting=gate.waiting,
             first_waiting=gate.first_waiting,
             live_sessions=gate.live,
             kv_usage=gate.kept / self._room,
             sampled_tokens=self._sampled,
+            weight_version=self.weight_version,
+            state=self.state,
         )
 
     def is_alive(self) -> bool:
@@ -291,10 +296,12 @@ class ScriptedEngine(Engine):
                 f"{request.name}: the prompt has {len(request.prompt)} ids; "
                 f"the context is {self.context}, and at least one id must be given and one sampled"
             )
+        self._adapters.check(request.name, request.sampling.adapter)
         await self._gate.enter(stream.session, self._keeps(stream))
-        stream.stamps = Stamps(self.weight_version)
         self._open[stream] = None
         try:
+            stream.adapter = self._adapters.take(request.name, request.sampling.adapter)
+            stream.stamps = Stamps(self.weight_version, stream.adapter)
             stream.delivery = await self._plan(stream)
             self._ticker.schedule(stream, stream.delivery.first - self._ticker.now)
         except BaseException:
@@ -329,6 +336,7 @@ class ScriptedEngine(Engine):
 
     def _release(self, stream: ScriptedStream) -> None:
         self._close(stream)
+        self._adapters.leave(stream.adapter)
         self._gate.leave(stream.session, self._keeps(stream))
         if stream.request.session is None:
             self._gate.close(stream.session)
@@ -347,6 +355,7 @@ class ScriptedStream(DeltaStream):
         delivery: what it will be sent; None before it was admitted.
         sent: ids that left the engine, read or not.
         stamps: which weights sampled them.
+        adapter: on the weights; None without one.
     """
 
     def __init__(self, engine: ScriptedEngine, request: GenerationRequest) -> None:
@@ -357,6 +366,7 @@ class ScriptedStream(DeltaStream):
         self.delivery: Delivery | None = None
         self.sent = 0
         self.stamps = Stamps(engine.weight_version)
+        self.adapter: AdapterVersion | None = None
         self._engine = engine
         self._is_cut = False
         self._arrived = 0  # deltas

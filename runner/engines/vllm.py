@@ -19,30 +19,23 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import current_token
 
-from runner.engines.base import (
-    Delta,
-    DeltaStream,
-    Engine,
-    EngineStats,
-    Finish,
-    FinishReason,
-    GenerationRequest,
-    Session,
-)
+from runner.engines.adapters import AdapterVersion
+from runner.engines.base import Engine, EngineStats, GenerationRequest, Session
+from runner.engines.control import EngineControl
 from runner.engines.gate import AdmissionGate
+from runner.engines.vllm_adapters import VllmAdapters
+from runner.engines.vllm_driver import VllmDriver
 from runner.engines.vllm_settings import constraint_arguments, sampling_arguments
 from runner.engines.vllm_start import VllmProcess
+from runner.engines.vllm_stream import DRAIN_SECONDS, VllmStream
 from runner.errors import BadModel, BadOption, EngineDead, RequestRejected
 from runner.models import DEMO_MODEL, ModelSource, chat_template, resolve_model, stop_ids
-from runner.tokens.log import VersionSpan
 from runner.tokens.template import ChatTemplate
 
 __all__ = ["VllmEngine"]
 
-_DRAIN_SECONDS = 2.0
 _STREAM_INTERVAL = 8
-_UNSTAMPED = "0"
-"""The weight version of ids that vLLM does not stamp: they were sampled before any update."""
+_FIRST_VERSION = "0"  # where vLLM has none of its own
 
 
 class VllmEngine(Engine):
@@ -81,6 +74,7 @@ class VllmEngine(Engine):
         self._numbers = itertools.count()
         self._sampled = 0
         self._death: EngineDead | None = None
+        self.open_streams: dict[VllmStream, None] = {}
 
     async def __aenter__(self) -> Self:
         """Start vLLM; some 25 s on a CPU, during which the event loop is free.
@@ -102,8 +96,15 @@ class VllmEngine(Engine):
         self._llm = await self._process.start()
         self._use(self._llm.vllm_config)
         self._death = None
+        driver = VllmDriver(self, self._llm)
+        self._adapters = VllmAdapters(self._llm, driver._answered)
+        self.control = EngineControl(driver, self.gate, [await self._first_version()], self._adapters)
         self.running, self.loop = True, current_token()
         return self
+
+    async def _first_version(self) -> str:
+        version: str = await self._llm.get_weight_version() if self.stamps_itself else _FIRST_VERSION
+        return version
 
     def _load_vocabulary(self, source: ModelSource) -> None:
         from runner.tokens.tokenizer import load_tokenizer
@@ -139,6 +140,7 @@ class VllmEngine(Engine):
         self.running = False
         self.gate.fail(lambda: EngineDead("the engine was stopped"))
         await self._process.stop()
+        self._adapters.close()
         self._llm = None
 
     def stream(self, request: GenerationRequest) -> VllmStream:
@@ -151,14 +153,29 @@ class VllmEngine(Engine):
 
     def stats(self) -> EngineStats:
         """What the engine does now; open requests by the scheduler's count after its last step."""
+        count = self._process.count
         return EngineStats(
-            open=self._process.count.open,
+            open=count.open,
+            running=count.running,
+            queued=count.queued,
             waiting=self.gate.waiting,
             first_waiting=self.gate.first_waiting,
             live_sessions=self.gate.live,
-            kv_usage=self._process.count.kv_usage,
+            kv_usage=count.kv_usage,
+            prefix_queries=count.prefix_queries,
+            prefix_hits=count.prefix_hits,
             sampled_tokens=self._sampled,
+            tokens_per_second=count.rate.per_second(),
+            weight_version=self.weight_version,
+            state=self.state,
         )
+
+    def devices(self) -> list[str]:
+        """Where the model is, a name for each worker: ["cpu"], or ["cuda:0", "cuda:1"] (that was tried on no GPU)."""
+        config = self._llm.vllm_config
+        kind, parallel = config.device_config.device_type, config.parallel_config
+        workers = parallel.world_size * parallel.data_parallel_size
+        return [kind if kind == "cpu" else f"{kind}:{number}" for number in range(workers)]
 
     async def idle(self) -> None:
         """Return when the scheduler has no open request."""
@@ -200,18 +217,47 @@ class VllmEngine(Engine):
             "kv_room": self.gate.room,
             "stream_interval": self._stream_interval,
             "logprobs": settings.arguments.get("logprobs_mode"),
-            "versions_stamped_by": "vllm" if self._stamps() else "deltarunner",
+            "versions_stamped_by": "vllm" if self.stamps_itself else "deltarunner",
         }
 
-    def _stamps(self) -> bool:
+    # --- for its driver
+
+    @property
+    def stamps_itself(self) -> bool:
+        """VLLM says which weights sampled which ids; before 0.32 we do."""
         return hasattr(self._llm, "update_weight_version")
 
-    def _died(self, error: Exception | None) -> EngineDead:
+    @property
+    def sent_all(self) -> bool:
+        """Every request inside was sent its last id."""
+        return all(stream.sent_all for stream in self.open_streams)
+
+    async def until_sent(self) -> None:
+        """Return when every request inside was sent its last id, read or not."""
+        while not self.sent_all:
+            await self._process.count.news()
+
+    def nothing_open(self) -> None:
+        """Every request was ended; a scheduler that does not step would go on to count them."""
+        self._process.count.clear()
+
+    def tell(self) -> None:
+        """A request was left."""
+        self._process.count.tell()
+
+    def die(self, why: str, cause: Exception) -> EngineDead:
+        """End the engine, which could only go on with something broken; every request gets this one error."""
+        if self._death is None:
+            self._process.kill()
+        return self._died(cause, why)
+
+    def _died(self, error: Exception | None, why: str = "") -> EngineDead:
         """The error for one request of an engine that is dead: the same words and cause for all of them."""
         if self._death is None:
-            self._death = EngineDead(f"The engine died: {self._process.cause_of_death()}")
+            self._death = EngineDead(f"The engine died: {why or self._process.cause_of_death()}")
             self._death.__cause__ = error
             self.gate.fail(lambda: self._died(None))
+            self.nothing_open()
         copy = EngineDead(*self._death.args)
         copy.__cause__ = self._death.__cause__
         return copy
@@ -231,10 +277,9 @@ class VllmEngine(Engine):
                 f"{request.name}: the prompt has {len(request.prompt)} ids; "
                 f"the context is {self.context}, and at least one id must be given and one sampled"
             )
-        if request.sampling.adapter:
-            raise RequestRejected(f"{request.name}: the engine has no adapter {request.sampling.adapter!r}")
+        self._adapters.check(request.name, request.sampling.adapter)
 
-    async def _add(self, request: GenerationRequest) -> Any:
+    async def _add(self, request: GenerationRequest, adapter: AdapterVersion | None) -> Any:
         """The collector of a request that is sent to vLLM's core.
 
         Raises:
@@ -249,7 +294,12 @@ class VllmEngine(Engine):
             parameters = self._parameters(request)
             # A list of its own: vLLM keeps it. Shielded, since a request half sent could not be taken back.
             with anyio.CancelScope(shield=True):
-                collector = await llm.add_request(name, self._tokens_input(list(request.prompt)), parameters)
+                collector = await llm.add_request(
+                    name,
+                    self._tokens_input(list(request.prompt)),
+                    parameters,
+                    lora_request=self._adapters.request(adapter),
+                )
             sent = True
         except Exception as error:  # the border to vLLM, which refuses with errors of many kinds
             if llm.errored:
@@ -257,7 +307,7 @@ class VllmEngine(Engine):
             raise RequestRejected(f"{request.name}: {error}") from error
         finally:
             if not sent:
-                with anyio.move_on_after(_DRAIN_SECONDS, shield=True):
+                with anyio.move_on_after(DRAIN_SECONDS, shield=True):
                     await llm.abort(name)
         return collector
 
@@ -273,107 +323,6 @@ class VllmEngine(Engine):
 
     def _count_sampled(self, ids: int) -> None:
         self._sampled += ids
-
-
-class VllmStream(DeltaStream):
-    """The deltas of one request, out of vLLM's collector."""
-
-    def __init__(self, engine: VllmEngine, request: GenerationRequest) -> None:
-        self.rest: list[Delta] = []
-        self.finish: Finish | None = None
-        self._engine = engine
-        self._request = request
-        self._session = request.session or Session()
-        self._collector: Any = None
-        self._sampled = 0
-
-    async def __aenter__(self) -> Self:
-        engine, request = self._engine, self._request
-        engine._check(request)
-        await engine.gate.enter(self._session, engine._room(len(request.prompt), request))
-        try:
-            self._collector = await engine._add(request)
-        except BaseException:
-            self._leave()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if self.finish is None:
-                await self._drain()
-        finally:
-            self._collector.close()
-            self._leave()
-
-    def _leave(self) -> None:
-        engine, request = self._engine, self._request
-        engine.gate.leave(self._session, engine._room(len(request.prompt) + self._sampled, request))
-        if request.session is None:
-            engine.gate.close(self._session)
-
-    async def __anext__(self) -> Delta:
-        if self.finish is not None:
-            raise StopAsyncIteration
-        try:
-            return await self._read()
-        except Exception as error:  # whatever stands in the collector: vLLM's output loop has ended with it
-            raise self._died(error) from error
-
-    async def _read(self) -> Delta:
-        collector = self._collector
-        output = collector.get_nowait() or await collector.get()
-        completion = output.outputs[0]
-        ids = completion.token_ids
-        self._sampled += len(ids)
-        self._engine._count_sampled(len(ids))
-        if output.finished:
-            self.finish = _finish(output, completion, self._sampled)
-        return Delta(ids, _logprobs(completion.logprobs, len(ids)), self.finish)
-
-    async def _drain(self) -> None:
-        with anyio.move_on_after(_DRAIN_SECONDS, shield=True):
-            try:
-                await self._engine._drop(self._collector)
-                while self.finish is None:
-                    self.rest.append(await self._read())
-            except Exception as error:  # as above; the exception that is passing keeps its place
-                self._died(error)
-        if self.finish is None:
-            self.finish = Finish(FinishReason.ABORT, versions=_unstamped(self._sampled))
-
-    def _died(self, error: Exception) -> EngineDead:
-        death = self._engine._died(error)
-        self.finish = Finish(FinishReason.ERROR, stop=str(death), versions=_unstamped(self._sampled))
-        return death
-
-
-def _finish(output: Any, completion: Any, sampled: int) -> Finish:
-    reason = FinishReason(completion.finish_reason)
-    stop = completion.stop_reason
-    if reason is FinishReason.STOP and stop is None:
-        stop = completion.token_ids[-1]
-    spans = getattr(completion, "weight_versions", None)
-    versions = (
-        _unstamped(sampled)
-        if spans is None
-        else tuple(VersionSpan(span.version, span.start, span.end) for span in spans)
-    )
-    return Finish(reason, stop, versions, output.num_cached_tokens)
-
-
-def _unstamped(sampled: int) -> tuple[VersionSpan, ...]:
-    return (VersionSpan(_UNSTAMPED, 0, sampled),) if sampled else ()
-
-
-def _logprobs(flat: Any, count: int) -> list[float] | None:
-    if not count:
-        return []
-    # One entry a position, since only the sampled id's was asked for; before 0.32 a merged output may hold older ones.
-    values: list[float] = flat.logprobs
-    return values if len(values) == count else values[-count:]
 
 
 def _version(package: str) -> str | None:

@@ -23,70 +23,15 @@ import anyio
 import anyio.to_thread
 
 from runner.engines import orphans
+from runner.engines.scheduler_count import SchedulerCount
 from runner.engines.vllm_settings import VllmSettings, choose_settings
 from runner.errors import BadInput, BadModel, BadOption
 from runner.models import ModelSource
 
-__all__ = ["SchedulerCount", "VllmProcess"]
+__all__ = ["VllmProcess"]
 
 _STOP_SECONDS = 1.0  # vLLM's default takes 3.4 s for an engine that has nothing to do
 _VARIABLES = threading.Lock()  # the environment belongs to the process: one engine starts at a time
-
-
-class SchedulerCount:
-    """Open requests by the scheduler's own count; the front end's says 0 for one that leaked in the engine's core."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, int] = {}
-        self._usage: dict[int, float] = {}
-        self._changed: anyio.Event | None = None
-
-    @property
-    def open(self) -> int:
-        """Requests that the scheduler runs or has waiting."""
-        return sum(self._open.values())
-
-    @property
-    def kv_usage(self) -> float | None:
-        """Fraction of the KV cache in use, of the fullest core."""
-        return max(self._usage.values(), default=None)
-
-    def record(self, core: int, stats: Any) -> None:
-        """Keep what a core's scheduler said after a step."""
-        waiting = stats.num_waiting_reqs + getattr(stats, "num_skipped_waiting_reqs", 0)
-        self._open[core] = stats.num_running_reqs + waiting
-        self._usage[core] = stats.kv_cache_usage
-        if self._changed is not None:
-            self._changed.set()
-            self._changed = None
-
-    async def until_idle(self) -> None:
-        """Return when the scheduler has no open request."""
-        while self.open:
-            self._changed = self._changed or anyio.Event()
-            await self._changed.wait()
-
-    def logger(self) -> type:
-        """The class that vLLM makes its statistics logger of."""
-        from vllm.v1.metrics.loggers import PrometheusStatLogger
-
-        count = self
-
-        # vLLM adds a Prometheus logger, which fills histograms for every token, unless one of this class is there.
-        class Logger(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is not typed
-            def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
-                self.engine_indexes = engine_indexes
-
-            def record(self, scheduler_stats: Any, iteration_stats: Any, *rest: Any, **named: Any) -> None:
-                if scheduler_stats is not None:
-                    count.record(named.get("engine_idx", 0), scheduler_stats)
-
-            def log(self) -> None: ...
-            def log_engine_initialized(self) -> None: ...
-            def record_sleep_state(self, *rest: Any, **named: Any) -> None: ...
-            def record_admission_rejection(self, reason: str) -> None: ...
-
-        return Logger
 
 
 @dataclass(slots=True)
@@ -139,6 +84,11 @@ class VllmProcess:
             self.llm = None
             if handler is not None:
                 await asyncio.wait({handler})
+
+    def kill(self) -> None:
+        """End the engine's cores at once; vLLM notices, and every request ends with an error."""
+        for process in self.cores:
+            process.kill()
 
     def cause_of_death(self) -> str:
         """Why the engine died, in one line."""

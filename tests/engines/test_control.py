@@ -1,0 +1,544 @@
+"""Engine control: one state, one change at a time, and whoever waits meanwhile loses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+from anyio.lowlevel import checkpoint
+
+from runner import BadControl, BadOption, Conversation, EngineDead, Limits, Outcome, Run, Trajectory
+from runner.engines.base import Engine, Finish, FinishReason, GenerationRequest
+from runner.engines.control import EngineState, PauseMode
+from runner.engines.script import Latency
+from runner.engines.scripted_driver import ScriptedDriver
+from runner.errors import EngineError
+from runner.options import Sampling
+from runner.testing import ScriptedEngine, assert_exact, cancel_everywhere
+from runner.tokens.log import VersionSpan
+from tests.playing import Plain, tasks, until_end
+
+pytestmark = pytest.mark.anyio
+
+TEXT = "A long answer, a letter at a tick."
+MODES = [pytest.param(mode, id=mode.value) for mode in PauseMode]
+
+
+def slow(**settings: Any) -> ScriptedEngine:
+    return ScriptedEngine(TEXT, chunks=1, latency=Latency(between=1), record=True, **settings)
+
+
+def request(name: str = "episode/main/0", **fields: Any) -> GenerationRequest:
+    return GenerationRequest(name=name, prompt=[72, 105], sampling=Sampling.defaults(), **fields)
+
+
+@dataclass
+class Said:
+    """What one request was answered so far."""
+
+    ids: list[int]
+    finish: Finish | None = None
+
+
+@asynccontextmanager
+async def saying(engine: Engine, *, at_least: int = 3) -> AsyncIterator[Said]:
+    """A request of which so many ids were read; it goes on beside the block, and has ended after it."""
+    said = Said([])
+    begun = anyio.Event()
+
+    async def read() -> None:
+        async with engine.stream(request()) as stream:
+            async for delta in stream:
+                said.ids += delta.token_ids
+                if len(said.ids) >= at_least:
+                    begun.set()
+        said.finish = stream.finish
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(read)
+        await begun.wait()
+        yield said
+
+
+async def ask(engine: Engine) -> tuple[list[int], Finish]:
+    async with engine.stream(request()) as stream:
+        ids = [token_id async for delta in stream for token_id in delta.token_ids]
+    assert stream.finish is not None
+    return ids, stream.finish
+
+
+async def a_while(steps: int = 20) -> None:
+    for _ in range(steps):
+        await checkpoint()
+
+
+# --- what is refused, and when
+
+
+async def nothing(engine: Engine) -> None: ...
+
+
+async def paused(engine: Engine) -> None:
+    await engine.pause()
+
+
+async def asleep(engine: Engine) -> None:
+    await engine.sleep()
+
+
+async def half_awake(engine: Engine) -> None:
+    await engine.sleep()
+    await engine.wake(["kv_cache"])
+
+
+async def discarded(engine: Engine) -> None:
+    await engine.sleep(2)
+    await engine.wake()
+
+
+REFUSED: list[Any] = [
+    pytest.param(nothing, lambda e: e.resume(), r"resume\(\): the engine is running, not paused", id="resume unpaused"),
+    pytest.param(nothing, lambda e: e.wake(), r"wake\(\): the engine is running, not asleep", id="wake awake"),
+    pytest.param(paused, lambda e: e.pause(), r"pause\(\): the engine is paused already. resume\(\)", id="pause twice"),
+    pytest.param(paused, lambda e: e.wake(), r"wake\(\): the engine is paused, not asleep", id="wake paused"),
+    pytest.param(asleep, lambda e: e.sleep(), r"sleep\(\): the engine is asleep already", id="sleep twice"),
+    pytest.param(asleep, lambda e: e.pause(), r"pause\(\): the engine is asleep already. wake\(\)", id="pause asleep"),
+    pytest.param(asleep, lambda e: e.resume(), r"resume\(\): the engine is asleep.* wake\(\)", id="resume asleep"),
+    pytest.param(
+        asleep, lambda e: e.update_weights(None), r"memory of the weights is asleep: wake\(\['weights'\]\)", id="update"
+    ),
+    pytest.param(half_awake, lambda e: e.update_weights(None), "memory of the weights is asleep", id="update half"),
+    pytest.param(asleep, lambda e: e.reset_prefix_cache(), "the engine is asleep and has no cache", id="reset asleep"),
+    pytest.param(discarded, lambda e: e.resume(), r"sleep\(2\) discarded the weights: update_weights", id="no weights"),
+    pytest.param(nothing, lambda e: e.start_profile(), "a scripted engine has no profiler", id="profile"),
+    pytest.param(nothing, lambda e: e.pause("hard"), "mode='hard': give one of wait, keep, abort", id="mode"),
+    pytest.param(nothing, lambda e: e.sleep(3), r"sleep\(level=3\): give 1, .* or 2", id="level"),
+    pytest.param(asleep, lambda e: e.wake(["cache"]), "give a list of weights and kv_cache", id="tag"),
+    pytest.param(asleep, lambda e: e.wake("weights"), "give a list of weights and kv_cache", id="tag no list"),
+    pytest.param(
+        nothing, lambda e: e.update_weights(None, version="scripted"), "these weights were there before", id="version"
+    ),
+    pytest.param(nothing, lambda e: e.update_weights(None, version=""), "give a name, or nothing to count", id="empty"),
+]
+
+
+@pytest.mark.parametrize(("before", "refused", "said"), REFUSED)
+async def test_what_cannot_be_now_is_one_clear_error_and_changes_nothing(
+    before: Callable[[Engine], Awaitable[None]], refused: Callable[[Engine], Awaitable[None]], said: str
+) -> None:
+    async with slow() as engine:
+        await before(engine)
+        state, version, gate = engine.state, engine.weight_version, engine._gate._held
+        with pytest.raises((BadControl, BadOption), match=said):
+            await refused(engine)
+        assert (engine.state, engine.weight_version, engine._gate._held) == (state, version, gate)
+        assert engine.standstill.on is gate
+
+
+async def test_an_engine_without_weights_of_ours_says_so() -> None:
+    engine = slow()
+    engine.control = None
+    with pytest.raises(BadControl, match=r"ScriptedEngine cannot be controlled"):
+        await engine.pause()
+    assert (engine.state, engine.weight_version) == (EngineState.RUNNING, "")
+
+
+# --- the turns that are being sampled
+
+
+async def test_keep_stands_still_and_goes_on_from_where_it_was() -> None:
+    async with slow() as engine:
+        undisturbed, _ = await ask(engine)
+        async with saying(engine) as said:
+            await engine.pause("keep")
+            await a_while()  # what had left the engine is read
+            before = list(said.ids)
+            await a_while()
+            assert said.ids == before
+            assert len(before) < len(undisturbed)
+            assert engine.stats().state is EngineState.PAUSED
+            assert engine.is_alive()
+            await engine.health()
+            await engine.resume()
+        assert said.ids == undisturbed
+        assert said.finish is not None
+        assert said.finish.reason is FinishReason.STOP
+
+
+async def test_wait_lets_them_end_first_and_nobody_else_begin() -> None:
+    async with slow() as engine, anyio.create_task_group() as group:
+        undisturbed, _ = await ask(engine)
+        async with saying(engine) as said:
+            await engine.pause("wait")
+            assert not engine.open_streams
+            await a_while()
+            assert said.ids == undisturbed
+        group.start_soon(ask, engine)
+        await a_while()
+        assert (engine.stats().open, engine.stats().waiting) == (0, 1)
+        await engine.resume()
+    assert engine.stats().open == engine.stats().waiting == 0
+    assert len(engine.calls) == 3
+
+
+async def test_abort_cuts_them_with_what_they_had() -> None:
+    async with slow() as engine:
+        undisturbed, _ = await ask(engine)
+        async with saying(engine) as said:
+            await engine.pause("abort")
+            assert not engine.open_streams
+        assert said.finish is not None
+        assert said.finish.reason is FinishReason.ABORT
+        assert said.ids == undisturbed[: len(said.ids)] != undisturbed
+        await engine.resume()
+        assert (await ask(engine))[0] == undisturbed
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_no_episode_of_a_run_is_lost_or_inexact(mode: PauseMode) -> None:
+    engine = slow(places=3)
+    async with Run(Plain, engine, tasks=tasks(6)) as run:
+        for _ in range(4):
+            while not engine.open_streams and run.summary.episodes < 6:
+                await checkpoint()
+            await engine.pause(mode)
+            await a_while()
+            assert mode is PauseMode.KEEP or engine.stats().open == 0
+            await engine.resume()
+            await a_while(3)
+        got = [trajectory async for trajectory in run]
+        stats = engine.stats()
+    assert {trajectory.outcome for trajectory in got} == {Outcome.COMPLETED}
+    assert [turn.text for trajectory in got for turn in trajectory.turns] == [TEXT] * 6
+    assert {trajectory.attempt for trajectory in got} == {0}
+    for trajectory in got:
+        assert_exact(trajectory)
+    assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
+    assert (len(engine.calls) > 6) is (mode is PauseMode.ABORT), "only what was cut is asked anew"
+
+
+async def test_a_sleep_cuts_turns_as_an_abort_does_and_the_run_goes_on_once_awake() -> None:
+    engine = slow(places=3)
+    async with Run(Plain, engine, tasks=tasks(6)) as run:
+        while len(engine.open_streams) < 3:
+            await checkpoint()
+        await engine.finish_generation()
+        await engine.finish_generation()
+        assert engine.stats().state is EngineState.ASLEEP
+        await engine.health()
+        await a_while()
+        assert (engine.stats().open, engine.stats().waiting) == (0, 6)
+        await engine.prepare_for_generation()
+        await engine.prepare_for_generation()
+        assert engine.stats().state is EngineState.RUNNING
+        got = [trajectory async for trajectory in run]
+    assert {trajectory.outcome for trajectory in got} == {Outcome.COMPLETED}
+    assert len(engine.calls) == 9
+
+
+# --- clocks
+
+
+@pytest.fixture
+def clock() -> trio.testing.MockClock:
+    return trio.testing.MockClock()
+
+
+class Timed(Plain):
+    """Says when it speaks and works, so that a test can pause meanwhile."""
+
+    def __init__(self, between: Callable[[], Awaitable[None]] = checkpoint) -> None:
+        self.between = between
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        await self.between()
+        conversation.add("Go on.")
+        await conversation.generate()
+
+
+async def in_a_pause(mode: str, *, environment: Plain, clock: trio.testing.MockClock, **limits: Any) -> list[Any]:
+    engine = slow(places=1)
+    async with Run(environment, engine, tasks=tasks(2), limits=Limits(**limits), retries=0) as run:
+        while not engine.open_streams:
+            await checkpoint()
+        await a_while(3)
+        await engine.pause(mode)
+        await a_while()
+        clock.jump(1000)
+        await a_while()
+        await engine.resume()
+        return [trajectory async for trajectory in run]
+
+
+# Only trio has a clock that a test can move.
+@pytest.mark.parametrize("mode", MODES)
+def test_the_clocks_of_whoever_waits_for_a_paused_engine_stand_still(
+    mode: PauseMode, clock: trio.testing.MockClock
+) -> None:
+    async def main() -> None:
+        trajectories = await in_a_pause(mode, environment=Timed(), clock=clock, seconds=50)
+        assert [each.outcome for each in trajectories] == [Outcome.COMPLETED] * 2
+
+    trio.run(main, clock=clock)
+
+
+def test_the_clock_of_an_environment_at_work_goes_on_while_the_engine_is_paused(clock: trio.testing.MockClock) -> None:
+    async def main() -> None:
+        engine = ScriptedEngine("Yes")
+
+        async def work() -> None:
+            await engine.pause()
+            clock.jump(1000)
+            await checkpoint()
+            await engine.resume()
+
+        async with Run(Timed(work), engine, limits=Limits(seconds=50)) as run:
+            (trajectory,) = [each async for each in run]
+        assert (trajectory.outcome, trajectory.limit) == (Outcome.TIME_LIMIT, "seconds")
+
+    trio.run(main, clock=clock)
+
+
+# --- weights
+
+
+async def test_an_update_under_a_turn_leaves_exact_spans_and_tells_who_listens() -> None:
+    heard: list[str] = []
+    async with slow() as engine:
+        undisturbed, _ = await ask(engine)
+        assert engine.control is not None
+        engine.control.listeners.add(lambda: heard.append(engine.weight_version))
+        async with saying(engine) as said:
+            await engine.update_weights(None, version="new")
+            sampled = len(said.ids)
+        update = await engine.update_weights(None)
+        _, finish = await ask(engine)
+        lags = [engine.control.lag(version) for version in ("scripted", "new", "2", "never there")]
+    assert said.ids == undisturbed
+    assert said.finish is not None
+    old, new = said.finish.versions
+    assert (old.version, old.start, new.version, new.end) == ("scripted", 0, "new", len(undisturbed))
+    assert old.end == new.start
+    assert abs(old.end - sampled) <= 1
+    assert (update.version, heard, lags) == ("2", ["new", "2"], [2, 1, 0, 0])
+    assert finish.versions == (VersionSpan("2", 0, len(undisturbed)),)
+    assert min(update.check_seconds, update.pause_seconds, update.load_seconds) >= 0
+
+
+async def test_an_update_leaves_a_paused_engine_paused_and_a_sleeping_one_asleep() -> None:
+    async with slow() as engine:
+        await engine.pause()
+        await engine.update_weights(None)
+        assert (engine.state, engine.weight_version) == (EngineState.PAUSED, "1")
+        await engine.sleep()
+        await engine.wake(["weights"])
+        await engine.update_weights(None)
+        assert (engine.state, engine.weight_version) == (EngineState.ASLEEP, "2")
+        await engine.wake()
+        assert engine.state is EngineState.PAUSED, "as it was before it slept"
+        await engine.resume()
+        assert engine.stats().weight_version == (await ask(engine))[1].versions[0].version == "2"
+
+
+async def test_weights_that_sleep_discarded_have_to_be_given_before_the_engine_goes_on() -> None:
+    async with slow() as engine, anyio.create_task_group() as group:
+        await discarded(engine)
+        assert engine.stats().state is EngineState.PAUSED
+        group.start_soon(ask, engine)
+        await a_while()
+        assert engine.stats().waiting == 1
+        await engine.update_weights(None)
+        assert engine.stats().state is EngineState.RUNNING
+
+
+async def test_changes_come_one_after_another_however_many_ask_at_once() -> None:
+    async with slow() as engine, anyio.create_task_group() as group:
+        undisturbed, _ = await ask(engine)
+        async with saying(engine) as said:
+            for mode in ("wait", "keep", "keep") * 3:
+                group.start_soon(lambda mode: engine.update_weights(None, mode=mode), mode)
+        assert said.ids == undisturbed
+    assert engine.state is EngineState.RUNNING
+    assert engine.control is not None
+    assert engine.control.versions == ["scripted", *map(str, range(1, 10))]
+
+
+# --- what fails, and what is cancelled
+
+
+class Careful(ScriptedDriver):
+    """Suspends before and after everything it does, and fails where it is told to."""
+
+    def __init__(self, engine: ScriptedEngine, fails: str = "") -> None:
+        super().__init__(engine)
+        self.fails = fails
+        self.dies = False
+
+    async def _do(self, name: str, call: Callable[..., Awaitable[None]], *given: Any) -> None:
+        await checkpoint()
+        await call(*given)
+        if name == self.fails:
+            self.fails = ""
+            if self.dies:
+                self._engine.die("half way")
+                raise self._engine._dead()
+            raise EngineError(f"{name} failed")
+        await checkpoint()
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._do("pause", super().pause, mode)
+
+    async def resume(self) -> None:
+        await self._do(
+            "resume",
+            super().resume,
+        )
+
+    async def check_weights(self, source: Any) -> None:
+        await self._do("check", super().check_weights, source)
+
+    async def load_weights(self, checked: Any, version: str) -> None:
+        await self._do("load", super().load_weights, checked, version)
+
+    async def sleep(self, level: int) -> None:
+        await self._do("sleep", super().sleep, level)
+
+    async def wake(self, tags: Collection[str]) -> None:
+        await self._do("wake", super().wake, tags)
+
+
+@asynccontextmanager
+async def careful(fails: str = "", **settings: Any) -> AsyncIterator[tuple[ScriptedEngine, Careful]]:
+    async with slow(**settings) as engine:
+        assert engine.control is not None
+        driver = engine.control.driver = Careful(engine, fails)
+        yield engine, driver
+
+
+async def test_a_pause_that_fails_is_undone() -> None:
+    async with careful("pause") as (engine, _):
+        undisturbed, _ = await ask(engine)
+        async with saying(engine) as said:
+            with pytest.raises(EngineError, match="pause failed"):
+                await engine.pause("keep")
+            assert engine.state is EngineState.RUNNING
+        assert said.ids == undisturbed
+        assert (await ask(engine))[0] == undisturbed
+
+
+async def test_a_pause_that_can_not_be_undone_can_be_resumed_later() -> None:
+    async with careful("pause") as (engine, driver):
+        held = driver.pause
+
+        async def pause(mode: PauseMode) -> None:
+            driver.fails = "pause"
+            try:
+                await held(mode)
+            finally:
+                driver.fails = "resume"
+
+        driver.pause = pause  # type: ignore[method-assign]  # this one time
+        with pytest.raises(EngineError, match="resume failed"):
+            await engine.pause("keep")
+        assert engine.state is EngineState.PAUSED
+        await engine.resume()
+        assert (await ask(engine))[0]
+
+
+async def test_weights_that_are_refused_leave_everything_as_it_was() -> None:
+    async with careful("check") as (engine, _):
+        async with saying(engine) as said:
+            with pytest.raises(EngineError, match="check failed"):
+                await engine.update_weights(None)
+            assert not engine.standstill.on
+        assert said.finish is not None
+        assert [span.version for span in said.finish.versions] == ["scripted"]
+        assert (engine.state, engine.weight_version) == (EngineState.RUNNING, "scripted")
+
+
+async def test_a_failure_past_the_check_ends_every_episode_with_one_cause_and_keeps_the_version() -> None:
+    got: list[Trajectory] = []
+    async with careful("load", places=3) as (engine, driver):
+        driver.dies = True
+
+        async def update() -> None:
+            while not engine.open_streams:
+                await checkpoint()
+            with pytest.raises(EngineDead, match="half way"):
+                await engine.update_weights(None)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(update)
+            with pytest.raises(EngineDead, match="half way"):
+                await until_end(Run(Plain, engine, tasks=tasks(6), breaker=1.0), got)
+        assert (engine.weight_version, engine.is_alive()) == ("scripted", False)
+    assert got
+    assert {trajectory.outcome for trajectory in got} == {Outcome.ENGINE_ERROR}
+    assert len({trajectory.error for trajectory in got}) == 1
+    stats = engine.stats()
+    assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
+
+
+async def pausing(engine: Engine, mode: str) -> None:
+    await engine.pause(mode)
+    try:
+        await checkpoint()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await engine.resume()
+
+
+async def updating(engine: Engine, mode: str) -> None:
+    await engine.update_weights(None, mode=mode)
+
+
+SCENARIOS = [
+    *(pytest.param(pausing, mode, id=f"pause {mode}") for mode in PauseMode),
+    *(pytest.param(updating, mode, id=f"update {mode}") for mode in PauseMode),
+]
+
+
+@pytest.mark.parametrize(("scenario", "how"), SCENARIOS)
+async def test_cancelled_at_every_point_it_is_done_or_was_never_begun(
+    scenario: Callable[[Engine, str], Awaitable[None]], how: str
+) -> None:
+    async with careful() as (engine, _):
+        undisturbed, _ = await ask(engine)
+        assert engine.control is not None
+
+        async def meanwhile() -> None:
+            async with saying(engine):
+                await scenario(engine, how)
+
+        async def nothing_is_left() -> None:
+            assert (engine.state, engine.standstill.on) == (EngineState.RUNNING, False)
+            assert (engine.stats().open, engine.stats().waiting) == (0, 0)
+            ids, finish = await ask(engine)
+            assert ids == undisturbed
+            assert [span.version for span in finish.versions] == [engine.weight_version]
+
+        assert await cancel_everywhere(meanwhile, check=nothing_is_left) > 5
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_a_sleep_that_is_cancelled_is_whole_or_not_at_all(level: int) -> None:
+    async with careful() as (engine, _):
+        undisturbed, _ = await ask(engine)
+
+        async def whole_or_not_at_all() -> None:
+            assert engine.control is not None
+            if engine.state is EngineState.ASLEEP:
+                assert engine.control.asleep == {"weights", "kv_cache"}
+                await engine.wake()
+            if engine.state is EngineState.PAUSED:
+                assert level == 2
+                await engine.update_weights(None)
+            assert (engine.state, (await ask(engine))[0]) == (EngineState.RUNNING, undisturbed)
+
+        assert await cancel_everywhere(lambda: engine.sleep(level), check=whole_or_not_at_all) > 2
