@@ -97,6 +97,7 @@ class ScriptedEngine(Engine):
         faults: what goes wrong, by the number of the request or by a predicate.
         logprobs: give log-probabilities; False gives None.
         record: keep every request and what it got in `calls`; memory then grows with the run.
+        adapters: names that `Sampling(adapter=)` can have from the beginning; `add_adapter` adds others.
 
     Attributes:
         calls: what was recorded.
@@ -124,6 +125,7 @@ class ScriptedEngine(Engine):
         faults: Faults | None = None,
         logprobs: bool = True,
         record: bool = False,
+        adapters: Sequence[str] = (),
     ) -> None:
         for name, value, least in (
             ("context", context, 2),
@@ -156,13 +158,13 @@ class ScriptedEngine(Engine):
         self._tick = tick
         self._faults = faults
         self._record = record
+        self._adapters = AdapterBook(adapters)
         self._tasks: anyio.abc.TaskGroup | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._gate = AdmissionGate(self.places, self._room)
         self._ticker = Ticker(self._deliver, seconds=self._tick)
-        self._adapters = AdapterBook()
         self.control = EngineControl(ScriptedDriver(self), self._gate, [_WEIGHT_VERSION], self._adapters)
         self._open: dict[ScriptedStream, None] = {}  # ordered, so that faults come to all in one order
         self._closing: anyio.Event | None = None

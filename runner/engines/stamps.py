@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from runner.engines.adapters import AdapterVersion
 from runner.tokens.log import VersionSpan
 
 __all__ = ["Stamps"]
@@ -14,12 +15,18 @@ class Stamps:
 
     Args:
         version: of the weights that sample its first id.
+        adapter: on them, whose label every version of this request then ends with; None without one.
     """
 
-    __slots__ = ("_marks",)
+    __slots__ = ("_adapter", "_marks")
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, version: str, adapter: AdapterVersion | None = None) -> None:
         self._marks = [(version, 0)]
+        self._adapter = "" if adapter is None else f"+{adapter.label}"
+
+    def named(self, version: str) -> str:
+        """A version of the weights with the adapter on them, as "7+poet@2"."""
+        return version + self._adapter
 
     def mark(self, version: str, sampled: int) -> None:
         """The weights were exchanged when so many ids had been sampled."""
@@ -28,4 +35,6 @@ class Stamps:
     def spans(self, length: int) -> tuple[VersionSpan, ...]:
         """The versions of the first `length` ids, in order; a version that sampled nothing is not among them."""
         ends = [*((version, min(start, length)) for version, start in self._marks), ("", length)]
-        return tuple(VersionSpan(version, start, end) for (version, start), (_, end) in pairwise(ends) if start < end)
+        return tuple(
+            VersionSpan(self.named(version), start, end) for (version, start), (_, end) in pairwise(ends) if start < end
+        )

@@ -279,7 +279,7 @@ class VllmEngine(Engine):
             )
         self._adapters.check(request.name, request.sampling.adapter)
 
-    async def _add(self, request: GenerationRequest, adapter: AdapterVersion | None) -> Any:
+    async def _add(self, request: GenerationRequest, adapter: AdapterVersion | None = None) -> Any:
         """The collector of a request that is sent to vLLM's core.
 
         Raises:

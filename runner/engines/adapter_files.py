@@ -1,0 +1,251 @@
+"""LoRA adapters as PEFT saves them: a copy that nobody writes over, compared with the model before vLLM sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.engines.weights import FLOATS, TensorForm, read_folder
+from runner.errors import BadOption, BadWeights
+
+__all__ = ["AdapterRules", "check_adapter", "keep_adapter"]
+
+_CONFIG = "adapter_config.json"
+_TENSORS = "adapter_model.safetensors"
+_MEMORY = Path("/dev/shm")
+_SAVE = "save it with PEFT's model.save_pretrained(folder)"
+_PART = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+)\.(?:lora_(?P<part>[AB])\.weight|lora_embedding_(?P<table>[AB]))"
+)
+_BASE_COPY = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")  # which vLLM skips
+_EXPERTS = ".experts"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRules:
+    """What an engine takes.
+
+    Attributes:
+        model: its name, for errors.
+        forms: of every tensor of the model, by name; empty where they are not known.
+        quantized: the model's tensors do not have the shapes of what they stand for.
+        composite: the model is of several parts, and its files may call them otherwise than PEFT does.
+        check_config: raises ValueError for a configuration that the engine does not take.
+        rank_of: the rank that a configuration gives a module.
+    """
+
+    model: str
+    forms: Mapping[str, TensorForm]
+    quantized: bool
+    composite: bool
+    check_config: Callable[[dict[str, Any]], None]
+    rank_of: Callable[[dict[str, Any], str], int]
+
+
+def keep_adapter(source: Any, config: Mapping[str, Any] | None) -> Path:
+    """A copy of an adapter in a new folder, in memory where there is room. Blocks.
+
+    Args:
+        source: a folder as PEFT saves it, or its tensors by name.
+        config: what is in adapter_config.json; with tensors only.
+
+    Raises:
+        BadOption: tensors without a configuration, or a folder with one.
+        BadWeights: there is no such folder, or no adapter in it.
+    """
+    if isinstance(source, Mapping):
+        return _keep_tensors(source, config)
+    if not isinstance(source, str | os.PathLike):
+        raise BadWeights(f"give a folder, or a mapping of names to tensors, not {type(source).__name__}.")
+    if config is not None:
+        raise BadOption(f"add_adapter(config=...) goes with tensors; a folder has its own, in {_CONFIG}.")
+    folder = Path(source).expanduser()
+    _check_folder(folder)
+    kept = _new_folder((folder / _TENSORS).stat().st_size)
+    try:
+        for name in (_CONFIG, _TENSORS):
+            shutil.copyfile(folder / name, kept / name)
+    except OSError as error:
+        shutil.rmtree(kept, ignore_errors=True)
+        raise BadWeights(f"it cannot be copied: {error}.") from error
+    return kept
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        what = "this is a file: give the folder that holds it" if folder.is_file() else "there is no such folder"
+        raise BadWeights(f"{what}.")
+    for name in (_CONFIG, _TENSORS):
+        if not (folder / name).is_file():
+            other = (folder / "adapter_model.bin").is_file() and name == _TENSORS
+            raise BadWeights(f"{name} is missing{', and adapter_model.bin is not taken' if other else ''}: {_SAVE}.")
+
+
+def _keep_tensors(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Path:
+    from safetensors.torch import save_file
+    from torch import Tensor
+
+    if not isinstance(config, Mapping):
+        raise BadOption(
+            "add_adapter(tensors, config=...): tensors come with what adapter_config.json would hold, at least "
+            "r, lora_alpha and target_modules: a dict, such as LoraConfig(...).to_dict()."
+        )
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise BadWeights(f"{name!r} is {type(tensor).__name__}, not a tensor of torch.")
+    written = json.dumps(dict(config), default=_plain)
+    kept = _new_folder(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, kept / _TENSORS)
+        (kept / _CONFIG).write_text(written)
+    except (OSError, RuntimeError) as error:  # no room; tensors that share memory
+        shutil.rmtree(kept, ignore_errors=True)
+        raise BadWeights(f"the tensors cannot be kept: {error}") from error
+    return kept
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: PEFT keeps target modules in a set."""
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)
+
+
+def _new_folder(size: int) -> Path:
+    roomy = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 2 * size
+    return Path(tempfile.mkdtemp(prefix="deltarunner-adapter-", dir=_MEMORY if roomy else None))
+
+
+def check_adapter(folder: Path, rules: AdapterRules) -> None:
+    """Return if an adapter fits the model.
+
+    Raises:
+        BadWeights: it does not; names the setting, the tensor or the file.
+    """
+    config = _config(folder / _CONFIG)
+    try:
+        rules.check_config(config)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BadWeights(f"{_CONFIG}: {error}") from error
+    forms = read_folder(folder).forms
+    parts = dict(_parts(forms))
+    if not parts:
+        raise BadWeights(f"{_TENSORS} holds no tensor of an adapter: {_SAVE}.")
+    for module, pair in _pairs(parts).items():
+        _check_module(module, pair, parts, config, rules)
+    _check_complete(config, {module for module, _ in parts}, rules)
+    _check_finite(folder / _TENSORS)
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise BadWeights(f"{file.name} is no JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise BadWeights(f"{file.name} holds {type(config).__name__}, not settings by name: {_SAVE}.")
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise BadWeights(f"{file.name} says peft_type {kind!r}: only LORA is taken.")
+    return config
+
+
+_Parts = Mapping[tuple[str, str], tuple[str, TensorForm]]
+"""By module and "A" or "B": the tensor's name and form."""
+
+
+def _parts(forms: Mapping[str, TensorForm]) -> Iterator[tuple[tuple[str, str], tuple[str, TensorForm]]]:
+    for name, form in forms.items():
+        if name.endswith(_BASE_COPY):
+            continue
+        found = _PART.fullmatch(name)
+        if found is None:
+            raise BadWeights(f"the tensor {name!r} is none of a LoRA adapter{_hint(name)}.")
+        if form.dtype not in FLOATS:
+            raise BadWeights(f"the tensor {name!r} is {form.dtype}: give one of {', '.join(FLOATS)}.")
+        yield (found["module"], found["part"] or found["table"]), (name, form)
+
+
+def _hint(name: str) -> str:
+    if "lora_magnitude_vector" in name:
+        return ": vLLM knows no DoRA"
+    if re.search(r"\.lora_(embedding_)?[AB]\.\w+\.weight$", name):
+        return ": take the tensors of PEFT's get_peft_model_state_dict(model), which leaves the adapter's name out"
+    return f": {_SAVE}"
+
+
+def _pairs(parts: _Parts) -> dict[str, bool]:
+    """The modules, and whether each is an embedding's."""
+    return {module: "lora_embedding" in name for (module, _), (name, _) in parts.items()}
+
+
+def _check_module(module: str, table: bool, parts: _Parts, config: dict[str, Any], rules: AdapterRules) -> None:
+    for one, other in ("AB", "BA"):
+        if (module, one) not in parts:
+            name, _ = parts[module, other]
+            raise BadWeights(f"the tensor {name!r} has no lora_{one} beside it: the file is not whole; {_SAVE}.")
+    if not rules.forms or _EXPERTS in module:  # fused or split, in one of several ways: vLLM compares them
+        return
+    shape = _shape_of(module, rules)
+    if shape is None:
+        return
+    rank = rules.rank_of(config, module)
+    given_by, taken_by = shape if not table else reversed(shape)
+    for part, wanted in (("A", (rank, taken_by)), ("B", (given_by, rank))):
+        name, form = parts[module, part]
+        if form.shape != wanted:
+            raise BadWeights(
+                f"the tensor {name!r} has shape {form.shape}; with rank {rank} and {module}.weight {shape} of "
+                f"{rules.model} it is {wanted}."
+            )
+
+
+def _shape_of(module: str, rules: AdapterRules) -> tuple[int, ...] | None:
+    """Of the model's weight that the adapter changes; None where it is not known.
+
+    Raises:
+        BadWeights: the model has no such module; vLLM would ignore the tensors.
+    """
+    form = rules.forms.get(f"{module}.weight")
+    if form is not None:
+        return None if rules.quantized else form.shape
+    layer = re.search(r"(?<=\.)layers\.\d+\..*", module)
+    ends = layer[0] if layer and rules.composite else module
+    names = (f".{name}." for name in rules.forms)
+    if (rules.quantized or rules.composite) and any(f".{ends}." in name for name in names):
+        return None
+    raise BadWeights(f"{rules.model} has no module {module!r}{_inner(module, rules)}: vLLM would leave it out.")
+
+
+def _inner(module: str, rules: AdapterRules) -> str:
+    """What is wrong with the name of a module that the model has under another one."""
+    whole = next((name for name in rules.forms if name.endswith(f".{module}.weight")), None)
+    return f" but {whole.removesuffix('.weight')!r}; train the whole model, not a part of it" if whole else ""
+
+
+def _check_complete(config: Mapping[str, Any], modules: Collection[str], rules: AdapterRules) -> None:
+    targets = config.get("target_modules")
+    if not isinstance(targets, list) or config.get("exclude_modules"):
+        return
+    for target in targets:
+        ends = f".{target}"
+        if any(f".{name}".endswith(f"{ends}.weight") for name in rules.forms) and not any(
+            f".{module}".endswith(ends) for module in modules
+        ):
+            raise BadWeights(
+                f"{_TENSORS} has no tensor of the target module {target!r}: the file is not whole; {_SAVE}."
+            )
+
+
+def _check_finite(file: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118  # it is no mapping
+            if not opened.get_tensor(name).isfinite().all():
+                raise BadWeights(f"the tensor {name!r} holds a value that is NaN or infinite.")
