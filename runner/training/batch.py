@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -266,6 +266,19 @@ class TrainingTensors:
         it looks at one sequence only: give `reshape(1, -1)` of both arrays there.
         """
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
+
+    def split(self, sequences: int) -> Iterator[TrainingTensors]:
+        """Parts of at most so many sequences, for a pass forward and backward each; views, no copies.
+
+        Raises:
+            BadOption: `sequences` is below 1.
+        """
+        require(sequences=sequences)
+        for start in range(0, len(self.input_ids), sequences):
+            parts = {
+                each.name: getattr(self, each.name)[start : start + sequences] for each in dataclasses.fields(self)
+            }
+            yield TrainingTensors(**parts)
 
 
 def _check_lengths(rows: Sequence[TrainingRow], length: int) -> None:

@@ -14,19 +14,26 @@ from runner.trajectory import Turn
 
 __all__ = ["constrained_ids", "inexact_reason", "temperatures"]
 
+_COOLEST = 0.01  # vLLM takes this for anything between 0 and it
+
 
 def inexact_reason(rows: Sequence[TrainingRow]) -> str:
     """Why exp(trainer's log-probability - recorded one) is not the ratio of two policies; "" where it is.
 
     The recorded one is that of the distribution which was sampled from. With top-k, top-p or min-p that is what was
     left of the vocabulary, scaled up to 1: over the whole vocabulary a trainer gets less, by the share that was cut,
-    with no change of the policy at all. What was sampled at temperature 0 had no distribution. Temperature and grammar
-    are no such reasons, since a trainer can apply them: see `temperatures` and `constrained_ids`.
+    with no change of the policy at all. What was sampled at temperature 0 had no distribution, and what several LoRA
+    adapters sampled no one policy. Temperature and grammar are no such reasons, since a trainer can apply them: see
+    `temperatures` and `constrained_ids`.
 
     Returns:
         Each reason, with how many turns it concerns, or ids.
     """
-    turns = Counter(reason for row in rows for turn in _trained(row) for reason in _reasons(turn.sampling))
+    samplings = [turn.sampling for row in rows for turn in _trained(row)]
+    turns = Counter(reason for sampling in samplings for reason in _reasons(sampling))
+    adapters = Counter(f"adapter={sampling.adapter!r}" for sampling in samplings if sampling is not None)
+    if len(adapters) > 1:
+        turns += adapters
     said = [f"{reason} ({count} {'turn' if count == 1 else 'turns'})" for reason, count in sorted(turns.items())]
     unknown = sum(int(np.isnan(row.logprobs).sum()) for row in rows)
     if unknown:
@@ -43,7 +50,7 @@ def temperatures(row: TrainingRow) -> NDArray[np.float32]:
     values = np.ones(len(row), dtype=np.float32)
     for turn in _trained(row):
         if turn.sampling is not None and turn.sampling.temperature > 0:
-            values[turn.start : turn.end] = turn.sampling.temperature
+            values[turn.start : turn.end] = max(turn.sampling.temperature, _COOLEST)
     return values
 
 

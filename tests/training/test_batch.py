@@ -328,4 +328,4 @@ def test_the_page_names_every_array() -> None:
     assert all(f"`{name}`" in page for name in ARRAYS)
     public = [name for name in dir(TrainingBatch) if not name.startswith("_") and name not in ARRAYS]
     unnamed: Sequence[str] = [name for name in public if not re.search(rf"[`.]{name}\b", page)]
-    assert unnamed == ["layout", "lengths"]
+    assert unnamed == ["lengths"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from runner import BadOption
 from runner.training.advantages import dr_grpo, grpo
 from runner.training.batch import TrainingBatch
 from tests.training.making import group, made, prompt, said
@@ -28,6 +29,17 @@ def test_tensors_hold_the_arrays_in_the_types_that_models_take() -> None:
     assert batch.advantages.max() == 0.5
     rows = batch.unpadded(tensors.input_ids)
     assert [row.tolist() for row in rows] == [row.ids.tolist() for row in batch.rows]
+
+
+def test_tensors_are_split_into_parts_that_lose_nothing() -> None:
+    torch = pytest.importorskip("torch")
+    tensors = TrainingBatch.padded(two(), pad_id=0).torch()
+    parts = list(tensors.split(2))
+    assert [len(part.input_ids) for part in parts] == [2, 1]
+    for name in ARRAYS:
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(tensors, name))
+    with pytest.raises(BadOption, match="sequences=0: give"):
+        next(tensors.split(0))
 
 
 def tiny_model() -> Any:

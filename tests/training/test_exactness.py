@@ -68,6 +68,17 @@ def test_temperatures_stand_where_their_turns_were_sampled() -> None:
     assert temperatures(row).tolist() == [1, 1, 0.5, 0.5, 1, 2, 1, 1]
 
 
+def test_a_temperature_below_the_engines_coolest_is_that_one() -> None:
+    (row,) = rows(made([prompt(1), said(2)], sampling=sampling(temperature=0.001)))
+    assert temperatures(row).tolist() == [1, pytest.approx(0.01)]
+
+
+def test_turns_of_several_adapters_are_no_one_policy() -> None:
+    plain, tuned = made([prompt(1), said(2)]), made([prompt(1), said(2)], sampling=sampling(adapter="style"))
+    assert inexact_reason(rows(tuned, tuned)) == ""
+    assert inexact_reason(rows(plain, tuned)) == "adapter='style' (1 turn); adapter=None (1 turn)"
+
+
 def test_an_unknown_temperature_is_1_and_a_reason() -> None:
     (row,) = rows(made([prompt(1), said(2)], sampling=None))
     assert temperatures(row).tolist() == [1, 1]
