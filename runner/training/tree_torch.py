@@ -1,0 +1,186 @@
+"""Token trees for torch: what a transformers model is given, and the logits and log-probabilities that come back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from runner.errors import BadInput, BadModel
+from runner.training.tree import TokenTree
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["block_mask", "tree_difference", "tree_inputs", "tree_logits", "tree_logprobs"]
+
+_MASKED = ("full_attention", "sliding_attention", "chunked_attention")
+_ATTENTIONS = ("sdpa", "eager", "flex_attention")
+
+
+def tree_inputs(tree: TokenTree, dtype: Any = None, *, device: Any = None) -> dict[str, Any]:
+    """What a transformers model is called with to compute a tree as one sequence.
+
+    Args:
+        tree: the rows.
+        dtype: the mask's: None for a bool mask, as sdpa takes it; a floating type for one that is added to the
+            attention's scores, as eager and sdpa take it.
+        device: where the tensors go; None for torch's default.
+
+    Returns:
+        `input_ids` and `position_ids`, shape [1, nodes], int64, and `attention_mask`, shape [1, 1, nodes, nodes].
+    """
+    sees = torch.from_numpy(tree.mask()).to(device)[None, None]
+    return _inputs(tree, sees if dtype is None else _added(sees, dtype), device)
+
+
+def block_mask(tree: TokenTree, device: Any = None) -> Any:
+    """The mask as flex_attention takes it: blocks that nobody sees are skipped."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    leave, nodes = _indices(tree.leave, device), len(tree)
+
+    def sees(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
+        return (key <= query) & (query < leave[key])
+
+    return create_block_mask(sees, None, None, nodes, nodes, device=leave.device)
+
+
+def tree_logits(model: Any, tree: TokenTree) -> Any:
+    """The logits at `tree.logit_nodes`, and at no other node where the model's head can be told so.
+
+    Args:
+        model: a causal model of transformers, bare or inside a wrapper that passes its arguments on (PEFT, DDP, FSDP).
+        tree: the rows.
+
+    Returns:
+        Logits as the model gives them, shape [logits, vocabulary], with gradients as usual.
+
+    Raises:
+        BadModel: the model cannot see a tree: it keeps a state, has no positions to be told, attends through a kernel
+            that takes no mask, or looks back less far than a row is long.
+        BadInput: the tree has no nodes.
+    """
+    if not len(tree):
+        raise BadInput("The tree has no nodes, so it has no logits: its rows have no ids. Leave such rows out.")
+    names = _arguments(model)
+    _check(model, names, tree)
+    device = next(model.parameters()).device
+    wanted = _indices(tree.logit_nodes, device)
+    inputs = _inputs_for(_bare(model), tree, device)
+    if "logits_to_keep" in names:
+        return model(**inputs, use_cache=False, logits_to_keep=wanted).logits[0]
+    return model(**inputs, use_cache=False).logits[0, wanted]
+
+
+def tree_logprobs(logits: Any, tree: TokenTree, *, temperature: float = 1.0, allowed: Any = None) -> Any:
+    """The log-probability of each term's id.
+
+    Args:
+        logits: of `tree_logits`, shape [logits, vocabulary].
+        tree: the rows.
+        temperature: what the ids were sampled at.
+        allowed: which ids each *term* might have sampled, shape [terms, vocabulary], bool; None for all. Rows that
+            share a node may have been held to different grammars, so it is per term.
+
+    Returns:
+        Log-probabilities in nats, aligned with `tree.terms`, shape [terms], float32, or float64 where the logits are.
+    """
+    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    node, target = _indices(tree.terms.logit, logits.device), _indices(tree.terms.target_id, logits.device)
+    if allowed is None:
+        return logits[node, target] - logits.logsumexp(-1)[node]
+    logits = logits[node].masked_fill(~allowed, -torch.inf)
+    return logits.gather(-1, target[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def tree_difference(model: Any, tree: TokenTree) -> float:
+    """The largest difference between a logit on the tree and the same of its row alone: does this model see trees?
+
+    Costs one forward pass for each row. Call `model.eval()` first: dropout differs from pass to pass.
+    """
+    with torch.no_grad():
+        logits = tree_logits(model, tree)
+        return max((_row_difference(model, tree, logits, place) for place in range(len(tree.rows))), default=0.0)
+
+
+def _row_difference(model: Any, tree: TokenTree, logits: Any, place: int) -> float:
+    of_row = tree.terms.row == tree.rows[place]
+    if not of_row.any():
+        return 0.0
+    device = logits.device
+    ids = _indices(tree.ids[tree.row_nodes[place]], device)[None]
+    alone = model(input_ids=ids, use_cache=False).logits[0, _indices(tree.terms.position[of_row] - 1, device)]
+    return float((logits[_indices(tree.terms.logit[of_row], device)] - alone).abs().max())
+
+
+def _inputs(tree: TokenTree, mask: Any, device: Any) -> dict[str, Any]:
+    return {
+        "input_ids": _indices(tree.ids, device)[None],
+        "position_ids": _indices(tree.positions, device)[None],
+        "attention_mask": mask,
+    }
+
+
+def _inputs_for(bare: Any, tree: TokenTree, device: Any) -> dict[str, Any]:
+    match _attention(bare):
+        case "flex_attention":
+            return _inputs(tree, block_mask(tree, device), device)
+        case "sdpa":  # a bool mask fits every dtype, under autocast too
+            return tree_inputs(tree, device=device)
+        case _:
+            return tree_inputs(tree, bare.dtype, device=device)
+
+
+def _indices(array: NDArray[np.int32], device: Any) -> Any:
+    return torch.from_numpy(array.astype(np.int64)).to(device)
+
+
+def _added(sees: Any, dtype: Any) -> Any:
+    return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, torch.finfo(dtype).min)
+
+
+def _bare(model: Any) -> Any:
+    """The model inside wrappers, which take any argument and pass it on."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _arguments(model: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(_bare(model).forward).parameters
+
+
+def _attention(bare: Any) -> str:
+    return getattr(bare.config, "_attn_implementation", None) or "eager"
+
+
+def _check(model: Any, names: Mapping[str, inspect.Parameter], tree: TokenTree) -> None:
+    bare = _bare(model)
+    name, config = type(bare).__name__, bare.config.get_text_config()
+    if _attention(bare) not in _ATTENTIONS:
+        raise BadModel(
+            f"{name} attends with {_attention(bare)!r}, which takes no mask of a tree. "
+            f"Load it with attn_implementation={' or '.join(map(repr, _ATTENTIONS))}."
+        )
+    if getattr(bare, "_is_stateful", False) or set(getattr(config, "layer_types", None) or ()) - {*_MASKED}:
+        raise BadModel(
+            f"{name} has layers that no mask holds to a branch, such as a state that goes from id to id: "
+            "train it on padded batches."
+        )
+    if "position_ids" not in names:
+        raise BadModel(f"{name} cannot be told the positions of a tree's nodes: train it on padded batches.")
+    window, longest = _window(config), int(tree.positions.max()) + 1
+    if window is not None and longest > window:
+        raise BadModel(
+            f"{name} looks back {window} ids in some layers, which a tree's mask would undo for a row of {longest}: "
+            "train rows that long on padded batches."
+        )
+
+
+def _window(config: Any) -> int | None:
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return min((window for window in windows if window), default=None)
