@@ -28,6 +28,7 @@ from runner.engines.vllm_driver import VllmDriver
 from runner.engines.vllm_settings import constraint_arguments, sampling_arguments
 from runner.engines.vllm_start import VllmProcess
 from runner.engines.vllm_stream import DRAIN_SECONDS, VllmStream
+from runner.engines.weight_loading import VllmWeights
 from runner.errors import BadModel, BadOption, EngineDead, RequestRejected
 from runner.models import DEMO_MODEL, ModelSource, chat_template, resolve_model, stop_ids
 from runner.tokens.template import ChatTemplate
@@ -94,13 +95,22 @@ class VllmEngine(Engine):
         self._load_vocabulary(source)
         self._process = VllmProcess(source, self.given)
         self._llm = await self._process.start()
-        self._use(self._llm.vllm_config)
-        self._death = None
-        driver = VllmDriver(self, self._llm)
-        self._adapters = VllmAdapters(self._llm, driver._answered)
-        self.control = EngineControl(driver, self.gate, [await self._first_version()], self._adapters)
+        try:
+            await self._take_control(source.name)
+        except BaseException:
+            await self._process.stop()
+            raise
         self.running, self.loop = True, current_token()
         return self
+
+    async def _take_control(self, name: str) -> None:
+        self._use(self._llm.vllm_config)
+        self._death = None
+        weights = VllmWeights(self._llm, name)
+        await weights.prepare()
+        driver = VllmDriver(self, self._llm, weights)
+        self._adapters = VllmAdapters(self._llm, driver.answered)
+        self.control = EngineControl(driver, self.gate, [await self._first_version()], self._adapters)
 
     async def _first_version(self) -> str:
         version: str = await self._llm.get_weight_version() if self.stamps_itself else _FIRST_VERSION

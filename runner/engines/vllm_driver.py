@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Collection
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
@@ -21,17 +21,26 @@ _Answer = TypeVar("_Answer")
 _LISTEN_SECONDS = 0.2
 
 
+class Weights(Protocol):
+    """How new weights come in; raises BadWeights while the engine is untouched, anything once it is not."""
+
+    async def check(self, source: Any) -> Any: ...
+    async def load(self, checked: Any) -> None: ...
+
+
 class VllmDriver(EngineDriver):
     """Drives one `AsyncLLM`.
 
     Args:
         engine: it is running.
         llm: its `AsyncLLM`.
+        weights: brings new ones into it.
     """
 
-    def __init__(self, engine: VllmEngine, llm: Any) -> None:
+    def __init__(self, engine: VllmEngine, llm: Any, weights: Weights) -> None:
         self._engine = engine
         self._llm = llm
+        self._weights = weights
 
     async def pause(self, mode: PauseMode) -> None:
         """Stand still. Shielded from where vLLM is asked to, which takes a step: a pause left half way would be late.
@@ -42,14 +51,14 @@ class VllmDriver(EngineDriver):
             EngineDead: it died meanwhile.
         """
         if mode is PauseMode.WAIT:
-            await self._answered("pause()", self._engine.until_sent())
+            await self.answered("pause()", self._engine.until_sent())
         with anyio.CancelScope(shield=True):
             await self._pause(mode)
         await checkpoint_if_cancelled()
 
     async def _pause(self, mode: PauseMode) -> None:
         while True:
-            await self._answered("pause()", self._llm.pause_generation(mode=mode.value, clear_cache=False))
+            await self.answered("pause()", self._llm.pause_generation(mode=mode.value, clear_cache=False))
             if mode is not PauseMode.ABORT or self._engine.sent_all:
                 break  # else a request was on its way, and came after what was to cut it
         if mode is not PauseMode.KEEP:
@@ -58,11 +67,15 @@ class VllmDriver(EngineDriver):
     async def resume(self) -> None:
         """Go on. Shielded: vLLM that goes on while it is said to stand still would be updated under its requests."""
         with anyio.CancelScope(shield=True):
-            await self._answered("resume()", self._llm.resume_generation())
+            await self.answered("resume()", self._llm.resume_generation())
 
     async def check_weights(self, source: Any) -> Any:
-        """What `load_weights` needs of them."""
-        return source
+        """What `load_weights` needs of them, compared with the model while it goes on.
+
+        Raises:
+            BadWeights: they do not fit; names the tensor.
+        """
+        return await self.answered("update_weights()", self._weights.check(source))
 
     async def load_weights(self, checked: Any, version: str) -> None:
         """Exchange the weights, stamp what is sampled from now on, and forget every cached prompt.
@@ -71,10 +84,7 @@ class VllmDriver(EngineDriver):
             EngineDead: it failed half way; the engine was ended, since its weights are no one's.
         """
         try:
-            await self._answered(
-                "update_weights()",
-                self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checked)}),
-            )
+            await self.answered("update_weights()", self._weights.load(checked))
             await self._stamp(version)
             await self.reset_prefix_cache()
         except EngineError as error:
@@ -82,7 +92,7 @@ class VllmDriver(EngineDriver):
 
     async def _stamp(self, version: str) -> None:
         if self._engine.stamps_itself:
-            await self._answered("update_weights()", self._llm.update_weight_version(version))
+            await self.answered("update_weights()", self._llm.update_weight_version(version))
         for stream in self._engine.open_streams:
             stream.stamp(version)
 
@@ -94,7 +104,7 @@ class VllmDriver(EngineDriver):
         """
         # Without the running ones vLLM forgets nothing while anything runs, and answers no more than False.
         reset = self._llm.reset_prefix_cache(reset_running_requests=True)
-        if not await self._answered("reset_prefix_cache()", reset):
+        if not await self.answered("reset_prefix_cache()", reset):
             raise EngineError("reset_prefix_cache(): vLLM kept its cached prompts")
 
     def check_sleep(self, level: int) -> None:
@@ -115,7 +125,7 @@ class VllmDriver(EngineDriver):
         """
         try:
             await self._pause(PauseMode.ABORT)  # also what an earlier pause kept
-            await self._answered("sleep()", self._llm.sleep(level))
+            await self.answered("sleep()", self._llm.sleep(level))
         except EngineError as error:
             raise self._engine.die(f"it could not be put to sleep: {error}", error) from error
 
@@ -126,7 +136,7 @@ class VllmDriver(EngineDriver):
             EngineDead: it failed half way; the engine was ended.
         """
         try:
-            await self._answered("wake()", self._llm.wake_up(list(tags)))
+            await self.answered("wake()", self._llm.wake_up(list(tags)))
             await self._pause(PauseMode.ABORT)
         except EngineError as error:
             raise self._engine.die(f"it could not be woken: {error}", error) from error
@@ -146,9 +156,9 @@ class VllmDriver(EngineDriver):
             )
         with anyio.CancelScope(shield=True):
             call = self._llm.start_profile() if on else self._llm.stop_profile()
-            await self._answered("start_profile()" if on else "stop_profile()", call)
+            await self.answered("start_profile()" if on else "stop_profile()", call)
 
-    async def _answered(self, what: str, call: Awaitable[_Answer]) -> _Answer:
+    async def answered(self, what: str, call: Awaitable[_Answer]) -> _Answer:
         """What vLLM's core answers; a dead one would let us wait for ever.
 
         Raises:
