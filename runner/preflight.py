@@ -1,4 +1,4 @@
-"""Before anything is sampled: what a run's chat templates will do to its conversations."""
+"""Before anything is sampled: what chat templates will do to the conversations, and whether the adapter is there."""
 
 from __future__ import annotations
 
@@ -11,13 +11,28 @@ import anyio.to_thread
 from anyio.from_thread import check_cancelled
 
 from runner.chat import ChatModel
-from runner.errors import BadTemplate
-from runner.options import HistoryPolicy
+from runner.engines.base import Engine
+from runner.errors import BadOption, BadTemplate
+from runner.options import HistoryPolicy, Sampling
 from runner.threads import Job, Workers
 from runner.tokens.refusal import Property
 from runner.tokens.template import ChatTemplate
 
-__all__ = ["check_appends", "check_templates"]
+__all__ = ["check_adapter", "check_appends", "check_templates"]
+
+
+def check_adapter(engine: Engine, sampling: Sampling) -> None:
+    """Refuse a run whose every turn would ask for an adapter that the engine has not.
+
+    Raises:
+        BadOption: it has not; says which it has.
+    """
+    if sampling.adapter and sampling.adapter not in engine.adapters:
+        there = ", ".join(map(repr, engine.adapters)) or "none"
+        raise BadOption(
+            f"Sampling(adapter={sampling.adapter!r}): the engine has no adapter of that name; it has {there}. Enter "
+            "the engine and `await engine.add_adapter(name, folder)` before the run; a ScriptedEngine(adapters=[name])."
+        )
 
 
 async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[str, Any], now: datetime) -> None:

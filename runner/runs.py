@@ -33,7 +33,7 @@ from runner.lag import LagMonitor
 from runner.messages import as_messages
 from runner.options import Concurrency, History, Limits, Sampling
 from runner.play import Play
-from runner.preflight import check_appends, check_templates
+from runner.preflight import check_adapter, check_appends, check_templates
 from runner.provisions import enter_lifespan, own_tasks
 from runner.results import Results
 from runner.scoring import ScorerKind, with_weights
@@ -166,6 +166,7 @@ class Run:
             for engine in self._engines:
                 await exit_stack.enter_async_context(running(engine))
             self._freshness.check()
+            check_adapter(self.engine, self.sampling.over(self.environment.sampling))
             await exit_stack.enter_async_context(self.lag)
             self._context = await self._open(exit_stack)
             self._context.shared = await enter_lifespan(self.environment, exit_stack)

@@ -213,6 +213,8 @@ def _shape_of(module: str, rules: AdapterRules) -> tuple[int, ...] | None:
     """
     form = rules.forms.get(f"{module}.weight")
     if form is not None:
+        if len(form.shape) != 2:
+            raise BadWeights(f"{module}.weight of {rules.model} has shape {form.shape}: adapters are for matrices.")
         return None if rules.quantized else form.shape
     layer = re.search(r"(?<=\.)layers\.\d+\..*", module)
     ends = layer[0] if layer and rules.composite else module

@@ -1,0 +1,579 @@
+"""LoRA adapters without a model: what is refused, which version samples what, and when an old one can go."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from runner import Conversation, Run, Sampling, Task, Trajectory
+from runner.engines.adapters import AdapterBook, base_and_adapter
+from runner.engines.base import Engine, GenerationRequest
+from runner.engines.control import EngineControl
+from runner.engines.scripted import ScriptedEngine
+from runner.engines.vllm_adapters import VllmAdapters
+from runner.errors import BadControl, BadOption, BadWeights, EngineDead, EngineError, RequestRejected
+from runner.testing import Latency
+from runner.trajectory import Outcome
+from tests.engines.lora import adapter_config, adapter_tensors, save_adapter
+from tests.playing import Plain
+
+pytestmark = pytest.mark.anyio
+
+LAYER = "model.layers.0"
+STEM = f"base_model.model.{LAYER}.self_attn.q_proj"
+SHAPES = {
+    "model.embed_tokens.weight": (50, 16),
+    "model.norm.weight": (16,),
+    f"{LAYER}.self_attn.q_proj.weight": (16, 16),
+    f"{LAYER}.self_attn.v_proj.weight": (8, 16),
+    f"{LAYER}.mlp.gate_proj.weight": (32, 16),
+    f"{LAYER}.mlp.down_proj.weight": (16, 32),
+}
+
+
+class FakeVllm:
+    """What the book asks of vLLM; `fails` is raised when an adapter is added."""
+
+    def __init__(self, model: Path, *, enabled: bool = True, quantization: str | None = None) -> None:
+        whole = SimpleNamespace()
+        whole.get_text_config = lambda: whole
+        self.vllm_config = SimpleNamespace(
+            lora_config=SimpleNamespace(max_lora_rank=8) if enabled else None,
+            model_config=SimpleNamespace(model=str(model), quantization=quantization, hf_config=whole),
+        )
+        self.loaded: dict[int, Path] = {}
+        self.fails: Exception | None = None
+        self.called: Callable[[], object] = lambda: None
+
+    async def add_lora(self, request: Any) -> bool:
+        self.called()
+        await checkpoint()
+        if self.fails is not None:
+            raise self.fails
+        self.loaded[request.lora_int_id] = Path(request.lora_path)
+        return True
+
+    async def remove_lora(self, key: int) -> bool:
+        del self.loaded[key]
+        return True
+
+
+async def answered(what: str, call: Awaitable[Any]) -> Any:
+    return await call
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("model")
+    save_file({name: torch.zeros(shape) for name, shape in SHAPES.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def vllm(model: Path) -> FakeVllm:
+    return FakeVllm(model)
+
+
+@pytest.fixture
+def book(vllm: FakeVllm) -> VllmAdapters:
+    return VllmAdapters(vllm, answered)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_adapter(tmp_path / "poet", adapter_tensors(SHAPES, seed=1))
+
+
+# --- what is refused before vLLM sees it
+
+
+def configured(**settings: Any) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        (folder / "adapter_config.json").write_text(json.dumps({**adapter_config(), **settings}))
+
+    return spoil
+
+
+def written(text: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        (folder / "adapter_config.json").write_text(text)
+
+    return spoil
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def truncated(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def with_tensors(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        tensors = adapter_tensors(SHAPES, seed=1)
+        change(tensors)
+        save_adapter(folder, tensors)
+
+    return spoil
+
+
+def renamed(old: str, new: str) -> Callable[[Path], None]:
+    def change(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if old in name]:
+            tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return with_tensors(change)
+
+
+def reshaped(name: str, *shape: int) -> Callable[[Path], None]:
+    import torch
+
+    return with_tensors(lambda tensors: tensors.update({name: torch.zeros(shape)}))
+
+
+def as_integers(tensors: dict[str, Any]) -> None:
+    tensors[f"{STEM}.lora_A.weight"] = tensors[f"{STEM}.lora_A.weight"].int()
+
+
+def diverged(tensors: dict[str, Any]) -> None:
+    tensors[f"{STEM}.lora_B.weight"][0, 0] = float("nan")
+
+
+def with_magnitude(tensors: dict[str, Any]) -> None:
+    tensors[f"{STEM}.lora_magnitude_vector"] = tensors[f"{STEM}.lora_B.weight"][:, 0].clone()
+
+
+def with_norm(tensors: dict[str, Any]) -> None:
+    for part in "AB":
+        tensors[f"base_model.model.model.norm.lora_{part}.weight"] = tensors[f"{STEM}.lora_{part}.weight"].clone()
+
+
+BAD = {
+    "no configuration": (without("adapter_config.json"), ["adapter_config.json is missing", "save_pretrained"]),
+    "no tensors": (without("adapter_model.safetensors"), ["adapter_model.safetensors is missing"]),
+    "no JSON": (written("{"), ["adapter_config.json is no JSON"]),
+    "no settings": (written("[]"), ["adapter_config.json holds list"]),
+    "another method": (configured(peft_type="IA3"), ["peft_type 'IA3'", "LORA"]),
+    "no rank": (written('{"lora_alpha": 8, "target_modules": []}'), ["adapter_config.json", "'r'"]),
+    "rank of text": (configured(r="4"), ["adapter_config.json"]),
+    "rank too high": (configured(r=16), ["rank 16", "max_lora_rank=8", "VllmEngine(enable_lora=True"]),
+    "rank of one module too high": (configured(rank_pattern={"q_proj": 9}), ["rank 9", "max_lora_rank=8"]),
+    "DoRA": (configured(use_dora=True), ["DoRA"]),
+    "bias": (configured(bias="all"), ["bias"]),
+    "further modules": (configured(modules_to_save=["lm_head"]), ["modules_to_save"]),
+    "truncated": (truncated, ["adapter_model.safetensors is truncated", "lora_"]),
+    "empty": (with_tensors(dict.clear), ["holds no tensor"]),
+    "unknown module": (renamed("q_proj", "query"), [f"no module '{LAYER}.self_attn.query'"]),
+    "a part of the model": (renamed(".model.model.", ".model."), ["'model.layers.0.", "train the whole model"]),
+    "another layer": (renamed("layers.0.", "layers.7."), ["no module 'model.layers.7."]),
+    "the adapter's name in names": (
+        renamed("lora_A.weight", "lora_A.default.weight"),
+        ["lora_A.default.weight", "get_peft_model_state_dict"],
+    ),
+    "DoRA in tensors": (with_tensors(with_magnitude), ["lora_magnitude_vector", "DoRA"]),
+    "a norm": (with_tensors(with_norm), ["model.norm.weight", "(16,)"]),
+    "no B": (with_tensors(lambda tensors: tensors.pop(f"{STEM}.lora_B.weight")), [f"{STEM}.lora_A", "no lora_B"]),
+    "no A": (with_tensors(lambda tensors: tensors.pop(f"{STEM}.lora_A.weight")), [f"{STEM}.lora_B", "no lora_A"]),
+    "A too narrow": (reshaped(f"{STEM}.lora_A.weight", 4, 15), [f"{STEM}.lora_A", "(4, 15)", "(4, 16)"]),
+    "B too short": (reshaped(f"{STEM}.lora_B.weight", 15, 4), [f"{STEM}.lora_B", "(15, 4)", "(16, 4)"]),
+    "another rank": (configured(r=8), ["(4, ", "rank 8"]),
+    "integers": (with_tensors(as_integers), [f"{STEM}.lora_A", "int32"]),
+    "diverged": (with_tensors(diverged), [f"{STEM}.lora_B", "NaN"]),
+    "a target without tensors": (
+        with_tensors(lambda tensors: [tensors.pop(name) for name in list(tensors) if "v_proj" in name]),
+        ["target module 'v_proj'"],
+    ),
+    "no folder": (shutil.rmtree, ["there is no such folder"]),
+}
+
+
+@pytest.mark.parametrize(("spoil", "told"), BAD.values(), ids=BAD)
+async def test_what_does_not_fit_is_refused_by_name_before_vllm_sees_it_and_what_was_there_stays(
+    book: VllmAdapters, vllm: FakeVllm, folder: Path, spoil: Callable[[Path], None], told: list[str]
+) -> None:
+    assert await book.add("poet", folder) == "poet@1"
+    before = dict(vllm.loaded)
+    spoil(folder)
+    with pytest.raises(BadWeights) as refused:
+        await book.add("poet", folder)
+    for piece in [*told, "'poet'", str(folder)]:
+        assert piece in str(refused.value)
+    assert "deltarunner-adapter-" not in str(refused.value)
+    assert vllm.loaded == before
+    assert kept(book) == set(before.values())
+    version = book.take("turn", "poet")
+    assert version is not None
+    assert version.label == "poet@1"
+
+
+def kept(book: VllmAdapters) -> set[Path]:
+    """The copies that are on disk or in memory."""
+    assert all(folder.is_dir() for folder in book._folders)
+    return set(book._folders)
+
+
+async def test_a_file_is_no_folder(book: VllmAdapters, folder: Path) -> None:
+    with pytest.raises(BadWeights, match="give the folder that holds it"):
+        await book.add("poet", folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("source", [None, 7], ids=str)
+async def test_what_is_no_adapter_at_all_is_refused_by_its_kind(book: VllmAdapters, source: Any) -> None:
+    with pytest.raises(BadWeights, match=f"not {type(source).__name__}"):
+        await book.add("poet", source)
+
+
+@pytest.mark.parametrize("name", ["", "a+b", "a@2", "../x", "a b", "x" * 101, None], ids=repr)
+async def test_a_name_that_could_be_misread_in_a_weight_version_is_refused(book: VllmAdapters, name: Any) -> None:
+    with pytest.raises(BadOption, match="its name has letters"):
+        await book.add(name, "anywhere")
+
+
+async def test_an_engine_without_adapters_says_how_to_start_one(model: Path, folder: Path) -> None:
+    book = VllmAdapters(FakeVllm(model, enabled=False), answered)
+    with pytest.raises(BadOption, match=r"VllmEngine\(enable_lora=True, max_lora_rank="):
+        await book.add("poet", folder)
+
+
+async def test_shapes_of_a_quantized_model_are_left_to_vllm(model: Path, folder: Path) -> None:
+    reshaped(f"{STEM}.lora_A.weight", 4, 15)(folder)
+    assert await VllmAdapters(FakeVllm(model, quantization="awq"), answered).add("poet", folder) == "poet@1"
+
+
+async def test_what_vllm_refuses_leaves_nothing_behind(book: VllmAdapters, vllm: FakeVllm, folder: Path) -> None:
+    vllm.fails = EngineError("add_adapter(): unexpected modules")
+    with pytest.raises(BadWeights, match=r"'poet'.*does not take it.*unexpected modules"):
+        await book.add("poet", folder)
+    assert not kept(book)
+    assert not book.folders
+    vllm.fails = EngineDead("The engine died")
+    with pytest.raises(EngineDead):
+        await book.add("poet", folder)
+    assert not kept(book)
+    assert not book.folders
+
+
+# --- tensors instead of a folder
+
+
+async def test_tensors_are_taken_with_their_configuration(book: VllmAdapters, vllm: FakeVllm) -> None:
+    tensors = adapter_tensors(SHAPES, seed=1)
+    config = {**adapter_config(), "target_modules": {"q_proj", "v_proj", "gate_proj", "down_proj"}}
+    assert await book.add("poet", tensors, config=config) == "poet@1"
+    assert dict(book.folders) == {"poet": None}
+    (copy,) = vllm.loaded.values()
+    assert json.loads((copy / "adapter_config.json").read_text())["target_modules"] == sorted(config["target_modules"])
+
+
+async def test_tensors_without_a_configuration_and_a_folder_with_one_are_refused(
+    book: VllmAdapters, folder: Path
+) -> None:
+    with pytest.raises(BadOption, match=r"config=.*lora_alpha"):
+        await book.add("poet", adapter_tensors(SHAPES, seed=1))
+    with pytest.raises(BadOption, match="a folder has its own"):
+        await book.add("poet", folder, config=adapter_config())
+    with pytest.raises(BadWeights, match="'a' is list, not a tensor"):
+        await book.add("poet", {"a": [1.0]}, config=adapter_config())
+    assert not kept(book)
+
+
+# --- versions
+
+
+async def test_every_addition_has_an_id_a_name_and_a_folder_of_its_own_that_nobody_writes_over(
+    book: VllmAdapters, vllm: FakeVllm, folder: Path
+) -> None:
+    requests = []
+    for number in (1, 2):
+        assert await book.add("poet", folder) == f"poet@{number}"
+        version = book.take("turn", "poet")
+        requests.append(book.request(version))
+        assert (Path(requests[-1].lora_path) / "adapter_model.safetensors").read_bytes()
+    await book.remove("poet")
+    assert await book.add("poet", folder) == "poet@3"
+    requests.append(book.request(book.take("turn", "poet")))
+    for of in ("lora_int_id", "lora_name", "lora_path"):
+        assert len({getattr(request, of) for request in requests}) == 3
+    assert folder not in vllm.loaded.values()
+
+
+async def test_a_version_stays_until_its_last_turn_is_over_and_goes_with_the_next_change(
+    book: VllmAdapters, vllm: FakeVllm, folder: Path
+) -> None:
+    await book.add("poet", folder)
+    first, again = book.take("turn 1", "poet"), book.take("turn 2", "poet")
+    await book.add("poet", folder)
+    book.leave(first)
+    await book.add("critic", folder)
+    assert set(vllm.loaded) == {1, 2, 3}
+    book.leave(again)
+    await book.remove("critic")
+    assert set(vllm.loaded) == {2}
+    assert kept(book) == set(vllm.loaded.values())
+    await book.remove("poet")
+    assert not vllm.loaded
+    assert not kept(book)
+
+
+async def test_closing_deletes_every_copy(book: VllmAdapters, folder: Path) -> None:
+    await book.add("poet", folder)
+    (copy,) = kept(book)
+    book.close()
+    assert not copy.exists()
+    assert not kept(book)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before", "while vLLM loads it"])
+async def test_a_cancelled_addition_is_done_or_leaves_nothing(
+    book: VllmAdapters, vllm: FakeVllm, folder: Path, early: bool
+) -> None:
+    with anyio.CancelScope() as scope:
+        vllm.called = scope.cancel
+        if early:
+            scope.cancel()
+        await book.add("poet", folder)
+    assert set(book.folders) == (set() if early else {"poet"})
+    assert kept(book) == set(vllm.loaded.values())
+
+
+def test_an_unknown_adapter_is_refused_with_those_that_are_there() -> None:
+    with pytest.raises(RequestRejected, match=r"episode/main/1: the engine has no adapter 'poet'; it has none"):
+        AdapterBook().take("episode/main/1", "poet")
+    with pytest.raises(RequestRejected, match=r"no adapter 'poet'; it has 'critic', 'judge'"):
+        AdapterBook(["critic", "judge"]).check("episode/main/1", "poet")
+
+
+@pytest.mark.parametrize(
+    ("version", "parts"),
+    [
+        ("7", ("7", "", 0)),
+        ("7+poet@2", ("7", "poet", 2)),
+        ("step+1", ("step+1", "", 0)),
+        ("step+1+poet-v1.5@12", ("step+1", "poet-v1.5", 12)),
+        ("", ("", "", 0)),
+    ],
+)
+def test_a_weight_version_is_read_in_its_parts(version: str, parts: tuple[str, str, int]) -> None:
+    assert base_and_adapter(version) == parts
+
+
+# --- on the scripted engine, in runs
+
+
+async def test_an_engine_that_has_none_says_so() -> None:
+    async with ScriptedEngine("Yes") as engine:
+        assert engine.control is not None
+        engine.control = EngineControl(engine.control.driver, engine.control.gate, ["0"])
+        assert not engine.adapters
+        with pytest.raises(BadControl, match="has no adapters"):
+            await engine.add_adapter("poet", "anywhere")
+        with pytest.raises(BadControl, match="has no adapters"):
+            await engine.remove_adapter("poet")
+
+
+async def test_removing_what_is_not_there_names_what_is(tmp_path: Path) -> None:
+    async with ScriptedEngine("Yes") as engine:
+        await engine.add_adapter("poet", tmp_path)
+        assert dict(engine.adapters) == {"poet": tmp_path}
+        with pytest.raises(BadOption, match=r"remove_adapter\('critic'\).*it has 'poet'"):
+            await engine.remove_adapter("critic")
+        await engine.remove_adapter("poet")
+        assert not engine.adapters
+
+
+async def test_adapters_are_left_alone_while_the_weights_sleep_and_before_they_would_be_discarded() -> None:
+    async with ScriptedEngine("Yes", adapters=["poet"]) as engine:
+        with pytest.raises(BadControl, match=r"sleep\(2\) would discard the adapters: remove_adapter"):
+            await engine.sleep(2)
+        await engine.sleep(1)
+        for change in (engine.add_adapter("critic", "anywhere"), engine.remove_adapter("poet")):
+            with pytest.raises(BadControl, match=r"asleep: wake\(\['weights'\]\) first"):
+                await change
+        await engine.wake()
+        await engine.remove_adapter("poet")
+
+
+class Poem(Plain):
+    """One turn without an adapter, one with the poet's, one with the critic's."""
+
+    def tasks(self) -> list[Task]:
+        return [Task(id=str(number), prompt="Write a line.") for number in range(3)]
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        for adapter in ("poet", "critic"):
+            conversation.add("Go on.")
+            await conversation.generate(sampling=Sampling(adapter=adapter))
+
+
+def versions(trajectory: Trajectory) -> list[str]:
+    return [span.version for segment in trajectory.segments for span in segment.log.versions]
+
+
+async def test_a_trajectory_says_which_adapter_was_asked_and_which_version_of_it_sampled() -> None:
+    async with ScriptedEngine("Roses are red", adapters=["poet"]) as engine:
+        await engine.add_adapter("poet", "anywhere")
+        await engine.add_adapter("critic", "anywhere")
+        async with Run(Poem, engine) as run:
+            trajectories = [trajectory async for trajectory in run]
+    for trajectory in trajectories:
+        assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
+        assert versions(trajectory) == ["scripted", "scripted+poet@2", "scripted+critic@1"]
+        asked = [turn.sampling.adapter if turn.sampling else "" for turn in trajectory.turns]
+        assert asked == [None, "poet", "critic"]
+
+
+async def test_an_adapter_that_only_a_turn_names_fails_its_episode_with_what_is_there() -> None:
+    async with ScriptedEngine("Roses are red", adapters=["poet"]) as engine, Run(Poem, engine, breaker=1) as run:
+        trajectories = [trajectory async for trajectory in run]
+    for trajectory in trajectories:
+        assert trajectory.outcome is Outcome.ENGINE_ERROR
+        assert "no adapter 'critic'; it has 'poet'" in trajectory.error
+
+
+class Spoken(Plain):
+    """Its class names the adapter."""
+
+    sampling = Sampling(adapter="poet")
+
+    def tasks(self) -> list[Task]:
+        return [Task(id="one", prompt="Write a line.")]
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(adapter="critic")], ids=["class", "run"])
+async def test_a_run_whose_every_turn_would_be_refused_is_refused_before_anything_is_sampled(
+    sampling: Sampling | None,
+) -> None:
+    engine = ScriptedEngine("Yes", adapters=["judge"], record=True)
+    wanted = "critic" if sampling is not None else "poet"
+    with pytest.raises(BadOption, match=rf"Sampling\(adapter='{wanted}'\).*it has 'judge'.*add_adapter"):
+        async with Run(Spoken, engine, sampling=sampling):
+            pytest.fail("the run began")
+    assert not engine.calls
+
+
+async def test_a_run_may_take_the_adapter_of_its_class_away_or_have_it() -> None:
+    for engine, sampling, version in (
+        (ScriptedEngine("Yes", adapters=["poet"]), None, "scripted+poet@1"),
+        (ScriptedEngine("Yes"), Sampling(adapter=None), "scripted"),
+    ):
+        async with Run(Spoken, engine, sampling=sampling) as run:
+            (trajectory,) = [trajectory async for trajectory in run]
+        assert versions(trajectory) == [version]
+
+
+async def test_turns_in_flight_go_on_with_their_version_also_when_it_is_removed_or_the_weights_change() -> None:
+    async with ScriptedEngine("a long sentence", adapters=["poet"], chunks=1, latency=Latency(between=1)) as engine:
+        request = turn_with("poet", engine)
+        async with engine.stream(request) as deltas:
+            await anext(deltas)
+            await engine.add_adapter("poet", "anywhere")
+            await engine.remove_adapter("poet")
+            await engine.update_weights(None, version="1")
+            async for _ in deltas:
+                pass
+        assert deltas.finish is not None
+        assert [span.version for span in deltas.finish.versions] == ["scripted+poet@1", "1+poet@1"]
+        with pytest.raises(RequestRejected, match="no adapter 'poet'; it has none"):
+            async with engine.stream(request):
+                pytest.fail("it was sampled")
+        assert engine.stats().open == 0
+
+
+async def test_an_adapter_that_goes_while_a_request_waits_at_the_gate_is_refused_there() -> None:
+    async with ScriptedEngine("a long sentence", adapters=["poet"], places=1, chunks=1, tick=0.001) as engine:
+        refused: list[str] = []
+
+        async def ask() -> None:
+            try:
+                async with engine.stream(turn_with("poet", engine)):
+                    pytest.fail("it was sampled")
+            except RequestRejected as error:
+                refused.append(str(error))
+
+        async with anyio.create_task_group() as tasks, engine.stream(turn_with(None, engine)) as deltas:
+            await anext(deltas)
+            tasks.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            await engine.remove_adapter("poet")
+        assert len(refused) == 1
+        assert (engine.stats().open, engine.stats().waiting, engine.stats().live_sessions) == (0, 0, 0)
+
+
+def turn_with(adapter: str | None, engine: Engine) -> GenerationRequest:
+    sampling = Sampling(adapter=adapter).over(Sampling.defaults())
+    return GenerationRequest(name="episode/main/1", prompt=[72, 105], sampling=sampling, stop_ids=engine.stop_ids)
+
+
+# --- how far behind
+
+
+async def test_lag_counts_updates_of_the_weights_and_later_additions_of_the_adapter() -> None:
+    async with ScriptedEngine("Yes", adapters=["poet", "critic"]) as engine:
+        control = engine.control
+        assert control is not None
+        await engine.update_weights(None, version="a+b")
+        await engine.update_weights(None, version="2")
+        await engine.add_adapter("poet", "anywhere")
+        await engine.add_adapter("poet", "anywhere")
+        await engine.remove_adapter("poet")
+        lags = {
+            version: control.lag(version)
+            for version in (
+                "scripted",
+                "a+b",
+                "2",
+                "2+poet@3",
+                "2+poet@1",
+                "a+b+poet@2",
+                "scripted+poet@1",
+                "scripted+critic@1",
+                "2+nobody@4",
+                "nothing",
+            )
+        }
+    assert list(lags.values()) == [2, 1, 0, 0, 2, 2, 4, 2, 0, 0]
+
+
+class Refreshed(Plain):
+    """Two turns with the poet; a trainer adds the poet again between them, once."""
+
+    sampling = Sampling(adapter="poet")
+
+    def __init__(self, engine: Engine, added: list[str]) -> None:
+        self.engine = engine
+        self.added = added
+
+    def tasks(self) -> list[Task]:
+        return [Task(id="one", prompt="Write a line.")]
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        if not self.added:
+            self.added.append("poet")
+            await self.engine.add_adapter("poet", "anywhere")
+        conversation.add("Go on.")
+        await conversation.generate()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+async def test_max_version_lag_counts_additions_of_the_adapter(lag: int) -> None:
+    engine = ScriptedEngine("Yes", adapters=["poet"])
+    async with Run(Refreshed(engine, []), engine, max_version_lag=lag) as run:
+        (trajectory,) = [trajectory async for trajectory in run]
+    assert run.summary.stale == (lag == 0)
+    first = "scripted+poet@2" if lag == 0 else "scripted+poet@1"
+    assert versions(trajectory) == [first, "scripted+poet@2"]
