@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 from runner.engines.base import Engine
 from runner.engines.control import EngineState
 from runner.engines.sharing import running
-from runner.errors import BadOption
+from runner.errors import BadControl, BadOption
 from runner.generation.config import (
     GenerationConfig,
     GenerationDatumSpec,
@@ -176,6 +176,7 @@ class Generation:
 
         Raises:
             BadBatch: the batch cannot be sampled from; names the row. Nothing was sampled.
+            BadControl: the engine sleeps. A paused one is waited for.
             EngineError: a row failed for good, by its index. `generate_async` hands the others over.
         """
         async with self.generate_async(batch, greedy, seed=seed) as results:
@@ -191,9 +192,9 @@ class Generation:
         """The same, each row as it finishes: `BatchResults` gives (index, result) pairs.
 
         Raises:
-            BadBatch: as above, before anything is iterated.
+            BadBatch, BadControl: as above, before anything is iterated.
         """
-        self._require_entered()
+        self._require_ready()
         vocabulary = vocabulary_size(self.engine)
         read = PaddedBatch.read(batch, pad_id=self.settings.pad_id, vocabulary=vocabulary)
         return self._results(read, greedy=greedy, seed=seed)
@@ -223,7 +224,7 @@ class Generation:
         seed: int | None = None,
     ) -> BatchResults[TextOutputSpec]:
         """The same, each text as it finishes."""
-        self._require_entered()
+        self._require_ready()
         return self._results(TextBatch.read(batch, self.engine.tokenizer), greedy=greedy, seed=seed)
 
     # --- between the trainer's steps
@@ -304,6 +305,11 @@ class Generation:
         if self._group is None:
             raise RuntimeError("write `async with Generation(engine, config) as generation:` and generate inside")
         return self._group
+
+    def _require_ready(self) -> None:
+        self._require_entered()
+        if self.engine.state is EngineState.ASLEEP:
+            raise BadControl("the engine is asleep: await prepare_for_generation(), or engine.wake(), first.")
 
     def _check_stop_ids(self) -> None:
         size = vocabulary_size(self.engine)

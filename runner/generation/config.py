@@ -48,7 +48,8 @@ class GenerationConfig(TypedDict, total=False):
         stop_token_ids: ids that end a row besides the model's own; default None.
         stop_strings: strings that end a row, merged with those of the sample; default None.
         colocated: whether `finish_generation` puts the engine to sleep; default not.
-        seed: of everything that is sampled; ours, NeMo RL has none. None leaves it to the engine.
+        adapter: the name of a LoRA adapter of the engine. Ours.
+        seed: of everything that is sampled; None leaves it to the engine. Ours.
         vllm_cfg: its `max_model_len` bounds prompt and row together, where that is less than the engine's context.
         _pad_token_id: what rows are padded with, before and after; default 0.
 
@@ -64,6 +65,7 @@ class GenerationConfig(TypedDict, total=False):
     stop_strings: list[str] | None
     bad_words: list[str] | None
     colocated: ColocationConfig
+    adapter: str | None
     seed: int | None
     vllm_cfg: Mapping[str, Any]
     _pad_token_id: int
@@ -172,6 +174,7 @@ class GenerationSettings:
             top_p=_number(given, "top_p", 1.0, "a number above 0 and at most 1", lambda value: 0 < value <= 1),
             top_k=_top_k(given),
             stop=as_strings(given.get("stop_strings"), "config['stop_strings']", BadOption),
+            adapter=_adapter(given),
         ).over(Sampling.defaults())
         return cls(
             sampling=sampling,
@@ -272,6 +275,13 @@ def _stop_ids(given: Mapping[str, Any]) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or not all(_is_whole(one) for one in value):
         raise BadOption(_refusal("stop_token_ids", value, "give a list of token ids, or None"))
     return tuple(dict.fromkeys(value))
+
+
+def _adapter(given: Mapping[str, Any]) -> str | None:
+    value: Any = given.get("adapter")
+    if value is not None and (not isinstance(value, str) or not value):
+        raise BadOption(_refusal("adapter", value, "give the name of an adapter, or None"))
+    return value
 
 
 def _context(given: Mapping[str, Any]) -> int | None:

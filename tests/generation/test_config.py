@@ -97,6 +97,7 @@ def test_top_k_is_off_as_nemo_rl_writes_it(value: int | None) -> None:
         ({"colocated": True}, r"config\['colocated'\] = True: give \{'enabled': True\}"),
         ({"vllm_cfg": 5}, r"config\['vllm_cfg'\] = 5: give a dictionary"),
         ({"vllm_cfg": {"max_model_len": 1}}, r"config\['vllm_cfg'\]\['max_model_len'\] = 1: give a whole number"),
+        ({"adapter": ""}, r"config\['adapter'\] = '': give the name of an adapter, or None\."),
         ({"seed": 1.5}, r"config\['seed'\] = 1\.5: give a whole number\."),
         ({"_pad_token_id": None}, r"config\['_pad_token_id'\] = None: give a whole number\."),
         ([("top_p", 1)], r"config=\[\('top_p', 1\)\]: give a dictionary"),
