@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.errors import BadOption
+from runner.training.exactness import temperatures
 from runner.training.rows import TrainingRow
 
 __all__ = ["LossTerms", "Saving", "TokenTree"]
 
 _NO_PARENT = -1
-_TERM_KINDS = (np.int32, np.int32, np.int32, np.int32, np.float32, np.int32)
+_TERM_KINDS = (np.int32, np.int32, np.int32, np.int32, np.float32, np.float32, np.int32)
 
 _Nodes: TypeAlias = NDArray[np.int32]
 
@@ -26,8 +27,7 @@ class LossTerms:
     """What the loss is a sum of: one term for each trained id of each row, however many rows share the id's node.
 
     So the loss stays that of the single rows: `advantages[terms.row]` gives each term its own row's advantage, and
-    `padded[terms.row, terms.position]` its value in any padded batch of the same rows. A row's first id is never a
-    term, since nothing before it predicts it; a padded batch cannot train it either.
+    `padded[terms.row, terms.position]` its value in any padded batch of the same rows.
 
     Attributes:
         row: the term's row, as an index into the rows that were given, shape [terms], int32.
@@ -36,6 +36,8 @@ class LossTerms:
         parent_node: the node whose logits predict it, shape [terms], int32.
         logit: the same node, as an index into `TokenTree.logit_nodes`, shape [terms], int32.
         logprobs: with what log-probability it was sampled in this row, in nats, shape [terms], float32.
+        temperatures: what its logits are divided by, for the probability that it was sampled with in this row, shape
+            [terms], float32.
         versions: its weight version in this row, an index into the table of versions, shape [terms], int32.
     """
 
@@ -45,6 +47,7 @@ class LossTerms:
     parent_node: NDArray[np.int32]
     logit: NDArray[np.int32]
     logprobs: NDArray[np.float32]
+    temperatures: NDArray[np.float32]
     versions: NDArray[np.int32]
 
     def __len__(self) -> int:
@@ -253,7 +256,9 @@ def _paths(lengths: Sequence[int], shared: Sequence[int]) -> Iterator[_Nodes]:
 def _terms(rows: Sequence[TrainingRow], paths: Iterable[tuple[int, _Nodes]]) -> LossTerms:
     pieces = [_row_terms(rows[index], index, path) for index, path in paths]
     empty = tuple(np.empty(0, dtype=kind) for kind in _TERM_KINDS)
-    row, position, target, parent, logprobs, versions = map(np.concatenate, zip(empty, *pieces, strict=True))
+    row, position, target, parent, logprobs, temperature, versions = map(
+        np.concatenate, zip(empty, *pieces, strict=True)
+    )
     return LossTerms(
         row=row,
         position=position,
@@ -261,10 +266,12 @@ def _terms(rows: Sequence[TrainingRow], paths: Iterable[tuple[int, _Nodes]]) -> 
         parent_node=parent,
         logit=np.unique(parent, return_inverse=True)[1].astype(np.int32),
         logprobs=logprobs,
+        temperatures=temperature,
         versions=versions,
     )
 
 
 def _row_terms(row: TrainingRow, index: int, path: _Nodes) -> tuple[NDArray[Any], ...]:
     at = (np.flatnonzero(row.loss_mask[1:]) + 1).astype(np.int32)
-    return np.full_like(at, index), at, row.ids[at], path[at - 1], row.logprobs[at], row.versions[at]
+    values = (row.ids[at], path[at - 1], row.logprobs[at], temperatures(row)[at], row.versions[at])
+    return np.full_like(at, index), at, *values

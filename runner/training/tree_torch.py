@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from runner.errors import BadInput, BadModel
+from runner.errors import BadBatch, BadModel
+from runner.training.grammar_torch import masked_logprobs
 from runner.training.tree import TokenTree
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["block_mask", "tree_difference", "tree_inputs", "tree_logits", "tree_logprobs"]
+    from runner.training.grammar import TokenMasks
+
+__all__ = ["block_mask", "tree_difference", "tree_hidden", "tree_inputs", "tree_logits", "tree_logprobs"]
 
 _MASKED = ("full_attention", "sliding_attention", "chunked_attention")
 _ATTENTIONS = ("sdpa", "eager", "flex_attention")
@@ -62,39 +65,55 @@ def tree_logits(model: Any, tree: TokenTree) -> Any:
     Raises:
         BadModel: the model cannot see a tree: it keeps a state, has no positions to be told, attends through a kernel
             that takes no mask, or looks back less far than a row is long.
-        BadInput: the tree has no nodes.
+        BadBatch: the tree has no nodes.
     """
-    if not len(tree):
-        raise BadInput("The tree has no nodes, so it has no logits: its rows have no ids. Leave such rows out.")
-    names = _arguments(model)
-    _check(model, names, tree)
-    device = next(model.parameters()).device
-    wanted = _indices(tree.logit_nodes, device)
-    inputs = _inputs_for(_bare(model), tree, device)
-    if "logits_to_keep" in names:
+    inputs, wanted = _asked(model, tree)
+    if "logits_to_keep" in _arguments(model):
         return model(**inputs, use_cache=False, logits_to_keep=wanted).logits[0]
     return model(**inputs, use_cache=False).logits[0, wanted]
 
 
-def tree_logprobs(logits: Any, tree: TokenTree, *, temperature: float = 1.0, allowed: Any = None) -> Any:
-    """The log-probability of each term's id.
+def tree_hidden(model: Any, tree: TokenTree) -> Any:
+    """What the model's head is given at `tree.logit_nodes`, for who needs only some of the logits: `head_logprobs`.
+
+    Args:
+        model: as for `tree_logits`, bare or in PEFT's wrapper: others would not see this pass.
+        tree: the rows.
+
+    Returns:
+        The last hidden states, shape [logits, width], with gradients as usual.
+
+    Raises:
+        BadModel: as `tree_logits`.
+        BadBatch: as `tree_logits`.
+    """
+    inputs, wanted = _asked(model, tree)
+    return _bare(model).base_model(**inputs, use_cache=False).last_hidden_state[0, wanted]
+
+
+def tree_logprobs(logits: Any, tree: TokenTree, masks: TokenMasks | None = None) -> Any:
+    """The log-probability of each term's id, at the temperature it was sampled at.
 
     Args:
         logits: of `tree_logits`, shape [logits, vocabulary].
         tree: the rows.
-        temperature: what the ids were sampled at.
-        allowed: which ids each *term* might have sampled, shape [terms, vocabulary], bool; None for all. Rows that
-            share a node may have been held to different grammars, so it is per term.
+        masks: what was allowed at each term, of `GrammarMasks.masks_for_terms`; None where everything was. They are the
+            terms', not the nodes': rows that share a node may have been held to different grammars.
 
     Returns:
         Log-probabilities in nats, aligned with `tree.terms`, shape [terms], float32, or float64 where the logits are.
     """
-    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-    node, target = _indices(tree.terms.logit, logits.device), _indices(tree.terms.target_id, logits.device)
-    if allowed is None:
-        return logits[node, target] - logits.logsumexp(-1)[node]
-    logits = logits[node].masked_fill(~allowed, -torch.inf)
-    return logits.gather(-1, target[:, None])[:, 0] - logits.logsumexp(-1)
+    terms = tree.terms
+    node, target = _indices(terms.logit, logits.device), _indices(terms.target_id, logits.device)
+    if masks is not None:
+        return masked_logprobs(logits[node], target, masks, terms.temperatures)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    temperature = torch.from_numpy(terms.temperatures).to(logits)
+    if (terms.temperatures != terms.temperatures[:1]).any():  # rows that share a node may have sampled differently
+        logits, node = logits[node] / temperature[:, None], torch.arange(len(terms), device=logits.device)
+    elif len(terms):
+        logits = logits / temperature[0]
+    return logits[node, target] - logits.logsumexp(-1)[node]
 
 
 def tree_difference(model: Any, tree: TokenTree) -> float:
@@ -115,6 +134,15 @@ def _row_difference(model: Any, tree: TokenTree, logits: Any, place: int) -> flo
     ids = _indices(tree.ids[tree.row_nodes[place]], device)[None]
     alone = model(input_ids=ids, use_cache=False).logits[0, _indices(tree.terms.position[of_row] - 1, device)]
     return float((logits[_indices(tree.terms.logit[of_row], device)] - alone).abs().max())
+
+
+def _asked(model: Any, tree: TokenTree) -> tuple[dict[str, Any], Any]:
+    """What the model is called with, and the nodes whose outputs are needed."""
+    if not len(tree):
+        raise BadBatch("The tree has no nodes, so it has no logits: its rows have no ids. Leave such rows out.")
+    _check(model, tree)
+    device = next(model.parameters()).device
+    return _inputs_for(_bare(model), tree, device), _indices(tree.logit_nodes, device)
 
 
 def _inputs(tree: TokenTree, mask: Any, device: Any) -> dict[str, Any]:
@@ -158,7 +186,7 @@ def _attention(bare: Any) -> str:
     return getattr(bare.config, "_attn_implementation", None) or "eager"
 
 
-def _check(model: Any, names: Mapping[str, inspect.Parameter], tree: TokenTree) -> None:
+def _check(model: Any, tree: TokenTree) -> None:
     bare = _bare(model)
     name, config = type(bare).__name__, bare.config.get_text_config()
     if _attention(bare) not in _ATTENTIONS:
@@ -171,7 +199,7 @@ def _check(model: Any, names: Mapping[str, inspect.Parameter], tree: TokenTree) 
             f"{name} has layers that no mask holds to a branch, such as a state that goes from id to id: "
             "train it on padded batches."
         )
-    if "position_ids" not in names:
+    if "position_ids" not in _arguments(model):
         raise BadModel(f"{name} cannot be told the positions of a tree's nodes: train it on padded batches.")
     window, longest = _window(config), int(tree.positions.max()) + 1
     if window is not None and longest > window:

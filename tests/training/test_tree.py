@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.errors import BadOption
@@ -65,6 +65,7 @@ def ancestors(tree: TokenTree, node: int) -> list[int]:
     return path[::-1]
 
 
+@settings(deadline=None)
 @given(grouped_rows())
 def test_there_is_one_node_for_each_beginning(rows: Rows) -> None:
     tree = TokenTree.of(rows)
@@ -73,6 +74,7 @@ def test_there_is_one_node_for_each_beginning(rows: Rows) -> None:
     assert set(beginnings) == trie(rows)
 
 
+@settings(deadline=None)
 @given(grouped_rows())
 def test_each_row_is_the_path_to_its_last_node(rows: Rows) -> None:
     tree = TokenTree.of(rows)
@@ -84,6 +86,7 @@ def test_each_row_is_the_path_to_its_last_node(rows: Rows) -> None:
             assert ancestors(tree, int(path[-1])) == path.tolist()
 
 
+@settings(deadline=None)
 @given(grouped_rows())
 def test_a_query_sees_its_ancestors_and_itself(rows: Rows) -> None:
     tree = TokenTree.of(rows)
@@ -93,6 +96,7 @@ def test_a_query_sees_its_ancestors_and_itself(rows: Rows) -> None:
     assert np.array_equal(tree.mask(), expected)
 
 
+@settings(deadline=None)
 @given(grouped_rows())
 def test_every_trained_id_of_every_row_is_one_term(rows: Rows) -> None:
     tree = TokenTree.of(rows)
@@ -108,6 +112,7 @@ def test_every_trained_id_of_every_row_is_one_term(rows: Rows) -> None:
     assert len(terms) == len(expected)
 
 
+@settings(deadline=None)
 @given(grouped_rows())
 def test_a_term_is_predicted_by_the_node_before_it(rows: Rows) -> None:
     tree = TokenTree.of(rows)
@@ -118,6 +123,7 @@ def test_a_term_is_predicted_by_the_node_before_it(rows: Rows) -> None:
         assert tree.ids[ancestors(tree, int(parent))].tolist() == rows[index].ids[:position].tolist()
 
 
+@settings(deadline=None)
 @given(grouped_rows().flatmap(lambda rows: st.tuples(st.just(rows), st.permutations(range(len(rows))))))
 def test_the_order_of_rows_does_not_change_the_tree(drawn: tuple[Rows, list[int]]) -> None:
     rows, order = drawn
@@ -128,6 +134,7 @@ def test_the_order_of_rows_does_not_change_the_tree(drawn: tuple[Rows, list[int]
         assert np.array_equal(shuffled.row_nodes[place], tree.row_nodes[index])
 
 
+@settings(deadline=None)
 @given(grouped_rows(), st.integers(1, 20))
 def test_packs_hold_every_row_once_within_their_nodes(rows: Rows, nodes: int) -> None:
     trees = TokenTree.packs(rows, nodes=nodes)
@@ -145,6 +152,7 @@ def _pairs(tree: TokenTree) -> zip[tuple[np.int32, np.int32]]:
     return zip(tree.terms.row, tree.terms.position, strict=True)
 
 
+@settings(deadline=None)
 @given(grouped_rows(), st.integers(1, 20))
 def test_no_other_cuts_of_the_ordered_rows_compute_less(rows: Rows, nodes: int) -> None:
     ordered = sorted(rows, key=lambda one: one.ids.tolist())

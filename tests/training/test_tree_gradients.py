@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from runner.errors import BadInput, BadModel
+from runner.errors import BadBatch, BadModel
+from runner.options import Sampling
 from runner.tasks import Task
+from runner.tokens.log import TokenLog
+from runner.training.advantages import grpo
+from runner.training.batch import TrainingBatch
+from runner.training.grammar import UNCONSTRAINED, TokenMasks
 from runner.training.rows import TrainingRow
 from runner.training.tree import TokenTree
-from runner.trajectory import Trajectory
+from runner.trajectory import Group, Trajectory, Turn
+from tests.training.making import group as made_group
+from tests.training.making import made, prompt, said
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from runner.training.grammar_torch import head_logprobs  # noqa: E402  # and this, too
 from runner.training.tree_torch import (  # noqa: E402  # it imports torch, without which all this is skipped
     block_mask,
     tree_difference,
+    tree_hidden,
     tree_inputs,
     tree_logits,
     tree_logprobs,
 )
 
 TRAJECTORY = Trajectory(id="episode", task=Task(id="task", prompt="Say"), index=0, agent="main", seed=0)
+DOCS = Path(__file__).parents[2] / "docs"
 VOCABULARY = 64
 EXACT = 1e-9
 CLOSE = {"sdpa": EXACT, "eager": 1e-4}  # transformers' eager attention has its softmax in float32 whatever the model's
@@ -173,7 +186,8 @@ def tree_loss(model: Any, rows: Rows, *, nodes: int, logits_of: Callable[..., An
     return total
 
 
-def gradients(model: Any, loss: Callable[[], float]) -> tuple[float, dict[str, Any]]:
+def gradients(model: Any, loss: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """What `loss` returns, and the gradients it leaves."""
     model.zero_grad(set_to_none=True)
     return loss(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
@@ -323,24 +337,45 @@ def test_autocast_takes_the_tree_of_a_float32_model() -> None:
     assert (logits.float() - tree_logits(model, tree)).abs().mean() < 0.1
 
 
-def test_a_temperature_divides_the_logits() -> None:
-    model, tree = llama(), TokenTree.of(GROUPS["a group"])
+def sampled_at(one: TrainingRow, temperature: float) -> TrainingRow:
+    """The same row, all of it sampled in one turn."""
+    log = TokenLog()
+    log.append_sampled(one.ids.tolist(), None)
+    turn = Turn("main", 0, log, 0, len(one), sampling=Sampling(temperature=temperature))
+    return replace(one, turns=(turn,))
+
+
+@pytest.mark.parametrize("colder", [0.7, 0.2], ids=["one temperature", "two temperatures"])
+def test_logits_are_divided_by_the_temperature_of_each_row(colder: float) -> None:
+    rows = [sampled_at(one, 0.7) for one in group(12, [9, 14])] + [sampled_at(group(12, [9])[0], colder)]
+    model, tree = llama(), TokenTree.of(rows)
     logits, terms = tree_logits(model, tree), tree.terms
-    expected = (logits / 0.7).log_softmax(-1)[terms.logit, terms.target_id]
-    assert torch.allclose(tree_logprobs(logits, tree, temperature=0.7), expected)
+    temperatures = torch.tensor([0.7, 0.7, colder], dtype=torch.float64)[terms.row]
+    expected = (logits[terms.logit] / temperatures[:, None]).log_softmax(-1)[torch.arange(len(terms)), terms.target_id]
+    assert (tree_logprobs(logits, tree) - expected).abs().max() < 1e-6  # temperatures are float32
 
 
 def test_rows_that_share_a_node_may_be_held_to_different_grammars() -> None:
     random = np.random.default_rng(0)
-    rows = [row([1, 2, 3], 2, random), row([1, 2, 3], 2, random)]
+    rows = [row([1, 2, 3], 2, random), row([1, 2, 3], 2, random), row([1, 2, 3], 2, random)]
     model, tree = llama(), TokenTree.of(rows)
+    table = np.array([[1 << 3, 0], [1 << 3 | 1 << 4, 0]], dtype=np.int32)
+    masks = TokenMasks(table, np.array([0, 1, UNCONSTRAINED], dtype=np.int32), VOCABULARY)
     logits = tree_logits(model, tree)
-    allowed = torch.zeros(2, VOCABULARY, dtype=torch.bool)
-    allowed[0, 3] = True
-    allowed[1, 3:5] = True
-    first, second = tree_logprobs(logits, tree, allowed=allowed).tolist()
+    first, second, third = tree_logprobs(logits, tree, masks).tolist()
     assert first == 0
     assert second == pytest.approx(float(logits[0, 3:5].log_softmax(-1)[0].detach()))
+    assert third == pytest.approx(float(logits[0].log_softmax(-1)[3].detach()))
+
+
+def test_hidden_states_and_head_give_the_same_log_probabilities() -> None:
+    model, tree = llama(), TokenTree.of(GROUPS["rows twice and cut short"])
+    terms = tree.terms
+    masks = TokenMasks(np.empty((0, 2), dtype=np.int32), np.full(len(terms), UNCONSTRAINED, np.int32), VOCABULARY)
+    hidden = tree_hidden(model, tree)
+    assert hidden.shape == (len(tree.logit_nodes), 32)
+    logprobs = head_logprobs(hidden[terms.logit], model.lm_head.weight, terms.target_id, masks, terms.temperatures)
+    assert (logprobs - tree_logprobs(tree_logits(model, tree), tree)).abs().max() < EXACT
 
 
 def test_log_probabilities_of_half_precision_are_float32() -> None:
@@ -405,7 +440,7 @@ def test_a_window_as_long_as_the_rows_does_no_harm() -> None:
 
 
 def test_a_tree_without_nodes_has_no_logits() -> None:
-    with pytest.raises(BadInput, match="The tree has no nodes"):
+    with pytest.raises(BadBatch, match="The tree has no nodes"):
         tree_logits(llama(), TokenTree.of([]))
 
 
@@ -423,6 +458,50 @@ def test_the_difference_shows_a_model_that_does_not_see_trees() -> None:
     tree, model = TokenTree.of(GROUPS["a group"]), llama().eval()
     assert tree_difference(model, tree) < EXACT
     assert tree_difference(WholeHead(model, blind=True), tree) > 0.1
+
+
+# --- the page
+
+
+def names_of(page: str) -> dict[str, Any]:
+    """What a page's Python blocks define."""
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL):
+        exec(compile(block, page, "exec"), names)
+    return names
+
+
+def two_groups() -> list[Group]:
+    """Groups of three and two, that share a system prompt; the second one also shares its first words."""
+    system = prompt(*range(1, 21))
+    first = [made([system, prompt(30), said(*ids)], id=f"a#{ids[0]}", reward=ids[0]) for ids in [(0, 7), (1, 9), (2,)]]
+    second = [made([system, prompt(31), said(5, *ids)], id=f"b#{ids[0]}", reward=ids[0]) for ids in [(0, 7, 8), (1,)]]
+    return [made_group(*first), made_group(*second)]
+
+
+def test_the_gradients_of_the_page_are_those_of_the_padded_batchs_page(capsys: pytest.CaptureFixture[str]) -> None:
+    model, groups, page = llama().eval(), two_groups(), names_of("shared-prefixes.md")
+    batch = TrainingBatch.padded(groups, pad_id=0, advantages=grpo, drop_flat=True)
+    padded_names = names_of("training-batches.md")
+    _, padded = gradients(model, lambda: padded_names["loss"](model, batch).backward())
+    _, tree = gradients(model, lambda: page["gradients"](model, groups))
+    assert largest_difference(padded, tree) < 1e-5  # the pages take log-probabilities in float32
+    assert max(float(gradient.abs().max()) for gradient in padded.values()) > 1e-2
+    assert capsys.readouterr().out == "5 rows as 1 tree: 32 nodes for 116 ids (3.6x), 125 padded (3.9x); logits at 7\n"
+    assert page["proven"](model, groups) < EXACT
+
+
+def test_the_two_ways_to_constrained_turns_of_the_page_agree() -> None:
+    model, rows, page = llama().eval(), GROUPS["a group"], names_of("shared-prefixes.md")
+    tree = TokenTree.of(rows)
+    index = np.arange(len(tree.terms), dtype=np.int32) % 2 - 1  # every other one is unconstrained
+    masks = TokenMasks(np.array([[-1, 0]], dtype=np.int32), index, VOCABULARY)
+    grammars = SimpleNamespace(masks_for_terms=lambda _rows, _terms: masks)
+    logits_first, hidden_first = (
+        page[name](model, tree, rows, grammars) for name in ("constrained", "constrained_and_fast")
+    )
+    assert torch.allclose(logits_first, hidden_first, atol=1e-6)
+    assert (logits_first != tree_logprobs(tree_logits(model, tree), tree)).any()
 
 
 # --- the demo model
