@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from anyio.lowlevel import current_token
+
 from runner.clocks import Standstill
 from runner.engines.control import EngineControl, EngineState, PauseMode, WeightUpdate
 from runner.errors import BadControl
@@ -393,4 +395,6 @@ class Engine(ABC):
     def _controlled(self) -> EngineControl:
         if self.control is None:
             raise BadControl(f"{type(self).__name__} cannot be controlled: its weights are not ours, or it never ran.")
+        if self.loop is not None and self.loop != current_token():
+            raise BadControl(f"{type(self).__name__} belongs to another event loop: control it where it was entered.")
         return self.control

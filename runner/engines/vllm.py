@@ -263,6 +263,8 @@ class VllmEngine(Engine):
 
     def _died(self, error: Exception | None, why: str = "") -> EngineDead:
         """The error for one request of an engine that is dead: the same words and cause for all of them."""
+        if self._death is None and not self.running:
+            return EngineDead("the engine was stopped")
         if self._death is None:
             self._death = EngineDead(f"The engine died: {why or self._process.cause_of_death()}")
             self._death.__cause__ = error

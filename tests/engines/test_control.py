@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.from_thread
 import pytest
 import trio.testing
 from anyio.lowlevel import checkpoint
@@ -146,6 +149,14 @@ async def test_an_engine_without_weights_of_ours_says_so() -> None:
     with pytest.raises(BadControl, match=r"ScriptedEngine cannot be controlled"):
         await engine.pause()
     assert (engine.state, engine.weight_version) == (EngineState.RUNNING, "")
+
+
+def test_an_engine_of_another_event_loop_is_left_alone() -> None:
+    with anyio.from_thread.start_blocking_portal() as portal, portal.wrap_async_context_manager(slow()) as engine:
+        with pytest.raises(BadControl, match="ScriptedEngine belongs to another event loop"):
+            anyio.run(engine.pause)
+        portal.call(engine.pause)
+        assert engine.state is EngineState.PAUSED
 
 
 # --- the turns that are being sampled
@@ -542,3 +553,17 @@ async def test_a_sleep_that_is_cancelled_is_whole_or_not_at_all(level: int) -> N
             assert (engine.state, (await ask(engine))[0]) == (EngineState.RUNNING, undisturbed)
 
         assert await cancel_everywhere(lambda: engine.sleep(level), check=whole_or_not_at_all) > 2
+
+
+# --- the page
+
+
+async def test_the_trainer_of_the_page_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engine-control.md").read_text()
+    source = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0]
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(source, "engine-control.md", "exec"), names)
+    engine = ScriptedEngine("Paris.")
+    await names["train"](engine, None)
+    assert engine.weight_version == "2"
+    assert len(capsys.readouterr().out.splitlines()) == 14
