@@ -109,7 +109,7 @@ class VllmEngine(Engine):
         weights = VllmWeights(self._llm, name)
         await weights.prepare()
         driver = VllmDriver(self, self._llm, weights)
-        self._adapters = VllmAdapters(self._llm, driver.answered)
+        self._adapters = VllmAdapters(self._llm, self._process.source, driver.answered)
         self.control = EngineControl(driver, self.gate, [await self._first_version()], self._adapters)
 
     async def _first_version(self) -> str:

@@ -15,6 +15,7 @@ from runner.engines.adapter_files import AdapterRules, check_adapter, keep_adapt
 from runner.engines.adapters import AdapterBook, AdapterVersion
 from runner.engines.weights import TensorForm, read_folder
 from runner.errors import BadOption, BadWeights, EngineDead, EngineError
+from runner.models import ModelSource
 
 __all__ = ["VllmAdapters"]
 
@@ -33,12 +34,14 @@ class VllmAdapters(AdapterBook):
 
     Args:
         llm: vLLM.
+        model: that it loaded.
         answered: waits for a call of it, or for the engine's death.
     """
 
-    def __init__(self, llm: Any, answered: Answers) -> None:
+    def __init__(self, llm: Any, model: ModelSource, answered: Answers) -> None:
         super().__init__()
         self._llm = llm
+        self._model = model
         self._answered = answered
         self._rules: AdapterRules | None = None
         self._folders: set[Path] = set()
@@ -79,7 +82,7 @@ class VllmAdapters(AdapterBook):
             raise BadWeights(f"{told}: {error}") from error
         self._folders.add(folder)
         try:
-            self._rules = self._rules or _rules(self._llm.vllm_config)
+            self._rules = self._rules or _rules(self._llm.vllm_config, self._model)
             check_adapter(folder, self._rules)
         except BadWeights as error:
             self._delete(folder)
@@ -121,7 +124,7 @@ class VllmAdapters(AdapterBook):
             self._delete(folder)
 
 
-def _rules(config: Any) -> AdapterRules:
+def _rules(config: Any, source: ModelSource) -> AdapterRules:
     """What this vLLM takes for this model. Blocks."""
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -143,8 +146,8 @@ def _rules(config: Any) -> AdapterRules:
 
     model = config.model_config
     return AdapterRules(
-        model=str(model.model),
-        forms=_forms(Path(model.model)),
+        model=source.name,
+        forms=_forms(source.folder),
         quantized=model.quantization is not None,
         composite=model.hf_config.get_text_config() is not model.hf_config,
         check_config=check,

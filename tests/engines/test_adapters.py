@@ -20,6 +20,7 @@ from runner.engines.control import EngineControl
 from runner.engines.scripted import ScriptedEngine
 from runner.engines.vllm_adapters import VllmAdapters
 from runner.errors import BadControl, BadOption, BadWeights, EngineDead, EngineError, RequestRejected
+from runner.models import ModelSource
 from runner.testing import Latency
 from runner.trajectory import Outcome
 from tests.engines.lora import adapter_config, adapter_tensors, save_adapter
@@ -47,8 +48,9 @@ class FakeVllm:
         whole.get_text_config = lambda: whole
         self.vllm_config = SimpleNamespace(
             lora_config=SimpleNamespace(max_lora_rank=8) if enabled else None,
-            model_config=SimpleNamespace(model=str(model), quantization=quantization, hf_config=whole),
+            model_config=SimpleNamespace(quantization=quantization, hf_config=whole),
         )
+        self.source = ModelSource("tiny", str(model), model)
         self.loaded: dict[int, Path] = {}
         self.fails: Exception | None = None
         self.called: Callable[[], object] = lambda: None
@@ -70,6 +72,10 @@ async def answered(what: str, call: Awaitable[Any]) -> Any:
     return await call
 
 
+def adapters_of(vllm: FakeVllm) -> VllmAdapters:
+    return VllmAdapters(vllm, vllm.source, answered)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
@@ -87,7 +93,7 @@ def vllm(model: Path) -> FakeVllm:
 
 @pytest.fixture
 def book(vllm: FakeVllm) -> VllmAdapters:
-    return VllmAdapters(vllm, answered)
+    return adapters_of(vllm)
 
 
 @pytest.fixture
@@ -243,14 +249,14 @@ async def test_a_name_that_could_be_misread_in_a_weight_version_is_refused(book:
 
 
 async def test_an_engine_without_adapters_says_how_to_start_one(model: Path, folder: Path) -> None:
-    book = VllmAdapters(FakeVllm(model, enabled=False), answered)
+    book = adapters_of(FakeVllm(model, enabled=False))
     with pytest.raises(BadOption, match=r"VllmEngine\(enable_lora=True, max_lora_rank="):
         await book.add("poet", folder)
 
 
 async def test_shapes_of_a_quantized_model_are_left_to_vllm(model: Path, folder: Path) -> None:
     reshaped(f"{STEM}.lora_A.weight", 4, 15)(folder)
-    assert await VllmAdapters(FakeVllm(model, quantization="awq"), answered).add("poet", folder) == "poet@1"
+    assert await adapters_of(FakeVllm(model, quantization="awq")).add("poet", folder) == "poet@1"
 
 
 async def test_what_vllm_refuses_leaves_nothing_behind(book: VllmAdapters, vllm: FakeVllm, folder: Path) -> None:
