@@ -21,6 +21,8 @@ _EVERYWHERE: dict[str, Any] = {
     "disable_log_stats": True,
     # By default vLLM takes one library or another, by what the first constraint needs, and the later ones get that too.
     "structured_outputs_config": {"backend": "xgrammar"},
+    # By this vLLM's workers load a state dict.
+    "worker_extension_cls": "runner.engines.weight_worker.WeightWorker",
 }
 # Without these vLLM takes small defaults that depend on a usage context.
 _GPU: dict[str, Any] = {"max_num_seqs": 512, "max_num_batched_tokens": 8192}

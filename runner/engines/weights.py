@@ -1,0 +1,317 @@
+"""New weights for an engine that runs: what they may be given as, and whether they fit the model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.errors import BadWeights
+
+__all__ = ["Checkpoint", "TensorForm", "WeightFolder", "WeightTransfer", "compare", "forms_of_transfer", "read_folder"]
+
+# (files, index that says which of them count), the first pair with a file: as vLLM chooses.
+_LAYOUTS = (
+    ("consolidated*.safetensors", "consolidated.safetensors.index.json"),
+    ("*.safetensors", "model.safetensors.index.json"),
+)
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+"""The dtypes of which any is taken for any: vLLM rounds them to the model's as it loads them."""
+
+SAFETENSORS_NAMES = {name: code for code, name in _DTYPES.items()}
+"""What the safetensors format calls a dtype, by torch's name for it."""
+
+_TIED = "lm_head.weight"
+_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "position_ids")
+_HEADER_BYTES = 100_000_000  # as long as the safetensors library reads one
+_NAMED = 3  # tensors that an error names
+_REQUIRED = ("names", "dtype_names", "shapes")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """What can be told of a tensor without reading it.
+
+    Attributes:
+        dtype: torch's name for it, such as "bfloat16".
+        shape: its sizes.
+        file: name of the file that holds it; "" where there is none.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFolder:
+    """A folder of safetensors whose files are all there and whole.
+
+    Attributes:
+        folder: where it is.
+        files: those that count.
+        forms: of every tensor, by name.
+    """
+
+    folder: Path
+    files: tuple[Path, ...]
+    forms: Mapping[str, TensorForm]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What the engine was started from, which new weights are compared with.
+
+    Attributes:
+        name: of the model, for errors.
+        forms: of every tensor, by name.
+        tied: its output layer is its embedding, so `lm_head.weight` may be given or left out.
+    """
+
+    name: str
+    forms: Mapping[str, TensorForm]
+    tied: bool = False
+
+    def ignored(self, names: Iterable[str]) -> list[str]:
+        """Of these tensors those that are not loaded: what the model computes, or has under another name."""
+        return [name for name in names if name not in self.forms]
+
+    def optional(self, name: str) -> bool:
+        """Whether a tensor may be given or left out: the model computes it, or has it under another name."""
+        return name.endswith(_BUFFERS) or (self.tied and (name == _TIED or name.endswith(f".{_TIED}")))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTransfer:
+    """Weights that come through one of vLLM's weight transfer engines: NCCL broadcasts, handles of GPU memory (IPC).
+
+    The engine is started with `VllmEngine(weight_transfer_config={"backend": "nccl"})`, or "ipc".
+
+    Attributes:
+        update: vLLM's update info as the trainer's side makes it: `names`, `dtype_names`, `shapes` and what the
+            backend adds; several, where the trainer sends the weights in parts.
+        init: vLLM's init info, which joins trainer and engine; used where it differs from the last one.
+        seconds: after which a trainer that sends nothing counts as gone.
+    """
+
+    update: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    init: Mapping[str, Any] | None = None
+    seconds: float = 600.0
+
+    @property
+    def parts(self) -> tuple[Mapping[str, Any], ...]:
+        """The update infos in the order they are sent in."""
+        return (self.update,) if isinstance(self.update, Mapping) else tuple(self.update)
+
+
+def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
+    """The tensors of a folder of safetensors, by their headers; nothing else is read. Blocks.
+
+    Raises:
+        BadWeights: there is no such folder, or a file is missing, truncated or damaged; names it and the tensor.
+    """
+    path = Path(folder).expanduser().absolute()
+    if not path.is_dir():
+        if path.is_file():
+            raise BadWeights(f"the weights {str(folder)!r} are a file: give the folder that holds it.")
+        raise BadWeights(f"the weights {str(folder)!r}: there is no such folder.")
+    files, index = _files(path)
+    forms: dict[str, TensorForm] = {}
+    for file in files:
+        for name, form in _read_header(file).items():
+            if name in forms:
+                raise BadWeights(f"{path}: the tensor {name!r} is in {forms[name].file} and in {file.name}.")
+            forms[name] = form
+    _check_index(path, index, forms)
+    return WeightFolder(path, files, forms)
+
+
+def _files(folder: Path) -> tuple[tuple[Path, ...], Mapping[str, str]]:
+    """The files that count, and which tensor the index, if there is one, says is in which."""
+    for pattern, index_name in _LAYOUTS:
+        found = sorted(folder.glob(pattern))
+        index = _read_index(folder / index_name)
+        for name, file in index.items():
+            if not (folder / file).is_file():
+                raise BadWeights(f"{folder / file} is missing: {index_name} says that it holds the tensor {name!r}.")
+        if index:
+            return tuple(folder / file for file in sorted(set(index.values()))), index
+        if found:
+            return tuple(found), {}
+    others = sorted(file.name for file in folder.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    raise BadWeights(
+        f"{folder} holds no *.safetensors"
+        + (f" but {others[0]}" if others else "")
+        + ": save the weights with save_pretrained(folder) or safetensors.torch.save_file(...)."
+    )
+
+
+def _read_index(file: Path) -> Mapping[str, str]:
+    if not file.is_file():
+        return {}
+    try:
+        names = json.loads(file.read_bytes())["weight_map"]
+        return {str(name): str(where) for name, where in names.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadWeights(f"{file} cannot be read as an index of safetensors: {error!r}.") from error
+
+
+def _check_index(folder: Path, index: Mapping[str, str], forms: Mapping[str, TensorForm]) -> None:
+    for name, file in index.items():
+        if name not in forms:
+            raise BadWeights(f"{folder / file} has no tensor {name!r}, which the index says it holds.")
+
+
+def _read_header(file: Path) -> dict[str, TensorForm]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        entries = _entries(file)
+        with safe_open(file, framework="numpy"):  # the library's own checks: overlaps, gaps, sizes
+            pass
+        return {
+            name: TensorForm(_DTYPES.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"]), file.name)
+            for name, entry in entries
+        }
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        raise BadWeights(f"{file} cannot be read as safetensors: {error}") from error
+
+
+def _entries(file: Path) -> list[tuple[str, Any]]:
+    """What the header says of each tensor; a file that ends before its last tensor does is refused by that name."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or (size < 8 + length and length <= _HEADER_BYTES):
+            raise BadWeights(f"{file} is truncated: it ends within its header, after {size} bytes. Save it again.")
+        if length > _HEADER_BYTES:
+            raise BadWeights(f"{file} is no safetensors file: its header would be {length} bytes long.")
+        header = json.loads(opened.read(length))
+    entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+    for name, entry in sorted(entries, key=lambda named: int(named[1]["data_offsets"][1])):
+        end = 8 + length + entry["data_offsets"][1]
+        if end > size:
+            raise BadWeights(
+                f"{file} is truncated: the tensor {name!r} ends at byte {end}, the file has {size}. Save it again, "
+                "and rename the folder to the name that is loaded once it is complete."
+            )
+    return entries
+
+
+def forms_of_transfer(transfer: WeightTransfer) -> dict[str, TensorForm]:
+    """The tensors that a transfer announces.
+
+    Raises:
+        BadWeights: it does not say what it brings.
+    """
+    forms: dict[str, TensorForm] = {}
+    for part in transfer.parts:
+        if not isinstance(part, Mapping):
+            raise BadWeights(f"WeightTransfer(update=...): a part of it is {_kind(part)}, not a mapping.")
+        absent = [key for key in _REQUIRED if key not in part]
+        if absent:
+            raise BadWeights(
+                f"WeightTransfer(update=...) has no {absent[0]!r}: what is not announced cannot be compared with the "
+                "model before the engine is touched. The NCCL and IPC backends announce names, dtype_names and shapes."
+            )
+        columns = [list(part[key]) for key in _REQUIRED]
+        if len(set(map(len, columns))) != 1:
+            counts = ", ".join(f"{len(column)} {key}" for key, column in zip(_REQUIRED, columns, strict=True))
+            raise BadWeights(f"WeightTransfer(update=...) has {counts}: one of each for every tensor.")
+        for name, dtype, shape in zip(*columns, strict=True):
+            if name in forms:
+                raise BadWeights(f"WeightTransfer(update=...) brings the tensor {name!r} twice.")
+            forms[name] = TensorForm(str(dtype).removeprefix("torch."), tuple(shape))
+    return forms
+
+
+def compare(given: Mapping[str, TensorForm], model: Checkpoint, *, source: str) -> None:
+    """Return if the weights fit.
+
+    Every tensor of the model has to be there, since vLLM exchanges fused parameters as a whole and keeps no part of
+    them, and none but them. Shapes are equal. Floats of any width are taken for each other, other dtypes are equal.
+
+    Args:
+        given: the new weights.
+        model: what the engine was started from.
+        source: what to call the new weights.
+
+    Raises:
+        BadWeights: they do not; names the first tensors that are wrong.
+    """
+    missing = [name for name in model.forms if name not in given and not model.optional(name)]
+    unknown = [name for name in given if name not in model.forms and not model.optional(name)]
+    if missing or unknown:
+        raise BadWeights(f"{source}: {_misnamed(missing, unknown, given, model)}")
+    wrong = list(_misfits(given, model))
+    if wrong:
+        raise BadWeights(f"{source}: {_first(wrong, '; ')}. The model is {model.name}.")
+
+
+def _misnamed(missing: list[str], unknown: list[str], given: Mapping[str, TensorForm], model: Checkpoint) -> str:
+    told = []
+    if missing:
+        told.append(f"missing {_first([repr(name) for name in missing])}")
+    if unknown:
+        places = [f"{name!r}{_place(given[name])}" for name in unknown]
+        told.append(f"no tensor of the model is called {_first(places)}")
+    prefix = _prefix(missing, unknown)
+    hint = f"Take {prefix!r} off every name" if prefix else "Give exactly the tensors of its checkpoint"
+    return f"{'; '.join(told)}. The model is {model.name}, with {len(model.forms)} tensors. {hint}."
+
+
+def _prefix(missing: list[str], unknown: list[str]) -> str:
+    """What a wrapper of the trainer's model put before every name, or ""."""
+    for name in unknown:
+        if missing and name.endswith(missing[0]):
+            prefix = name.removesuffix(missing[0])
+            return prefix if {prefix + lost for lost in missing} <= set(unknown) else ""
+    return ""
+
+
+def _misfits(given: Mapping[str, TensorForm], model: Checkpoint) -> Iterator[str]:
+    for name, wanted in model.forms.items():
+        form = given.get(name)
+        if form is None:
+            continue
+        if form.shape != wanted.shape:
+            yield f"the tensor {name!r}{_place(form)} has shape {form.shape}, the model's has {wanted.shape}"
+        elif form.dtype != wanted.dtype and not {form.dtype, wanted.dtype} <= set(FLOATS):
+            yield (
+                f"the tensor {name!r}{_place(form)} is {form.dtype}, the model's is {wanted.dtype}, and only "
+                f"{', '.join(FLOATS)} are taken for each other"
+            )
+
+
+def _place(form: TensorForm) -> str:
+    return f" in {form.file}" if form.file else ""
+
+
+def _first(told: Sequence[str], between: str = ", ") -> str:
+    rest = len(told) - _NAMED
+    return between.join(told[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")

@@ -1,0 +1,506 @@
+"""New weights against the model's, without an engine: what does not fit is named, tensor and file."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runner.engines.vllm_settings import choose_settings
+from runner.engines.weight_loading import VllmWeights
+from runner.engines.weight_memory import open_memories
+from runner.engines.weight_worker import WeightWorker
+from runner.engines.weights import WeightTransfer
+from runner.errors import BadWeights, EngineError
+
+pytestmark = pytest.mark.anyio
+
+OURS = "runner.engines.weight_worker.WeightWorker"
+EMBEDDING, UP, NORM = "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"  # as vLLM
+
+
+def tensors() -> Tensors:
+    return {
+        EMBEDDING: torch.arange(24).reshape(6, 4).to(torch.bfloat16),
+        UP: torch.ones(2, 4, dtype=torch.bfloat16),
+        NORM: torch.ones(4, dtype=torch.bfloat16),
+        "table": torch.arange(3),
+    }
+
+
+def saved(folder: Path, *parts: Mapping[str, torch.Tensor], index: Mapping[str, str] | None = None) -> Path:
+    """A folder of safetensors, a file for each part."""
+    folder.mkdir(exist_ok=True)
+    for number, part in enumerate(parts):
+        name = "model.safetensors" if len(parts) == 1 else f"model-{number}.safetensors"
+        save_file(dict(part), folder / name, metadata={"format": "pt"})
+    if index is not None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return folder
+
+
+class Llm:
+    """A vLLM that says what it was asked for, and reads what it is given as a worker does."""
+
+    def __init__(self, model: Path, *, extension: str = OURS, tied: bool = False, transfer: bool = False) -> None:
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                model=str(model),
+                dtype=torch.bfloat16,
+                hf_config=SimpleNamespace(tie_word_embeddings=tied),
+            ),
+            parallel_config=SimpleNamespace(worker_extension_cls=extension),
+            weight_transfer_config=SimpleNamespace(backend="nccl") if transfer else None,
+        )
+        self.asked: list[Any] = []
+        self.loaded: Tensors = {}
+        self.fails = ""
+        self.hangs = ""
+
+    async def _ask(self, name: str, given: Any = None) -> None:
+        self.asked.append((name, given) if given is not None else name)
+        if name == self.fails:
+            raise RuntimeError(f"the worker failed\nin {name}")
+        if name == self.hangs:
+            await anyio.sleep_forever()
+
+    async def collective_rpc(self, method: str, *, kwargs: dict[str, Any]) -> None:
+        await self._ask(method, kwargs)
+        if method == "load_weight_files":
+            self.loaded = {}
+            worker = WeightWorker()
+            worker.reload_weights = lambda weights_iterator: self.loaded.update(weights_iterator)
+            worker.load_weight_files(**kwargs)
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        await self._ask("init", request.init_info)
+
+    async def start_weight_update(self) -> None:
+        await self._ask("start")
+
+    async def update_weights(self, request: Any) -> None:
+        await self._ask("update", request.update_info["names"])
+
+    async def finish_weight_update(self) -> None:
+        await self._ask("finish")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The folder an engine was started from."""
+    return saved(tmp_path / "the model", tensors())
+
+
+@pytest.fixture
+async def weights(model: Path) -> AsyncIterator[VllmWeights]:
+    """What brings new weights into it."""
+    yield VllmWeights(Llm(model), "the model")
+    gc.collect()
+    assert list(open_memories()) == [], "every state dict was given back"
+
+
+def without(name: str) -> Tensors:
+    return {other: tensor for other, tensor in tensors().items() if other != name}
+
+
+def cut(folder: Path, size: int) -> Path:
+    file = saved(folder, tensors()) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    return folder
+
+
+def written(folder: Path, content: bytes) -> Path:
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(content)
+    return folder
+
+
+def beside(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "pytorch_model.bin").touch()
+    return folder
+
+
+def index_of(file: str) -> dict[str, str]:
+    return dict.fromkeys(tensors(), file)
+
+
+MISFITS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "a tensor is missing": (lambda folder: saved(folder, without(UP)), [repr(UP), "missing"]),
+    "a tensor too many": (
+        lambda folder: saved(folder, {**tensors(), "lm_head.weight": torch.ones(6, 4)}),
+        ["'lm_head.weight' in model.safetensors", "no tensor of the model"],
+    ),
+    "another shape": (
+        lambda folder: saved(folder, without(UP), {UP: torch.ones(4, 2)}),
+        [f"{UP!r} in model-1.safetensors", "(4, 2)", "(2, 4)"],
+    ),
+    "no float": (
+        lambda folder: saved(folder, {**tensors(), NORM: torch.ones(4, dtype=torch.int8)}),
+        [f"{NORM!r} in model.safetensors", "int8", "bfloat16"],
+    ),
+    "another kind of integer": (
+        lambda folder: saved(folder, {**tensors(), "table": torch.arange(3, dtype=torch.int32)}),
+        ["'table' in model.safetensors", "int32", "int64"],
+    ),
+    "a prefix before every name": (
+        lambda folder: saved(folder, {f"module.{name}": tensor for name, tensor in tensors().items()}),
+        ["'module.table' in model.safetensors", "Take 'module.' off"],
+    ),
+    "no folder": (lambda folder: folder, ["no such folder"]),
+    "a file": (lambda folder: saved(folder, tensors()) / "model.safetensors", ["give the folder that holds it"]),
+    "an empty folder": (lambda folder: saved(folder), ["holds no *.safetensors"]),
+    "a folder of another format": (beside, ["but pytorch_model.bin"]),
+    "a truncated file": (lambda folder: cut(folder, -1), ["model.safetensors is truncated", "the tensor '"]),
+    "a file cut off in its header": (lambda folder: cut(folder, 30), ["model.safetensors is truncated", "header"]),
+    "an empty file": (lambda folder: written(folder, b""), ["model.safetensors is truncated"]),
+    "no safetensors": (lambda folder: written(folder, b"PK" * 100), ["model.safetensors is no safetensors"]),
+    "a broken header": (
+        lambda folder: written(folder, (4).to_bytes(8, "little") + b"{{{{"),
+        ["model.safetensors cannot be read"],
+    ),
+    "a header of other things": (
+        lambda folder: written(folder, (8).to_bytes(8, "little") + b'{"a": 1}'),
+        ["model.safetensors cannot be read"],
+    ),
+    "a shard that the index names is missing": (
+        lambda folder: saved(folder, tensors(), index=index_of("model-7.safetensors")),
+        ["model-7.safetensors is missing", "'model.embed_tokens.weight'"],
+    ),
+    "a tensor that is not where the index says": (
+        lambda folder: saved(folder, without(UP), index=index_of("model.safetensors")),
+        ["model.safetensors has no tensor", repr(UP)],
+    ),
+    "a broken index": (
+        lambda folder: saved(folder, tensors(), index={}) and written_index(folder, "[]"),
+        ["model.safetensors.index.json cannot be read"],
+    ),
+    "a tensor twice": (lambda folder: saved(folder, tensors(), {NORM: torch.ones(4)}), [repr(NORM), "model-1"]),
+    "a number": (lambda folder: 5, ["are int", "give a folder"]),
+    "a module": (lambda folder: torch.nn.Linear(1, 1), ["are Linear", "model.state_dict()"]),
+    "a state dict without a tensor": (lambda folder: without(UP), ["the state dict", "missing", repr(UP)]),
+    "an empty state dict": (lambda folder: {}, ["the state dict", "missing", repr(EMBEDDING), "and 1 more"]),
+    "a state dict of another shape": (
+        lambda folder: {**tensors(), UP: torch.ones(2, 5)},
+        ["the state dict", repr(UP), "(2, 5)"],
+    ),
+    "a state dict of another dtype": (
+        lambda folder: {**tensors(), NORM: torch.ones(4, dtype=torch.bool)},
+        ["the state dict", repr(NORM), "bool"],
+    ),
+    "a list in a state dict": (lambda folder: {**tensors(), NORM: [1.0] * 4}, [repr(NORM), "list", "not a tensor"]),
+    "a tensor without data": (
+        lambda folder: {**tensors(), NORM: torch.ones(4, device="meta")},
+        [repr(NORM), "no data"],
+    ),
+    "NaN": (
+        lambda folder: {**tensors(), UP: torch.tensor([[0.0, 1, 2, 3], [4, 5, 6, float("nan")]])},
+        [repr(UP), "NaN or infinite"],
+    ),
+    "infinity": (lambda folder: {**tensors(), NORM: np.full(4, -np.inf)}, [repr(NORM), "NaN or infinite"]),
+    "a value that rounds to infinity": (
+        lambda folder: {**tensors(), NORM: torch.full((4,), 1e300, dtype=torch.float64)},
+        [repr(NORM), "too large for bfloat16"],
+    ),
+}
+
+
+def written_index(folder: Path, text: str) -> Path:
+    (folder / "model.safetensors.index.json").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(("make", "told"), MISFITS.values(), ids=MISFITS.keys())
+async def test_what_does_not_fit_is_named_and_the_engine_is_not_asked(
+    weights: VllmWeights, tmp_path: Path, make: Callable[[Path], Any], told: list[str]
+) -> None:
+    with pytest.raises(BadWeights) as refusal:
+        await weights.check(make(tmp_path / "new"))
+    message = str(refusal.value)
+    assert [part for part in told if part not in message] == [], message
+    assert "\n" not in message
+    assert llm_of(weights).asked == []
+
+
+def llm_of(weights: VllmWeights) -> Llm:
+    llm: Llm = weights._llm
+    return llm
+
+
+def same(loaded: Tensors, wanted: Tensors) -> bool:
+    return loaded.keys() == wanted.keys() and all(torch.equal(loaded[name], wanted[name]) for name in wanted)
+
+
+async def load(weights: VllmWeights, source: Any) -> Tensors:
+    await weights.load(await weights.check(source))
+    return llm_of(weights).loaded
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+async def test_a_folder_is_loaded_whole_from_its_one_file_or_its_shards(
+    weights: VllmWeights, tmp_path: Path, kind: Callable[[Path], Any]
+) -> None:
+    assert same(await load(weights, kind(saved(tmp_path / "one", tensors()))), tensors())
+    rest = {UP: tensors()[UP]}
+    assert same(await load(weights, kind(saved(tmp_path / "two", without(UP), rest))), tensors())
+
+
+async def test_an_index_says_which_files_count(weights: VllmWeights, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "new", tensors(), index=index_of("model.safetensors"))
+    save_file({NORM: torch.zeros(4)}, folder / "another.safetensors")
+    assert same(await load(weights, folder), tensors())
+
+
+async def test_a_state_dict_arrives_as_it_was_on_the_way_in(weights: VllmWeights) -> None:
+    given = tensors()
+    given[EMBEDDING] = given[EMBEDDING].T.contiguous().T  # of another layout in memory
+    given[UP].requires_grad_()
+    checked = await weights.check(given)
+    with torch.no_grad():
+        given[UP].zero_()  # the trainer goes on
+    await weights.load(checked)
+    assert same(llm_of(weights).loaded, tensors())
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.float16, np.float32])
+async def test_floats_of_another_width_are_rounded_to_the_models(weights: VllmWeights, kind: Any) -> None:
+    exact = {
+        name: torch.rand(tensor.shape) if tensor.is_floating_point() else tensor for name, tensor in tensors().items()
+    }
+    given = {
+        name: (tensor.numpy() if kind is np.float32 else tensor.to(kind)) if tensor.is_floating_point() else tensor
+        for name, tensor in exact.items()
+    }
+    wanted = {
+        name: torch.as_tensor(tensor).to(torch.bfloat16) if exact[name].is_floating_point() else exact[name]
+        for name, tensor in given.items()
+    }
+    assert same(await load(weights, given), wanted)
+
+
+async def test_what_the_model_keeps_in_another_dtype_is_passed_on_as_it_is(tmp_path: Path) -> None:
+    model = saved(tmp_path / "the model", {NORM: torch.ones(4)})  # float32 in a bfloat16 engine
+    weights = VllmWeights(Llm(model), "the model")
+    assert (await load(weights, {NORM: torch.full((4,), 1 / 3)}))[NORM].dtype is torch.float32
+
+
+async def test_empty_and_single_values_arrive(tmp_path: Path) -> None:
+    given = {"empty": torch.ones(0, 3, dtype=torch.bfloat16), "scale": torch.tensor(2.5), "flag": torch.tensor([True])}
+    weights = VllmWeights(Llm(saved(tmp_path / "the model", given)), "the model")
+    assert same(await load(weights, given), given)
+
+
+async def test_a_tied_output_layer_may_be_given_or_left_out_but_not_be_another(model: Path, tmp_path: Path) -> None:
+    weights = VllmWeights(Llm(model, tied=True), "the model")
+    head = {"lm_head.weight": tensors()[EMBEDDING]}
+    assert same(await load(weights, tensors()), tensors())
+    assert same(await load(weights, {**tensors(), **head}), tensors())
+    assert same(await load(weights, saved(tmp_path / "new", {**tensors(), **head})), tensors())
+    with pytest.raises(BadWeights, match=r"'lm_head.weight' differs from its embedding"):
+        await weights.check({**tensors(), "lm_head.weight": tensors()[EMBEDDING] + 1})
+
+    weights = VllmWeights(Llm(saved(tmp_path / "with", {**tensors(), **head}), tied=True), "the model")
+    assert same(await load(weights, tensors()), tensors())
+
+
+async def test_what_the_engine_was_started_from_is_read_once_before_somebody_writes_over_it(model: Path) -> None:
+    weights = VllmWeights(Llm(model), "the model")
+    await weights.prepare()
+    saved(model, {**tensors(), UP: torch.ones(3, 4)})
+    with pytest.raises(BadWeights, match=r"\(3, 4\), the model's has \(2, 4\)"):
+        await weights.check(model)
+
+
+async def test_a_model_without_safetensors_starts_and_refuses_new_weights(tmp_path: Path) -> None:
+    weights = VllmWeights(Llm(beside(tmp_path / "the model")), "the model")
+    await weights.prepare()
+    with pytest.raises(BadWeights, match=r"'the model' cannot be exchanged: .*no \*.safetensors but pytorch_model.bin"):
+        await weights.check(tensors())
+
+
+# --- what is left behind
+
+
+@pytest.mark.parametrize("source", ["state dict", "folder"])
+async def test_a_worker_that_fails_is_told_in_one_line_and_the_memory_is_given_back(
+    weights: VllmWeights, tmp_path: Path, source: str
+) -> None:
+    llm_of(weights).fails = "load_weight_files"
+    checked = await weights.check(tensors() if source == "state dict" else saved(tmp_path / "new", tensors()))
+    assert len(list(open_memories())) == (source == "state dict")
+    with pytest.raises(EngineError) as failure:
+        await weights.load(checked)
+    assert str(failure.value) == "RuntimeError: the worker failed in load_weight_files"
+    assert list(open_memories()) == []
+
+
+async def test_what_is_never_loaded_is_given_back_with_its_check(weights: VllmWeights) -> None:
+    checked = await weights.check(tensors())
+    assert len(list(open_memories())) == 1
+    del checked
+    assert list(open_memories()) == []
+
+
+async def test_a_cancelled_check_stops_between_tensors_and_gives_its_memory_back(
+    weights: VllmWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tensor(torch.Tensor):  # type: ignore[misc]  # torch is not typed here
+        """Cancels whoever copies it."""
+
+        def detach(self) -> torch.Tensor:
+            anyio.from_thread.run_sync(scope.cancel)
+            return super().detach().as_subclass(torch.Tensor)
+
+    given = {**tensors(), EMBEDDING: tensors()[EMBEDDING].as_subclass(Tensor)}
+    await weights.prepare()
+    with anyio.CancelScope() as scope:
+        await weights.check(given)
+        pytest.fail("it went on")
+    assert scope.cancelled_caught
+    gc.collect()
+    assert list(open_memories()) == []
+
+
+async def test_no_memory_is_one_clear_refusal(weights: VllmWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: Any, **named: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    await weights.prepare()
+    monkeypatch.setattr("runner.engines.weight_memory.open", full, raising=False)
+    with pytest.raises(BadWeights, match=r"kept in memory a second time: .*No space left"):
+        await weights.check(tensors())
+
+
+# --- worker extensions
+
+
+def test_every_engine_has_the_extension_unless_it_was_given_one() -> None:
+    known = frozenset({"worker_extension_cls"})
+    assert choose_settings({}, cpu=True, known=known).arguments["worker_extension_cls"] == OURS
+    given = {"worker_extension_cls": "mine.Mine"}
+    assert choose_settings(given, cpu=True, known=known).arguments == given
+
+
+async def test_with_a_foreign_extension_a_folder_is_reloaded_by_vllm_and_a_state_dict_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    weights = VllmWeights(Llm(model, extension="collections.OrderedDict"), "the model")
+    folder = saved(tmp_path / "new", tensors())
+    await weights.load(await weights.check(folder))
+    assert llm_of(weights).asked == [("reload_weights", {"weights_path": str(folder)})]
+    with pytest.raises(BadWeights, match=rf"worker_extension_cls='collections.OrderedDict'.* inherit from {OURS}"):
+        await weights.check(tensors())
+
+
+class Mine(WeightWorker):
+    """An extension of a user's, which has what a state dict needs."""
+
+
+async def test_an_extension_that_inherits_from_ours_takes_state_dicts(model: Path) -> None:
+    weights = VllmWeights(Llm(model, extension=f"{__name__}.Mine"), "the model")
+    assert same(await load(weights, tensors()), tensors())
+
+
+# --- weight transfer
+
+
+def announced(given: Mapping[str, torch.Tensor], **others: Any) -> dict[str, Any]:
+    """Update info as vLLM's trainers make it."""
+    return {
+        "names": list(given),
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in given.values()],
+        "shapes": [list(tensor.shape) for tensor in given.values()],
+        **others,
+    }
+
+
+async def test_a_transfer_joins_once_and_sends_every_part_between_start_and_finish(model: Path) -> None:
+    llm = Llm(model, transfer=True)
+    weights = VllmWeights(llm, "the model")
+    first, second = {UP: tensors()[UP]}, without(UP)
+    meeting = {"master_address": "127.0.0.1"}
+    await load(weights, WeightTransfer(announced(tensors()), init=meeting))
+    every = ["start", ("update", list(tensors())), "finish"]
+    assert llm.asked == [("init", meeting), *every]
+    await load(weights, WeightTransfer(announced(tensors()), init=dict(meeting)))
+    await load(weights, WeightTransfer(announced(tensors())))
+    assert llm.asked[4:] == [*every, *every]
+    llm.asked.clear()
+    await load(weights, WeightTransfer([announced(first), announced(second)]))
+    assert llm.asked == ["start", ("update", [UP]), ("update", list(second)), "finish"]
+
+
+def several(*parts: Mapping[str, Any]) -> WeightTransfer:
+    return WeightTransfer(parts, init={})
+
+
+BAD_TRANSFERS: dict[str, tuple[WeightTransfer, str]] = {
+    "a tensor is missing": (several(announced(without(UP))), rf"WeightTransfer.*missing '{UP}'"),
+    "another shape": (several(announced({**tensors(), NORM: torch.ones(5)})), rf"'{NORM}' has shape \(5,\)"),
+    "another dtype": (several(announced({**tensors(), NORM: torch.ones(4).to(torch.int8)})), rf"'{NORM}' is int8"),
+    "a tensor twice": (several(announced(tensors()), announced(tensors())), rf"'{EMBEDDING}' twice"),
+    "nothing announced": (several({"names": [UP]}), "has no 'dtype_names'"),
+    "lists of different lengths": (several({**announced(tensors()), "names": [UP]}), "1 names, 4 dtype_names"),
+    "a part that is no mapping": (several([1]), "a part of it is list"),  # type: ignore[arg-type]  # on purpose
+    "never met": (WeightTransfer(announced(tensors())), "have not met"),
+}
+
+
+@pytest.mark.parametrize(("transfer", "told"), BAD_TRANSFERS.values(), ids=BAD_TRANSFERS.keys())
+async def test_a_transfer_that_does_not_fit_is_refused_before_anybody_is_asked(
+    model: Path, transfer: WeightTransfer, told: str
+) -> None:
+    llm = Llm(model, transfer=True)
+    with pytest.raises(BadWeights, match=told):
+        await VllmWeights(llm, "the model").check(transfer)
+    assert llm.asked == []
+
+
+async def test_an_engine_that_was_not_started_for_transfers_names_the_argument(weights: VllmWeights) -> None:
+    with pytest.raises(BadWeights, match=r'VllmEngine\(weight_transfer_config=\{"backend": "nccl"\}\)'):
+        await weights.check(WeightTransfer(announced(tensors()), init={}))
+
+
+async def test_a_trainer_and_an_engine_that_do_not_meet_leave_the_weights_alone(model: Path) -> None:
+    llm = Llm(model, transfer=True)
+    weights = VllmWeights(llm, "the model")
+    llm.fails = "init"
+    for _ in range(2):
+        with pytest.raises(BadWeights, match="do not meet: RuntimeError: the worker failed in init"):
+            await weights.check(WeightTransfer(announced(tensors()), init={"a": 1}))
+    assert llm.asked == [("init", {"a": 1})] * 2, "tried again, since they have not met"
+
+
+@pytest.mark.parametrize("at", ["start", "update", "finish"])
+async def test_a_trainer_that_goes_away_is_a_failure_and_no_wait_for_ever(model: Path, at: str) -> None:
+    llm = Llm(model, transfer=True)
+    weights = VllmWeights(llm, "the model")
+    checked = await weights.check(WeightTransfer(announced(tensors()), init={}, seconds=0.01))
+    llm.hangs = at
+    with pytest.raises(EngineError, match=r"trainer sent nothing for 0.01 s"):
+        await weights.load(checked)
+
+
+def test_what_is_loaded_in_a_worker_leaves_out_what_the_model_ignores(model: Path) -> None:
+    loaded: Tensors = {}
+    worker = WeightWorker()
+    worker.reload_weights = lambda weights_iterator: loaded.update(weights_iterator)
+    worker.load_weight_files([str(model / "model.safetensors")], [UP])
+    assert same(loaded, {name: tensor for name, tensor in load_file(model / "model.safetensors").items() if name != UP})
