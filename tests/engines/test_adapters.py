@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,13 +22,14 @@ from runner.engines.scripted import ScriptedEngine
 from runner.engines.vllm_adapters import VllmAdapters
 from runner.errors import BadControl, BadOption, BadWeights, EngineDead, EngineError, RequestRejected
 from runner.models import ModelSource
-from runner.testing import Latency
+from runner.testing import Latency, ModelCall
 from runner.trajectory import Outcome
 from tests.engines.lora import adapter_config, adapter_tensors, save_adapter
 from tests.playing import Plain
 
 pytestmark = pytest.mark.anyio
 
+PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 LAYER = "model.layers.0"
 STEM = f"base_model.model.{LAYER}.self_attn.q_proj"
 SHAPES = {
@@ -583,3 +585,26 @@ async def test_max_version_lag_counts_additions_of_the_adapter(lag: int) -> None
     assert run.summary.stale == (lag == 0)
     first = "scripted+poet@2" if lag == 0 else "scripted+poet@1"
     assert versions(trajectory) == [first, "scripted+poet@2"]
+
+
+# --- the page
+
+
+def test_the_example_of_the_page_works(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(example, str(PAGE), "exec"), names)
+    anyio.run(names["main"], ScriptedEngine("A line."))
+    assert (
+        capsys.readouterr().out.splitlines() == ["['scripted+writer@1', 'scripted+critic@1', 'scripted+writer@1']"] * 2
+    )
+
+
+async def test_a_function_that_replies_finds_the_adapter() -> None:
+    def speak(asked: ModelCall) -> str:
+        return f"as {asked.request.sampling.adapter}"
+
+    engine = ScriptedEngine(speak, adapters=["poet", "critic"])
+    async with Run(Poem, engine) as run:
+        texts = [[turn.text for turn in trajectory.turns] async for trajectory in run]
+    assert texts == [["as None", "as poet", "as critic"]] * 3
