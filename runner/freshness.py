@@ -76,9 +76,6 @@ def oldest_version(trajectory: Trajectory) -> str:
 
 
 def _versions(logs: Iterable[TokenLog]) -> Iterator[str]:
-    """The version of each log's first trained id: later ones of the same log are no older."""
+    """The versions of each log's trained ids; of two adapters, or one and none, a later id may be the older one."""
     for log in logs:
-        for span in log.versions:
-            if log.sources[span.start] == Source.SAMPLED:
-                yield span.version
-                break
+        yield from dict.fromkeys(span.version for span in log.versions if log.sources[span.start] == Source.SAMPLED)

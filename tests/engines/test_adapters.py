@@ -587,6 +587,23 @@ async def test_max_version_lag_counts_additions_of_the_adapter(lag: int) -> None
     assert versions(trajectory) == [first, "scripted+poet@2"]
 
 
+class LaterOlder(Refreshed):
+    """The first turn is of the model as it is; a trainer adds the poet again after the second."""
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate(sampling=Sampling(adapter=None))
+        conversation.add("Go on.")
+        await super().rollout(conversation)
+
+
+async def test_the_oldest_version_counts_wherever_in_the_episode_it_stands() -> None:
+    engine = ScriptedEngine("Yes", adapters=["poet"])
+    async with Run(LaterOlder(engine, []), engine, max_version_lag=0) as run:
+        (trajectory,) = [trajectory async for trajectory in run]
+    assert run.summary.stale == 1
+    assert versions(trajectory) == ["scripted", "scripted+poet@2", "scripted+poet@2"]
+
+
 # --- the page
 
 
