@@ -242,8 +242,8 @@ class Generation:
             BadControl: the engine cannot be controlled.
             BadOption: there is no such part.
         """
-        if self.settings.colocated and self.engine.state is EngineState.ASLEEP:
-            await self.engine.wake(tags)
+        if self.settings.colocated:
+            await self.engine.prepare_for_generation(tags)
         return True
 
     async def finish_generation(self, *, release_gpu: bool = True) -> bool:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from runner.engines.base import Engine, FinishReason
 from runner.errors import BadBatch
 from runner.generation.config import GenerationOutputSpec, TextOutputSpec, as_strings
-from runner.generation.padding import read_padded
+from runner.generation.padding import read_padded, require_mapping
 from runner.generation.rows import Row, SampledRow
 from runner.generation.tensors import as_kind_of
 from runner.tokens.tokenizer import Tokenizer
@@ -67,9 +67,10 @@ class PaddedBatch:
         Raises:
             BadBatch: it cannot be sampled from; names the row.
         """
-        _require_mapping(batch)
+        require_mapping(batch)
         for name in _OTHER_MEDIA:
-            if any(len(media) for media in batch.get(name) or ()):
+            media = batch.get(name)
+            if media is not None and any(len(one) for one in media):
                 raise BadBatch(f"the batch has {name}: the engines here take token ids only.")
         ids, lengths = read_padded(batch, "input_ids", "input_lengths", pad_value=pad_id)
         _require_room(ids.dtype, vocabulary, pad_id)
@@ -125,7 +126,7 @@ class TextBatch:
         Raises:
             BadBatch: it cannot be sampled from; names the row.
         """
-        _require_mapping(batch)
+        require_mapping(batch)
         prompts = batch.get("prompts")
         if not isinstance(prompts, list | tuple):
             raise BadBatch(f"the batch's prompts are {prompts!r:.60}: give a list of texts.")
@@ -153,11 +154,6 @@ class TextBatch:
 
 
 _CUT = (FinishReason.LENGTH, FinishReason.CONTEXT)
-
-
-def _require_mapping(batch: Any) -> None:
-    if not isinstance(batch, Mapping):
-        raise BadBatch(f"the batch is a {type(batch).__name__}: give a dictionary.")
 
 
 def _require_room(dtype: np.dtype[Any], vocabulary: int, pad_id: int) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from runner.errors import BadBatch, BadOption
 from runner.generation.tensors import as_integers
 
-__all__ = ["read_padded", "verify_right_padding"]
+__all__ = ["read_padded", "require_mapping", "verify_right_padding"]
 
 _PAIRS = (("input_ids", "input_lengths"), ("output_ids", "unpadded_sequence_lengths"))
 
@@ -39,6 +39,7 @@ def verify_right_padding(
     if not isinstance(pad_value, int | np.integer) or isinstance(pad_value, bool):
         raise BadOption(f"pad_value={pad_value!r}: give the id that rows are padded with; a tokenizer may have none.")
     try:
+        require_mapping(data)
         pairs = [pair for pair in _PAIRS if all(name in data for name in pair)]
         if not pairs:
             wanted = " or ".join(" and ".join(pair) for pair in _PAIRS)
@@ -50,6 +51,16 @@ def verify_right_padding(
             raise
         return False, str(error)
     return True, None
+
+
+def require_mapping(batch: Any) -> None:
+    """Refuse a batch that has no keys at all.
+
+    Raises:
+        BadBatch: it is no mapping.
+    """
+    if not isinstance(batch, Mapping):
+        raise BadBatch(f"the batch is a {type(batch).__name__}: give a dictionary.")
 
 
 def read_padded(

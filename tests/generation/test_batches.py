@@ -266,7 +266,9 @@ async def test_padding_may_be_an_id_that_no_tokenizer_has(pad: int) -> None:
 
 async def test_further_keys_of_a_trainer_are_not_read() -> None:
     async with generating() as (generation, _):
-        output = await generation.generate(changed(idx=[3, 4], loss_multiplier=array([1, 0]), vllm_images=[[], []]))
+        output = await generation.generate(
+            changed(idx=[3, 4], loss_multiplier=array([1, 0]), vllm_images=array([[], []]))
+        )
     assert texts_of(output) == ["ABC", "DE"]
 
 

@@ -120,6 +120,7 @@ ONE = array([2])
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
+        ([[1, 2]], "the batch is a list: give a dictionary"),
         ({}, "the batch has no keys: give input_ids and input_lengths or output_ids and unpadded_sequence_lengths"),
         ({"input_ids": IDS}, "the batch has input_ids: give input_ids and input_lengths or"),
         ({"input_ids": [[1, 2]], "input_lengths": ONE}, "input_ids is a list: give a torch tensor or a numpy array"),
@@ -136,7 +137,7 @@ ONE = array([2])
     ],
     ids=str,
 )
-def test_what_is_no_padded_batch_is_one_error_that_names_the_key(batch: dict[str, Any], message: str) -> None:
+def test_what_is_no_padded_batch_is_one_error_that_names_the_key(batch: Any, message: str) -> None:
     with pytest.raises(BadBatch, match=message):
         verify_right_padding(batch)
     ok, said = verify_right_padding(batch, raise_error=False)
