@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner import BadBatch, BadOption
@@ -15,6 +15,7 @@ from runner.generation import verify_right_padding
 from tests.generation.batching import Kind, array
 
 KINDS = st.sampled_from(["torch", "numpy"])
+patient = settings(deadline=None)  # a machine that is busy with something else fails no test
 NAMES = st.sampled_from([("input_ids", "input_lengths"), ("output_ids", "unpadded_sequence_lengths")])
 
 
@@ -34,12 +35,14 @@ def written(rows: list[list[int]], lengths: list[int], kind: Kind, names: tuple[
     return {names[0]: array(ids, kind), names[1]: array(lengths, kind)}
 
 
+@patient
 @given(data=st.data(), pad=st.integers(-1, 12), kind=KINDS, names=NAMES)
 def test_what_is_right_padded_is_seen_to_be(data: st.DataObject, pad: int, kind: Kind, names: tuple[str, str]) -> None:
     rows, lengths = data.draw(batches(pad))
     assert verify_right_padding(written(rows, lengths, kind, names), pad) == (True, None)
 
 
+@patient
 @given(data=st.data(), pad=st.integers(-1, 12), kind=KINDS, names=NAMES)
 def test_one_wrong_id_behind_a_row_is_found_and_the_row_is_named(
     data: st.DataObject, pad: int, kind: Kind, names: tuple[str, str]
@@ -60,6 +63,7 @@ def test_one_wrong_id_behind_a_row_is_found_and_the_row_is_named(
         verify_right_padding(batch, pad)
 
 
+@patient
 @given(data=st.data(), kind=KINDS, names=NAMES)
 def test_a_length_that_no_row_can_have_is_found_and_the_row_is_named(
     data: st.DataObject, kind: Kind, names: tuple[str, str]
