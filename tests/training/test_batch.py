@@ -289,6 +289,7 @@ async def test_a_run_file_and_a_resumed_run_give_equal_batches(tmp_path: Path) -
     options: dict[str, Any] = {"group_size": 4, "breaker": 1, "file": file}
     played = TrainingBatch.padded(await gathered(Run(Retries, recording(answer), **options)), pad_id=0, advantages=grpo)
     with RunFile(file) as run_file:
+        assert run_file.header.engine["tokenizer"] == recording(answer).tokenizer.fingerprint  # as the page says
         loaded = grouped(run_file.trajectories(), group_size=run_file.header.group_size)
     async with Run(Retries, recording(answer), **options) as run:
         stored = grouped(run.stored(), group_size=4)
