@@ -296,7 +296,7 @@ class Engine(ABC):
         Weights that do not fit are refused before the engine is touched. Every cached prompt is forgotten.
 
         Args:
-            source: what the engine's kind takes; see `VllmEngine.update_weights`.
+            source: a folder of safetensors, a state dict, or a `WeightTransfer`; a scripted engine takes anything.
             version: names the new weights; by default they are counted: "1", "2", ...
             mode: what becomes of the turns that are being sampled; with `keep` one turn may be of two versions.
 

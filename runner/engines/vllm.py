@@ -209,7 +209,10 @@ class VllmEngine(Engine):
             raise EngineDead("the engine is not running")
         if not self.is_alive():
             raise self._died(None)
-        await self._llm.check_health()
+        try:
+            await self._llm.check_health()
+        except Exception as error:  # vLLM has one of its own for a death that it has just noticed
+            raise self._died(error) from error
 
     def describe(self) -> dict[str, Any]:
         """What a run's header keeps of the engine."""
