@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,23 +12,23 @@ import anyio
 import anyio.to_thread
 
 from runner.engines.weight_memory import WeightMemory, form_of
+from runner.engines.weight_transfer import VllmTransfers, one_line
 from runner.engines.weight_worker import WeightWorker
 from runner.engines.weights import (
     FLOATS,
     SAFETENSORS_NAMES,
     Checkpoint,
+    LocalTransfer,
     TensorForm,
     WeightFolder,
     WeightTransfer,
     compare,
-    forms_of_transfer,
     read_folder,
 )
 from runner.errors import BadWeights, EngineError
 
 __all__ = ["CheckedWeights", "VllmWeights"]
 
-_WORKER = re.compile(r"Worker failed with error '(.*)', please check")
 _EXTENSION = f"{WeightWorker.__module__}.{WeightWorker.__qualname__}"
 
 
@@ -49,7 +48,7 @@ class CheckedWeights:
     files: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     memory: WeightMemory | None = None
-    transfer: WeightTransfer | None = None
+    transfer: WeightTransfer | LocalTransfer | None = None
 
     def close(self) -> None:
         """Give the memory back; twice is allowed, and dropping the object does it too."""
@@ -69,7 +68,7 @@ class VllmWeights:
         self._llm = llm
         self._name = name
         self._checkpoint: Checkpoint | BadWeights | None = None
-        self._joined: Mapping[str, Any] | None = None
+        self._transfers = VllmTransfers(llm)
 
     async def prepare(self) -> None:
         """Read what new weights are compared with; at the engine's start, before anybody writes over its folder."""
@@ -87,8 +86,9 @@ class VllmWeights:
         await self.prepare()
         if isinstance(self._checkpoint, BadWeights):
             raise self._checkpoint
-        if isinstance(source, WeightTransfer):
-            return await self._check_transfer(source)
+        if isinstance(source, WeightTransfer | LocalTransfer):
+            await self._transfers.check(source, self._model())
+            return CheckedWeights(transfer=source)
         check: Callable[[Any], CheckedWeights]
         if isinstance(source, str | os.PathLike):
             check = self._check_folder
@@ -98,7 +98,7 @@ class VllmWeights:
             state = " Give model.state_dict()." if hasattr(source, "state_dict") else ""
             raise BadWeights(
                 f"the weights are {type(source).__name__}: give a folder, a mapping of names to tensors (a state "
-                f"dict), or a WeightTransfer.{state}"
+                f"dict), a WeightTransfer or a LocalTransfer.{state}"
             )
         made: list[CheckedWeights] = []  # an idle thread remembers what it returned last, and with it the memory
         await anyio.to_thread.run_sync(lambda: made.append(check(source)))
@@ -112,7 +112,7 @@ class VllmWeights:
         """
         try:
             if checked.transfer is not None:
-                await self._receive(checked.transfer)
+                await self._transfers.receive(checked.transfer)
             elif self._extended:
                 names = {"files": list(checked.files), "ignored": list(checked.ignored)}
                 await self._llm.collective_rpc("load_weight_files", kwargs=names)
@@ -121,7 +121,7 @@ class VllmWeights:
         except EngineError:
             raise
         except Exception as error:  # the border to vLLM, whose workers raise anything
-            raise EngineError(_one_line(error)) from error
+            raise EngineError(one_line(error)) from error
         finally:
             checked.close()
 
@@ -174,43 +174,6 @@ class VllmWeights:
         rounded = {given.dtype, wanted.dtype} <= set(FLOATS) and wanted.dtype == model_dtype
         return model_dtype if rounded else given.dtype
 
-    # --- vLLM's weight transfer engines
-
-    async def _check_transfer(self, transfer: WeightTransfer) -> CheckedWeights:
-        if getattr(self._llm.vllm_config, "weight_transfer_config", None) is None:
-            raise BadWeights(
-                "a WeightTransfer needs an engine that was started for one: "
-                'VllmEngine(weight_transfer_config={"backend": "nccl"}), or "ipc".'
-            )
-        compare(forms_of_transfer(transfer), self._model(), source="WeightTransfer(update=...)")
-        if transfer.init is not None and transfer.init != self._joined:
-            await self._join(transfer.init, transfer.seconds)
-        elif self._joined is None:
-            raise BadWeights("WeightTransfer(init=...) is not given, and engine and trainer have not met before.")
-        return CheckedWeights(transfer=transfer)
-
-    async def _join(self, init: Mapping[str, Any], seconds: float) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        try:
-            with anyio.fail_after(seconds):
-                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(init)))
-        except Exception as error:  # the border to vLLM; no weight was touched
-            raise BadWeights(f"WeightTransfer(init=...): engine and trainer do not meet: {_one_line(error)}") from error
-        self._joined = dict(init)
-
-    async def _receive(self, transfer: WeightTransfer) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        # The caller's shield would hold whoever waits for a trainer that is gone.
-        with anyio.move_on_after(transfer.seconds) as scope:
-            await self._llm.start_weight_update()
-            for part in transfer.parts:
-                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(part)))
-            await self._llm.finish_weight_update()
-        if scope.cancelled_caught:
-            raise EngineError(f"the trainer sent nothing for {transfer.seconds:g} s")
-
     @property
     def _extended(self) -> bool:
         """Whether the workers have our methods."""
@@ -220,12 +183,6 @@ class VllmWeights:
         from vllm.utils.import_utils import resolve_obj_by_qualname
 
         return WeightWorker in resolve_obj_by_qualname(given).__mro__
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    worker = _WORKER.search(text)  # the rest says only that a worker failed
-    return (worker[1] if worker else text)[:1000]
 
 
 def _model_folder(config: Any) -> Path:

@@ -11,7 +11,18 @@ from typing import Any
 
 from runner.errors import BadWeights
 
-__all__ = ["Checkpoint", "TensorForm", "WeightFolder", "WeightTransfer", "compare", "forms_of_transfer", "read_folder"]
+__all__ = [
+    "FLOATS",
+    "SAFETENSORS_NAMES",
+    "Checkpoint",
+    "LocalTransfer",
+    "TensorForm",
+    "WeightFolder",
+    "WeightTransfer",
+    "compare",
+    "forms_of_transfer",
+    "read_folder",
+]
 
 # (files, index that says which of them count), the first pair with a file: as vLLM chooses.
 _LAYOUTS = (
@@ -103,8 +114,25 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalTransfer:
+    """Weights that a trainer in this process sends through one of vLLM's weight transfer engines, both ends at once.
+
+    The engine is started with `VllmEngine(weight_transfer_config={"backend": "nccl"})`, or "ipc".
+
+    Attributes:
+        info: vLLM's `NCCLTrainerInitInfo` or `IPCTrainerInitInfo`: which backend, and where both ends meet.
+        source: vLLM's `WeightSource`, such as `ModuleSource(model)`; the ends meet anew for another object.
+        seconds: after which an end that is silent counts as gone.
+    """
+
+    info: Any
+    source: Any
+    seconds: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
 class WeightTransfer:
-    """Weights that come through one of vLLM's weight transfer engines: NCCL broadcasts, handles of GPU memory (IPC).
+    """Weights that a trainer elsewhere sends: broadcasts of NCCL, handles of GPU memory (IPC).
 
     The engine is started with `VllmEngine(weight_transfer_config={"backend": "nccl"})`, or "ipc".
 

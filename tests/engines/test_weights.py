@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from runner.engines.vllm_settings import choose_settings
 from runner.engines.weight_loading import VllmWeights
 from runner.engines.weight_memory import open_memories
 from runner.engines.weight_worker import WeightWorker
-from runner.engines.weights import WeightTransfer
+from runner.engines.weights import LocalTransfer, WeightTransfer
 from runner.errors import BadWeights, EngineError
 
 pytestmark = pytest.mark.anyio
@@ -496,6 +496,63 @@ async def test_a_trainer_that_goes_away_is_a_failure_and_no_wait_for_ever(model:
     llm.hangs = at
     with pytest.raises(EngineError, match=r"trainer sent nothing for 0.01 s"):
         await weights.load(checked)
+
+
+class Source:
+    """A trainer's model, as vLLM's `WeightSource`."""
+
+    def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
+        self.given = given
+
+    def metadata(self) -> list[Any]:
+        return [SimpleNamespace(name=name, dtype=one.dtype, shape=one.shape) for name, one in self.given.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.given.items())
+
+
+async def test_both_ends_in_one_process_meet_once_and_send_in_one_call(model: Path, tmp_path: Path) -> None:
+    from tests.engines.file_transfer import FileTrainerInfo
+
+    llm = Llm(model, transfer=True)
+    weights = VllmWeights(llm, "the model")
+    here, source = FileTrainerInfo(str(tmp_path), rank=0), Source(tensors())
+    met, sent = ("init", {"folder": str(tmp_path)}), ["start", ("update", list(tensors())), "finish"]
+    await load(weights, LocalTransfer(here, source))
+    await load(weights, LocalTransfer(here, source))
+    assert llm.asked == [met, *sent, *sent]
+    await load(weights, LocalTransfer(here, Source(tensors())))
+    assert llm.asked[7:] == [met, *sent], "another model meets anew"
+    with pytest.raises(BadWeights, match="have not met"):
+        await weights.check(WeightTransfer(announced(tensors())))
+
+    llm.asked.clear()
+    llm.fails = "init"
+    for _ in range(2):
+        with pytest.raises(BadWeights, match=r"LocalTransfer: engine and trainer do not meet: .*failed in init"):
+            await weights.check(LocalTransfer(here, Source(tensors())))
+    assert llm.asked == [met, met]
+    llm.fails = ""
+    checked = await weights.check(LocalTransfer(here, source, seconds=0.2))
+    llm.hangs = "update"
+    with pytest.raises(EngineError, match=r"trainer sent nothing for 0.2 s"):
+        await weights.load(checked)
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (Source(without(UP)), rf"LocalTransfer: missing '{UP}'"),
+        (Source({**tensors(), UP: torch.ones(3, 4)}), rf"LocalTransfer: the tensor '{UP}' has shape"),
+        (tensors(), r"LocalTransfer\(source=...\) is dict, which cannot say .*ModuleSource"),
+    ],
+    ids=["a tensor is missing", "another shape", "no source"],
+)
+async def test_a_source_that_does_not_fit_is_refused_before_both_ends_meet(model: Path, source: Any, told: str) -> None:
+    llm = Llm(model, transfer=True)
+    with pytest.raises(BadWeights, match=told):
+        await VllmWeights(llm, "the model").check(LocalTransfer(None, source))
+    assert llm.asked == []
 
 
 def test_what_is_loaded_in_a_worker_leaves_out_what_the_model_ignores(model: Path) -> None:
