@@ -16,7 +16,6 @@ from runner.engines.weight_transfer import VllmTransfers, one_line
 from runner.engines.weight_worker import WeightWorker
 from runner.engines.weights import (
     FLOATS,
-    SAFETENSORS_NAMES,
     Checkpoint,
     LocalTransfer,
     TensorForm,
@@ -130,7 +129,7 @@ class VllmWeights:
     def _read_checkpoint(self) -> Checkpoint | BadWeights:
         try:
             folder = read_folder(_model_folder(self._llm.vllm_config))
-        except (BadWeights, OSError) as error:
+        except (BadWeights, OSError, ValueError) as error:  # the hub's errors are of both kinds
             return BadWeights(
                 f"the weights of {self._name!r} cannot be exchanged: nothing is there to compare new ones with: {error}"
             )
@@ -162,9 +161,6 @@ class VllmWeights:
         _compare_tied(source, model)
         loaded = {name: source[name] for name in model.forms if name in source}
         dtypes = {name: self._written(forms[name], model.forms[name]) for name in loaded}
-        for name, dtype in dtypes.items():
-            if dtype not in SAFETENSORS_NAMES:
-                raise BadWeights(f"the state dict's {name!r} is {dtype}, which safetensors has no name for.")
         memory = WeightMemory.of(loaded, dtypes)
         return CheckedWeights(files=(memory.path,), memory=memory)
 
@@ -205,19 +201,16 @@ def _model_folder(config: Any) -> Path:
 
 def _compare_tied(source: Mapping[str, Any], model: Checkpoint) -> None:
     """Refuse an output layer that is not the embedding, in a model where they are one: it would be ignored."""
-    import numpy as np
     import torch
 
-    for name in model.ignored(source):
-        embedding = next((source[other] for other in source if other.endswith("embed_tokens.weight")), None)
-        if not name.endswith("lm_head.weight") or embedding is None or embedding is source[name]:
+    embedding = next((name for name in source if name.endswith("embed_tokens.weight")), None)
+    for name in source:
+        if embedding is None or not model.is_tied(name):
             continue
-        head, wanted = (
-            torch.from_numpy(tensor) if isinstance(tensor, np.ndarray) else tensor
-            for tensor in (source[name], embedding)
-        )
-        if head.data_ptr() != wanted.data_ptr() and not torch.equal(head, wanted):
+        head, wanted = torch.as_tensor(source[name]), torch.as_tensor(source[embedding])
+        same = head.data_ptr() == wanted.data_ptr()
+        if not same and (head.shape != wanted.shape or not torch.equal(head.to(wanted), wanted)):
             raise BadWeights(
-                f"the state dict's {name!r} differs from its embedding, and in {model.name} both are one tensor: leave "
+                f"the state dict's {name!r} differs from {embedding!r}, and in {model.name} both are one tensor: leave "
                 "it out, or tie them in the trainer too."
             )

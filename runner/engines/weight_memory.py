@@ -80,7 +80,7 @@ class WeightMemory:
         return memory
 
 
-def form_of(name: str, tensor: Any) -> TensorForm:
+def form_of(name: Any, tensor: Any) -> TensorForm:
     """The form of a tensor of torch or numpy.
 
     Raises:
@@ -89,6 +89,8 @@ def form_of(name: str, tensor: Any) -> TensorForm:
     import numpy as np
     import torch
 
+    if not isinstance(name, str):
+        raise BadWeights(f"the state dict's key {name!r} is {type(name).__name__}, not the name of a tensor.")
     if isinstance(tensor, np.ndarray):
         return TensorForm(tensor.dtype.name, tensor.shape)
     if not isinstance(tensor, torch.Tensor):

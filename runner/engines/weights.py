@@ -110,7 +110,11 @@ class Checkpoint:
 
     def optional(self, name: str) -> bool:
         """Whether a tensor may be given or left out: the model computes it, or has it under another name."""
-        return name.endswith(_BUFFERS) or (self.tied and (name == _TIED or name.endswith(f".{_TIED}")))
+        return name.endswith(_BUFFERS) or self.is_tied(name)
+
+    def is_tied(self, name: str) -> bool:
+        """Whether it is the output layer of a model whose output layer is its embedding."""
+        return self.tied and (name == _TIED or name.endswith(f".{_TIED}"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,6 +206,7 @@ MISFITS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         ["the state dict", repr(NORM), "bool"],
     ),
     "a list in a state dict": (lambda folder: {**tensors(), NORM: [1.0] * 4}, [repr(NORM), "list", "not a tensor"]),
+    "a number for a name": (lambda folder: {**tensors(), 1: torch.ones(1)}, ["key 1 is int"]),
     "a tensor without data": (
         lambda folder: {**tensors(), NORM: torch.ones(4, device="meta")},
         [repr(NORM), "no data"],
@@ -313,11 +314,13 @@ async def test_a_tied_output_layer_may_be_given_or_left_out_but_not_be_another(m
     assert same(await load(weights, tensors()), tensors())
     assert same(await load(weights, {**tensors(), **head}), tensors())
     assert same(await load(weights, saved(tmp_path / "new", {**tensors(), **head})), tensors())
-    with pytest.raises(BadWeights, match=r"'lm_head.weight' differs from its embedding"):
+    with pytest.raises(BadWeights, match=r"'lm_head.weight' differs from 'model.embed_tokens.weight'"):
         await weights.check({**tensors(), "lm_head.weight": tensors()[EMBEDDING] + 1})
 
     weights = VllmWeights(Llm(saved(tmp_path / "with", {**tensors(), **head}), tied=True), "the model")
     assert same(await load(weights, tensors()), tensors())
+    with pytest.raises(BadWeights, match=r"'lm_head.weight' differs"):
+        await weights.check({**tensors(), "lm_head.weight": np.ones((6, 4))})
 
 
 async def test_what_the_engine_was_started_from_is_read_once_before_somebody_writes_over_it(model: Path) -> None:
@@ -332,6 +335,36 @@ async def test_a_model_without_safetensors_starts_and_refuses_new_weights(tmp_pa
     weights = VllmWeights(Llm(beside(tmp_path / "the model")), "the model")
     await weights.prepare()
     with pytest.raises(BadWeights, match=r"'the model' cannot be exchanged: .*no \*.safetensors but pytorch_model.bin"):
+        await weights.check(tensors())
+
+
+def named(name: str) -> Llm:
+    llm = Llm(Path(name))
+    llm.vllm_config.model_config.revision = "main"
+    llm.vllm_config.load_config = SimpleNamespace(download_dir="/a/cache")
+    return llm
+
+
+async def test_a_model_by_its_name_is_compared_with_what_vllm_downloaded(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def snapshot(name: str, **named: Any) -> str:
+        asked.append((name, named["revision"], named["cache_dir"], named["local_files_only"]))
+        return str(model)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    weights = VllmWeights(named("someone/model"), "someone/model")
+    assert same(await load(weights, tensors()), tensors())
+    assert asked == [("someone/model", "main", "/a/cache", True)]
+
+
+@pytest.mark.parametrize("name", ["someone/nowhere", "s3://bucket/model:with/more", "model.gguf"])
+async def test_a_model_that_is_nowhere_here_starts_and_refuses_new_weights(name: str) -> None:
+    weights = VllmWeights(named(name), name)
+    await weights.prepare()
+    with pytest.raises(BadWeights, match=r"cannot be exchanged: nothing is there to compare"):
         await weights.check(tensors())
 
 
