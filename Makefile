@@ -5,11 +5,12 @@ ENGINE ?= cpu
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test bench clean
+.PHONY: help setup run test train train-proof bench clean
 
 help:
 	@echo "make run     play 64 episodes of the calculator environment on the demo model"
 	@echo "make test    format, lint, types and tests, with the real engine"
+	@echo "make train   watch the demo model learn to use the calculator, some 5 minutes; train-proof does it thrice"
 	@echo "make bench   the benchmarks; prints figures"
 	@echo "make setup   only what the others need: .venv, dependencies, the demo model"
 	@echo "make clean   remove .venv and every cache; run files in runs/ stay"
@@ -30,6 +31,12 @@ test: setup
 	@$(BIN)/mypy
 	@echo "test: pytest, with the real engine (some minutes)"
 	@$(BIN)/python -m pytest
+
+train: setup
+	@$(BIN)/python -m examples.train_grpo
+
+train-proof: setup
+	@$(BIN)/python -m examples.train_proof
 
 bench: setup
 	@$(BIN)/python -m tests.benchmarks

@@ -1,0 +1,248 @@
+"""GRPO in one process: a small model learns to use a calculator, without a GPU, within minutes.
+
+Run it with: make train, or python -m examples.train_grpo --help
+Rollouts by `Run`, batches as token trees under the grammar's masks, new weights into the engine that runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import anyio
+import numpy as np
+import torch
+import typer
+from anyio.streams.memory import MemoryObjectSendStream
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from envs.calculator import Calculator, Question, question
+from runner import Concurrency, Group, Run, Sampling, VllmEngine
+from runner.engines.output import quiet_output
+from runner.models import resolve_model
+from runner.training.advantages import grpo
+from runner.training.grammar import GrammarMasks, TokenMasks
+from runner.training.progress import Stopwatch, TrainingProgress, TrainingRecord, TrainingStep
+from runner.training.selection import Selection
+from runner.training.tree import Saving, TokenTree
+from runner.training.tree_torch import tree_logits, tree_logprobs
+
+HELD_OUT = 1_000_000_000  # the number of the first question that is never trained on
+WARM_UP, CLIP_NORM = 3, 1.0
+RATIO = (0.8, 1.25)  # a probability is not pushed further than this from what it was when its id was sampled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What can be chosen; `tasks` questions with `group_size` episodes each make a step."""
+
+    seed: int = 0
+    steps: int = 60
+    minutes: float = 5.0
+    overlap: bool = False
+    out: Path = Path("runs/trained")
+    model: str = "smollm2-135m"
+    tasks: int = 8
+    group_size: int = 8
+    held_out: int = 128
+    learning_rate: float = 2e-5
+    enough: float = 0.98  # mean exact reward of three steps at which training stops early
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step learns from: groups with spread as token trees, each with its grammar's masks."""
+
+    rows: Selection
+    trees: list[TokenTree]
+    masks: list[TokenMasks]
+    advantages: np.ndarray[Any, np.dtype[np.float32]]  # one for each row
+
+
+class Trainer:
+    """The weights that learn: kept in float32, computed with in bfloat16; embeddings stay as they are."""
+
+    def __init__(self, model: Any, grammar: GrammarMasks, settings: Settings) -> None:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        model.get_input_embeddings().requires_grad_(False)
+        self.model, self.grammar = model, grammar
+        self.episodes = settings.tasks * settings.group_size
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+        self.warm_up = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1, (step + 1) / WARM_UP))
+
+    def batch(self, groups: Sequence[Group]) -> Batch:
+        """Each episode against its group: reward less the mean, over the deviation; groups without spread drop out."""
+        rows = Selection.of(groups, drop_flat=True)
+        trees = TokenTree.packs(rows.rows)
+        masks = [self.grammar.masks_for_terms(rows.rows, tree.terms) for tree in trees]
+        return Batch(rows, trees, masks, grpo(rows.rewards, rows.group_of)[rows.trajectory_of])
+
+    def learn(self, batch: Batch, version: str) -> list[float]:
+        """One step of the optimizer, from weights that the engine calls `version`; gives the ratio of each id."""
+        ratios = self.gradient(batch, version)
+        if batch.trees:  # else every group was solved by all its episodes, or by none
+            torch.nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
+            self.optimizer.step()
+            self.warm_up.step()
+            self.optimizer.zero_grad()
+        return ratios
+
+    def gradient(self, batch: Batch, version: str) -> list[float]:
+        """Add the gradient of the batch's loss to the parameters, tree by tree."""
+        seen = []
+        for tree, masks in zip(batch.trees, batch.masks, strict=True):
+            ratios = self.ratios(self.logprobs(tree, masks), tree, batch.rows.versions, version)
+            advantages = torch.from_numpy(batch.advantages[tree.terms.row])
+            gain = torch.minimum(ratios * advantages, ratios.clamp(*RATIO) * advantages)
+            (-gain.sum() / self.episodes).backward()
+            seen += ratios.tolist()
+        return seen
+
+    def logprobs(self, tree: TokenTree, masks: TokenMasks) -> torch.Tensor:
+        """With what log-probability these weights sample each id, among those that the grammar allows in its place."""
+        with torch.autocast(self.model.device.type, torch.bfloat16):
+            logits = tree_logits(self.model, tree)
+        logprobs: torch.Tensor = tree_logprobs(logits, tree, masks)
+        return logprobs
+
+    def ratios(self, now: torch.Tensor, tree: TokenTree, versions: Sequence[str], version: str) -> torch.Tensor:
+        """Each id's probability now over that when it was sampled: 1, with a gradient, where these weights did it.
+
+        There the engine's own figure differs by rounding only; it is what older weights thought that has to be asked.
+        """
+        own = torch.from_numpy(np.array([each == version for each in versions])[tree.terms.versions])
+        then = torch.where(own, now.detach(), torch.from_numpy(tree.terms.logprobs))
+        return (now - then).exp()
+
+    def save(self, folder: Path, template: str) -> None:
+        """A folder that any engine loads, with its tokenizer and the chat template that it was trained with."""
+        tokenizer = AutoTokenizer.from_pretrained(self.model.config.name_or_path)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        self.model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def questions(settings: Settings) -> tuple[list[Question], Iterator[Question]]:
+    """The held-out questions, and as many others as are wanted: none that is held out is ever trained on."""
+    held_out = [question(HELD_OUT + number) for number in range(settings.held_out)]
+    texts = {task.prompt for task in held_out}
+    others = map(question, itertools.count(settings.seed * 1_000_000))
+    return held_out, (task for task in others if task.prompt not in texts)
+
+
+async def play(engine: VllmEngine, tasks: Sequence[Question], **options: Any) -> list[Group]:
+    async with Run(Calculator(), engine, tasks=tasks, concurrency=Concurrency(episodes=64), **options) as run:
+        return [group async for group in run.groups()]
+
+
+async def evaluate(engine: VllmEngine, tasks: Sequence[Question]) -> dict[str, float]:
+    """The share of held-out questions that is answered right."""
+    greedy = await play(engine, tasks, sampling=Sampling(temperature=0))
+    return {"greedy": mean_of(greedy, "exact"), "temperature 1": mean_of(await play(engine, tasks), "exact")}
+
+
+def mean_of(groups: Sequence[Group], reward: str | None = None) -> float:
+    """Mean of the reward, or of one of its parts; an episode that failed has none."""
+    scored = [each for group in groups for each in group.trajectories if each.reward is not None]
+    return fmean((each.rewards[reward] if reward else each.reward) or 0.0 for each in scored)
+
+
+@dataclass
+class Loop:
+    """Rollouts, a batch, a step of the optimizer, new weights into the engine; and again."""
+
+    settings: Settings
+    engine: VllmEngine
+    trainer: Trainer
+    progress: TrainingProgress
+    tasks: Iterator[Question]
+
+    async def rollouts(self) -> list[Group]:
+        """The episodes of the next step; none may be more than one update older than the weights that learn."""
+        tasks, size = list(itertools.islice(self.tasks, self.settings.tasks)), self.settings.group_size
+        return await play(self.engine, tasks, group_size=size, seed=self.settings.seed, max_version_lag=1)
+
+    async def play_ahead(self, played: MemoryObjectSendStream[list[Group]]) -> None:
+        while True:
+            await played.send(await self.rollouts())
+
+    async def run(self) -> None:
+        send, receive = anyio.create_memory_object_stream[list[Group]](0)
+        async with send, receive, anyio.create_task_group() as tasks:
+            if self.settings.overlap:  # the next step's episodes are in flight while this one is learnt from
+                tasks.start_soon(self.play_ahead, send)
+            while not self.done:
+                watch = Stopwatch()
+                with watch("rollout"):
+                    groups = await (receive.receive() if self.settings.overlap else self.rollouts())
+                self.progress.add(await self.step(groups, watch))
+            tasks.cancel_scope.cancel()
+
+    async def step(self, groups: list[Group], watch: Stopwatch) -> TrainingStep:
+        with watch("batch"):
+            batch = await anyio.to_thread.run_sync(self.trainer.batch, groups)
+        with watch("train"):
+            ratios = await anyio.to_thread.run_sync(self.trainer.learn, batch, self.engine.weight_version)
+        with watch("update"):  # `keep`: what is being sampled stands still, and goes on with the new weights
+            update = await self.engine.update_weights(self.trainer.model.state_dict(), mode="keep")
+        return TrainingStep(
+            number=len(self.progress.steps) + 1,
+            reward=mean_of(groups),
+            exact=mean_of(groups, "exact"),
+            groups=sum(not group.flat for group in batch.rows.groups),
+            ids=len(ratios),
+            saving=Saving.of(batch.trees).ratio,
+            ratio=fmean(ratios or [1.0]),
+            seconds=watch.seconds,
+            version=update.version,
+        )
+
+    @property
+    def done(self) -> bool:
+        steps, seconds = self.progress.steps, 60 * self.settings.minutes - self.progress.seconds
+        enough = len(steps) >= 3 and fmean(step.exact for step in steps[-3:]) >= self.settings.enough
+        return bool(steps) and (enough or len(steps) >= self.settings.steps or seconds < steps[-1].total)
+
+
+async def train(settings: Settings, engine: VllmEngine, console: Console) -> TrainingRecord:
+    """Train, and leave the model, its curve and its figures in the folder `settings.out`."""
+    held_out, tasks = questions(settings)
+    model = AutoModelForCausalLM.from_pretrained(resolve_model(engine.model).folder, dtype=torch.float32)
+    trainer = Trainer(model, GrammarMasks.of_engine(engine), settings)
+    before = await evaluate(engine, held_out)
+    with TrainingProgress(console) as progress:
+        progress.say(f"held out, before: {before}")
+        await Loop(settings, engine, trainer, progress, tasks).run()
+        after = await evaluate(engine, held_out)
+        progress.say(f"held out, after {progress.seconds:.0f} s of training: {after}")
+    trainer.save(settings.out, engine.template.text)
+    progress.say(f"play what it learnt: deltarunner run calculator --model {settings.out}")
+    both = {name: (before[name], after[name]) for name in before}
+    return progress.save(settings.out, title=f"GRPO on the calculator, seed {settings.seed}", held_out=both)
+
+
+def main(seed: int = 0, steps: int = 60, minutes: float = 5, overlap: bool = False, out: Path = Settings.out) -> None:
+    """Train the demo model on the calculator, and save it."""
+    settings = Settings(seed=seed, steps=steps, minutes=minutes, overlap=overlap, out=out)
+
+    async def started() -> None:
+        with quiet_output(out / "engine.log") as terminal:
+            console = Console(file=terminal.stdout)
+            console.print("starting the engine (some 30 s)")
+            async with VllmEngine(settings.model, max_model_len=2048) as engine:
+                await train(settings, engine, console)
+
+    anyio.run(started)
+
+
+if __name__ == "__main__":  # vLLM starts processes of its own, which import this file
+    typer.run(main)

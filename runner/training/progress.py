@@ -1,0 +1,248 @@
+"""How training is shown: a line for each step, a curve that grows on a terminal, a PNG of it at the end."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from runner.errors import BadInput, StorageFailed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["HEAD", "PHASES", "Stopwatch", "TrainingProgress", "TrainingRecord", "TrainingStep", "curve", "save_curve"]
+
+PHASES = ("rollout", "batch", "train", "update")
+"""What a step spends its time on, in order."""
+
+HEAD = (
+    f"{'step':>4} {'reward':>7} {'exact':>6} {'groups':>6} {'ids':>6} {'tree':>6} {'ratio':>6} "
+    + " ".join(f"{phase + ' s':>9}" for phase in PHASES)
+    + f" {'seconds':>8}  weights"
+)
+"""The names of the columns of `TrainingStep.line`."""
+
+_FILE = "training.json"
+_CURVE_ROWS = 10
+_CURVE_COLUMNS = 60
+
+
+class Stopwatch:
+    """Adds up the seconds of named phases: `with watch("train"): ...`."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - began
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStep:
+    """What is told of one step.
+
+    Attributes:
+        number: counts from 1.
+        reward: mean of the episodes, as it was trained on.
+        exact: mean of what is really wanted, without partial credit.
+        groups: how many had spread, and so were learnt from.
+        ids: sampled ids that were trained on.
+        saving: how many ids of rows one computed node stands for.
+        ratio: mean of new over old probability of the trained ids; 1 where all were sampled by the weights that learn.
+        seconds: by phase.
+        version: of the weights that came out.
+    """
+
+    number: int
+    reward: float
+    exact: float
+    groups: int
+    ids: int
+    saving: float
+    ratio: float
+    seconds: Mapping[str, float]
+    version: str
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def line(self, seconds: float) -> str:
+        """The step under `HEAD`.
+
+        Args:
+            seconds: of training so far, this step included.
+        """
+        phases = " ".join(f"{self.seconds.get(phase, 0.0):>9.1f}" for phase in PHASES)
+        return (
+            f"{self.number:>4} {self.reward:>7.3f} {self.exact:>6.3f} {self.groups:>6} {self.ids:>6} "
+            f"{self.saving:>5.1f}x {self.ratio:>6.3f} {phases} {seconds:>8.0f}  {self.version}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRecord:
+    """What is kept of a training run.
+
+    Attributes:
+        title: what was trained.
+        steps: in order.
+        held_out: results on tasks that were not trained on, before and after, by name.
+    """
+
+    title: str
+    steps: Sequence[TrainingStep]
+    held_out: Mapping[str, tuple[float, float]]
+
+    @property
+    def seconds(self) -> float:
+        """Of training; neither the engine's start nor what was played on held-out tasks is in it."""
+        return sum(step.total for step in self.steps)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """The seconds of each phase, all steps together."""
+        return {phase: sum(step.seconds.get(phase, 0.0) for step in self.steps) for phase in PHASES}
+
+    def save(self, folder: Path) -> None:
+        """Write `training.json`, and the curve as `training.png`.
+
+        Raises:
+            BadInput: there are no steps, or matplotlib is not installed.
+            StorageFailed: the folder cannot be written.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _FILE).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        except OSError as error:
+            raise StorageFailed(f"{folder} cannot be written: {error}. Name another folder.") from error
+        save_curve(folder / "training.png", self)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """What `save` wrote there."""
+        told = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        return cls(
+            title=told["title"],
+            steps=[TrainingStep(**step) for step in told["steps"]],
+            held_out={name: (before, after) for name, (before, after) in told["held_out"].items()},
+        )
+
+
+@dataclass(slots=True)
+class TrainingProgress:
+    """Shows steps as they are done: `with TrainingProgress(console) as progress: progress.add(step)`.
+
+    Attributes:
+        console: where; a curve is drawn only on a terminal.
+        steps: so far.
+    """
+
+    console: Console
+    steps: list[TrainingStep] = field(default_factory=list)
+    _live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    @property
+    def seconds(self) -> float:
+        """Of training, all steps together."""
+        return sum(step.total for step in self.steps)
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self.console.print(Text(line), soft_wrap=True)
+
+    def add(self, step: TrainingStep) -> None:
+        """Show a step."""
+        if not self.steps:
+            self.say(HEAD)
+        self.steps.append(step)
+        self.say(step.line(self.seconds))
+        if self._live is not None:
+            self._live.update(Text(curve([each.exact for each in self.steps])), refresh=True)
+
+    def save(self, folder: Path, *, title: str, held_out: Mapping[str, tuple[float, float]]) -> TrainingRecord:
+        """Write what was shown into a folder, see `TrainingRecord.save`."""
+        record = TrainingRecord(title=title, steps=tuple(self.steps), held_out=held_out)
+        record.save(folder)
+        return record
+
+
+def curve(values: Sequence[float], *, rows: int = _CURVE_ROWS, columns: int = _CURVE_COLUMNS) -> str:
+    """Numbers between 0 and 1 as lines of text, the newest on the right; only the last `columns` of them."""
+    heights = [round(min(max(value, 0.0), 1.0) * rows) for value in values[-columns:]]
+    lines = []
+    for row in range(rows, -1, -1):
+        label = f"{row / rows:.1f}" if row % max(rows // 2, 1) == 0 else ""
+        marks = "".join("●" if height == row else "·" if height > row else " " for height in heights)
+        lines.append(f"{label:>4} │{marks}".rstrip())
+    return "\n".join([*lines, "     └" + "─" * max(len(heights), 1)])
+
+
+def save_curve(path: Path, record: TrainingRecord) -> None:
+    """Draw rewards over the seconds of training, and where the seconds went, as a PNG.
+
+    Raises:
+        BadInput: matplotlib is not installed, or there are no steps.
+        StorageFailed: the file cannot be written.
+    """
+    if not record.steps:
+        raise BadInput("a curve of no steps cannot be drawn: train for at least one.")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BadInput(f"a picture of the curve needs matplotlib ({error}): pip install matplotlib") from error
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    rewards, phases = figure.subplots(2, 1, height_ratios=(2, 1))
+    _draw_rewards(rewards, record)
+    _draw_phases(phases, record)
+    try:
+        figure.savefig(path, dpi=120, format="png")
+    except OSError as error:
+        raise StorageFailed(f"The picture {path} cannot be written: {error}. Name another folder.") from error
+
+
+def _draw_rewards(axes: Axes, record: TrainingRecord) -> None:
+    times = list(itertools.accumulate(step.total for step in record.steps))
+    axes.plot(times, [step.exact for step in record.steps], marker="o", markersize=3, label="exact, in training")
+    axes.plot(times, [step.reward for step in record.steps], alpha=0.4, label="reward, with partial credit")
+    for name, results in record.held_out.items():
+        axes.plot([0, times[-1]], results, linestyle="none", marker="D", label=f"held out, {name}")
+    axes.set(title=record.title, xlabel="seconds of training", ylabel="mean over episodes", ylim=(0, None))
+    axes.legend(loc="lower right")
+    axes.grid(alpha=0.3)
+
+
+def _draw_phases(axes: Axes, record: TrainingRecord) -> None:
+    numbers = [step.number for step in record.steps]
+    seconds = [[step.seconds.get(phase, 0.0) for step in record.steps] for phase in PHASES]
+    axes.stackplot(numbers, *seconds, labels=PHASES)
+    axes.set(xlabel="step", ylabel="seconds")
+    axes.legend(loc="upper right", ncols=len(PHASES))

@@ -1,0 +1,275 @@
+"""The GRPO example: what it learns from, its gradient, and two steps on the real engine."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from anyio import from_thread
+from rich.console import Console
+
+from envs.calculator import Calculator
+from runner import Group, Sampling, Task, VllmEngine
+from runner.models import demo_model
+from runner.training.advantages import grpo
+from runner.training.batch import TrainingBatch
+from runner.training.progress import HEAD, TrainingProgress, TrainingRecord, TrainingStep
+from runner.training.selection import Selection
+from runner.training.tree import TokenTree
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from examples import train_proof  # noqa: E402  # torch is what they are about
+from examples.train_grpo import Batch, Loop, Settings, Trainer, play, questions, train  # noqa: E402
+from runner.training.grammar import GrammarMasks  # noqa: E402
+from runner.training.grammar_torch import apply_bitmask, masked_logprobs  # noqa: E402
+from runner.training.tree_torch import tree_logits, tree_logprobs  # noqa: E402
+
+pytestmark = pytest.mark.anyio
+
+SMALL = Settings(steps=2, tasks=3, group_size=4, held_out=4, learning_rate=1e-3, enough=2.0)
+"""Two steps that go far, so that new weights can be told from old ones."""
+
+
+def tiny_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture
+async def trained_engine(engine: VllmEngine) -> AsyncIterator[VllmEngine]:
+    """The real engine, with its first weights again behind the test."""
+    yield engine
+    await engine.update_weights(demo_model())
+
+
+@pytest.fixture(scope="module")
+async def groups(engine: VllmEngine) -> Sequence[Group]:
+    _, tasks = questions(SMALL)
+    played = await play(engine, list(itertools.islice(tasks, SMALL.tasks)), group_size=SMALL.group_size, seed=3)
+    assert any(len({each.reward for each in group.trajectories}) > 1 for group in played), "nothing to compare"
+    return played
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_no_question_that_is_held_out_or_shown_in_the_prompt_is_trained_on(seed: int) -> None:
+    held_out, training = questions(Settings(seed=seed))
+    assert len(held_out) == 128
+    texts = {task.prompt for task in held_out}
+    shown = {str(message["content"]) for message in Calculator.prompt(_asked()) if message["role"] == "user"}
+    trained_on = {task.prompt for task in itertools.islice(training, 5000)}
+    assert not texts & trained_on
+    assert len(shown) == 3
+    assert not (shown - {"What is it?"}) & texts
+
+
+def _asked() -> Calculator:
+    environment = Calculator()
+    environment.task = Task(id="asked", prompt="What is it?")  # type: ignore[assignment]  # only its prompt is read
+    return environment
+
+
+def test_seeds_train_on_other_questions_and_hold_out_the_same() -> None:
+    (held_out, first), (same, second) = questions(Settings(seed=0)), questions(Settings(seed=1))
+    assert [task.prompt for task in held_out] == [task.prompt for task in same]
+    assert [task.id for task in itertools.islice(first, 64)] != [task.id for task in itertools.islice(second, 64)]
+
+
+async def test_the_gradient_is_that_of_the_loss_on_a_padded_batch(groups: Sequence[Group], engine: VllmEngine) -> None:
+    grammar = GrammarMasks.of_engine(engine)
+    trainer = Trainer(tiny_model(), grammar, SMALL)
+    with torch.autocast("cpu", enabled=False):
+        trainer.logprobs = lambda tree, masks: _in_float32(trainer, tree, masks)  # type: ignore[method-assign]  # exact
+        ratios = trainer.gradient(trainer.batch(groups), engine.weight_version)
+    assert ratios == [1.0] * len(ratios)  # these weights sampled them, as far as versions say
+    ours = [parameter.grad.clone() for parameter in trainer.parameters]
+    assert all(gradient.abs().max() > 0 for gradient in ours)
+
+    padded = tiny_model()
+    batch = TrainingBatch.padded(groups, pad_id=0, advantages=grpo, drop_flat=True)
+    masks = grammar.masks_for_batch(batch)
+    tensors = batch.torch()
+    at = tensors.loss_mask[:, 1:]
+    logits = padded(**tensors.model_inputs).logits[:, :-1][at]
+    where = np.concatenate([np.zeros((len(batch), 1), dtype=np.bool_), at.numpy()], axis=1)
+    logprobs = masked_logprobs(logits, tensors.input_ids[:, 1:][at], masks.take(where))
+    (-(logprobs * tensors.advantages[:, 1:][at]).sum() / trainer.episodes).backward()
+    named = dict(padded.named_parameters())
+    theirs = [named[name].grad for name, each in trainer.model.named_parameters() if each.requires_grad]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
+
+
+def _in_float32(trainer: Trainer, tree: Any, masks: Any) -> Any:
+    return tree_logprobs(tree_logits(trainer.model, tree), tree, masks)
+
+
+async def test_ratios_ask_the_recorded_log_probabilities_where_other_weights_sampled(
+    groups: Sequence[Group], engine: VllmEngine
+) -> None:
+    trainer = Trainer(tiny_model(), GrammarMasks.of_engine(engine), SMALL)
+    batch = trainer.batch(groups)
+    tree, masks = batch.trees[0], batch.masks[0]
+    with torch.no_grad():
+        now = trainer.logprobs(tree, masks)
+    older = trainer.ratios(now, tree, batch.rows.versions, "newer weights")
+    expected = np.exp(now.numpy() - tree.terms.logprobs)
+    assert np.allclose(older.numpy(), expected)
+    assert (np.abs(expected - 1) > 0.5).any()
+    assert trainer.ratios(now, tree, batch.rows.versions, engine.weight_version).unique().tolist() == [1.0]
+
+
+async def test_two_steps_move_the_weights_of_the_engine_and_leave_a_folder_that_plays(
+    trained_engine: VllmEngine, tmp_path: Path
+) -> None:
+    engine, settings, output = trained_engine, replace(SMALL, out=tmp_path / "trained"), io.StringIO()
+    before = engine.weight_version
+    record = await train(settings, engine, Console(file=output, width=150))
+
+    assert output.getvalue().splitlines()[1] == HEAD
+    assert [step.number for step in record.steps] == [1, 2]
+    assert record.steps[-1].version == engine.weight_version != before
+    assert record.steps[0].groups > 0
+    assert record.steps[0].saving > 2
+    assert all(min(step.seconds.values()) > 0 for step in record.steps)
+    assert TrainingRecord.load(settings.out) == record
+    assert (settings.out / "training.png").stat().st_size > 10_000
+
+    now, first = await sampled_as(engine, settings.out), await sampled_as(engine, demo_model())
+    assert now.difference < 0.05 < first.difference
+    assert now.gap < 0.3 < first.gap
+
+    command = [sys.executable, "-m", "runner.cli", "run", "calculator", "--model", str(settings.out)]
+    played = await anyio.run_process([*command, "--episodes", "2"], check=False, cwd=tmp_path)
+    assert played.returncode == 0, played.stderr.decode()
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How well a model agrees with what an engine sampled, in bfloat16.
+
+    Attributes:
+        difference: of log-probabilities at temperature 1, in nats, mean over ids.
+        gap: by how much the model would rather have had another id than the greedy one, in nats, at most.
+    """
+
+    difference: float
+    gap: float
+
+
+async def sampled_as(engine: VllmEngine, folder: Path) -> Agreement:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    trainer = Trainer(model, GrammarMasks.of_engine(engine), SMALL)
+    _, tasks = questions(SMALL)
+    asked = list(itertools.islice(tasks, 3))
+    free, greedy = await play(engine, asked), await play(engine, asked, sampling=Sampling(temperature=0))
+    pairs = [(ours, theirs) for _, ours, theirs in _scored(trainer, free)]
+    gaps = [best - ours for best, ours, _ in _scored(trainer, greedy)]
+    return Agreement(
+        float(np.concatenate([np.abs(ours - theirs) for ours, theirs in pairs]).mean()),
+        float(np.concatenate(gaps).max()),
+    )
+
+
+def _scored(trainer: Trainer, groups: Sequence[Group]) -> Iterator[tuple[Any, Any, Any]]:
+    """The log-probability of the likeliest id, of the sampled one, and the engine's own figure for that."""
+    rows = Selection.of(groups).rows
+    for tree in TokenTree.packs(rows):
+        masks = trainer.grammar.masks_for_terms(rows, tree.terms)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logits = tree_logits(trainer.model, tree).float()
+        allowed = apply_bitmask(logits[torch.from_numpy(tree.terms.logit.astype(np.int64))], masks).log_softmax(-1)
+        yield allowed.max(-1).values.numpy(), tree_logprobs(logits, tree, masks).numpy(), tree.terms.logprobs
+
+
+class Nudged(Trainer):
+    """Learns at once, as soon as the next episodes are in flight: by a nudge to its weights."""
+
+    engine: VllmEngine
+    batches: list[Batch]
+
+    def learn(self, batch: Batch, version: str) -> list[float]:
+        self.batches.append(batch)
+        from_thread.run(self.sampling)
+        with torch.no_grad():
+            self.model.model.layers[5].mlp.down_proj.weight.mul_(1.05)
+        return []
+
+    async def sampling(self) -> None:
+        before = self.engine.stats().sampled_tokens
+        with anyio.fail_after(300):
+            while self.engine.stats().sampled_tokens == before:  # noqa: ASYNC110  # it tells nobody
+                await anyio.sleep(0.01)
+
+
+async def test_with_overlap_weights_change_under_the_next_episodes_and_their_ratios_are_told_by_version(
+    trained_engine: VllmEngine,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    settings = replace(SMALL, overlap=True, tasks=8)
+    model = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32)
+    trainer = Nudged(model, GrammarMasks.of_engine(trained_engine), settings)
+    trainer.engine, trainer.batches = trained_engine, []
+    _, tasks = questions(settings)
+    progress = TrainingProgress(Console(file=io.StringIO(), width=150))
+    first = trained_engine.weight_version
+    await Loop(settings, trained_engine, trainer, progress, tasks).run()
+
+    second = progress.steps[0].version
+    assert trainer.batches[0].rows.versions == (first,)
+    batch = trainer.batches[1]
+    assert set(batch.rows.versions) == {first, second}
+    ratios, own = [], []
+    for tree, masks in zip(batch.trees, batch.masks, strict=True):
+        with torch.no_grad():
+            now = trainer.logprobs(tree, masks)
+        ratios.append(trainer.ratios(now, tree, batch.rows.versions, second).numpy())
+        own.append(np.array(batch.rows.versions)[tree.terms.versions] == second)
+    told, is_own = np.concatenate(ratios), np.concatenate(own)
+    assert 0 < is_own.sum() < len(is_own)
+    assert set(told[is_own].tolist()) == {1.0}
+    assert (told[~is_own] != 1).any()
+
+
+def test_the_proof_is_a_table_that_says_which_seed_did_not_learn_enough() -> None:
+    good = TrainingRecord(title="", steps=[_step(100.0)], held_out={"greedy": (0.8, 0.99), "temperature 1": (0.4, 0.9)})
+    weak = replace(good, held_out={"greedy": (0.8, 0.94), "temperature 1": (0.4, 0.9)})
+    slow = replace(good, steps=[_step(301.0)])
+    assert [train_proof.proved(each) for each in (good, weak, slow)] == [True, False, False]
+    assert train_proof.table({0: good, 1: weak}).splitlines() == [
+        "| seed | greedy | temperature 1 | steps | time | rollout | batch | train | update | 0.95 in 5 minutes |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| 0 | 0.80 → 0.99 | 0.40 → 0.90 | 1 | 100 | 40 | 0 | 60 | 0 | yes |",
+        "| 1 | 0.80 → 0.94 | 0.40 → 0.90 | 1 | 100 | 40 | 0 | 60 | 0 | no |",
+    ]
+
+
+def _step(seconds: float) -> TrainingStep:
+    return TrainingStep(
+        number=1,
+        reward=1.0,
+        exact=1.0,
+        groups=1,
+        ids=1,
+        saving=6.0,
+        ratio=1.0,
+        seconds={"rollout": 40.0, "train": seconds - 40.0},
+        version="1",
+    )
