@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from runner.conversation import Conversation
     from runner.edge import run
-    from runner.engines.base import Engine, FinishReason
+    from runner.engines.base import Engine, EngineStats, FinishReason
+    from runner.engines.control import EngineState, PauseMode, WeightUpdate
     from runner.engines.scripted import ScriptedEngine
     from runner.engines.vllm import VllmEngine
+    from runner.engines.weights import LocalTransfer, WeightTransfer
     from runner.environment import Environment, Reply
     from runner.episode import Episode
     from runner.errors import (
@@ -76,6 +78,8 @@ __all__ = [
     "EngineDead",
     "EngineError",
     "EngineStalled",
+    "EngineState",
+    "EngineStats",
     "Environment",
     "Episode",
     "EpisodeOver",
@@ -84,9 +88,11 @@ __all__ = [
     "History",
     "HistoryPolicy",
     "Limits",
+    "LocalTransfer",
     "Message",
     "NewerRunFile",
     "Outcome",
+    "PauseMode",
     "PrefixReplacement",
     "PrefixResult",
     "Prompt",
@@ -111,6 +117,8 @@ __all__ = [
     "Trajectory",
     "Turn",
     "VllmEngine",
+    "WeightTransfer",
+    "WeightUpdate",
     "WrongArguments",
     "group_reward",
     "metric",
@@ -123,9 +131,11 @@ __all__ = [
 _HOMES = {
     "runner.conversation": ("Conversation",),
     "runner.edge": ("run",),
-    "runner.engines.base": ("Engine", "FinishReason"),
+    "runner.engines.base": ("Engine", "EngineStats", "FinishReason"),
+    "runner.engines.control": ("EngineState", "PauseMode", "WeightUpdate"),
     "runner.engines.scripted": ("ScriptedEngine",),
     "runner.engines.vllm": ("VllmEngine",),
+    "runner.engines.weights": ("LocalTransfer", "WeightTransfer"),
     "runner.environment": ("Environment", "Reply"),
     "runner.episode": ("Episode",),
     "runner.messages": ("Message", "Prompt", "ToolCall"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import runner
-from runner import errors
+from runner import errors, generation, training
 
 HEAVY = ("torch", "transformers", "vllm", "tokenizers", "pyarrow", "anyio", "pydantic", "rich", "typer")
 
@@ -24,10 +24,50 @@ def test_public_names() -> None:
     )
     records = "FinishReason Message Outcome Prompt Reply Segment ToolCall Trajectory"
     tokens = "PrefixReplacement PrefixResult replace_prefix_tokens"
-    assert set(runner.__all__) == {*f"{authors} {running} {records} {tokens}".split(), *errors.__all__}
+    control = "EngineState EngineStats LocalTransfer PauseMode WeightTransfer WeightUpdate"
+    assert set(runner.__all__) == {*f"{authors} {running} {records} {tokens} {control}".split(), *errors.__all__}
     assert set(runner.__all__) <= set(dir(runner))
     for name in runner.__all__:
         assert getattr(runner, name) is not None
+
+
+def test_public_names_of_trainers() -> None:
+    assert set(training.__all__) == set(
+        [
+            "AdvantageRule",
+            "GrammarMasks",
+            "Saving",
+            "Selection",
+            "TokenMasks",
+            "TokenTree",
+            "TrainingBatch",
+            "TrainingTensors",
+            "dr_grpo",
+            "grouped",
+            "grpo",
+            "rloo",
+        ]
+    )
+    assert set(generation.__all__) == set(
+        [
+            "BatchResults",
+            "ColocationConfig",
+            "Generation",
+            "GenerationConfig",
+            "GenerationDatumSpec",
+            "GenerationOutputSpec",
+            "TextDatumSpec",
+            "TextOutputSpec",
+            "verify_right_padding",
+        ]
+    )
+    for package in (training, generation):
+        assert package.__all__ == sorted(package.__all__)
+
+
+def test_what_trainers_import_loads_no_model() -> None:
+    names = loaded_by("import runner.training, runner.generation")
+    assert names.isdisjoint({"torch", "transformers", "vllm", "xgrammar"})
 
 
 def test_type_checkers_see_the_names_that_are_loaded() -> None:
