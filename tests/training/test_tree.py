@@ -188,6 +188,10 @@ def test_rows_without_a_common_beginning_are_a_forest() -> None:
     assert [path.tolist() for path in tree.row_nodes] == [[0, 1], [2, 3], [0, 1]]
 
 
+def test_rows_stand_in_the_order_of_their_ids() -> None:
+    assert TokenTree.of([row([300, 1]), row([2, 300]), row([2, 256])]).ids.tolist() == [2, 256, 300, 300, 1]
+
+
 def test_a_row_longer_than_a_pack_is_a_tree_of_its_own() -> None:
     trees = TokenTree.packs(rows_of(["long and longer", "ab", "ac"]), nodes=3)
     assert [tree.rows.tolist() for tree in trees] == [[1, 2], [0]]

@@ -357,14 +357,14 @@ def test_logits_are_divided_by_the_temperature_of_each_row(colder: float) -> Non
 
 def test_rows_that_share_a_node_may_be_held_to_different_grammars() -> None:
     random = np.random.default_rng(0)
-    rows = [row([1, 2, 3], 2, random), row([1, 2, 3], 2, random), row([1, 2, 3], 2, random)]
+    rows = [row([1, 2, 3], 2, random), sampled_at(row([1, 2, 3], 2, random), 0.5), row([1, 2, 3], 2, random)]
     model, tree = llama(), TokenTree.of(rows)
     table = np.array([[1 << 3, 0], [1 << 3 | 1 << 4, 0]], dtype=np.int32)
     masks = TokenMasks(table, np.array([0, 1, UNCONSTRAINED], dtype=np.int32), VOCABULARY)
     logits = tree_logits(model, tree)
     first, second, third = tree_logprobs(logits, tree, masks).tolist()
     assert first == 0
-    assert second == pytest.approx(float(logits[0, 3:5].log_softmax(-1)[0].detach()))
+    assert second == pytest.approx(float((logits[0, 3:5] / 0.5).log_softmax(-1)[0].detach()))
     assert third == pytest.approx(float(logits[0].log_softmax(-1)[3].detach()))
 
 
@@ -402,6 +402,13 @@ def mamba() -> Any:
     return transformers.MambaForCausalLM(config)
 
 
+def griffin() -> Any:
+    config = transformers.RecurrentGemmaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, lru_width=32, vocab_size=64
+    )
+    return transformers.RecurrentGemmaForCausalLM(config)
+
+
 def bloom() -> Any:
     return transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=64))
 
@@ -424,10 +431,11 @@ def sparse() -> Any:
         (flash, "LlamaForCausalLM attends with 'flash_attention_2', which takes no mask of a tree. Load it with"),
         (mamba, "MambaForCausalLM has layers that no mask holds to a branch"),
         (sparse, "LlamaForCausalLM has layers that no mask holds to a branch"),
+        (griffin, "RecurrentGemmaForCausalLM has layers that no mask holds to a branch"),
         (bloom, "BloomForCausalLM cannot be told the positions"),
         (lambda: mistral(sliding_window=8), "MistralForCausalLM looks back 8 ids in some layers, .* a row of 31"),
     ],
-    ids=["flash attention", "a state", "a layer with a state", "no positions", "a window"],
+    ids=["flash attention", "a state", "a layer with a state", "a state between windows", "no positions", "a window"],
 )
 def test_a_model_that_cannot_see_a_tree_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(BadModel, match=message):
