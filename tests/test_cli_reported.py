@@ -19,8 +19,9 @@ from typer.testing import CliRunner, Result
 from runner import BadTask, ConfigurationChanged, Run, RunFile, RunFileError, ScriptedEngine
 from runner.cli import app
 from runner.commands.run import RunSettings, run_command
-from runner.engines.script import call
+from runner.engines.script import ModelCall, call
 from runner.errors import DeltarunnerError
+from runner.training import TrainingTensors
 
 AUTHOR = """
 from runner import Environment, Task, group_reward, reward
@@ -239,7 +240,7 @@ async def test_the_environment_of_the_readme_rewards_nothing_for_doing_nothing(w
         assert {trajectory.reward async for trajectory in run} == {0.0}
 
 
-@pytest.mark.parametrize("block", BLOCKS[1:], ids=["summary", "groups"])
+@pytest.mark.parametrize("block", BLOCKS[1:3], ids=["summary", "groups"])
 def test_the_scripts_of_the_readme_run(
     weather: ModuleType, block: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,6 +251,30 @@ def test_the_scripts_of_the_readme_run(
     printed = capsys.readouterr().out
     assert "Oslo" in printed
     assert "1.0" in printed
+
+
+@pytest.mark.anyio
+async def test_the_step_of_the_readme_trains_on_what_was_played_and_changes_the_weights(weather: ModuleType) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(BLOCKS[3], "README.md", "exec"), names)
+    trained: list[TrainingTensors] = []
+
+    def optimise(tensors: TrainingTensors) -> dict[str, Any]:
+        trained.append(tensors)
+        return {}
+
+    def model(request: ModelCall) -> Any:
+        first, told = request.turn == 0, request.episode.endswith("-0")
+        return [call("weather", city="Oslo")] if first else "Sunny, rainy or foggy." if told else "It may be anything."
+
+    engine = ScriptedEngine(model)
+    async with engine:
+        async with Run(weather.Weather(), engine, group_size=2) as run:
+            await names["step"](engine, run, optimise)
+        assert engine.weight_version == "1"
+    (tensors,) = trained
+    assert len(tensors.input_ids) == 8
+    assert bool(tensors.advantages[tensors.loss_mask].ne(0).all())
 
 
 # --- refused before the engine is made

@@ -32,35 +32,31 @@ def test_public_names() -> None:
 
 
 def test_public_names_of_trainers() -> None:
-    assert set(training.__all__) == set(
-        [
-            "AdvantageRule",
-            "GrammarMasks",
-            "Saving",
-            "Selection",
-            "TokenMasks",
-            "TokenTree",
-            "TrainingBatch",
-            "TrainingTensors",
-            "dr_grpo",
-            "grouped",
-            "grpo",
-            "rloo",
-        ]
-    )
-    assert set(generation.__all__) == set(
-        [
-            "BatchResults",
-            "ColocationConfig",
-            "Generation",
-            "GenerationConfig",
-            "GenerationDatumSpec",
-            "GenerationOutputSpec",
-            "TextDatumSpec",
-            "TextOutputSpec",
-            "verify_right_padding",
-        ]
-    )
+    assert set(training.__all__) == {
+        "AdvantageRule",
+        "GrammarMasks",
+        "Saving",
+        "Selection",
+        "TokenMasks",
+        "TokenTree",
+        "TrainingBatch",
+        "TrainingTensors",
+        "dr_grpo",
+        "grouped",
+        "grpo",
+        "rloo",
+    }
+    assert set(generation.__all__) == {
+        "BatchResults",
+        "ColocationConfig",
+        "Generation",
+        "GenerationConfig",
+        "GenerationDatumSpec",
+        "GenerationOutputSpec",
+        "TextDatumSpec",
+        "TextOutputSpec",
+        "verify_right_padding",
+    }
     for package in (training, generation):
         assert package.__all__ == sorted(package.__all__)
 
