@@ -56,7 +56,8 @@ def tree_logits(model: Any, tree: TokenTree) -> Any:
     """The logits at `tree.logit_nodes`, and at no other node where the model's head can be told so.
 
     Args:
-        model: a causal model of transformers, bare or inside a wrapper that passes its arguments on (PEFT, DDP, FSDP).
+        model: a causal model of transformers, bare or inside a wrapper that passes its arguments on (PEFT, DDP, FSDP,
+            torch.compile).
         tree: the rows.
 
     Returns:
@@ -173,8 +174,8 @@ def _added(sees: Any, dtype: Any) -> Any:
 
 def _bare(model: Any) -> Any:
     """The model inside wrappers, which take any argument and pass it on."""
-    while hasattr(model, "module"):
-        model = model.module
+    while (inner := getattr(model, "module", None) or getattr(model, "_orig_mod", None)) is not None:
+        model = inner
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -323,7 +323,11 @@ class WholeHead:
     __call__ = forward
 
 
-@pytest.mark.parametrize("wrapper", [Wrapped, WholeHead])
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("wrapper", [Wrapped, WholeHead, compiled])
 def test_a_wrapped_model_gives_the_same_logits(wrapper: Callable[[Any], Any]) -> None:
     model, tree = llama(), TokenTree.of(GROUPS["a group"])
     assert torch.equal(tree_logits(wrapper(model), tree), tree_logits(model, tree))
