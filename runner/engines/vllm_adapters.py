@@ -44,6 +44,7 @@ class VllmAdapters(AdapterBook):
         self._model = model
         self._answered = answered
         self._rules: AdapterRules | None = None
+        self._masked = False
         self._folders: set[Path] = set()
 
     def request(self, version: AdapterVersion | None) -> Any:
@@ -67,12 +68,34 @@ class VllmAdapters(AdapterBook):
                 f"add_adapter({version.name!r}): the engine was started without adapters: start it with "
                 "VllmEngine(enable_lora=True, max_lora_rank=16), and max_loras= for how many are sampled with at once."
             )
+        await self._mask()
         version.folder = await anyio.to_thread.run_sync(partial(self._prepare, version, source, config))
         try:
             await self._add(version)
         except BaseException:
             self._forget(version)
             raise
+
+    async def _mask(self) -> None:
+        """Before there is any adapter, see to it that turns without one are sampled without one.
+
+        Raises:
+            BadOption: the workers cannot be reached, or it was of no use.
+        """
+        if self._masked or self._llm.vllm_config.device_config.device_type != "cpu":
+            return
+        try:
+            masked = await self._answered("add_adapter()", self._llm.collective_rpc("mask_adapters"))
+        except EngineDead:
+            raise
+        except EngineError as error:
+            raise BadOption(
+                "add_adapter(): on a CPU it takes a worker extension of ours, and this engine has another: "
+                f"let that class inherit from runner.engines.weight_worker.WeightWorker ({error})."
+            ) from error
+        if not all(masked):
+            raise BadOption("add_adapter(): this vLLM's CPU backend would sample turns without an adapter with one.")
+        self._masked = True
 
     def _prepare(self, version: AdapterVersion, source: Any, config: Mapping[str, Any] | None) -> Path:
         told = f"the adapter {version.name!r} ({version.source or 'tensors'})"

@@ -1,4 +1,4 @@
-"""Runs inside vLLM's workers: loads new weights from files that were compared with the model before.
+"""Runs inside vLLM's workers: loads new weights from files that were compared with the model before, mends adapters.
 
 vLLM adds `WeightWorker` to its worker class, so its methods can be called in every worker at once. Its own
 `reload_weights(weights_path=...)` takes a folder only, and moves the model's path to it.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from runner.engines.adapter_masking import mask_kernels
+
 __all__ = ["WeightWorker"]
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ else:
 
 
 class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
-    """What `VllmEngine.update_weights` needs of a worker.
+    """What `VllmEngine.update_weights` and, on a CPU, `add_adapter` need of a worker.
 
     A worker extension of your own inherits from it: `class Mine(WeightWorker)`.
     """
@@ -31,6 +33,10 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
             ignored: tensors in them that the model has no use for.
         """
         self.reload_weights(weights_iterator=_tensors(files, frozenset(ignored)))
+
+    def mask_adapters(self) -> bool:
+        """Keep adapters away from turns that asked for none; gives whether they are."""
+        return mask_kernels()
 
 
 def _tensors(files: Sequence[str], ignored: frozenset[str]) -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from runner import Conversation, Run, Sampling, Task, Trajectory
+from runner.engines.adapter_masking import mask_kernels
 from runner.engines.adapters import AdapterBook, base_and_adapter
 from runner.engines.base import Engine, GenerationRequest
 from runner.engines.control import EngineControl
@@ -45,10 +46,14 @@ SHAPES = {
 class FakeVllm:
     """What the book asks of vLLM; `fails` is raised when an adapter is added."""
 
+    masks = True
+
     def __init__(self, model: Path, *, enabled: bool = True, quantization: str | None = None) -> None:
         whole = SimpleNamespace()
         whole.get_text_config = lambda: whole
+        self.masked: list[bool] = []
         self.vllm_config = SimpleNamespace(
+            device_config=SimpleNamespace(device_type="cpu"),
             lora_config=SimpleNamespace(max_lora_rank=8) if enabled else None,
             model_config=SimpleNamespace(quantization=quantization, hf_config=whole),
         )
@@ -64,6 +69,14 @@ class FakeVllm:
             raise self.fails
         self.loaded[request.lora_int_id] = Path(request.lora_path)
         return True
+
+    async def collective_rpc(self, method: str) -> list[bool]:
+        assert method == "mask_adapters"
+        assert not self.loaded
+        if isinstance(self.fails, Exception):
+            raise self.fails
+        self.masked.append(self.masks)
+        return [True, self.masks]
 
     async def remove_lora(self, key: int) -> bool:
         del self.loaded[key]
@@ -262,6 +275,8 @@ async def test_shapes_of_a_quantized_model_are_left_to_vllm(model: Path, folder:
 
 
 async def test_what_vllm_refuses_leaves_nothing_behind(book: VllmAdapters, vllm: FakeVllm, folder: Path) -> None:
+    await book.add("poet", folder)
+    await book.remove("poet")
     vllm.fails = EngineError("add_adapter(): unexpected modules")
     with pytest.raises(BadWeights, match=r"'poet'.*does not take it.*unexpected modules"):
         await book.add("poet", folder)
@@ -272,6 +287,51 @@ async def test_what_vllm_refuses_leaves_nothing_behind(book: VllmAdapters, vllm:
         await book.add("poet", folder)
     assert not kept(book)
     assert not book.folders
+
+
+async def test_on_a_cpu_the_kernels_are_mended_before_the_first_adapter_and_only_then(
+    book: VllmAdapters, vllm: FakeVllm, folder: Path
+) -> None:
+    for name in ("poet", "critic"):
+        await book.add(name, folder)
+    assert vllm.masked == [True]
+
+
+async def test_an_engine_whose_kernels_cannot_be_mended_takes_no_adapter(
+    book: VllmAdapters, vllm: FakeVllm, folder: Path
+) -> None:
+    vllm.fails = EngineError("no attribute 'mask_adapters'")
+    with pytest.raises(BadOption, match=r"inherit from runner\.engines\.weight_worker\.WeightWorker"):
+        await book.add("poet", folder)
+    vllm.fails, vllm.masks = None, False
+    with pytest.raises(BadOption, match="turns without an adapter"):
+        await book.add("poet", folder)
+    assert not vllm.loaded
+    assert not kept(book)
+
+
+def test_kernels_for_cpus_leave_turns_without_an_adapter_alone() -> None:
+    import torch
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    assert mask_kernels()
+    assert mask_kernels()
+    inputs, slots = torch.rand(4, 3), torch.rand(2, 1, 2, 3)
+    indices = torch.tensor([1, -1, 0, -1])
+    shrunk, expanded = torch.zeros(4, 2), torch.ones(4, 5)
+    punica_cpu.bgmv_shrink(inputs, slots, shrunk, indices, 0.5)
+    punica_cpu.bgmv_expand_slice(shrunk, slots.transpose(2, 3), expanded, indices, 1, 3, True)
+    for row, slot in enumerate(indices.tolist()):
+        wanted = torch.zeros(2) if slot < 0 else 0.5 * slots[slot, 0] @ inputs[row]
+        assert torch.allclose(shrunk[row], wanted)
+        added = torch.zeros(3) if slot < 0 else slots[slot, 0].T @ wanted
+        assert torch.allclose(expanded[row], torch.nn.functional.pad(added, (1, 1)) + 1)
+    expanded = torch.zeros(4, 2)
+    punica_cpu.sgmv_expand(
+        inputs, slots, expanded, torch.tensor([0, 3]), torch.tensor([3, 1]), torch.tensor([-1, 1]), 2, 3, 4, True
+    )
+    assert not expanded[:3].any()
+    assert torch.allclose(expanded[3], slots[1, 0] @ inputs[3])
 
 
 # --- tensors instead of a folder

@@ -117,7 +117,7 @@ def folders_kept(home: EngineAtHome) -> list[Path]:
 
 def loaded(home: EngineAtHome) -> set[int]:
     """Ids of the adapters that vLLM holds."""
-    return at(home, cast("VllmEngine", home.inner)._llm.list_loras)
+    return set(at(home, cast("VllmEngine", home.inner)._llm.list_loras))
 
 
 @dataclass
@@ -169,6 +169,7 @@ def test_adapters_say_what_the_merged_model_says_at_once_and_beside_the_model_as
     home: EngineAtHome, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path]
 ) -> None:
     before = at(home, say, home)
+    teacher.assert_says(before)
     for name in ("poet", "critic"):
         at(home, home.add_adapter, name, folders[name])
     assert dict(home.adapters) == {name: folders[name] for name in ("poet", "critic")}

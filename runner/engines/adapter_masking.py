@@ -1,0 +1,52 @@
+"""Runs inside vLLM's CPU workers: keeps adapters away from turns that asked for none.
+
+vLLM marks an id without an adapter by the index -1. Its kernels for GPUs skip such ids; those for CPUs index with it,
+and so apply the adapter of the last slot: https://github.com/vllm-project/vllm/pull/48421.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["mask_kernels", "masks"]
+
+_KERNELS = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
+
+
+def mask_kernels() -> bool:
+    """Mend this process's kernels where they need it; gives whether they are right now."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    if not masks(lora_ops):
+        for name in _KERNELS:
+            masked = _masked(getattr(lora_ops, name))
+            for module in (lora_ops, punica_cpu):  # the second has its own names for them
+                setattr(module, name, masked)
+    return masks(lora_ops) and masks(punica_cpu)
+
+
+def masks(kernels: Any) -> bool:
+    """Whether the kernels in a module leave ids alone that have no adapter."""
+    import torch
+
+    ones, index = torch.ones(1, 2), torch.tensor([-1])
+    given = torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2)
+    kernels.bgmv_shrink(ones, torch.ones(2, 1, 2, 2), given[0], index, 1.0)
+    kernels.bgmv_expand(ones, torch.ones(2, 1, 2, 2), given[1], index, True)
+    kernels.bgmv_expand_slice(ones, torch.ones(2, 1, 2, 2), given[2], index, 0, 2, True)
+    return not any(output.any() for output in given)
+
+
+def _masked(kernel: Callable[..., None]) -> Callable[..., None]:
+    """The kernel, given zeros for ids without an adapter: what it makes of them is zero."""
+    import torch
+
+    @functools.wraps(kernel)
+    def masked(inputs: Any, weights: Any, output: Any, indices: Any, *rest: Any, **named: Any) -> None:
+        has = (indices >= 0).unsqueeze(1)
+        kernel(torch.where(has, inputs, torch.zeros_like(inputs)), weights, output, indices, *rest, **named)
+
+    return masked
