@@ -63,7 +63,12 @@ class BatchResults(Generic[T]):
         return row.index, self._batch.write([row])
 
     async def all(self) -> T:
-        """The rows that were not had yet as one batch, in their order."""
+        """The rows that were not had yet as one batch, in their order.
+
+        Raises:
+            EngineError: as the iteration.
+            RuntimeError: the results were closed.
+        """
         sampled = [row async for row in self._started()]
         return self._batch.write(sorted(sampled, key=lambda row: row.index))
 
@@ -89,6 +94,8 @@ class BatchResults(Generic[T]):
             rows.abandon()
 
     def _started(self) -> RunningRows:
+        if self._closed:
+            raise RuntimeError("these results were closed, and what was not sampled by then is gone: generate again")
         if self._rows is None:
             self._rows = self._start()
         return self._rows

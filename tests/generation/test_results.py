@@ -70,6 +70,18 @@ async def test_nothing_is_sampled_before_it_is_read() -> None:
     assert engine.calls == []
 
 
+@pytest.mark.parametrize("begun", [False, True], ids=["before it began", "while it was sampled"])
+async def test_results_that_were_closed_are_not_taken_for_a_whole_batch(begun: bool) -> None:
+    async with generating(in_turn) as (generation, _):
+        results = generation.generate_async(BATCH)
+        if begun:
+            await anext(results)
+        await results.aclose()
+        for use in (results.all, results.__aenter__):
+            with pytest.raises(RuntimeError, match="these results were closed"):
+                await use()
+
+
 async def test_several_readers_share_the_rows() -> None:
     said: list[tuple[int, Any]] = []
     async with generating(latency=Latency(jitter=5)) as (generation, _):
