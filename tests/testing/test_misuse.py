@@ -49,7 +49,7 @@ async def later(): pass
 """
 
 MARKERS = {
-    "colour='red'": "@pytest.mark.scripted_engine: there is no setting 'colour'; these are: chunks, context, *",
+    "colour='red'": "@pytest.mark.scripted_engine: there is no setting 'colour'; these are: adapters, chunks, *",
     "'hermes'": "@pytest.mark.scripted_engine('hermes'): settings have names, such as template='hermes'; *",
     "template='no'": "template 'no' cannot be read * give one of the bundled names (*",
     "context='big'": "ScriptedEngine(context='big'): give a number of at least 2.",

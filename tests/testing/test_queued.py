@@ -195,7 +195,7 @@ def anyio_backend():
 @pytest.mark.parametrize(
     ("mark", "message"),
     [
-        ("templat='x'", "@pytest.mark.scripted_engine: there is no setting 'templat'; these are: adapters, chunks, context,*"),
+        ("templat='x'", "@pytest.mark.scripted_engine: there is no setting 'templat'; these are: adapters, chunks,*"),
         ("'a reply'", "@pytest.mark.scripted_engine('a reply'): settings have names*scripted_engine.say(...)."),
         ("template='x'", "template 'x' cannot be read*"),
         ("chunks=0", "chunks=0: give a size of at least 1*"),
