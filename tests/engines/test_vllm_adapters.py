@@ -177,7 +177,9 @@ def test_adapters_say_what_the_merged_model_says_at_once_and_beside_the_model_as
     teacher.assert_says(base)
     teacher.assert_says(poet, adapters["poet"])
     teacher.assert_says(critic, adapters["critic"])
-    assert before.ids == base.ids == again.ids
+    alone = at(home, say, home)
+    teacher.assert_says(alone)
+    assert before.ids == base.ids == again.ids == alone.ids
     assert len({tuple(said.ids) for said in (base, poet, critic)}) == 3
 
 
