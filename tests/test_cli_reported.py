@@ -264,7 +264,7 @@ async def test_the_step_of_the_readme_trains_on_what_was_played_and_changes_the_
         return {}
 
     def model(request: ModelCall) -> Any:
-        first, told = request.turn == 0, request.episode.endswith("-0")
+        first, told = request.turn == 0, request.episode.endswith("#0")
         return [call("weather", city="Oslo")] if first else "Sunny, rainy or foggy." if told else "It may be anything."
 
     engine = ScriptedEngine(model)
