@@ -11,11 +11,11 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
+from runner.engines.adapters import AdapterBook
 from runner.engines.base import Delta, GenerationRequest
 from runner.engines.control import EngineControl, EngineState, PauseMode
 from runner.engines.gate import AdmissionGate
 from runner.engines.vllm import VllmEngine
-from runner.engines.vllm_adapters import VllmAdapters
 from runner.engines.vllm_driver import VllmDriver
 from runner.engines.vllm_settings import choose_settings
 from runner.engines.vllm_start import VllmProcess
@@ -172,6 +172,10 @@ class Weights:
         await self.llm.collective_rpc("reload_weights", kwargs={"weights_path": checked})
 
 
+class NoAdapters(AdapterBook):
+    def request(self, version: object) -> None: ...
+
+
 def engine_of(llm: Llm) -> VllmEngine:
     """An engine that was entered, as far as its control can tell."""
     engine = VllmEngine("nothing")
@@ -182,8 +186,8 @@ def engine_of(llm: Llm) -> VllmEngine:
     engine.context, engine.places = 100, 4
     engine._tokens_input, engine._parameters = list, lambda *_: None  # type: ignore[method-assign]  # needs vLLM
     driver = VllmDriver(engine, llm, Weights(llm))
-    engine._adapters = VllmAdapters(llm, driver.answered)
-    engine.control = EngineControl(driver, engine.gate, ["0"], engine._adapters)
+    engine._adapters = NoAdapters()  # type: ignore[assignment]  # this engine was started without
+    engine.control = EngineControl(driver, engine.gate, ["0"])
     engine.running = True
     return engine
 
