@@ -10,7 +10,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from runner import BadControl, BadOption
+from runner import BadControl, BadOption, RequestRejected
 from runner.engines.control import EngineState
 from runner.generation import Generation
 from runner.testing import Latency, ScriptedEngine
@@ -170,3 +170,12 @@ async def test_a_paused_engine_is_waited_for() -> None:
             assert said == []
             await engine.resume()
     assert texts_of(said[0]) == ["AB", "C"]
+
+
+async def test_an_adapter_of_the_engine_samples_every_row() -> None:
+    async with generating(config={"adapter": "poet"}) as (generation, engine):
+        with pytest.raises(RequestRejected, match=r"row 0: .* the engine has no adapter 'poet'"):
+            await generation.generate(BATCH)
+        version = await engine.add_adapter("poet", "a folder")
+        output = await generation.generate(BATCH)
+    assert {span.version for (span,) in output["weight_versions"]} == {f"scripted+{version}"}
