@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from collections.abc import Awaitable, Mapping
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,7 @@ class VllmAdapters(AdapterBook):
         self._rules: AdapterRules | None = None
         self._masked = False
         self._folders: set[Path] = set()
+        weakref.finalize(self, _delete_all, self._folders)  # for an engine that nobody left
 
     def request(self, version: AdapterVersion | None) -> Any:
         """What vLLM's `add_request` takes as `lora_request`."""
@@ -143,8 +145,12 @@ class VllmAdapters(AdapterBook):
     def close(self) -> None:
         """Delete every copy."""
         super().close()
-        for folder in list(self._folders):
-            self._delete(folder)
+        _delete_all(self._folders)
+
+
+def _delete_all(folders: set[Path]) -> None:
+    while folders:
+        shutil.rmtree(folders.pop(), ignore_errors=True)
 
 
 def _rules(config: Any, source: ModelSource) -> AdapterRules:

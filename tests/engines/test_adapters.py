@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import shutil
@@ -402,6 +403,15 @@ async def test_closing_deletes_every_copy(book: VllmAdapters, folder: Path) -> N
     book.close()
     assert not copy.exists()
     assert not kept(book)
+
+
+async def test_a_book_that_nobody_closed_deletes_its_copies_when_it_is_dropped(model: Path, folder: Path) -> None:
+    book = adapters_of(FakeVllm(model))
+    await book.add("poet", folder)
+    (copy,) = kept(book)
+    del book
+    gc.collect()
+    assert not copy.exists()
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before", "while vLLM loads it"])
