@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,86 +19,28 @@ from runner.engines.vllm_settings import choose_settings
 from runner.engines.weight_loading import VllmWeights
 from runner.engines.weight_memory import open_memories
 from runner.engines.weight_worker import WeightWorker
-from runner.engines.weights import LocalTransfer, WeightTransfer
 from runner.errors import BadWeights, EngineError
+from tests.engines.small_weights import (
+    EMBEDDING,
+    NORM,
+    OURS,
+    UP,
+    Llm,
+    Tensors,
+    llm_of,
+    load,
+    same,
+    saved,
+    tensors,
+    without,
+)
 
 pytestmark = pytest.mark.anyio
-
-OURS = "runner.engines.weight_worker.WeightWorker"
-EMBEDDING, UP, NORM = "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
-
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"  # as vLLM
-
-
-def tensors() -> Tensors:
-    return {
-        EMBEDDING: torch.arange(24).reshape(6, 4).to(torch.bfloat16),
-        UP: torch.ones(2, 4, dtype=torch.bfloat16),
-        NORM: torch.ones(4, dtype=torch.bfloat16),
-        "table": torch.arange(3),
-    }
-
-
-def saved(folder: Path, *parts: Mapping[str, torch.Tensor], index: Mapping[str, str] | None = None) -> Path:
-    """A folder of safetensors, a file for each part."""
-    folder.mkdir(exist_ok=True)
-    for number, part in enumerate(parts):
-        name = "model.safetensors" if len(parts) == 1 else f"model-{number}.safetensors"
-        save_file(dict(part), folder / name, metadata={"format": "pt"})
-    if index is not None:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return folder
-
-
-class Llm:
-    """A vLLM that says what it was asked for, and reads what it is given as a worker does."""
-
-    def __init__(self, model: Path, *, extension: str = OURS, tied: bool = False, transfer: bool = False) -> None:
-        self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(
-                model=str(model),
-                dtype=torch.bfloat16,
-                hf_config=SimpleNamespace(tie_word_embeddings=tied),
-            ),
-            parallel_config=SimpleNamespace(worker_extension_cls=extension),
-            weight_transfer_config=SimpleNamespace(backend="nccl") if transfer else None,
-        )
-        self.asked: list[Any] = []
-        self.loaded: Tensors = {}
-        self.fails = ""
-        self.hangs = ""
-
-    async def _ask(self, name: str, given: Any = None) -> None:
-        self.asked.append((name, given) if given is not None else name)
-        if name == self.fails:
-            raise RuntimeError(f"the worker failed\nin {name}")
-        if name == self.hangs:
-            await anyio.sleep_forever()
-
-    async def collective_rpc(self, method: str, *, kwargs: dict[str, Any]) -> None:
-        await self._ask(method, kwargs)
-        if method == "load_weight_files":
-            self.loaded = {}
-            worker = WeightWorker()
-            worker.reload_weights = lambda weights_iterator: self.loaded.update(weights_iterator)
-            worker.load_weight_files(**kwargs)
-
-    async def init_weight_transfer_engine(self, request: Any) -> None:
-        await self._ask("init", request.init_info)
-
-    async def start_weight_update(self) -> None:
-        await self._ask("start")
-
-    async def update_weights(self, request: Any) -> None:
-        await self._ask("update", request.update_info["names"])
-
-    async def finish_weight_update(self) -> None:
-        await self._ask("finish")
 
 
 @pytest.fixture
@@ -114,10 +55,6 @@ async def weights(model: Path) -> AsyncIterator[VllmWeights]:
     yield VllmWeights(Llm(model), "the model")
     gc.collect()
     assert list(open_memories()) == [], "every state dict was given back"
-
-
-def without(name: str) -> Tensors:
-    return {other: tensor for other, tensor in tensors().items() if other != name}
 
 
 def cut(folder: Path, size: int) -> Path:
@@ -238,20 +175,6 @@ async def test_what_does_not_fit_is_named_and_the_engine_is_not_asked(
     assert [part for part in told if part not in message] == [], message
     assert "\n" not in message
     assert llm_of(weights).asked == []
-
-
-def llm_of(weights: VllmWeights) -> Llm:
-    llm: Llm = weights._llm
-    return llm
-
-
-def same(loaded: Tensors, wanted: Tensors) -> bool:
-    return loaded.keys() == wanted.keys() and all(torch.equal(loaded[name], wanted[name]) for name in wanted)
-
-
-async def load(weights: VllmWeights, source: Any) -> Tensors:
-    await weights.load(await weights.check(source))
-    return llm_of(weights).loaded
 
 
 @pytest.mark.parametrize("kind", [str, Path])
@@ -449,143 +372,6 @@ class Mine(WeightWorker):
 async def test_an_extension_that_inherits_from_ours_takes_state_dicts(model: Path) -> None:
     weights = VllmWeights(Llm(model, extension=f"{__name__}.Mine"), "the model")
     assert same(await load(weights, tensors()), tensors())
-
-
-# --- weight transfer
-
-
-def announced(given: Mapping[str, torch.Tensor], **others: Any) -> dict[str, Any]:
-    """Update info as vLLM's trainers make it."""
-    return {
-        "names": list(given),
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in given.values()],
-        "shapes": [list(tensor.shape) for tensor in given.values()],
-        **others,
-    }
-
-
-async def test_a_transfer_joins_once_and_sends_every_part_between_start_and_finish(model: Path) -> None:
-    llm = Llm(model, transfer=True)
-    weights = VllmWeights(llm, "the model")
-    first, second = {UP: tensors()[UP]}, without(UP)
-    meeting = {"master_address": "127.0.0.1"}
-    await load(weights, WeightTransfer(announced(tensors()), init=meeting))
-    every = ["start", ("update", list(tensors())), "finish"]
-    assert llm.asked == [("init", meeting), *every]
-    await load(weights, WeightTransfer(announced(tensors()), init=dict(meeting)))
-    await load(weights, WeightTransfer(announced(tensors())))
-    assert llm.asked[4:] == [*every, *every]
-    llm.asked.clear()
-    await load(weights, WeightTransfer([announced(first), announced(second)]))
-    assert llm.asked == ["start", ("update", [UP]), ("update", list(second)), "finish"]
-
-
-def several(*parts: Mapping[str, Any]) -> WeightTransfer:
-    return WeightTransfer(parts, init={})
-
-
-BAD_TRANSFERS: dict[str, tuple[WeightTransfer, str]] = {
-    "a tensor is missing": (several(announced(without(UP))), rf"WeightTransfer.*missing '{UP}'"),
-    "another shape": (several(announced({**tensors(), NORM: torch.ones(5)})), rf"'{NORM}' has shape \(5,\)"),
-    "another dtype": (several(announced({**tensors(), NORM: torch.ones(4).to(torch.int8)})), rf"'{NORM}' is int8"),
-    "a tensor twice": (several(announced(tensors()), announced(tensors())), rf"'{EMBEDDING}' twice"),
-    "nothing announced": (several({"names": [UP]}), "has no 'dtype_names'"),
-    "lists of different lengths": (several({**announced(tensors()), "names": [UP]}), "1 names, 4 dtype_names"),
-    "a part that is no mapping": (several([1]), "a part of it is list"),  # type: ignore[arg-type]  # on purpose
-    "never met": (WeightTransfer(announced(tensors())), "have not met"),
-}
-
-
-@pytest.mark.parametrize(("transfer", "told"), BAD_TRANSFERS.values(), ids=BAD_TRANSFERS.keys())
-async def test_a_transfer_that_does_not_fit_is_refused_before_anybody_is_asked(
-    model: Path, transfer: WeightTransfer, told: str
-) -> None:
-    llm = Llm(model, transfer=True)
-    with pytest.raises(BadWeights, match=told):
-        await VllmWeights(llm, "the model").check(transfer)
-    assert llm.asked == []
-
-
-async def test_an_engine_that_was_not_started_for_transfers_names_the_argument(weights: VllmWeights) -> None:
-    with pytest.raises(BadWeights, match=r'VllmEngine\(weight_transfer_config=\{"backend": "nccl"\}\)'):
-        await weights.check(WeightTransfer(announced(tensors()), init={}))
-
-
-async def test_a_trainer_and_an_engine_that_do_not_meet_leave_the_weights_alone(model: Path) -> None:
-    llm = Llm(model, transfer=True)
-    weights = VllmWeights(llm, "the model")
-    llm.fails = "init"
-    for _ in range(2):
-        with pytest.raises(BadWeights, match="do not meet: RuntimeError: the worker failed in init"):
-            await weights.check(WeightTransfer(announced(tensors()), init={"a": 1}))
-    assert llm.asked == [("init", {"a": 1})] * 2, "tried again, since they have not met"
-
-
-@pytest.mark.parametrize("at", ["start", "update", "finish"])
-async def test_a_trainer_that_goes_away_is_a_failure_and_no_wait_for_ever(model: Path, at: str) -> None:
-    llm = Llm(model, transfer=True)
-    weights = VllmWeights(llm, "the model")
-    checked = await weights.check(WeightTransfer(announced(tensors()), init={}, seconds=0.01))
-    llm.hangs = at
-    with pytest.raises(EngineError, match=r"trainer sent nothing for 0.01 s"):
-        await weights.load(checked)
-
-
-class Source:
-    """A trainer's model, as vLLM's `WeightSource`."""
-
-    def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
-        self.given = given
-
-    def metadata(self) -> list[Any]:
-        return [SimpleNamespace(name=name, dtype=one.dtype, shape=one.shape) for name, one in self.given.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.given.items())
-
-
-async def test_both_ends_in_one_process_meet_once_and_send_in_one_call(model: Path, tmp_path: Path) -> None:
-    from tests.engines.file_transfer import FileTrainerInfo
-
-    llm = Llm(model, transfer=True)
-    weights = VllmWeights(llm, "the model")
-    here, source = FileTrainerInfo(str(tmp_path), rank=0), Source(tensors())
-    met, sent = ("init", {"folder": str(tmp_path)}), ["start", ("update", list(tensors())), "finish"]
-    await load(weights, LocalTransfer(here, source))
-    await load(weights, LocalTransfer(here, source))
-    assert llm.asked == [met, *sent, *sent]
-    await load(weights, LocalTransfer(here, Source(tensors())))
-    assert llm.asked[7:] == [met, *sent], "another model meets anew"
-    with pytest.raises(BadWeights, match="have not met"):
-        await weights.check(WeightTransfer(announced(tensors())))
-
-    llm.asked.clear()
-    llm.fails = "init"
-    for _ in range(2):
-        with pytest.raises(BadWeights, match=r"LocalTransfer: engine and trainer do not meet: .*failed in init"):
-            await weights.check(LocalTransfer(here, Source(tensors())))
-    assert llm.asked == [met, met]
-    llm.fails = ""
-    checked = await weights.check(LocalTransfer(here, source, seconds=0.2))
-    llm.hangs = "update"
-    with pytest.raises(EngineError, match=r"trainer sent nothing for 0.2 s"):
-        await weights.load(checked)
-
-
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        (Source(without(UP)), rf"LocalTransfer: missing '{UP}'"),
-        (Source({**tensors(), UP: torch.ones(3, 4)}), rf"LocalTransfer: the tensor '{UP}' has shape"),
-        (tensors(), r"LocalTransfer\(source=...\) is dict, which cannot say .*ModuleSource"),
-    ],
-    ids=["a tensor is missing", "another shape", "no source"],
-)
-async def test_a_source_that_does_not_fit_is_refused_before_both_ends_meet(model: Path, source: Any, told: str) -> None:
-    llm = Llm(model, transfer=True)
-    with pytest.raises(BadWeights, match=told):
-        await VllmWeights(llm, "the model").check(LocalTransfer(None, source))
-    assert llm.asked == []
 
 
 def test_what_is_loaded_in_a_worker_leaves_out_what_the_model_ignores(model: Path) -> None:

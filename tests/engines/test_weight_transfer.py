@@ -1,0 +1,163 @@
+"""Weights through vLLM's transfer engines, without an engine: who is asked what, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from runner.engines.weight_loading import VllmWeights
+from runner.engines.weights import LocalTransfer, WeightTransfer
+from runner.errors import BadWeights, EngineError
+from tests.engines.small_weights import EMBEDDING, NORM, UP, Llm, load, saved, tensors, without
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"  # as vLLM
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The folder an engine was started from."""
+    return saved(tmp_path / "the model", tensors())
+
+
+def announced(given: Mapping[str, torch.Tensor], **others: Any) -> dict[str, Any]:
+    """Update info as vLLM's trainers make it."""
+    return {
+        "names": list(given),
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in given.values()],
+        "shapes": [list(tensor.shape) for tensor in given.values()],
+        **others,
+    }
+
+
+async def test_a_transfer_joins_once_and_sends_every_part_between_start_and_finish(model: Path) -> None:
+    llm = Llm(model, transfer=True)
+    weights = VllmWeights(llm, "the model")
+    first, second = {UP: tensors()[UP]}, without(UP)
+    meeting = {"master_address": "127.0.0.1"}
+    await load(weights, WeightTransfer(announced(tensors()), init=meeting))
+    every = ["start", ("update", list(tensors())), "finish"]
+    assert llm.asked == [("init", meeting), *every]
+    await load(weights, WeightTransfer(announced(tensors()), init=dict(meeting)))
+    await load(weights, WeightTransfer(announced(tensors())))
+    assert llm.asked[4:] == [*every, *every]
+    llm.asked.clear()
+    await load(weights, WeightTransfer([announced(first), announced(second)]))
+    assert llm.asked == ["start", ("update", [UP]), ("update", list(second)), "finish"]
+
+
+def several(*parts: Mapping[str, Any]) -> WeightTransfer:
+    return WeightTransfer(parts, init={})
+
+
+BAD_TRANSFERS: dict[str, tuple[WeightTransfer, str]] = {
+    "a tensor is missing": (several(announced(without(UP))), rf"WeightTransfer.*missing '{UP}'"),
+    "another shape": (several(announced({**tensors(), NORM: torch.ones(5)})), rf"'{NORM}' has shape \(5,\)"),
+    "another dtype": (several(announced({**tensors(), NORM: torch.ones(4).to(torch.int8)})), rf"'{NORM}' is int8"),
+    "a tensor twice": (several(announced(tensors()), announced(tensors())), rf"'{EMBEDDING}' twice"),
+    "nothing announced": (several({"names": [UP]}), "has no 'dtype_names'"),
+    "lists of different lengths": (several({**announced(tensors()), "names": [UP]}), "1 names, 4 dtype_names"),
+    "a part that is no mapping": (several([1]), "a part of it is list"),  # type: ignore[arg-type]  # on purpose
+    "never met": (WeightTransfer(announced(tensors())), "have not met"),
+}
+
+
+@pytest.mark.parametrize(("transfer", "told"), BAD_TRANSFERS.values(), ids=BAD_TRANSFERS.keys())
+async def test_a_transfer_that_does_not_fit_is_refused_before_anybody_is_asked(
+    model: Path, transfer: WeightTransfer, told: str
+) -> None:
+    llm = Llm(model, transfer=True)
+    with pytest.raises(BadWeights, match=told):
+        await VllmWeights(llm, "the model").check(transfer)
+    assert llm.asked == []
+
+
+async def test_an_engine_that_was_not_started_for_transfers_names_the_argument(model: Path) -> None:
+    with pytest.raises(BadWeights, match=r'VllmEngine\(weight_transfer_config=\{"backend": "nccl"\}\)'):
+        await VllmWeights(Llm(model), "the model").check(WeightTransfer(announced(tensors()), init={}))
+
+
+async def test_a_trainer_and_an_engine_that_do_not_meet_leave_the_weights_alone(model: Path) -> None:
+    llm = Llm(model, transfer=True)
+    weights = VllmWeights(llm, "the model")
+    llm.fails = "init"
+    for _ in range(2):
+        with pytest.raises(BadWeights, match="do not meet: RuntimeError: the worker failed in init"):
+            await weights.check(WeightTransfer(announced(tensors()), init={"a": 1}))
+    assert llm.asked == [("init", {"a": 1})] * 2, "tried again, since they have not met"
+
+
+@pytest.mark.parametrize("at", ["start", "update", "finish"])
+async def test_a_trainer_that_goes_away_is_a_failure_and_no_wait_for_ever(model: Path, at: str) -> None:
+    llm = Llm(model, transfer=True)
+    weights = VllmWeights(llm, "the model")
+    checked = await weights.check(WeightTransfer(announced(tensors()), init={}, seconds=0.01))
+    llm.hangs = at
+    with pytest.raises(EngineError, match=r"trainer sent nothing for 0.01 s"):
+        await weights.load(checked)
+
+
+class Source:
+    """A trainer's model, as vLLM's `WeightSource`."""
+
+    def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
+        self.given = given
+
+    def metadata(self) -> list[Any]:
+        return [SimpleNamespace(name=name, dtype=one.dtype, shape=one.shape) for name, one in self.given.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.given.items())
+
+
+async def test_both_ends_in_one_process_meet_once_and_send_in_one_call(model: Path, tmp_path: Path) -> None:
+    from tests.engines.file_transfer import FileTrainerInfo
+
+    llm = Llm(model, transfer=True)
+    weights = VllmWeights(llm, "the model")
+    here, source = FileTrainerInfo(str(tmp_path), rank=0), Source(tensors())
+    met, sent = ("init", {"folder": str(tmp_path)}), ["start", ("update", list(tensors())), "finish"]
+    await load(weights, LocalTransfer(here, source))
+    await load(weights, LocalTransfer(here, source))
+    assert llm.asked == [met, *sent, *sent]
+    await load(weights, LocalTransfer(here, Source(tensors())))
+    assert llm.asked[7:] == [met, *sent], "another model meets anew"
+    with pytest.raises(BadWeights, match="have not met"):
+        await weights.check(WeightTransfer(announced(tensors())))
+
+    llm.asked.clear()
+    llm.fails = "init"
+    for _ in range(2):
+        with pytest.raises(BadWeights, match=r"LocalTransfer: engine and trainer do not meet: .*failed in init"):
+            await weights.check(LocalTransfer(here, Source(tensors())))
+    assert llm.asked == [met, met]
+    llm.fails = ""
+    checked = await weights.check(LocalTransfer(here, source, seconds=0.2))
+    llm.hangs = "update"
+    with pytest.raises(EngineError, match=r"trainer sent nothing for 0.2 s"):
+        await weights.load(checked)
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (Source(without(UP)), rf"LocalTransfer: missing '{UP}'"),
+        (Source({**tensors(), UP: torch.ones(3, 4)}), rf"LocalTransfer: the tensor '{UP}' has shape"),
+        (tensors(), r"LocalTransfer\(source=...\) is dict, which cannot say .*ModuleSource"),
+    ],
+    ids=["a tensor is missing", "another shape", "no source"],
+)
+async def test_a_source_that_does_not_fit_is_refused_before_both_ends_meet(model: Path, source: Any, told: str) -> None:
+    llm = Llm(model, transfer=True)
+    with pytest.raises(BadWeights, match=told):
+        await VllmWeights(llm, "the model").check(LocalTransfer(None, source))
+    assert llm.asked == []
