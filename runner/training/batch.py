@@ -21,6 +21,8 @@ from runner.trajectory import Trajectory
 if TYPE_CHECKING:
     import torch
 
+    from runner.training.grammar import GrammarMasks, TokenMasks
+
 __all__ = ["TrainingBatch", "TrainingTensors"]
 
 
@@ -59,6 +61,7 @@ class TrainingBatch:
             as "top_p=0.9 (12 turns)"; "" where it is.
         constrained: how many trained ids were sampled under a grammar. The ratio is exact for them only with the
             grammar's mask on the trainer's logits.
+        masks: those masks, `index` in the batch's shape; None until `with_masks`.
     """
 
     input_ids: NDArray[np.int32]
@@ -81,6 +84,7 @@ class TrainingBatch:
     layout: Layout
     inexact_reason: str
     constrained: int
+    masks: TokenMasks | None = None
 
     @classmethod
     def padded(
@@ -176,7 +180,7 @@ class TrainingBatch:
     def exact(self) -> bool:
         """exp(trainer's log-probability - `logprobs`) is the ratio of two policies, and nothing else is in it.
 
-        The trainer's is to be at the same `temperatures`, and under the same grammar where `constrained` is above 0.
+        The trainer's is to be at the same `temperatures`, and under `masks` where `constrained` is above 0.
         """
         return not self.inexact_reason
 
@@ -215,6 +219,15 @@ class TrainingBatch:
             row = self.rows[self.segment_ids[tuple(bad[0])] - 1]
             raise BadBatch(f"the advantage of {name_of(row.trajectory)} is {placed[tuple(bad[0])]}: give finite ones.")
         return dataclasses.replace(self, advantages=placed)
+
+    def with_masks(self, grammar: GrammarMasks) -> Self:
+        """The same batch with the token masks of its constrained turns, worked out from the grammars they keep.
+
+        Raises:
+            BadBatch: an id is not allowed where it stands, or a constraint cannot be compiled; names which.
+        """
+        masks = grammar.masks_for_batch(self)
+        return dataclasses.replace(self, masks=masks, inexact_reason=inexact_reason(self.rows, masked=True))
 
     def unpadded(self, array: Any) -> list[Any]:
         """Each row's part of an array or tensor of shape [sequences, length, ...], without padding, as in `rows`."""

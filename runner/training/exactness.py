@@ -17,14 +17,18 @@ __all__ = ["constrained_ids", "inexact_reason", "temperatures"]
 _COOLEST = 0.01  # vLLM takes this for anything between 0 and it
 
 
-def inexact_reason(rows: Sequence[TrainingRow]) -> str:
+def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False) -> str:
     """Why exp(trainer's log-probability - recorded one) is not the ratio of two policies; "" where it is.
 
     The recorded one is that of the distribution which was sampled from. With top-k, top-p or min-p that is what was
     left of the vocabulary, scaled up to 1: over the whole vocabulary a trainer gets less, by the share that was cut,
     with no change of the policy at all. What was sampled at temperature 0 had no distribution, and what several LoRA
-    adapters sampled no one policy. Temperature and grammar are no such reasons, since a trainer can apply them: see
-    `temperatures` and `constrained_ids`.
+    adapters sampled no one policy. A temperature is no such reason, since a trainer can apply it, and a grammar is none
+    where its masks are at hand.
+
+    Args:
+        rows: what is trained on.
+        masked: the grammar's masks are at hand.
 
     Returns:
         Each reason, with how many turns it concerns, or ids.
@@ -36,6 +40,9 @@ def inexact_reason(rows: Sequence[TrainingRow]) -> str:
         turns += adapters
     said = [f"{reason} ({count} {'turn' if count == 1 else 'turns'})" for reason, count in sorted(turns.items())]
     unknown = sum(int(np.isnan(row.logprobs).sum()) for row in rows)
+    constrained = 0 if masked else constrained_ids(rows)
+    if constrained:
+        said.append(f"a grammar without its masks ({constrained} {'id' if constrained == 1 else 'ids'})")
     if unknown:
         said.append(f"no log-probability from the engine ({unknown} {'id' if unknown == 1 else 'ids'})")
     return "; ".join(said)

@@ -89,7 +89,8 @@ def test_ids_that_were_sampled_under_a_grammar_are_counted() -> None:
     constraint = Constraint(ConstraintKind.REGEX, "[0-9]+")
     trajectory.turns[0].constraint = trajectory.turns[2].constraint = constraint
     assert constrained_ids(rows(trajectory)) == 2
-    assert inexact_reason(rows(trajectory)) == ""
+    assert inexact_reason(rows(trajectory)) == "a grammar without its masks (2 ids)"
+    assert inexact_reason(rows(trajectory), masked=True) == ""
 
 
 @pytest.mark.anyio

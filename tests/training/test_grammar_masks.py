@@ -241,6 +241,16 @@ def test_the_masks_of_a_batch_stand_where_its_ids_do(packed: bool) -> None:
         assert row.tolist() == alone.index.tolist()
 
 
+def test_a_batch_carries_its_masks_and_is_exact_with_them_only() -> None:
+    batch = TrainingBatch.padded([row.trajectory for row in three_rows()], pad_id=0)
+    assert (batch.masks, batch.exact) == (None, False)
+    assert batch.inexact_reason == f"a grammar without its masks ({batch.trained} ids)"
+    masked = batch.with_masks(bytewise())
+    assert (masked.exact, masked.inexact_reason) == (True, "")
+    assert masked.masks is not None
+    assert masked.masks.index.tolist() == bytewise().masks_for_batch(batch).index.tolist()
+
+
 def test_the_masks_of_a_tree_stand_where_its_terms_do() -> None:
     rows = three_rows()
     tree = TokenTree.of(rows)
