@@ -36,7 +36,7 @@ from runner.training.tree_torch import tree_logits, tree_logprobs  # noqa: E402
 
 pytestmark = pytest.mark.anyio
 
-SMALL = Settings(steps=2, tasks=3, group_size=4, held_out=4, learning_rate=1e-3, enough=2.0)
+SMALL = Settings(steps=2, tasks=3, group_size=4, held_out=4, learning_rate=2e-4, frozen_layers=0, enough=2.0)
 """Two steps that go far, so that new weights can be told from old ones."""
 
 
@@ -249,9 +249,11 @@ async def test_with_overlap_weights_change_under_the_next_episodes_and_their_rat
 
 
 def test_the_proof_is_a_table_that_says_which_seed_did_not_learn_enough() -> None:
-    good = TrainingRecord(title="", steps=[_step(100.0)], held_out={"greedy": (0.8, 0.99), "temperature 1": (0.4, 0.9)})
+    good = TrainingRecord(
+        title="", steps=(_step(100.0),), held_out={"greedy": (0.8, 0.99), "temperature 1": (0.4, 0.9)}
+    )
     weak = replace(good, held_out={"greedy": (0.8, 0.94), "temperature 1": (0.4, 0.9)})
-    slow = replace(good, steps=[_step(301.0)])
+    slow = replace(good, steps=(_step(301.0),))
     assert [train_proof.proved(each) for each in (good, weak, slow)] == [True, False, False]
     assert train_proof.table({0: good, 1: weak}).splitlines() == [
         "| seed | greedy | temperature 1 | steps | time | rollout | batch | train | update | 0.95 in 5 minutes |",

@@ -107,7 +107,7 @@ class TrainingRecord:
     """
 
     title: str
-    steps: Sequence[TrainingStep]
+    steps: tuple[TrainingStep, ...]
     held_out: Mapping[str, tuple[float, float]]
 
     @property
@@ -140,7 +140,7 @@ class TrainingRecord:
         told = json.loads((folder / _FILE).read_text(encoding="utf-8"))
         return cls(
             title=told["title"],
-            steps=[TrainingStep(**step) for step in told["steps"]],
+            steps=tuple(TrainingStep(**step) for step in told["steps"]),
             held_out={name: (before, after) for name, (before, after) in told["held_out"].items()},
         )
 

@@ -75,7 +75,7 @@ def test_a_stopwatch_adds_up_each_phase_also_when_it_fails() -> None:
 
 
 def test_a_record_comes_back_as_it_was_saved_with_a_picture_beside_it(tmp_path: Path) -> None:
-    record = TrainingRecord(title="a title", steps=[step(1, 0.25), step(2, 0.75)], held_out={"greedy": (0.5, 0.9)})
+    record = TrainingRecord(title="a title", steps=(step(1, 0.25), step(2, 0.75)), held_out={"greedy": (0.5, 0.9)})
     record.save(tmp_path / "new")
     assert TrainingRecord.load(tmp_path / "new") == record
     assert (tmp_path / "new" / "training.png").read_bytes().startswith(b"\x89PNG")
@@ -85,10 +85,10 @@ def test_a_record_comes_back_as_it_was_saved_with_a_picture_beside_it(tmp_path: 
 
 def test_a_record_without_steps_has_no_curve(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no steps"):
-        TrainingRecord(title="", steps=[], held_out={}).save(tmp_path)
+        TrainingRecord(title="", steps=(), held_out={}).save(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(StorageFailed, match=r"file.*cannot be written"):
-        TrainingRecord(title="", steps=[step(1, 1.0)], held_out={}).save(tmp_path / "file")
+        TrainingRecord(title="", steps=(step(1, 1.0),), held_out={}).save(tmp_path / "file")
