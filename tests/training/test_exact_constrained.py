@@ -1,0 +1,268 @@
+"""Exact constrained turns on the real engine: a trainer's log-probabilities, under the masks, are those it recorded.
+
+The engine computes in float32, so that they can be compared with Hugging Face's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from envs.calculator import Calculator
+from runner import Conversation, Environment, FinishReason, Sampling, Task, Trajectory, reward
+from runner.engines.base import Engine, GenerationRequest
+from runner.errors import RequestRejected, unwrapped
+from runner.options import Constraint, ConstraintKind
+from runner.parsing.hermes import Hermes
+from runner.testing import play, play_many
+from runner.tools import Tool
+from runner.training.batch import TrainingBatch
+from runner.training.grammar import UNCONSTRAINED, GrammarMasks, TokenMasks
+from tests.training.making import made, prompt, said
+
+pytestmark = pytest.mark.engine
+
+TOLERANCE = 1e-3  # nats
+STOP, END_OF_TEXT = 2, 0
+
+RealEngine = Callable[..., Any]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "constrained-training.md"
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, Any]:
+    """What the page on constrained turns defines."""
+    names: dict[str, Any] = {"__name__": "page"}
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE):
+        exec(compile(block, str(PAGE), "exec"), names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def trainer(demo_model_folder: Path) -> Any:
+    """Hugging Face's model in float32."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other libraries' own affairs
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(demo_model_folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def in_float32(real_engine: RealEngine) -> Any:
+    return real_engine(dtype="float32")
+
+
+Compare = Callable[[Sequence[Trajectory]], "Difference"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A trainer's log-probabilities minus the engine's, in nats, for every trained id of some trajectories.
+
+    Attributes:
+        masked: under the masks, shape [trained].
+        unmasked: without them, shape [trained].
+        masks: of the same positions.
+        recorded: the engine's.
+    """
+
+    masked: Any
+    unmasked: Any
+    masks: TokenMasks
+    recorded: Any
+
+    @property
+    def largest(self) -> float:
+        return float(np.abs(self.masked).max())
+
+
+@pytest.fixture
+def compare(page: dict[str, Any], trainer: Any, in_float32: Any) -> Compare:
+    """What a trainer does, from trajectories to log-probabilities, by the page."""
+    import torch
+
+    grammar = GrammarMasks.of_engine(in_float32)
+
+    def difference(trajectories: Sequence[Trajectory]) -> Difference:
+        batch = TrainingBatch.padded(trajectories, pad_id=END_OF_TEXT)
+        masks = grammar.masks_for_batch(batch)
+        none = replace(masks, index=np.full_like(masks.index, UNCONSTRAINED))
+        of_page = page["masks_of"](batch)
+        assert np.array_equal(of_page.table, masks.table)
+        assert np.array_equal(of_page.index, masks.index)
+        with torch.inference_mode():
+            ours, plain = (page["trained_logprobs"](trainer, batch, each).numpy() for each in (masks, none))
+        recorded = batch.logprobs[batch.loss_mask]
+        return Difference(ours - recorded, plain - recorded, masks.take(batch.loss_mask), recorded)
+
+    return difference
+
+
+def assert_exact_under_masks(found: Difference) -> None:
+    """At every sampled position; and it is the masks that make it so."""
+    assert len(found.masked) > 0
+    assert found.largest < TOLERANCE
+    constrained = found.masks.index != UNCONSTRAINED
+    assert constrained.any()
+    assert (found.recorded[found.masks.forced] == 0).all()
+    assert np.abs(found.unmasked[constrained]).max() > 100 * TOLERANCE
+    assert np.abs(found.unmasked[~constrained]).max(initial=0) < TOLERANCE
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_calculator_episodes_have_the_trainers_log_probabilities_at_every_id(
+    in_float32: Any, compare: Compare, temperature: float
+) -> None:
+    episodes = play_many(Calculator(examples=1), in_float32, tasks=3, sampling=Sampling(temperature=temperature))
+    assert all(episode.outcome.scored for episode in episodes)
+    assert max(len(episode.turns) for episode in episodes) > 1
+    assert all(turn.constraint is not None for episode in episodes for turn in episode.turns)
+    found = compare(episodes)
+    print(f"\ncalculator at {temperature}: {len(found.masked)} ids, {found.largest:.1e} nats")
+    assert_exact_under_masks(found)
+    assert found.masks.forced.mean() > 0.2
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "kind": {"enum": ["cat", "dog"]}},
+    "required": ["name", "age", "kind"],
+}
+
+
+class Forms(Environment):
+    """One conversation whose turns are constrained in every way that an author can ask for, or not at all."""
+
+    turns = (
+        Sampling(schema=PERSON),
+        Sampling(max_tokens=12),
+        Sampling(regex=r"(Yes|No), because [a-z ]{5,40}\.", stop_ids=(END_OF_TEXT,)),
+        Sampling(choice=('the "first" one', "the second one", "neither of them")),
+        Sampling(regex=r"[0-9]{3}-[0-9]{4}", temperature=0.0),
+        Sampling(schema=PERSON, max_tokens=5),
+        Sampling(schema=PERSON, temperature=1.3),
+    )
+
+    def tasks(self) -> list[Task]:
+        return [Task(id="forms", prompt="Tell me of an animal.")]
+
+    async def rollout(self, conversation: Conversation) -> None:
+        for number, sampling in enumerate(self.turns):
+            turn = await conversation.generate(sampling=sampling)
+            if turn.finish is FinishReason.STOP:  # else the next turn goes on where this one was cut
+                conversation.add(f"And another, number {number}.")
+
+    @reward
+    def done(self) -> bool:
+        return len(self.episode.turns) == len(self.turns)
+
+
+def test_turns_of_every_form_in_one_conversation_have_them_too(in_float32: Any, compare: Compare) -> None:
+    episodes = [play(Forms, in_float32, sampling=Sampling(temperature=0.7, max_tokens=40), seed=s) for s in range(2)]
+    for episode in episodes:
+        assert (episode.outcome.scored, episode.reward) == (True, 1)
+        kinds = [turn.constraint.kind if turn.constraint is not None else None for turn in episode.turns]
+        assert kinds == ["json", None, "regex", "choice", "regex", "json", "json"]
+        assert episode.turns[-1].start == episode.turns[-2].end  # it went on, with a grammar of its own
+    found = compare(episodes)
+    print(f"\nforms: {len(found.masked)} ids, {found.largest:.1e} nats")
+    assert_exact_under_masks(found)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+TAG = {"begin": "<n>", "content": {"type": "json_schema", "json_schema": {"type": "integer"}}, "end": "</n>"}
+TAGS = {"type": "triggered_tags", "triggers": ["<n"], "tags": [TAG], "at_least_one": True, "stop_after_first": True}
+
+
+def written() -> dict[str, Constraint]:
+    """What no field of `Sampling` stands for."""
+    hermes = Hermes().constraint([Tool(add)], "required")
+    assert hermes is not None
+    tag = json.dumps({"type": "structural_tag", "format": TAGS})
+    return {
+        "hermes": hermes,
+        "ebnf": Constraint(ConstraintKind.GRAMMAR, 'root ::= [A-Z] [a-z]* (" " [a-z]+){2,6} "."'),
+        "lark": Constraint(ConstraintKind.GRAMMAR, 'start: ("yes" | "no" | "maybe") ", " /[a-z]{3,8}/'),
+        "structural_tag": Constraint(ConstraintKind.STRUCTURAL_TAG, tag),
+    }
+
+
+async def generated(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Trajectory]:
+    """Each request's turn as a trajectory; all in one batch of the engine."""
+    trajectories: dict[str, Trajectory] = {}
+
+    async def sample(request: GenerationRequest) -> None:
+        ids: list[int] = []
+        logprobs: list[float] = []
+        async with engine.stream(request) as stream:
+            async for delta in stream:
+                ids.extend(delta.token_ids)
+                logprobs.extend(delta.logprobs or ())
+        trajectory = made([prompt(*request.prompt), said(*ids, logprobs=logprobs)], sampling=request.sampling)
+        trajectory.turns[0].constraint = request.constraint
+        trajectories[request.name] = trajectory
+
+    async with anyio.create_task_group() as group:
+        for request in requests:
+            group.start_soon(sample, request)
+    return [replace(trajectories[request.name], id=f"{request.name}#0") for request in requests]
+
+
+def asked(engine: Any, name: str, constraint: Constraint, sampling: Sampling, **fields: Any) -> GenerationRequest:
+    question = engine.tokenizer.encode("<|im_start|>user\nWhat is 2 and 3?<|im_end|>\n<|im_start|>assistant\n")
+    settings = replace(sampling.over(Sampling.defaults()), max_tokens=40)
+    return GenerationRequest(name=name, prompt=question, sampling=settings, constraint=constraint, **fields)
+
+
+def test_grammars_and_structural_tags_have_them_too_whatever_else_is_in_the_batch(
+    in_float32: Any, compare: Compare
+) -> None:
+    requests = [
+        asked(
+            in_float32, f"{name} {temperature}", constraint, Sampling(temperature=temperature), stop_ids=(STOP,), seed=7
+        )
+        for name, constraint in written().items()
+        for temperature in (0.0, 0.7, 1.0)
+    ]
+    found = compare(in_float32.home.call(generated, in_float32, requests))
+    print(f"\ngrammars: {len(found.masked)} ids, {found.largest:.1e} nats")
+    assert_exact_under_masks(found)
+
+
+def test_an_end_that_ends_nothing_frees_the_rest_of_the_turn(in_float32: Any, compare: Compare) -> None:
+    """The model's own end, where only another id ends the turn."""
+    constraint = Constraint(ConstraintKind.CHOICE, '["It is 5.", "It is 6."]')
+    sampling = Sampling(stop_ids=(END_OF_TEXT,))
+    requests = [asked(in_float32, f"go on {seed}", constraint, sampling, seed=seed) for seed in range(2)]
+    turns = in_float32.home.call(generated, in_float32, requests)
+    assert any(STOP in trajectory.turns[0].token_ids[:-1] for trajectory in turns)
+    found = compare(turns)
+    assert (found.masks.index == UNCONSTRAINED).any()
+    assert_exact_under_masks(found)
+
+
+def test_what_the_library_of_the_masks_cannot_say_is_refused_and_not_left_to_another_one(in_float32: Any) -> None:
+    schema = json.dumps({"type": "integer", "multipleOf": 7})
+    request = asked(in_float32, "multiple", Constraint(ConstraintKind.JSON, schema), Sampling())
+    with pytest.raises(ExceptionGroup) as refused:
+        in_float32.home.call(generated, in_float32, [request])
+    error = unwrapped(refused.value)
+    assert isinstance(error, RequestRejected)
+    assert "not supported by xgrammar" in str(error)
