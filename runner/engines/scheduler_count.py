@@ -104,9 +104,10 @@ class SchedulerCount:
         self.tell()
 
     def clear(self) -> None:
-        """No request is open: every one was ended, and a scheduler that does not step says nothing."""
+        """Every request was ended: none is open or holds room, which a scheduler that does not step never says."""
         for counts in (self._running, self._queued):
             counts.update(dict.fromkeys(counts, 0))
+        self._usage = dict.fromkeys(self._usage, 0.0)
         self.tell()
 
     def tell(self) -> None:

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from runner.errors import BadBatch
+from runner.errors import BadBatch, BadOption
 
-__all__ = ["AdvantageRule", "dr_grpo", "grpo", "rloo", "without_spread"]
+__all__ = ["AdvantageRule", "checked_rule", "dr_grpo", "grpo", "rloo", "without_spread"]
 
 AdvantageRule: TypeAlias = Callable[[NDArray[np.float32], NDArray[np.int32]], NDArray[np.floating[Any]]]
 """From rewards and groups, one of each for a trajectory, to one advantage for each."""
@@ -59,6 +59,20 @@ def dr_grpo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
     Arguments, what is returned and raised, and groups that get 0: as for `grpo`.
     """
     return _float32(_Compared.of(rewards, groups).centred)
+
+
+def checked_rule(rule: AdvantageRule) -> AdvantageRule:
+    """The rule itself.
+
+    Raises:
+        BadOption: it is no function, such as the name of one.
+    """
+    if not callable(rule):
+        raise BadOption(
+            f"advantages={rule!r:.60}: give a function: grpo, rloo or dr_grpo (from runner.training import grpo), or "
+            "one of yours from rewards and groups. Values that you have go to batch.with_advantages(values)."
+        )
+    return rule
 
 
 def without_spread(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.bool_]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from runner.errors import BadBatch, BadOption
-from runner.training.advantages import AdvantageRule
+from runner.training.advantages import AdvantageRule, checked_rule
 from runner.training.exactness import constrained_ids, inexact_reason, temperatures
 from runner.training.packing import Layout, require
 from runner.training.rows import NO_VERSION, TrainingRow
@@ -114,7 +114,7 @@ class TrainingBatch:
         Raises:
             BadBatch: nothing was given, or what is no group; a group is not complete; a trajectory was given twice; a
                 row is too long; an id is not in the vocabulary; the advantages do not fit.
-            BadOption: a number is out of its range.
+            BadOption: a number is out of its range, or `advantages` is no function.
         """
         chosen = Selection.of(source, partial=partial, drop_flat=drop_flat, vocabulary=vocabulary)
         if length is not None:
@@ -171,7 +171,9 @@ class TrainingBatch:
             inexact_reason=inexact_reason(rows),
             constrained=constrained_ids(rows),
         )
-        return batch if advantages is None else batch.with_advantages(advantages(batch.rewards, batch.group_of))
+        if advantages is None:
+            return batch
+        return batch.with_advantages(checked_rule(advantages)(batch.rewards, batch.group_of))
 
     def __len__(self) -> int:
         return len(self.input_ids)

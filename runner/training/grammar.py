@@ -35,6 +35,7 @@ UNCONSTRAINED = -1
 """The index of a position where every id was allowed."""
 
 _WORD = 32  # ids in a word of a mask, as xgrammar packs them
+_MASKED = "processed_logprobs"  # after mask and temperature
 _CACHE_BYTES = 512 << 20  # of compiled grammars, as vLLM keeps
 
 
@@ -117,11 +118,13 @@ class GrammarMasks:
         """For the turns of a `VllmEngine` that runs, or ran.
 
         Raises:
-            BadOption: the engine enforces no constraint, or was told to do it in another way than by xgrammar.
+            BadOption: the engine enforces no constraint, was told to do it in another way than by xgrammar, or records
+                other log-probabilities than those after mask and temperature.
         """
         given = getattr(engine, "given", None)
         if given is None or not hasattr(engine, "vocabulary"):
             raise BadOption(f"{type(engine).__name__} has no token masks: give a VllmEngine that was entered.")
+        _check_logprobs(given.get("logprobs_mode", _MASKED))
         any_whitespace = _any_whitespace(
             given.get("structured_outputs_config", {"backend": "xgrammar"}), given.get("reasoning_parser")
         )
@@ -272,6 +275,14 @@ def _misfit(constraint: Constraint, name: str, position: int, token_id: int) -> 
         f"{position} from 0. The turn was sampled with another vocabulary, other stop ids or another version of the "
         "grammar's library: give GrammarMasks the model that sampled it and its stop ids, or leave the turn out."
     )
+
+
+def _check_logprobs(mode: str) -> None:
+    if mode != _MASKED:
+        raise BadOption(
+            f"VllmEngine(logprobs_mode={mode!r}): what is recorded is then no log-probability after mask and "
+            f"temperature, and no ratio is exact. Leave it out: {_MASKED!r} is the default."
+        )
 
 
 def _any_whitespace(config: Any, reasoning_parser: str | None) -> bool:

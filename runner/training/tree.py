@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.errors import BadOption
+from runner.errors import BadBatch, BadOption
 from runner.training.exactness import temperatures
 from runner.training.rows import TrainingRow
 
@@ -84,7 +84,12 @@ class TokenTree:
 
     @classmethod
     def of(cls, rows: Sequence[TrainingRow]) -> TokenTree:
-        """All rows as one tree, whatever its size."""
+        """All rows as one tree, whatever its size.
+
+        Raises:
+            BadBatch: `rows` are no rows, such as groups.
+        """
+        _check_rows(rows)
         order, shared = _in_order(rows)
         return _tree(rows, order, shared)
 
@@ -101,10 +106,14 @@ class TokenTree:
             nodes: what the memory for one forward and backward pass holds.
 
         Raises:
-            BadOption: `nodes` is below 1.
+            BadBatch: `rows` are no rows, such as groups.
+            BadOption: `nodes` is no number, or below 1.
         """
-        if nodes < 1:
-            raise BadOption(f"nodes={nodes}: a tree has at least 1 node. Give what a prompt and its answers take: 900")
+        _check_rows(rows)
+        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+            raise BadOption(
+                f"nodes={nodes!r:.60}: a tree has at least 1 node. Give what a prompt and its answers take: 900"
+            )
         order, shared = _in_order(rows)
         cuts = _cuts([len(rows[index]) for index in order], shared, nodes)
         return [_tree(rows, order[start:end], shared[start:end]) for start, end in pairwise(cuts)]
@@ -177,6 +186,15 @@ class Saving:
             f"{rows} as {trees}: {self.nodes:,} nodes for {self.tokens:,} ids ({self.ratio:.1f}x), "
             f"{self.padded:,} padded ({self.padded_ratio:.1f}x); logits at {self.logits:,}"
         )
+
+
+def _check_rows(rows: object) -> None:
+    fix = "Give rows: Selection.of(groups).rows, or batch.rows."
+    if not isinstance(rows, Sequence):
+        raise BadBatch(f"a token tree is made of a list of rows, and {type(rows).__name__} is none. {fix}")
+    for row in rows:
+        if not isinstance(row, TrainingRow):
+            raise BadBatch(f"a token tree is made of rows, and {type(row).__name__} is none. {fix}")
 
 
 def _in_order(rows: Sequence[TrainingRow]) -> tuple[list[int], list[int]]:

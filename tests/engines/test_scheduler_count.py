@@ -39,6 +39,17 @@ def test_the_cores_of_a_data_parallel_engine_are_counted_together() -> None:
     assert (count.prefix_queries, count.prefix_hits) == (157, 50)
 
 
+def test_where_every_request_was_ended_none_is_open_and_none_holds_room_in_the_cache() -> None:
+    count = SchedulerCount()
+    count.clear()
+    assert (count.open, count.kv_usage) == (0, None)
+    for core in (0, 1):
+        count.record(core, stats(3, 2, usage=0.25, queries=100, hits=40))
+    count.clear()
+    assert (count.running, count.queued, count.open, count.kv_usage) == (0, 0, 0, 0.0)
+    assert (count.prefix_queries, count.prefix_hits) == (200, 80)
+
+
 def test_a_scheduler_without_a_prefix_cache_counts_none() -> None:
     count = SchedulerCount()
     said = stats(1)

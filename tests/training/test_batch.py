@@ -177,8 +177,30 @@ def test_advantages_that_do_not_fit_are_refused(values: Any, message: str) -> No
         (lambda: TrainingBatch.padded(two(), pad_id=99, vocabulary=50), BadOption, "pad_id=99 is none of the 50 ids"),
         (lambda: TrainingBatch.padded(two(), pad_id=0, vocabulary=10), BadBatch, "id 10 is none of the 10 ids"),
         (lambda: TrainingBatch.padded(two(), pad_id=0, multiple_of=0), BadOption, "multiple_of=0: give"),
+        (
+            lambda: TrainingBatch.padded(two(), pad_id=0, advantages="grpo"),  # type: ignore[arg-type]  # likewise
+            BadOption,
+            r"advantages='grpo': give a function: grpo, rloo or dr_grpo \(from runner.training import grpo\)",
+        ),
+        (
+            lambda: TrainingBatch.packed(two(), length=8, pad_id=0, advantages=np.ones(2)),  # type: ignore[arg-type]  # likewise
+            BadOption,
+            r"go to batch.with_advantages\(values\)",
+        ),
     ],
-    ids=["packed", "padded", "zero", "text", "no pad id", "negative", "foreign pad id", "foreign id", "multiple"],
+    ids=[
+        "packed",
+        "padded",
+        "zero",
+        "text",
+        "no pad id",
+        "negative",
+        "foreign pad id",
+        "foreign id",
+        "multiple",
+        "a name",
+        "values",
+    ],
 )
 def test_what_cannot_be_laid_out_is_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

@@ -251,6 +251,17 @@ def test_a_batch_carries_its_masks_and_is_exact_with_them_only() -> None:
     assert masked.masks.index.tolist() == bytewise().masks_for_batch(batch).index.tolist()
 
 
+def test_the_parts_of_a_batch_have_their_own_masks() -> None:
+    batch = TrainingBatch.padded([row.trajectory for row in three_rows()], pad_id=0).with_masks(bytewise())
+    assert batch.masks is not None
+    parts = [part.masks for part in batch.torch().split(2)]
+    assert [part.index.tolist() for part in parts if part is not None] == [
+        batch.masks.index[:2].tolist(),
+        batch.masks.index[2:].tolist(),
+    ]
+    assert all(part.table is batch.masks.table for part in parts if part is not None)
+
+
 def test_the_masks_of_a_tree_stand_where_its_terms_do() -> None:
     rows = three_rows()
     tree = TokenTree.of(rows)
@@ -447,8 +458,9 @@ def test_an_engine_brings_its_model_vocabulary_and_stop_ids(demo_model_folder: P
         ({"structured_outputs_config": SimpleNamespace(backend="outlines")}, "backend='outlines'"),
         ({"structured_outputs_config": {"backend": "xgrammar", "reasoning_parser": "qwen3"}}, "reasoning_parser"),
         ({"reasoning_parser": "qwen3"}, "reasoning_parser"),
+        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode='raw_logprobs'.*after mask and temperature.*Leave it out"),
     ],
-    ids=["guidance", "auto", "outlines", "reasoning", "reasoning beside"],
+    ids=["guidance", "auto", "outlines", "reasoning", "reasoning beside", "log-probabilities without masks"],
 )
 def test_an_engine_that_masks_in_another_way_is_refused(demo_model_folder: Path, given: Any, said: str) -> None:
     with pytest.raises(BadOption, match=said):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.errors import BadOption
+from runner.errors import BadBatch, BadOption
 from runner.tasks import Task
+from runner.training.batch import TrainingBatch
 from runner.training.rows import TrainingRow
 from runner.training.tree import Saving, TokenTree
 from runner.trajectory import Trajectory
+from tests.training.making import group, made, prompt, said
 
 TRAJECTORY = Trajectory(id="episode", task=Task(id="task", prompt="Say"), index=0, agent="main", seed=0)
 
@@ -224,10 +227,26 @@ def test_without_rows_there_is_no_pack_and_nothing_in_the_tree() -> None:
     assert tree.saving.ratio == 1.0
 
 
-@pytest.mark.parametrize("nodes", [0, -5])
-def test_a_pack_without_room_is_refused(nodes: int) -> None:
-    with pytest.raises(BadOption, match=f"nodes={nodes}: a tree has at least 1 node"):
+@pytest.mark.parametrize("nodes", [0, -5, "9", True])
+def test_a_pack_without_room_is_refused(nodes: Any) -> None:
+    with pytest.raises(BadOption, match=f"nodes={nodes!r}: a tree has at least 1 node"):
         TokenTree.packs(rows_of(["ab"]), nodes=nodes)
+
+
+@pytest.mark.parametrize("make", [TokenTree.of, TokenTree.packs], ids=["one tree", "packs"])
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ([group(made([prompt(1), said(2)]))], "Group"),
+        ([made([prompt(1), said(2)])], "Trajectory"),
+        (TrainingBatch.padded([made([prompt(1), said(2)])], pad_id=0), "TrainingBatch"),
+        (iter(rows_of(["ab"])), "list_iterator"),
+    ],
+    ids=["groups", "trajectories", "a batch", "an iterator"],
+)
+def test_what_is_no_row_is_refused_with_how_to_get_rows(make: Callable[[Any], Any], given: Any, named: str) -> None:
+    with pytest.raises(BadBatch, match=rf"{named} is none\. Give rows: Selection.of\(groups\).rows, or batch.rows"):
+        make(given)
 
 
 def test_the_saving_is_one_line() -> None:
