@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import anyio
 
-__all__ = ["cancellation_is_asked_for", "forget_native_cancellation", "native_cancellation_as"]
+__all__ = ["cancellation_is_asked_for", "forget_native_cancellation", "native_cancellation_as", "to_its_end"]
+
+ResultT = TypeVar("ResultT")
 
 
 def cancellation_is_asked_for() -> bool:
@@ -37,3 +40,27 @@ def native_cancellation_as(failure: Exception) -> Iterator[None]:
             raise
         forget_native_cancellation()
         raise failure from error
+
+
+async def to_its_end(call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    """What `call` returns, waited for however often the current task is cancelled meanwhile; that is raised after.
+
+    A shield of anyio's keeps anyio's cancellations out and lets asyncio's own through (`asyncio.timeout`,
+    `Task.cancel`). So the call runs in a task of its own, which they do not reach.
+    """
+    results: list[ResultT] = []
+    failures: list[Exception] = []
+
+    async def run() -> None:
+        with anyio.CancelScope(shield=True):
+            try:
+                results.append(await call())
+            except Exception as error:  # a task group would wrap it
+                failures.append(error)
+
+    with anyio.CancelScope(shield=True):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+    if failures:
+        raise failures[0]
+    return results[0]

@@ -60,6 +60,10 @@ class Sample:
         self.log.append_sampled(ids, logprobs)
         self.end = len(self.log)
 
+    def fail(self, error: EngineError) -> None:
+        self.error = error
+        self.finish, self.stop = FinishReason.ERROR, str(error)
+
     def begin_again(self) -> None:
         """The engine cut the turn for its trainer: what it had sampled goes, and the prompt stays."""
         self.resampled += self.end - self.start
@@ -90,7 +94,7 @@ class Sample:
         if self.text is not None:
             self.finish = FinishReason.STOP
         elif self.error is not None:
-            self.finish, self.stop = FinishReason.ERROR, str(self.error)
+            self.fail(self.error)
         else:
             self.finish, self.stop = finish.reason, finish.stop
 
@@ -163,6 +167,7 @@ async def _sample_once(
 ) -> bool:
     """Whether the engine cut the turn for its trainer, so that it has to be sampled again."""
     stream = engine.stream(request)
+    cuts = engine.cuts
     silence = Clock()
     ended = False
     with silence:
@@ -181,10 +186,13 @@ async def _sample_once(
             if silence.fired:
                 into.error = EngineStalled(f"{request.name}: the engine sent nothing for {stall_seconds:g} s")
             into.close(stream)
-    cut = ended and into.error is None and into.finish is FinishReason.ABORT
-    if cut:
+    aborted = ended and into.error is None and into.finish is FinishReason.ABORT
+    if aborted and engine.cuts == cuts:  # else it could be sampled again and again
+        into.fail(EngineError(f"{request.name}: the engine ended the request by itself"))
+        return False
+    if aborted:
         into.begin_again()
-    return cut
+    return aborted
 
 
 async def _read(

@@ -11,10 +11,10 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from runner import BadOption, Conversation, Outcome, Run, RunFile, Task, Trajectory, reward
+from runner import BadOption, Conversation, FinishReason, Outcome, Run, RunFile, Task, Trajectory, reward
 from runner.engines.base import GenerationRequest
 from runner.engines.control import EngineState, PauseMode
-from runner.engines.script import Latency, ModelCall
+from runner.engines.script import Latency, ModelCall, Reply
 from runner.freshness import oldest_version
 from runner.options import Limits
 from runner.testing import ScriptedEngine, assert_exact
@@ -227,6 +227,29 @@ async def test_a_turn_that_the_engine_cut_is_sampled_anew_from_the_same_prompt()
     assert turn.resampled > 0
     assert list(turn.token_ids) == list(second.sampled)
     assert len(trajectory.segments[0].log) == turn.end
+
+
+async def test_a_sleep_cuts_also_what_a_pause_kept() -> None:
+    engine = slow()
+    run = Run(Plain, engine)
+    async with run:
+        await begun(engine)
+        await engine.pause("keep")
+        await engine.sleep()
+        assert engine.stats().open == 0
+        await engine.wake()
+        assert engine.state is EngineState.PAUSED
+        await engine.resume()
+        (trajectory,) = [each async for each in run]
+    assert (trajectory.text, len(engine.calls)) == ("A long answer.", 2)
+
+
+async def test_a_turn_that_the_engine_ends_by_itself_is_its_failure_and_not_sampled_for_ever() -> None:
+    engine = recording([Reply("Yes", finish=FinishReason.ABORT)])
+    (trajectory,) = await played(Run(Plain, engine, retries=1, breaker=1))
+    assert trajectory.outcome is Outcome.ENGINE_ERROR
+    assert "the engine ended the request by itself" in trajectory.error
+    assert len(engine.calls) == 2
 
 
 async def test_no_clock_runs_while_the_engine_stands_still() -> None:

@@ -264,6 +264,11 @@ class Engine(ABC):
         return self.control.version if self.control is not None else ""
 
     @property
+    def cuts(self) -> int:
+        """How often turns that were being sampled were cut, for a pause or a sleep."""
+        return self.control.cuts if self.control is not None else 0
+
+    @property
     def standstill(self) -> Standstill:
         """Stops the clocks of whoever waits for this engine while it stands still."""
         return self.control.standstill if self.control is not None else Standstill()
@@ -360,8 +365,8 @@ class Engine(ABC):
 
     async def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         """Be ready to sample, as NeMo RL's trainers ask before each step: wake, or nothing where it is awake."""
-        if self.state is EngineState.ASLEEP:
-            await self.wake(tags)
+        if self.control is not None:
+            await self._controlled().wake(tags, if_asleep=True)
 
     async def finish_generation(self, *, level: int = 1) -> None:
         """Make room for training, as NeMo RL's trainers ask after each step: sleep, or nothing where it sleeps.
@@ -369,12 +374,10 @@ class Engine(ABC):
         Args:
             level: of `sleep`; 0 only forgets the cached prompts, for an engine with devices of its own.
         """
-        if self.state is EngineState.ASLEEP:
-            return
         if level == 0:
-            await self.reset_prefix_cache()
+            await self._controlled().reset_prefix_cache(unless_asleep=True)
         else:
-            await self.sleep(level)
+            await self._controlled().sleep(level, unless_asleep=True)
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prompt; turns that are being sampled go on, and compute theirs again.

@@ -7,10 +7,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from typing import Any, Protocol
 
 import anyio
 
+from runner.cancellation import to_its_end
 from runner.clocks import Standstill
 from runner.engines.adapters import AdapterBook, base_and_adapter
 from runner.errors import BadControl, BadOption
@@ -137,6 +140,7 @@ class EngineControl:
         state: what it is doing.
         asleep: which parts of its memory are given up.
         listeners: told after each update of the weights, and each adapter that was added.
+        cuts: how often turns that were being sampled were cut.
     """
 
     driver: EngineDriver
@@ -147,6 +151,7 @@ class EngineControl:
     state: EngineState = EngineState.RUNNING
     asleep: frozenset[str] = frozenset()
     listeners: set[Callable[[], None]] = field(default_factory=set)
+    cuts: int = 0
     _ages: dict[str, int] = field(default_factory=dict)
     _lock: anyio.Lock = field(default_factory=anyio.Lock)
     _paused_by_caller: bool = False
@@ -192,7 +197,7 @@ class EngineControl:
                 raise BadControl(f"resume(): the engine is {self.state.value}, not paused.{self._way_out()}")
             self._require_weights("resume()")
             self._paused_by_caller = False
-            await self._go_on()
+            await to_its_end(self._go_on)
 
     async def update_weights(self, source: Any, *, version: str | None, mode: PauseMode | str) -> WeightUpdate:
         """Exchange the weights; a paused engine stays paused, a running one stands still meanwhile.
@@ -214,9 +219,9 @@ class EngineControl:
             if self.state is EngineState.RUNNING:
                 await self._halt(mode)
             halted = time.monotonic()
-            await self._load(checked, version)
+            # To its end: weights that were exchanged by half could neither be used nor be put back.
+            await to_its_end(partial(self._load, checked, version))
             done = time.monotonic()
-        self._tell()
         return WeightUpdate(version, compared - began, halted - compared, done - halted)
 
     async def add_adapter(self, name: str, source: Any, config: Mapping[str, Any] | None) -> str:
@@ -242,8 +247,12 @@ class EngineControl:
         async with self._lock:
             await self._book("remove_adapter()").remove(name)
 
-    async def sleep(self, level: int) -> None:
+    async def sleep(self, level: int, *, unless_asleep: bool = False) -> None:
         """Give memory up until `wake`; turns that are being sampled are cut, as by `pause("abort")`.
+
+        Args:
+            level: 1 keeps the weights, 2 discards them.
+            unless_asleep: do nothing where it sleeps already.
 
         Raises:
             BadControl: it sleeps already, or cannot sleep.
@@ -253,6 +262,8 @@ class EngineControl:
             raise BadOption(f"sleep(level={level!r}): give 1, which keeps the weights, or 2, which discards them.")
         async with self._lock:
             if self.state is EngineState.ASLEEP:
+                if unless_asleep:
+                    return
                 raise BadControl("sleep(): the engine is asleep already.")
             if level == 2 and self.adapters is not None and self.adapters.folders:
                 raise BadControl("sleep(2) would discard the adapters: remove_adapter(...) each, add it when awake.")
@@ -260,16 +271,23 @@ class EngineControl:
             if self.state is EngineState.RUNNING:
                 await self._halt(PauseMode.ABORT)
             # Whoever cancels this is told once it is done: memory given up by half could not be taken back.
-            with anyio.CancelScope(shield=True):
-                await self.driver.sleep(level)
-            self.asleep = frozenset(SLEEP_TAGS)
-            self._weights_discarded = self._weights_discarded or level == 2
-            self.state = EngineState.ASLEEP
+            await to_its_end(partial(self._fall_asleep, level))
 
-    async def wake(self, tags: Sequence[str] | None) -> None:
+    async def _fall_asleep(self, level: int) -> None:
+        self.cuts += 1  # also of turns that an earlier pause kept
+        await self.driver.sleep(level)
+        self.asleep = frozenset(SLEEP_TAGS)
+        self._weights_discarded = self._weights_discarded or level == 2
+        self.state = EngineState.ASLEEP
+
+    async def wake(self, tags: Sequence[str] | None, *, if_asleep: bool = False) -> None:
         """Take memory back: all of it, or the parts that are named; with the last one the engine goes on.
 
         It stays paused where it was paused before it slept, and after `sleep(2)` until `update_weights`.
+
+        Args:
+            tags: the parts; None for all.
+            if_asleep: do nothing where it does not sleep.
 
         Raises:
             BadControl: it does not sleep.
@@ -280,22 +298,31 @@ class EngineControl:
             raise BadOption(f"wake(tags={tags!r}): give a list of {' and '.join(SLEEP_TAGS)}, or nothing for both.")
         async with self._lock:
             if self.state is not EngineState.ASLEEP:
+                if if_asleep:
+                    return
                 raise BadControl(f"wake(): the engine is {self.state.value}, not asleep.")
-            with anyio.CancelScope(shield=True):
-                await self.driver.wake(sorted(wanted & self.asleep))
-            self.asleep -= wanted
-            if not self.asleep:
-                self.state = EngineState.PAUSED
-                await self._go_on_unless_paused()
+            await to_its_end(partial(self._wake_up, wanted))
 
-    async def reset_prefix_cache(self) -> None:
+    async def _wake_up(self, wanted: frozenset[str]) -> None:
+        await self.driver.wake(sorted(wanted & self.asleep))
+        self.asleep -= wanted
+        if not self.asleep:
+            self.state = EngineState.PAUSED
+            await self._go_on_unless_paused()
+
+    async def reset_prefix_cache(self, *, unless_asleep: bool = False) -> None:
         """Forget every cached prompt; turns that are being sampled go on, and compute theirs again.
+
+        Args:
+            unless_asleep: do nothing where it sleeps.
 
         Raises:
             BadControl: it sleeps, and has no cache.
         """
         async with self._lock:
             if self.state is EngineState.ASLEEP:
+                if unless_asleep:
+                    return
                 raise BadControl("reset_prefix_cache(): the engine is asleep and has no cache.")
             await self.driver.reset_prefix_cache()
 
@@ -308,17 +335,21 @@ class EngineControl:
 
     async def _halt(self, mode: PauseMode) -> None:
         self.gate.hold()
+        self.cuts += mode is PauseMode.ABORT
         try:
             if mode is not PauseMode.WAIT:  # else what is being sampled goes on, and so do its clocks
                 self.standstill.begin()
             await self.driver.pause(mode)
         except BaseException:
             self.state = EngineState.PAUSED  # until it goes on: `resume` may be asked again where this fails
-            with anyio.move_on_after(UNDO_SECONDS, shield=True):
-                await self._go_on()
+            await to_its_end(self._undo)
             raise
         self.standstill.begin()
         self.state = EngineState.PAUSED
+
+    async def _undo(self) -> None:
+        with anyio.move_on_after(UNDO_SECONDS):
+            await self._go_on()
 
     async def _go_on(self) -> None:
         await self.driver.resume()
@@ -331,17 +362,16 @@ class EngineControl:
             await self._go_on()
 
     async def _load(self, checked: Any, version: str) -> None:
-        """Shielded: weights that were exchanged by half could neither be used nor be put back."""
         before, self.state = self.state, EngineState.UPDATING
-        with anyio.CancelScope(shield=True):
-            try:
-                await self.driver.load_weights(checked, version)
-                self._ages[version] = len(self.versions)
-                self.versions.append(version)
-                self._weights_discarded = False
-            finally:
-                self.state = before
-            await self._go_on_unless_paused()
+        try:
+            await self.driver.load_weights(checked, version)
+            self._ages[version] = len(self.versions)
+            self.versions.append(version)
+            self._weights_discarded = False
+        finally:
+            self.state = before
+        await self._go_on_unless_paused()
+        self._tell()
 
     def _book(self, what: str) -> AdapterBook:
         if self.adapters is None:
@@ -367,9 +397,12 @@ class EngineControl:
         return ways.get(self.state, "")
 
     def _new_version(self, version: str | None) -> str:
-        version = str(len(self.versions)) if version is None else version
+        if version is None:
+            return next(name for name in map(str, count(len(self.versions))) if name not in self._ages)
         if not isinstance(version, str) or not version:
             raise BadOption(f"update_weights(version={version!r}): give a name, or nothing to count up.")
+        if base_and_adapter(version)[1]:
+            raise BadOption(f"update_weights(version={version!r}): what follows the + would stand for an adapter.")
         if version in self._ages:
             raise BadOption(f"update_weights(version={version!r}): these weights were there before; give a new name.")
         return version

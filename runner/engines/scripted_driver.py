@@ -24,9 +24,12 @@ class ScriptedDriver(EngineDriver):
         if mode is PauseMode.WAIT:
             await self._engine.until_sent()
         if mode is PauseMode.ABORT:
-            for stream in self._engine.open_streams:
-                stream.cut()
+            self._cut()
         self._engine.ticker.hold()
+
+    def _cut(self) -> None:
+        for stream in self._engine.open_streams:
+            stream.cut()
 
     async def resume(self) -> None:
         self._engine.ticker.release()
@@ -42,7 +45,8 @@ class ScriptedDriver(EngineDriver):
         """It has none."""
 
     async def sleep(self, level: int) -> None:
-        """It has no memory to give up."""
+        """It has no memory to give up; what a pause kept is cut, as real memory would go under it."""
+        self._cut()
 
     async def wake(self, tags: Collection[str]) -> None:
         """It has no memory to take back."""

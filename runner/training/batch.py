@@ -252,6 +252,7 @@ class TrainingBatch:
             temperatures=tensor(self.temperatures, torch.float32),
             advantages=tensor(self.advantages, torch.float32),
             weight_versions=tensor(self.weight_versions, torch.int64),
+            masks=self.masks,
         )
 
 
@@ -260,6 +261,7 @@ class TrainingTensors:
     """The arrays of a `TrainingBatch` as torch tensors, all of shape [sequences, length].
 
     Integers are int64, what Transformers takes; masks: `attention_mask` int64, `loss_mask` bool; the rest is float32.
+    `masks` are those of the grammar, packed as in the batch, for `masked_logprobs` and its like in `grammar_torch`.
     """
 
     input_ids: torch.Tensor
@@ -271,6 +273,7 @@ class TrainingTensors:
     temperatures: torch.Tensor
     advantages: torch.Tensor
     weight_versions: torch.Tensor
+    masks: TokenMasks | None = None
 
     @property
     def model_inputs(self) -> dict[str, Any]:
@@ -289,11 +292,11 @@ class TrainingTensors:
             BadOption: `sequences` is below 1.
         """
         require(sequences=sequences)
+        names = [each.name for each in dataclasses.fields(self) if each.name != "masks"]
         for start in range(0, len(self.input_ids), sequences):
-            parts = {
-                each.name: getattr(self, each.name)[start : start + sequences] for each in dataclasses.fields(self)
-            }
-            yield TrainingTensors(**parts)
+            part = slice(start, start + sequences)
+            masks = None if self.masks is None else dataclasses.replace(self.masks, index=self.masks.index[part])
+            yield TrainingTensors(**{name: getattr(self, name)[part] for name in names}, masks=masks)
 
 
 def _check_lengths(rows: Sequence[TrainingRow], length: int) -> None:

@@ -1,0 +1,169 @@
+"""An engine whose control is cancelled natively, as `asyncio.timeout` does, is never left half way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from runner.cancellation import to_its_end
+from runner.engines.control import EngineState, PauseMode
+from runner.engines.scripted_driver import ScriptedDriver
+from runner.testing import ScriptedEngine
+from tests.playing import recording
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"  # whose own cancellations know of no scope
+
+
+class SlowDriver(ScriptedDriver):
+    """Each step waits until the test lets it go on."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        super().__init__(engine)
+        self.reached: list[str] = []
+        self.goes_on = anyio.Event()
+
+    async def _wait(self, step: str) -> None:
+        self.reached.append(step)
+        await self.goes_on.wait()
+
+    async def load_weights(self, checked: Any, version: str) -> None:
+        await self._wait("load")
+        await super().load_weights(checked, version)
+
+    async def sleep(self, level: int) -> None:
+        await self._wait("sleep")
+        await super().sleep(level)
+
+    async def wake(self, tags: Any) -> None:
+        await self._wait("wake")
+
+    async def resume(self) -> None:
+        await self._wait("resume")
+        await super().resume()
+
+
+async def cancelled_at(driver: SlowDriver, step: str, call: Callable[[], Awaitable[Any]]) -> None:
+    """Cancel `call` natively, twice, while `step` runs; it comes back only once that is done."""
+    task = asyncio.ensure_future(call())
+    while step not in driver.reached:
+        await checkpoint()
+    for _ in range(2):
+        task.cancel()
+        for _ in range(3):
+            await checkpoint()
+    assert not task.done(), "it must not end by half"
+    driver.goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def controlled(engine: ScriptedEngine) -> SlowDriver:
+    assert engine.control is not None
+    driver = SlowDriver(engine)
+    engine.control.driver = driver
+    return driver
+
+
+async def test_an_update_that_is_cancelled_natively_while_it_loads_is_done_before_that_is_heard() -> None:
+    async with recording("Yes") as engine:
+        driver = await controlled(engine)
+        told: list[str] = []
+        engine.control.listeners.add(lambda: told.append(engine.weight_version))  # type: ignore[union-attr]  # entered
+        await cancelled_at(driver, "load", lambda: engine.update_weights(None))
+        assert (engine.state, engine.weight_version, told) == (EngineState.RUNNING, "1", ["1"])
+        assert not engine.standstill.on
+        await engine.pause()
+        await engine.resume()
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+async def test_a_timeout_around_an_update_leaves_no_engine_paused(mode: PauseMode) -> None:
+    async with recording("Yes") as engine:
+        driver = await controlled(engine)
+        asyncio.get_running_loop().call_later(0.1, driver.goes_on.set)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.update_weights(None, mode=mode), 0.01)
+        assert (engine.state, engine.weight_version) == (EngineState.RUNNING, "1")
+
+
+async def test_a_sleep_that_is_cancelled_natively_is_done_and_can_be_woken() -> None:
+    async with recording("Yes") as engine:
+        driver = await controlled(engine)
+        await cancelled_at(driver, "sleep", engine.sleep)
+        states = [engine.state]
+        await engine.wake()
+        assert [*states, engine.state] == [EngineState.ASLEEP, EngineState.RUNNING]
+
+
+async def test_a_wake_that_is_cancelled_natively_is_done() -> None:
+    async with recording("Yes") as engine:
+        await engine.sleep()
+        driver = await controlled(engine)
+        await cancelled_at(driver, "wake", engine.wake)
+        assert engine.state is EngineState.RUNNING
+
+
+async def test_a_resume_that_is_cancelled_natively_is_done() -> None:
+    async with recording("Yes") as engine:
+        await engine.pause()
+        driver = await controlled(engine)
+        await cancelled_at(driver, "resume", engine.resume)
+        assert engine.state is EngineState.RUNNING
+        assert not engine.standstill.on
+
+
+async def test_what_is_waited_for_to_its_end_gives_its_result_or_its_error() -> None:
+    async def raises() -> None:
+        await checkpoint()
+        raise ValueError("as it is")
+
+    async def returns() -> int:
+        await checkpoint()
+        return 7
+
+    assert await to_its_end(returns) == 7
+    with pytest.raises(ValueError, match="as it is"):
+        await to_its_end(raises)
+
+
+# --- what a review found
+
+
+async def test_versions_are_counted_past_those_that_were_given() -> None:
+    async with recording("Yes") as engine:
+        await engine.update_weights(None, version="2")
+        assert (await engine.update_weights(None)).version == "3"
+        assert (await engine.update_weights(None)).version == "4"
+
+
+async def test_a_version_that_would_stand_for_an_adapter_is_refused() -> None:
+    from runner import BadOption
+
+    async with recording("Yes") as engine:
+        with pytest.raises(BadOption, match="would stand for an adapter"):
+            await engine.update_weights(None, version="run+lr@3")
+
+
+async def test_to_finish_or_prepare_twice_at_once_is_as_once() -> None:
+    async with recording("Yes") as engine:
+        driver = await controlled(engine)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine.finish_generation)
+            tasks.start_soon(engine.finish_generation)
+            while not driver.reached:
+                await checkpoint()
+            tasks.start_soon(engine.prepare_for_generation)  # while it falls asleep
+            tasks.start_soon(engine.prepare_for_generation)
+            driver.goes_on.set()
+        assert driver.reached[:2] == ["sleep", "wake"]
+        assert engine.state is EngineState.RUNNING
