@@ -239,6 +239,10 @@ class Engine(ABC):
     @abstractmethod
     def stats(self) -> EngineStats: ...
 
+    def is_alive(self) -> bool:
+        """Whether it can answer, as far as is known without asking it; one that is paused or asleep can."""
+        return self.running
+
     @abstractmethod
     async def health(self) -> None:
         """Return when the engine can answer.
@@ -394,6 +398,14 @@ class Engine(ABC):
     async def stop_profile(self) -> None:
         """Stop the engine's profiler, which then writes what it saw."""
         await self._controlled().profile(on=False)
+
+    async def devices(self) -> list[str]:
+        """Where the model is, a name for each worker: "cpu", or a GPU's UUID; none for an engine without a model.
+
+        Raises:
+            BadControl: the engine cannot be controlled.
+        """
+        return await self._controlled().driver.devices()
 
     def _controlled(self) -> EngineControl:
         if self.control is None:

@@ -119,6 +119,10 @@ class EngineDriver(ABC):
     async def profile(self, *, on: bool) -> None:
         """Start or stop the profiler."""
 
+    async def devices(self) -> list[str]:
+        """Where the model is, a name for each worker."""
+        return []
+
 
 class Gate(Protocol):
     """Where requests wait for a place in the engine."""

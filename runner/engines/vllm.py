@@ -180,13 +180,6 @@ class VllmEngine(Engine):
             state=self.state,
         )
 
-    def devices(self) -> list[str]:
-        """Where the model is, a name for each worker: ["cpu"], or ["cuda:0", "cuda:1"] (that was tried on no GPU)."""
-        config = self._llm.vllm_config
-        kind, parallel = config.device_config.device_type, config.parallel_config
-        workers = parallel.world_size * parallel.data_parallel_size
-        return [kind if kind == "cpu" else f"{kind}:{number}" for number in range(workers)]
-
     async def idle(self) -> None:
         """Return when the scheduler has no open request."""
         await self._process.count.until_idle()

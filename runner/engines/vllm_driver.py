@@ -158,6 +158,15 @@ class VllmDriver(EngineDriver):
             call = self._llm.start_profile() if on else self._llm.stop_profile()
             await self.answered("start_profile()" if on else "stop_profile()", call)
 
+    async def devices(self) -> list[str]:
+        """A name for each worker: "cpu", or the UUID by which a driver and NeMo RL know a GPU (tried on no GPU).
+
+        Raises:
+            EngineError: the workers are without our extension.
+        """
+        names: list[str] = await self.answered("devices()", self._llm.collective_rpc("device_name", kwargs={}))
+        return names
+
     async def answered(self, what: str, call: Awaitable[_Answer]) -> _Answer:
         """What vLLM's core answers; a dead one would let us wait for ever.
 

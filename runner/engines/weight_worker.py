@@ -34,6 +34,16 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         """
         self.reload_weights(weights_iterator=_tensors(files, frozenset(ignored)))
 
+    def device_name(self) -> str:
+        """Where this worker's part of the model is: the kind of a device, or the UUID of a GPU."""
+        from vllm.platforms import current_platform
+
+        kind: str = self.device.type
+        if kind == "cpu":
+            return kind
+        uuid: str = current_platform.get_device_uuid(self.device.index or 0)
+        return uuid
+
     def mask_adapters(self) -> bool:
         """Keep adapters away from turns that asked for none; gives whether they are."""
         return mask_kernels()

@@ -63,6 +63,10 @@ class WrappedEngine(Engine):
         """What the inner engine is doing now."""
         return self.inner.stats()
 
+    def is_alive(self) -> bool:
+        """Whether the inner engine is."""
+        return self.inner.is_alive()
+
     async def health(self) -> None:
         """Return when the inner engine can answer.
 

@@ -363,7 +363,7 @@ def test_statistics_are_exact_where_they_can_be(on_engine: Any) -> None:
         assert 0 < (after.prefix_hit_rate or 0) < 1
         assert 0 < after.tokens_per_second < 10_000
         assert (after.open, after.running, after.queued, after.kv_usage) == (0, 0, 0, 0.0)
-        assert engine.devices() == ["cpu"]
+        assert await engine.devices() == ["cpu"]
 
     on_engine(scenario)
 
