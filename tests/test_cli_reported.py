@@ -277,6 +277,17 @@ async def test_the_step_of_the_readme_trains_on_what_was_played_and_changes_the_
     assert bool(tensors.advantages[tensors.loss_mask].ne(0).all())
 
 
+@pytest.mark.anyio
+async def test_the_step_of_the_readme_is_skipped_where_every_group_is_flat(weather: ModuleType) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(BLOCKS[3], "README.md", "exec"), names)
+    engine = ScriptedEngine("It may be anything.")
+    async with engine:
+        async with Run(weather.Weather(), engine, group_size=2) as run:
+            await names["step"](engine, run, lambda tensors: pytest.fail("there is nothing to train on"))
+        assert engine.weight_version == "scripted"
+
+
 # --- refused before the engine is made
 
 

@@ -346,6 +346,12 @@ async def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
     assert set(fixed.advantages[fixed.loss_mask]) <= set((batch.rewards - 0.5).tolist())
 
 
+def test_the_loss_of_the_page_skips_an_empty_batch() -> None:
+    flat = group(*[made([prompt(1), said(2)], id=f"t0#{index}") for index in range(2)])
+    empty = TrainingBatch.padded([flat], pad_id=0, drop_flat=True)
+    assert pages_names()["loss"](None, empty) is None
+
+
 def test_the_page_names_every_array() -> None:
     page = PAGE.read_text()
     assert all(f"`{name}`" in page for name in ARRAYS)
