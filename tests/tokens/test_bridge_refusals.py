@@ -1,0 +1,190 @@
+"""The bridge: what gives none and is refused by name, and what only looks so."""
+
+from typing import Any
+
+import pytest
+
+from runner.messages import Message
+from runner.tokens.bridge import Bridger, Unbridgeable
+from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.junction import Anchor, Close
+from runner.tokens.template import ChatTemplate, Renderer
+from runner.tokens.tokenizer import Tokenizer, VocabularyTokenizer
+from tests.tokens.bridging import MORE, QUESTION, answer, bridger, chatml, result, says
+
+
+@pytest.fixture
+def made(bundled: Renderer, tokenizer: Tokenizer) -> Bridger:
+    assert tokenizer.eos_id is not None
+    return Bridger(tokenizer, bundled, [tokenizer.eos_id])
+
+
+REFUSALS = {
+    "no_sentinel": chatml(body="{{ m.content if m.role != 'assistant' }}"),
+    "content_missing": chatml(body="{{ m.content if m.role != 'tool' }}"),
+    "marker_in_tail": chatml(
+        body="{{ m.content if m.role != 'assistant' }}{% for t in m.tool_calls or [] %}"
+        "{{ t.function.arguments | tojson }}{% endfor %}"
+        "{% if m.role == 'tool' %}{{ messages[loop.index0 - 1].content }}{% endif %}"
+    ),
+    "generation_prompt_missing": chatml().partition("{% if add_gen")[0],
+    "template_raises": chatml(body="{{ raise_exception('no tools') if m.role == 'tool' else m.content }}{% for t in "
+        "m.tool_calls or [] %}{{ t.function.arguments | tojson }}{% endfor %}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_template_that_gives_no_exact_bridge_is_refused_by_name(name: str) -> None:
+    made = bridger(REFUSALS[name])
+    turn = says("I add.", {"a": 1, "b": 2}) if name in ("marker_in_tail", "template_raises") else says("I add.")
+    with pytest.raises(Unbridgeable) as caught:
+        answer(made, "I add.", "<|im_end|>", turn, result("the result"))
+    assert caught.value.property == name
+    assert caught.value.explanation in str(caught.value)
+
+
+def test_a_first_prompt_that_asks_for_nothing_or_raises_is_refused_by_name() -> None:
+    with pytest.raises(Unbridgeable, match="generation_prompt_missing"):
+        bridger(REFUSALS["generation_prompt_missing"]).first_prompt([QUESTION])
+    with pytest.raises(Unbridgeable, match=r"template_raises: .*no tools"):
+        bridger(REFUSALS["template_raises"]).first_prompt([QUESTION, result("3")])
+
+
+def test_a_template_that_announces_an_empty_content_is_bridged_all_the_same() -> None:
+    body = "{{ '[empty]' if not m.content }}{{ m.content }}"
+    text, _ = answer(bridger(chatml(body=body)), "x", "<|im_end|>", says("x"), result(""))
+    assert text == "\n<|im_start|>tool\n[empty]<|im_end|>\n<|im_start|>assistant\n"
+    header = chatml().replace("+ m.role", "+ ('no ' if not m.content else '') + m.role")
+    text, _ = answer(bridger(header), "x", "<|im_end|>", says("x"), result(""))
+    assert text == "\n<|im_start|>no tool\n<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_turn_cut_after_a_call_is_closed_as_a_turn_without_calls_would_be() -> None:
+    made = Bridger(ByteTokenizer(), ChatTemplate.load("pythonic").renderer(), [])
+    text, bridge = answer(made, "[add(a=1)] and", None, says("", {"a": 1}), result("3"))
+    assert text == "<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+    assert (bridge.junction.anchor, bridge.junction.close) == (Anchor.NONE, Close.MASKED)
+
+
+def test_a_cut_call_without_a_known_close_is_refused_by_name() -> None:
+    body = "{{ m.content }}{% for t in m.tool_calls or [] %}{{ t.function.arguments | tojson }}{% endfor %}"
+    made = bridger(chatml(close="", body=body + "{{ '; done.' if m.tool_calls else '.' }}"), stops=[])
+    with pytest.raises(Unbridgeable, match="close_not_found"):
+        answer(made, "[add(a=1)]", None, says("", {"a": 1}), result("3"))
+
+
+THINKS = chatml(
+    body="{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+)
+
+
+def test_a_turn_cut_inside_its_reasoning_is_refused_unless_it_may_be_closed() -> None:
+    tokenizer = ByteTokenizer()
+    sampled = tokenizer.encode("<think>\nCarry the")
+    history, stops = [QUESTION, says("", reasoning="Carry the")], tokenizer.encode("<|im_end|>")
+    renderer = ChatTemplate(THINKS, name="inline").renderer()
+    with pytest.raises(Unbridgeable, match="reasoning_open"):
+        Bridger(tokenizer, renderer, stops).bridge(history, [MORE], sampled=sampled, stop=None, thinking=True)
+    made = Bridger(tokenizer, renderer, stops, close_reasoning=True)
+    bridge = made.bridge(history, [MORE], sampled=sampled, stop=None, thinking=True)
+    assert tokenizer.decode(bridge.ids) == (
+        "\n</think>\n\n<|im_end|>\n<|im_start|>user\nAnd twice that?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (bridge.junction.close, bridge.junction.cause) == (Close.MASKED, "reasoning_closed")
+
+
+def test_a_text_that_the_vocabulary_cannot_write_is_refused_by_name(vocabulary: VocabularyTokenizer) -> None:
+    made = bridger(chatml(), vocabulary)
+    with pytest.raises(Unbridgeable, match=r"text_not_kept: .*no ids for '\\x04b<"):
+        answer(made, "x", "<|im_end|>", says("x"), result("a\x04b"))
+
+
+def test_an_assistant_message_that_nobody_sampled_is_refused_by_name(made: Bridger) -> None:
+    with pytest.raises(Unbridgeable, match="assistant_in_new"):
+        answer(made, "x", "<|im_end|>", says("x"), MORE, says("and I said this"), MORE)
+
+
+def test_a_bridge_needs_a_sampled_turn_and_something_new(made: Bridger) -> None:
+    stop = made.tokenizer.eos_id
+    with pytest.raises(ValueError, match="at least one new message"):
+        made.bridge([QUESTION, says("x")], [], sampled=[stop or 0], stop=stop)
+    with pytest.raises(ValueError, match="from an assistant message"):
+        made.bridge([QUESTION], [MORE], sampled=[stop or 0], stop=stop)
+    with pytest.raises(ValueError, match="is not the stop id"):
+        made.bridge([QUESTION, says("x")], [MORE], sampled=[1], stop=stop)
+
+
+REMEMBERS = {
+    "in capitals": "(you said {{ messages[-2].content | upper }})",
+    "its length": "(you said {{ messages[-2].content | length }} letters)",
+    "its beginning": "(you said {{ messages[-2].content[-3:] }})",
+    "only of some": "{{ '(you thought)' if '<think>' in messages[-2].content }}",
+}
+
+
+@pytest.mark.parametrize("remark", ["in capitals", "its length", "its beginning"])
+def test_a_template_that_remarks_on_the_last_turn_behind_it_is_refused_by_name(remark: str) -> None:
+    made = bridger(chatml().replace("{% if add_generation_prompt", REMEMBERS[remark] + "{% if add_generation_prompt"))
+    with pytest.raises(Unbridgeable, match="marker_in_tail"):
+        answer(made, "42", "<|im_end|>", says("42"), MORE)
+
+
+def test_what_a_template_looks_for_in_the_last_turn_is_still_there() -> None:
+    text = chatml().replace("{% if add_generation_prompt", REMEMBERS["only of some"] + "{% if add_generation_prompt")
+    made = bridger(text)
+    told, _ = answer(made, "<think>", "<|im_end|>", says("<think>hm"), MORE)
+    plain, _ = answer(made, "42", "<|im_end|>", says("42"), MORE)
+    assert "(you thought)" in told
+    assert "(you thought)" not in plain
+
+
+@pytest.mark.parametrize("opener", ["<|im_start|>assistant\n", "### Assistant:\n"])
+def test_a_template_that_opens_the_answer_twice_is_refused_by_name(opener: str) -> None:
+    body = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    made = bridger(body + opener + opener)
+    with pytest.raises(Unbridgeable, match="assistant_opened_twice"):
+        made.first_prompt([QUESTION])
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_a_switch_that_the_template_takes_out_of_a_message_hides_nothing(role: str) -> None:
+    made = bridger(chatml(body="{{ m.content | replace('/no_think', '') }}"))
+    message: Any = {"role": role, "content": "You help. /no_think"}
+    prompt = made.tokenizer.decode(made.first_prompt([message, QUESTION]))
+    assert prompt.startswith(f"<|im_start|>{role}\nYou help. <|im_end|>\n")
+    text, _ = answer(made, "42", "<|im_end|>", says("42"), {"role": "user", "content": "More. /no_think"})
+    assert text == "\n<|im_start|>user\nMore. <|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_switch_in_an_earlier_message_is_looked_for_in_the_whole_history() -> None:
+    text = chatml() + (
+        "{% for m in messages if '/no_think' in m.content %}{% if loop.first and add_generation_prompt %}"
+        "{{ '<think></think>' }}{% endif %}{% endfor %}"
+    )
+    made = bridger(text)
+    plain, _ = answer(made, "42", "<|im_end|>", says("42"), MORE)
+    quick: Message = {"role": "user", "content": "What is 17 + 25? /no_think"}
+    switched, _ = answer(made, "42", "<|im_end|>", says("42"), MORE, history=[quick])
+    assert (plain.endswith("assistant\n"), switched.endswith("assistant\n<think></think>")) == (True, True)
+
+
+@pytest.mark.parametrize("said", ["u", "0", "Some words"])
+def test_a_message_that_the_template_hides_is_named_however_short(said: str) -> None:
+    made = bridger(chatml(body="{{ m.content if m.role != 'tool' }}"))
+    with pytest.raises(Unbridgeable, match="content_missing"):
+        answer(made, "42", "<|im_end|>", says("42"), {"role": "tool", "content": said})
+
+
+def test_a_first_message_that_the_template_hides_is_named() -> None:
+    made = bridger(chatml(body="{{ m.content if m.role != 'system' }}"))
+    with pytest.raises(Unbridgeable, match=r"content_missing: .*hides message 0 of the system role: 'You help.'"):
+        made.first_prompt([{"role": "system", "content": "You help."}, QUESTION])
+
+
+def test_a_message_of_nothing_but_a_switch_is_not_hidden_where_the_template_takes_the_switch_out() -> None:
+    made = bridger(chatml(body="{{ m.content | replace('/no_think', '') }}"))
+    only: Message = {"role": "system", "content": "/no_think"}
+    assert made.tokenizer.decode(made.first_prompt([only, QUESTION])).startswith("<|im_start|>system\n<|im_end|>\n")
+    dropped = bridger(chatml(body="{{ m.content if m.role != 'system' }}"))
+    with pytest.raises(Unbridgeable, match="content_missing"):
+        dropped.first_prompt([only, QUESTION])
