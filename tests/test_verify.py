@@ -16,131 +16,31 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from envs.calculator import Calculator
-from runner import Conversation, Environment, Run, RunFile, Sampling, Task, Tool, Turn, VllmEngine, reward, tool
+from runner import Conversation, Environment, Run, RunFile, Sampling, Task, VllmEngine, reward
 from runner.cli import app
 from runner.engines.base import FinishReason
 from runner.options import History
 from runner.store.header import Header
-from runner.testing import Reply, ScriptedEngine, call
+from runner.testing import Reply, ScriptedEngine
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.log import Source
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import load_tokenizer
-from runner.trajectory import Trajectory
 from runner.verification import first_difference, stored_chat
-
-DATED = "<|im_start|>system\nIt is {{ strftime_now('%d %B %Y, %H:%M:%S') }}.<|im_end|>\n"
-
-
-def jump(height: int) -> int:
-    """Jump."""
-    return height
-
-
-class Wandering(Environment):
-    """Everything that can become of a turn: calls, cuts, stops, a rewritten history, and two more agents."""
-
-    def tasks(self) -> list[Task]:
-        return [Task(id=f"t{number}", prompt=f"Question {number}, größer <|im_end|>?") for number in range(3)]
-
-    @tool
-    def add(self, a: int, b: int) -> int:
-        """Add."""
-        return a + b
-
-    @reward
-    def correct(self) -> bool:
-        return True
-
-    async def rollout(self, conversation: Conversation) -> None:
-        await self.calls(conversation)
-        await self.cuts(conversation)
-        await self.others(conversation)
-        await self.rewrites(conversation)
-
-    async def calls(self, conversation: Conversation) -> None:
-        for _ in ("two calls", "one that does not parse", "a thought and text beside a call"):
-            turn = await conversation.generate()
-            conversation.add(*await conversation.call_tools(turn))
-        turn = await conversation.generate(tool_choice="none")
-        assert "add" in turn.text
-        conversation.add("Good.")
-
-    async def cuts(self, conversation: Conversation) -> None:
-        for sampling in (Sampling(stop=("END", "STOP")), Sampling(stop_ids=(ord("!"),)), None):
-            await conversation.generate(sampling=sampling)
-            conversation.add("Go on.", "Please.")
-        for sampling in (None, None, Sampling(stop=("END",))):
-            turn = await conversation.generate(sampling=sampling)
-        assert turn.text == "It was a dark "
-        conversation.add("And?")
-
-    async def others(self, conversation: Conversation) -> None:
-        user = self.episode.conversation("user", system_prompt="You are a customer.")
-        judge = self.episode.conversation("judge", prompt="Judge!")
-        for _ in range(2):
-            user.add((await conversation.generate()).text)
-            conversation.add((await user.generate()).text)
-            await judge.generate()
-            judge.add("Again!")
-
-    async def rewrites(self, conversation: Conversation) -> None:
-        conversation.replace([*conversation.messages[:3], {"role": "assistant", "content": "An example."}, *ASKED])
-        await conversation.generate()
-        conversation.replace(tools=[Tool(jump)])
-        conversation.add("Now jump.")
-        turn = await conversation.generate()
-        conversation.add(*await conversation.call_tools(turn))
-        await conversation.generate()
-        conversation.add("Nobody sees this.")
-
-
-ASKED: Any = [{"role": "user", "content": "In short?"}]
-
-MAIN = [
-    [call("add", a=1, b=2), call("add", a=3, b=4)],
-    "[add(a=1, b=",
-    "<think>Hm.</think>I add [add(a=5, b=6)]",
-    "It was [add(a=7, b=8)]",
-    "one END two",
-    "Stop!",
-    Reply("never", finish="length"),
-    Reply("It w", finish="length"),
-    Reply("as a", finish="length"),
-    " dark END",
-    "How can I help?",
-    "And now?",
-    "In short.",
-    [call("jump", height=2)],
-    "Done.",
-]
-
-
-def replies(hermes: bool) -> dict[str, Any]:
-    main: list[Any] = list(MAIN)
-    if hermes:
-        main[1:4] = [
-            '<tool_call>{"name": "add", </tool_call>',
-            '<think>Hm.</think>I add <tool_call>{"name": "add", "arguments": {"a": 5, "b": 6}}</tool_call>',
-            'It was <tool_call>{"name": "add", "arguments": {"a": 7, "b": 8}}</tool_call>',
-        ]
-    return {"main": main, "user": ["My order is late.", "Bye."]}
-
-
-async def play(path: Path, template: str, tokenizer: Any = None, history: Any = None) -> None:
-    own = ChatTemplate.load(template)
-    dated = ChatTemplate(DATED + own.text, name="dated", variables={"eos_token": "<|im_end|>"})
-    engine = ScriptedEngine(replies(template == "hermes"), template=dated, tokenizer=tokenizer)
-    elsewhere = ScriptedEngine("Well said.", template="hermes", tokenizer=ByteTokenizer(["<|judge|>"]))
-    options = {"enable_thinking": False}
-    async with Run(
-        Wandering, engine, engines={"judge": elsewhere}, file=path, template_options=options, history=history
-    ) as run:
-        async for trajectory in run:
-            assert trajectory.outcome.scored, trajectory.error
+from tests.verifying import (
+    OF_ONE,
+    bridges,
+    change,
+    change_id,
+    damaged,
+    play,
+    trajectory_of,
+    verdict,
+    verify,
+)
 
 
 @pytest.fixture(scope="module")
@@ -155,51 +55,6 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def path(played: Path, tmp_path: Path) -> Path:
     """A copy that may be damaged."""
     return Path(shutil.copy(played, tmp_path / "run.db"))
-
-
-def verify(path: Path, *options: str) -> Result:
-    return CliRunner().invoke(app, ["verify", str(path), *options])
-
-
-def verdict(path: Path, *options: str) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(verify(path, "--json", *options).stdout)
-    return told
-
-
-def trajectory_of(path: Path, agent: str = "main", id: str = "t1#0") -> Trajectory:
-    with RunFile(path) as run_file:
-        return run_file.trajectory(id, agent=agent)
-
-
-def change(path: Path, statement: str, *values: Any) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        changed = connection.execute(statement, values).rowcount
-        connection.commit()
-    assert changed >= 1
-
-
-OF_ONE = "episode = (SELECT key FROM episodes WHERE id = 't1#0' AND agent = ?) AND number = ?"
-
-
-def change_id(path: Path, index: int, *, agent: str = "main", segment: int = 0) -> None:
-    """Another id at one place of a segment."""
-    ids = trajectory_of(path, agent).segments[segment].log.ids
-    packed = bytearray(struct.pack(f"<{len(ids)}i", *ids))
-    struct.pack_into("<i", packed, 4 * index, ord("~"))
-    change(path, f"UPDATE segments SET ids = ? WHERE {OF_ONE}", bytes(packed), agent, segment)
-
-
-def change_message(path: Path, number: int, content: str, *, segment: int = 0) -> None:
-    messages = trajectory_of(path).segments[segment].messages
-    messages[number]["content"] = content
-    change(path, f"UPDATE segments SET messages = ? WHERE {OF_ONE}", json.dumps(messages), "main", segment)
-
-
-def bridges(trajectory: Trajectory, segment: int = 0) -> list[tuple[Turn, int]]:
-    """The turns of a segment that a bridge leads to, and where that begins."""
-    turns = [turn for turn in trajectory.turns if turn.segment == segment]
-    pairs = zip(turns[1:], turns, strict=False)
-    return [(turn, before.end) for turn, before in pairs if turn.start > before.end]
 
 
 # --- what was not touched
@@ -304,175 +159,6 @@ def test_json_counts_and_says_that_it_is_verified(path: Path) -> None:
     told = verdict(path)
     assert (told["verified"], told["trajectories"], told["differing"], told["exit_code"]) == (True, 9, 0, 0)
     assert (told["difference"], told["error"]) == (None, None)
-
-
-# --- one id
-
-
-def damaged(path: Path) -> dict[str, Any]:
-    """The difference that was found, once the rest of the verdict is as it must be."""
-    told = verdict(path)
-    assert (told["verified"], told["differing"], told["exit_code"], verify(path).exit_code) == (False, 1, 7, 7)
-    difference: dict[str, Any] = told["difference"]
-    assert (difference["episode"], difference["attempt"]) == ("t1#0", 0)
-    return difference
-
-
-@pytest.mark.parametrize("segment", [0, 1, 2])
-def test_one_id_of_a_first_prompt_is_found(path: Path, segment: int) -> None:
-    change_id(path, 30, segment=segment)
-    found = damaged(path)
-    turn = next(turn for turn in trajectory_of(path).turns if turn.segment == segment)
-    assert (found["kind"], found["agent"], found["segment"]) == ("first_prompt", "main", segment)
-    assert (found["turn"], found["index"]) == (turn.number, 30)
-    assert found["stored"].replace("~", "", 1) == found["derived"].replace(found["derived"][12], "", 1)
-    changed = [pair for pair in zip(found["stored_ids"], found["derived_ids"], strict=True) if pair[0] != pair[1]]
-    assert [stored for stored, _ in changed] == [ord("~")]
-
-
-@pytest.mark.parametrize("junction", range(9))
-def test_one_id_of_any_bridge_is_found(path: Path, junction: int) -> None:
-    turn, begin = bridges(trajectory_of(path))[junction]
-    at = turn.start - 3 if junction % 2 else begin
-    change_id(path, at)
-    found = damaged(path)
-    assert (found["kind"], found["segment"], found["turn"], found["index"]) == ("bridge", 0, turn.number, at)
-    assert "~" in found["stored"]
-    assert "~" not in found["derived"]
-
-
-def test_one_id_of_an_agent_that_is_not_trained_is_found(path: Path) -> None:
-    for agent in ("user", "judge"):
-        turn, begin = bridges(trajectory_of(path, agent))[0]
-        change_id(path, begin, agent=agent)
-        told = verdict(path)
-        assert told["difference"]["agent"] == agent
-        assert (told["difference"]["turn"], told["difference"]["index"]) == (turn.number, begin)
-        change_id_back(path, begin, agent)
-
-
-def change_id_back(path: Path, index: int, agent: str) -> None:
-    trajectory = trajectory_of(path, agent, "t0#0")  # both are asked the same
-    ids = trajectory.segments[0].log.ids
-    change(path, f"UPDATE segments SET ids = ? WHERE {OF_ONE}", struct.pack(f"<{len(ids)}i", *ids), agent, 0)
-
-
-@pytest.mark.parametrize("number", [2, 3, 4, 6, 7, 8, 10, 14], ids=lambda number: f"turn {number}")
-def test_one_sampled_id_that_says_something_else_is_found_where_it_stands(path: Path, number: int) -> None:
-    turn = trajectory_of(path).turns[number]
-    at = turn.start if number != 2 else turn.start + len("<think>Hm.</think>")
-    change_id(path, at, segment=turn.segment)
-    found = damaged(path)
-    assert (found["kind"], found["segment"], found["turn"]) == ("turn", turn.segment, number)
-    assert found["index"] == at
-    assert "~" in found["derived"]
-    assert "~" not in found["stored"]
-
-
-def test_one_sampled_id_of_a_call_is_found(path: Path) -> None:
-    turn = trajectory_of(path).turns[0]
-    change_id(path, turn.start + len("[add(a="))
-    found = damaged(path)
-    assert (found["kind"], found["turn"], found["index"]) == ("turn", 0, turn.start)
-
-
-@pytest.mark.parametrize("number", [3, 4, 5], ids=["stop id", "stop string", "stop id of the author"])
-def test_a_stop_that_was_not_sampled_is_found(path: Path, number: int) -> None:
-    turn = trajectory_of(path).turns[number]
-    change_id(path, turn.end - 1)
-    found = damaged(path)
-    assert (found["kind"], found["turn"]) == ("stop", number)
-
-
-# --- messages, tools, what stands where
-
-
-@pytest.mark.parametrize(("message", "turn"), [(0, 0), (2, 1), (3, 1), (-2, 11)])
-def test_a_message_that_the_model_saw_otherwise_is_found(path: Path, message: int, turn: int) -> None:
-    change_message(path, message, "Something else.")
-    found = damaged(path)
-    assert (found["kind"], found["turn"]) == ("first_prompt" if message == 0 else "bridge", turn)
-    assert "Something el" in found["derived"]
-
-
-def test_what_the_model_said_is_found_where_a_message_has_it_otherwise(path: Path) -> None:
-    said = next(n for n, m in enumerate(trajectory_of(path).segments[0].messages) if m["content"] == "one ")
-    change_message(path, said, "two ")
-    found = damaged(path)
-    assert (found["kind"], found["stored"], found["derived"]) == ("message", "two ", "one ")
-    turn = trajectory_of(path).turns[found["turn"]]
-    assert (turn.text, found["index"]) == ("one ", turn.start)
-
-
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [("text", "two "), ("reasoning", "Because."), ("tool_calls", '[{"id": "call_9", "name": "add"}]')],
-)
-def test_what_a_turn_holds_is_found_where_its_ids_say_otherwise(path: Path, column: str, value: str) -> None:
-    of_one = OF_ONE.replace("number", "position")
-    change(path, f"UPDATE turns SET {column} = ? WHERE {of_one}", value, "main", 4)
-    assert (damaged(path)["kind"], damaged(path)["turn"]) == ("turn", 4)
-
-
-def test_tools_that_the_model_was_not_shown_are_found(path: Path) -> None:
-    change(path, "UPDATE tools SET tools = replace(tools, 'Jump.', 'Leap.')")
-    told = verdict(path)
-    found = told["difference"]
-    assert (told["differing"], found["kind"], found["segment"]) == (3, "first_prompt", 2)
-    assert ("Jump." in found["stored"], "Leap." in found["derived"]) == (True, True)
-
-
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
-        ("start", "start + 1"),
-        ('"end"', '"end" - 1'),
-        ("finish", "'length'"),
-        ("stop", "120"),
-        ("segment", "1"),
-        ("segment", "9"),
-    ],
-)
-def test_a_turn_that_does_not_fit_its_ids_is_found(path: Path, column: str, value: str) -> None:
-    change(path, f"UPDATE turns SET {column} = {value} WHERE {OF_ONE}", "main", 3)
-    assert damaged(path)["kind"] in ("layout", "stop", "turn", "unreadable")
-
-
-@pytest.mark.parametrize(
-    "change_of_it",
-    [
-        "junction_inserted = 999",
-        "junction_result = 'forked'",
-        "junction_close = 'masked'",
-        "junction_anchor = 'none'",
-        "junction_seam = 'unverified'",
-        "junction_result = NULL",
-        "dropped = dropped + 7",
-    ],
-)
-def test_a_junction_record_that_does_not_follow_is_found(path: Path, change_of_it: str) -> None:
-    number = next(turn.number for turn in trajectory_of(path).turns if turn.junction and turn.junction.inserted)
-    change(path, f"UPDATE turns SET {change_of_it} WHERE {OF_ONE}", "main", number)
-    assert damaged(path)["kind"] == "junction"
-
-
-def test_counts_in_an_episodes_row_that_are_not_its_own_are_found(path: Path) -> None:
-    change(path, "UPDATE episodes SET turns = turns + 1 WHERE id = 't1#0' AND agent = 'main'")
-    assert "its row counts" in damaged(path)["explanation"]
-
-
-def test_an_id_whose_source_is_not_its_own_is_found(path: Path) -> None:
-    turn = trajectory_of(path).turns[0]
-    sources = json.dumps([[Source.SAMPLED, len(turn.log)]])
-    change(path, f"UPDATE segments SET sources = ? WHERE {OF_ONE}", sources, "main", 0)
-    found = damaged(path)
-    assert (found["kind"], found["index"], found["stored"], found["derived"]) == ("layout", 0, "sampled", "prompt")
-
-
-@pytest.mark.parametrize("messages", ["[", "[1]", "[]", '[{"role": "user", "content": "?"}]', "null"])
-def test_messages_that_are_none_are_a_difference_and_no_crash(path: Path, messages: str) -> None:
-    change(path, f"UPDATE segments SET messages = ? WHERE {OF_ONE}", messages, "main", 0)
-    assert damaged(path)["kind"] in ("unreadable", "message", "layout", "first_prompt")
 
 
 # --- the configuration
