@@ -1,27 +1,24 @@
-"""What a run may rely on: commits, groups of them, claims, resuming."""
+"""What a run may rely on: commits, groups of them, claims, attempts."""
 
 from __future__ import annotations
 
 import os
 import sqlite3
 import threading
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.to_thread
 import pytest
 
-from runner.errors import BadTask, ConfigurationChanged, NewerRunFile, RunFileError, StorageFailed
-from runner.options import Sampling
-from runner.store import database, schema
+from runner.errors import BadTask, ConfigurationChanged, StorageFailed
 from runner.store.commits import CommitThread
 from runner.store.reader import RunFile
 from runner.store.writer import Claimed, RunWriter
 from runner.tasks import Task
 from runner.trajectory import Outcome, Trajectory
 from tests.store.building import assert_equal, header, played
+from tests.store.claiming import claims
 
 pytestmark = pytest.mark.anyio
 
@@ -164,11 +161,6 @@ async def test_all_agents_of_an_episode_are_committed_together(path: Path) -> No
 # --- claims
 
 
-async def claims(path: Path | None, *tasks: Task, repeatable: bool = False, **fields: Any) -> list[Claimed]:
-    async with RunWriter(path, header(**fields)) as writer:
-        return [writer.claim(task, position, repeatable=repeatable) for position, task in enumerate(tasks)]
-
-
 @pytest.mark.parametrize("kept", [True, False], ids=["file", "no file"])
 async def test_an_id_given_twice_is_refused_by_both_positions(path: Path, kept: bool) -> None:
     with pytest.raises(BadTask, match=r"task 2 has the id 'a', which task 0 has as well"):
@@ -288,209 +280,6 @@ async def test_an_episode_that_comes_to_a_scored_group_unscores_it(path: Path) -
         await writer.commit_episode([played(index=1, attempt=1)])
     (claimed,) = await claims(path, first.task)
     assert not claimed.group_scored
-
-
-# --- resuming
-
-
-async def test_stored_gives_what_earlier_runs_left_in_the_order_of_commits(path: Path) -> None:
-    async with RunWriter(path, header()) as writer:
-        assert not writer.resumed
-        assert list(writer.stored()) == []
-        for name in ("b", "a"):
-            await writer.commit_episode([played(name), played(name, agent="user", trained=False)])
-    async with RunWriter(path, header()) as writer:
-        assert writer.resumed
-        await writer.commit_episode([played("c")])
-        assert [(t.task.id, t.agent) for t in writer.stored()] == [
-            ("b", "main"),
-            ("b", "user"),
-            ("a", "main"),
-            ("a", "user"),
-        ]
-
-
-async def test_a_changed_configuration_is_refused_with_a_diff_and_the_file_is_untouched(path: Path) -> None:
-    async with RunWriter(path, header(sampling={"temperature": 1.0}, seed=3)) as writer:
-        await writer.commit_episode([played()])
-    before = path.read_bytes()  # noqa: ASYNC240
-    with pytest.raises(ConfigurationChanged) as caught:
-        await claims(path, sampling={"temperature": 0.0}, seed=3)
-    assert "sampling.temperature: 1.0 -> 0.0" in str(caught.value)
-    assert "seed" not in str(caught.value)
-    assert str(path) in str(caught.value)
-    assert path.read_bytes() == before  # noqa: ASYNC240
-
-
-async def test_changed_versions_warn_and_sizes_are_free(path: Path) -> None:
-    await claims(path, versions={"vllm": "0.31"}, concurrency={"episodes": 8})
-    async with RunWriter(path, header(versions={"vllm": "0.32"}, concurrency={"episodes": 64})) as writer:
-        assert writer.warnings == ('versions.vllm: "0.31" -> "0.32"',)
-        assert writer.header.versions == {"vllm": "0.31"}  # the header of the file is the one it was begun with
-
-
-async def test_a_resumed_run_goes_on_with_the_clock_of_the_file(path: Path) -> None:
-    first = header().clock
-    await claims(path)
-    async with RunWriter(path, header(clock=first.replace(year=2030))) as writer:
-        assert writer.header.clock == first
-
-
-async def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
-    await claims(path)
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute(f"PRAGMA user_version = {schema.FORMAT + 1}")
-    with pytest.raises(NewerRunFile, match=rf"format is {schema.FORMAT + 1}.*pip install -U deltarunner"):
-        await claims(path)
-    with pytest.raises(NewerRunFile):
-        RunFile(path)
-
-
-async def test_a_file_of_an_older_version_is_migrated(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with RunWriter(path, header()) as writer:
-        await writer.commit_episode([played()])
-    monkeypatch.setattr(database, "FORMAT", schema.FORMAT + 1)
-    monkeypatch.setattr(
-        database, "MIGRATIONS", {schema.FORMAT: ["ALTER TABLE episodes ADD COLUMN mood TEXT NOT NULL DEFAULT 'calm'"]}
-    )
-    await claims(path)
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("SELECT mood FROM episodes").fetchall() == [("calm",)]
-        assert connection.execute("PRAGMA user_version").fetchone() == (schema.FORMAT + 1,)
-
-
-def with_tools(task: str, *names: str) -> Trajectory:
-    trajectory = played(task)
-    trajectory.turns[-1].thinking = True
-    trajectory.turns[-1].tool_choice = "add"
-    trajectory.segments[0].tools = [{"type": "function", "function": {"name": name}} for name in names]
-    return trajectory
-
-
-async def test_the_tools_of_a_segment_are_kept_once_and_come_back_in_their_order(path: Path) -> None:
-    written = [with_tools("a", "add", "sub"), with_tools("b", "add", "sub"), with_tools("c", "sub", "add"), played("d")]
-    async with RunWriter(path, header()) as writer:
-        for trajectory in written:
-            await writer.commit_episode([trajectory])
-    with RunFile(path) as run_file:
-        for trajectory in written:
-            assert_equal(run_file.trajectory(trajectory.id), trajectory)
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("SELECT count(*) FROM tools").fetchone() == (2,)
-
-
-def make_format_2(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        for statement in (
-            "ALTER TABLE turns DROP COLUMN sampled",
-            "ALTER TABLE turns DROP COLUMN resampled",
-            "DROP TABLE samplings",
-            "PRAGMA user_version = 2",
-        ):
-            connection.execute(statement)
-
-
-def make_format_1(path: Path) -> None:
-    make_format_2(path)
-    with closing(sqlite3.connect(path)) as connection:
-        for statement in (
-            "ALTER TABLE segments DROP COLUMN tools",
-            "ALTER TABLE turns DROP COLUMN thinking",
-            "ALTER TABLE turns DROP COLUMN tool_choice",
-            "DROP TABLE tools",
-            "PRAGMA user_version = 1",
-        ):
-            connection.execute(statement)
-
-
-async def test_a_file_of_format_1_is_read_as_it_is_and_gone_on_with(path: Path) -> None:
-    async with RunWriter(path, header(format=1)) as writer:
-        await writer.commit_episode([played("a")])
-    make_format_1(path)
-    with RunFile(path) as run_file:
-        assert_equal(run_file.trajectory("a-0-0"), played("a"))
-    async with RunWriter(path, header()) as writer:
-        await writer.commit_episode([with_tools("b", "add")])
-        assert [trajectory.id for trajectory in writer.stored()] == ["a-0-0"]
-    with RunFile(path) as run_file:
-        assert run_file.header.format == 1
-        assert_equal(run_file.trajectory("a-0-0"), played("a"))
-        assert_equal(run_file.trajectory("b-0-0"), with_tools("b", "add"))
-
-
-def warm(task: str, temperature: float) -> Trajectory:
-    trajectory = played(task)
-    for turn in trajectory.turns:
-        turn.resampled = 3
-        turn.sampling = Sampling(temperature=temperature, stop=("END",), adapter="poet").over(Sampling.defaults())
-    return trajectory
-
-
-async def test_how_a_turn_was_sampled_is_kept_once_for_all_that_were_sampled_alike(path: Path) -> None:
-    written = [warm("a", 0.5), warm("b", 0.5), warm("c", 0.7), played("d")]
-    async with RunWriter(path, header()) as writer:
-        for trajectory in written:
-            await writer.commit_episode([trajectory])
-    with RunFile(path) as run_file:
-        for trajectory in written:
-            assert_equal(run_file.trajectory(trajectory.id), trajectory)
-        assert run_file.trajectory("b-0-0").turns[0].sampling == written[1].turns[0].sampling
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("SELECT count(*) FROM samplings").fetchone() == (2,)
-
-
-async def test_a_file_of_format_2_is_read_as_it_is_and_gone_on_with(path: Path) -> None:
-    async with RunWriter(path, header(format=2)) as writer:
-        await writer.commit_episode([with_tools("a", "add")])
-    make_format_2(path)
-    with RunFile(path) as run_file:
-        assert_equal(run_file.trajectory("a-0-0"), with_tools("a", "add"))
-    async with RunWriter(path, header()) as writer:
-        await writer.commit_episode([warm("b", 0.5)])
-    with RunFile(path) as run_file:
-        assert_equal(run_file.trajectory("a-0-0"), with_tools("a", "add"))
-        assert_equal(run_file.trajectory("b-0-0"), warm("b", 0.5))
-
-
-async def test_the_first_launch_is_that_of_the_process_that_began_the_run(path: Path) -> None:
-    async with RunWriter(path, header()):
-        pass
-    async with RunWriter(path, header(created=header().created.replace(year=2030))):
-        pass
-    with RunFile(path) as run_file:
-        assert run_file.first_launch() == header()
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("DELETE FROM launches WHERE number = 1")
-        connection.commit()
-    with RunFile(path) as run_file:
-        assert run_file.first_launch() is None
-
-
-async def test_a_damaged_header_is_no_header(path: Path) -> None:
-    async with RunWriter(path, header()):
-        pass
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("UPDATE run SET header = substr(header, 2)")
-        connection.commit()
-    with pytest.raises(RunFileError, match="header is damaged"):
-        RunFile(path)
-
-
-async def test_a_finished_run_is_complete_and_one_that_goes_on_is_not(path: Path) -> None:
-    async with RunWriter(path, header()) as writer:
-        await writer.commit_episode([played("a")])
-        with RunFile(path) as run_file:
-            assert (run_file.complete, run_file.summary()) == (False, None)
-        await writer.finish({"episodes": 1})
-    with RunFile(path) as run_file:
-        assert (run_file.complete, run_file.summary()) == (True, {"episodes": 1})
-    await claims(path, played("a").task)
-    with RunFile(path) as run_file:
-        assert run_file.complete  # nothing came to it
-    async with RunWriter(path, header()) as writer:
-        await writer.commit_episode([played("b")])
-        with RunFile(path) as run_file:
-            assert not run_file.complete
 
 
 async def test_a_second_writer_is_refused_and_told_who_writes(path: Path) -> None:
