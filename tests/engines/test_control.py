@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,70 +13,15 @@ import pytest
 import trio.testing
 from anyio.lowlevel import checkpoint
 
-from runner import BadControl, BadOption, Conversation, EngineDead, Limits, Outcome, Run, Trajectory
-from runner.engines.base import Engine, Finish, FinishReason, GenerationRequest
+from runner import BadControl, BadOption, Conversation, Limits, Outcome, Run
+from runner.engines.base import Engine, FinishReason
 from runner.engines.control import EngineState, PauseMode
-from runner.engines.script import Latency
-from runner.engines.scripted_driver import ScriptedDriver
-from runner.errors import EngineError
-from runner.options import Sampling
-from runner.testing import ScriptedEngine, assert_exact, cancel_everywhere
+from runner.testing import ScriptedEngine, assert_exact
 from runner.tokens.log import VersionSpan
-from tests.playing import Plain, tasks, until_end
+from tests.engines.controlling import MODES, TEXT, a_while, ask, saying, slow
+from tests.playing import Plain, tasks
 
 pytestmark = pytest.mark.anyio
-
-TEXT = "A long answer, a letter at a tick."
-MODES = [pytest.param(mode, id=mode.value) for mode in PauseMode]
-
-
-def slow(**settings: Any) -> ScriptedEngine:
-    return ScriptedEngine(TEXT, chunks=1, latency=Latency(between=1), record=True, **settings)
-
-
-def request(name: str = "episode/main/0", **fields: Any) -> GenerationRequest:
-    return GenerationRequest(name=name, prompt=[72, 105], sampling=Sampling.defaults(), **fields)
-
-
-@dataclass
-class Said:
-    """What one request was answered so far."""
-
-    ids: list[int]
-    finish: Finish | None = None
-
-
-@asynccontextmanager
-async def saying(engine: Engine, *, at_least: int = 3) -> AsyncIterator[Said]:
-    """A request of which so many ids were read; it goes on beside the block, and has ended after it."""
-    said = Said([])
-    begun = anyio.Event()
-
-    async def read() -> None:
-        async with engine.stream(request()) as stream:
-            async for delta in stream:
-                said.ids += delta.token_ids
-                if len(said.ids) >= at_least:
-                    begun.set()
-        said.finish = stream.finish
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(read)
-        await begun.wait()
-        yield said
-
-
-async def ask(engine: Engine) -> tuple[list[int], Finish]:
-    async with engine.stream(request()) as stream:
-        ids = [token_id async for delta in stream for token_id in delta.token_ids]
-    assert stream.finish is not None
-    return ids, stream.finish
-
-
-async def a_while(steps: int = 20) -> None:
-    for _ in range(steps):
-        await checkpoint()
-
 
 # --- what is refused, and when
 
@@ -378,181 +321,6 @@ async def test_changes_come_one_after_another_however_many_ask_at_once() -> None
     assert engine.state is EngineState.RUNNING
     assert engine.control is not None
     assert engine.control.versions == ["scripted", *map(str, range(1, 10))]
-
-
-# --- what fails, and what is cancelled
-
-
-class Careful(ScriptedDriver):
-    """Suspends before and after everything it does, and fails where it is told to."""
-
-    def __init__(self, engine: ScriptedEngine, fails: str = "") -> None:
-        super().__init__(engine)
-        self.fails = fails
-        self.dies = False
-
-    async def _do(self, name: str, call: Callable[..., Awaitable[None]], *given: Any) -> None:
-        await checkpoint()
-        await call(*given)
-        if name == self.fails:
-            self.fails = ""
-            if self.dies:
-                self._engine.die("half way")
-                raise self._engine._dead()
-            raise EngineError(f"{name} failed")
-        await checkpoint()
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._do("pause", super().pause, mode)
-
-    async def resume(self) -> None:
-        await self._do(
-            "resume",
-            super().resume,
-        )
-
-    async def check_weights(self, source: Any) -> None:
-        await self._do("check", super().check_weights, source)
-
-    async def load_weights(self, checked: Any, version: str) -> None:
-        await self._do("load", super().load_weights, checked, version)
-
-    async def sleep(self, level: int) -> None:
-        await self._do("sleep", super().sleep, level)
-
-    async def wake(self, tags: Collection[str]) -> None:
-        await self._do("wake", super().wake, tags)
-
-
-@asynccontextmanager
-async def careful(fails: str = "", **settings: Any) -> AsyncIterator[tuple[ScriptedEngine, Careful]]:
-    async with slow(**settings) as engine:
-        assert engine.control is not None
-        driver = engine.control.driver = Careful(engine, fails)
-        yield engine, driver
-
-
-async def test_a_pause_that_fails_is_undone() -> None:
-    async with careful("pause") as (engine, _):
-        undisturbed, _ = await ask(engine)
-        async with saying(engine) as said:
-            with pytest.raises(EngineError, match="pause failed"):
-                await engine.pause("keep")
-            assert engine.state is EngineState.RUNNING
-        assert said.ids == undisturbed
-        assert (await ask(engine))[0] == undisturbed
-
-
-async def test_a_pause_that_can_not_be_undone_can_be_resumed_later() -> None:
-    async with careful("pause") as (engine, driver):
-        held = driver.pause
-
-        async def pause(mode: PauseMode) -> None:
-            driver.fails = "pause"
-            try:
-                await held(mode)
-            finally:
-                driver.fails = "resume"
-
-        driver.pause = pause  # type: ignore[method-assign]  # this one time
-        with pytest.raises(EngineError, match="resume failed"):
-            await engine.pause("keep")
-        assert engine.state is EngineState.PAUSED
-        await engine.resume()
-        assert (await ask(engine))[0]
-
-
-async def test_weights_that_are_refused_leave_everything_as_it_was() -> None:
-    async with careful("check") as (engine, _):
-        async with saying(engine) as said:
-            with pytest.raises(EngineError, match="check failed"):
-                await engine.update_weights(None)
-            assert not engine.standstill.on
-        assert said.finish is not None
-        assert [span.version for span in said.finish.versions] == ["scripted"]
-        assert (engine.state, engine.weight_version) == (EngineState.RUNNING, "scripted")
-
-
-async def test_a_failure_past_the_check_ends_every_episode_with_one_cause_and_keeps_the_version() -> None:
-    got: list[Trajectory] = []
-    async with careful("load", places=3) as (engine, driver):
-        driver.dies = True
-
-        async def update() -> None:
-            while not engine.open_streams:
-                await checkpoint()
-            with pytest.raises(EngineDead, match="half way"):
-                await engine.update_weights(None)
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(update)
-            with pytest.raises(EngineDead, match="half way"):
-                await until_end(Run(Plain, engine, tasks=tasks(6), breaker=1.0), got)
-        assert (engine.weight_version, engine.is_alive()) == ("scripted", False)
-    assert got
-    assert {trajectory.outcome for trajectory in got} == {Outcome.ENGINE_ERROR}
-    assert len({trajectory.error for trajectory in got}) == 1
-    stats = engine.stats()
-    assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
-
-
-async def pausing(engine: Engine, mode: str) -> None:
-    await engine.pause(mode)
-    try:
-        await checkpoint()
-    finally:
-        with anyio.CancelScope(shield=True):
-            await engine.resume()
-
-
-async def updating(engine: Engine, mode: str) -> None:
-    await engine.update_weights(None, mode=mode)
-
-
-SCENARIOS = [
-    *(pytest.param(pausing, mode, id=f"pause {mode}") for mode in PauseMode),
-    *(pytest.param(updating, mode, id=f"update {mode}") for mode in PauseMode),
-]
-
-
-@pytest.mark.parametrize(("scenario", "how"), SCENARIOS)
-async def test_cancelled_at_every_point_it_is_done_or_was_never_begun(
-    scenario: Callable[[Engine, str], Awaitable[None]], how: str
-) -> None:
-    async with careful() as (engine, _):
-        undisturbed, _ = await ask(engine)
-        assert engine.control is not None
-
-        async def meanwhile() -> None:
-            async with saying(engine):
-                await scenario(engine, how)
-
-        async def nothing_is_left() -> None:
-            assert (engine.state, engine.standstill.on) == (EngineState.RUNNING, False)
-            assert (engine.stats().open, engine.stats().waiting) == (0, 0)
-            ids, finish = await ask(engine)
-            assert ids == undisturbed
-            assert [span.version for span in finish.versions] == [engine.weight_version]
-
-        assert await cancel_everywhere(meanwhile, check=nothing_is_left) > 5
-
-
-@pytest.mark.parametrize("level", [1, 2])
-async def test_a_sleep_that_is_cancelled_is_whole_or_not_at_all(level: int) -> None:
-    async with careful() as (engine, _):
-        undisturbed, _ = await ask(engine)
-
-        async def whole_or_not_at_all() -> None:
-            assert engine.control is not None
-            if engine.state is EngineState.ASLEEP:
-                assert engine.control.asleep == {"weights", "kv_cache"}
-                await engine.wake()
-            if engine.state is EngineState.PAUSED:
-                assert level == 2
-                await engine.update_weights(None)
-            assert (engine.state, (await ask(engine))[0]) == (EngineState.RUNNING, undisturbed)
-
-        assert await cancel_everywhere(lambda: engine.sleep(level), check=whole_or_not_at_all) > 2
 
 
 # --- the page
