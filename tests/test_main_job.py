@@ -24,9 +24,9 @@ def sent(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[
     prompts: dict[str, list[int]] = {}
     add_request = engine._llm.add_request
 
-    async def record(name: str, prompt: Any, parameters: Any) -> Any:
+    async def record(name: str, prompt: Any, parameters: Any, **named: Any) -> Any:
         prompts[name.rpartition("#")[0]] = list(prompt["prompt_token_ids"])
-        return await add_request(name, prompt, parameters)
+        return await add_request(name, prompt, parameters, **named)
 
     monkeypatch.setattr(engine._llm, "add_request", record)
     return prompts

@@ -147,9 +147,9 @@ def watched(engine: VllmEngine) -> Iterator[list[list[int]]]:
     prompts: list[list[int]] = []
     add_request = engine._llm.add_request
 
-    async def record(name: str, prompt: Any, parameters: Any) -> Any:
+    async def record(name: str, prompt: Any, parameters: Any, **named: Any) -> Any:
         prompts.append(list(prompt["prompt_token_ids"]))
-        return await add_request(name, prompt, parameters)
+        return await add_request(name, prompt, parameters, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine._llm, "add_request", record)
