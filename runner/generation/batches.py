@@ -267,11 +267,9 @@ class Generation:
         Raises:
             BadControl: the engine cannot be controlled.
         """
-        if self.engine.state is EngineState.ASLEEP:
-            return True
-        await self.engine.reset_prefix_cache()
+        await self.engine.finish_generation(level=0)
         if self.settings.colocated and release_gpu:
-            await self.engine.sleep(level=1)
+            await self.engine.finish_generation(level=1)
         return True
 
     # ---

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import anyio.lowlevel
@@ -12,6 +12,7 @@ import pytest
 
 from runner import BadControl, BadOption, RequestRejected
 from runner.engines.control import EngineState
+from runner.engines.scripted_driver import ScriptedDriver
 from runner.generation import Generation
 from runner.testing import Latency, ScriptedEngine
 from runner.tokens.log import VersionSpan
@@ -24,24 +25,38 @@ BATCH = padded(["ab", "c"])
 SLOWLY = Latency(first=2, between=2)
 
 
+class WatchedDriver(ScriptedDriver):
+    """Notes what is done to its engine, in order."""
+
+    def __init__(self, engine: Watched) -> None:
+        super().__init__(engine)
+        self._asked = engine.asked
+
+    async def sleep(self, level: int) -> None:
+        self._asked.append(f"sleep {level}")
+        await super().sleep(level)
+
+    async def wake(self, tags: Collection[str]) -> None:
+        self._asked.append(f"wake {' '.join(tags)}")
+        await super().wake(tags)
+
+    async def reset_prefix_cache(self) -> None:
+        self._asked.append("reset")
+        await super().reset_prefix_cache()
+
+
 class Watched(ScriptedEngine):
-    """Notes what was asked of it, in order."""
+    """Keeps what was done to it."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(loudly, record=True, **settings)
         self.asked: list[str] = []
 
-    async def sleep(self, level: int = 1) -> None:
-        self.asked.append(f"sleep {level}")
-        await super().sleep(level)
-
-    async def wake(self, tags: Any = None) -> None:
-        self.asked.append(f"wake {tags}")
-        await super().wake(tags)
-
-    async def reset_prefix_cache(self) -> None:
-        self.asked.append("reset")
-        await super().reset_prefix_cache()
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        assert self.control is not None
+        self.control.driver = WatchedDriver(self)
+        return self
 
 
 @asynccontextmanager
@@ -60,7 +75,7 @@ async def test_a_colocated_engine_sleeps_between_phases_and_forgets_its_cache() 
             assert await generation.finish_generation()
             assert await generation.finish_generation()
             assert engine.state is EngineState.ASLEEP
-    assert engine.asked == ["reset", "sleep 1", "wake None", "reset", "sleep 1"]
+    assert engine.asked == ["reset", "sleep 1", "wake kv_cache weights", "reset", "sleep 1"]
 
 
 async def test_an_engine_of_its_own_stays_awake_and_forgets_its_cache() -> None:

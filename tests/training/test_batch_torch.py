@@ -18,7 +18,7 @@ def test_tensors_hold_the_arrays_in_the_types_that_models_take() -> None:
     torch = pytest.importorskip("torch")
     batch = TrainingBatch.packed(two(), length=10, pad_id=0, advantages=dr_grpo)
     tensors = batch.torch()
-    assert [field.name for field in dataclasses.fields(tensors)] == list(ARRAYS)
+    assert [field.name for field in dataclasses.fields(tensors)] == [*ARRAYS, "masks"]
     for name in ARRAYS:
         assert getattr(tensors, name).tolist() == getattr(batch, name).tolist()
     whole = ("input_ids", "attention_mask", "position_ids", "segment_ids", "weight_versions")
