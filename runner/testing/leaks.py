@@ -53,7 +53,7 @@ class Leaked(AssertionError):
 
 
 @contextmanager
-def no_leaks(*engines: Engine, settle: float = 1.0) -> Iterator[None]:
+def no_leaks(*engines: Engine, settle: float = 5.0) -> Iterator[None]:
     """Fail if the block leaves a thread, a task, an open file or an open request behind.
 
     What is closed only because the garbage collector came by counts as left open. Works inside and outside an event
