@@ -218,12 +218,12 @@ BAD = {
     "thread": """
     def setup(self):
         self.stop = threading.Event()
-        self.ticker = threading.Thread(target=self.stop.wait, args=(5,), daemon=True)
+        self.ticker = threading.Thread(target=self.stop.wait, args=(600,), daemon=True)
         self.ticker.start()
 """,
     "thread of nobody": """
     def setup(self):
-        threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 """,
     "task": """
     async def setup(self):
@@ -379,7 +379,7 @@ class Env(Good):
     def setup(self):
         for number in range(5):
             name = f"{self.task.id}-{number}"
-            threading.Thread(target=time.sleep, args=(5,), daemon=True, name=name).start()
+            threading.Thread(target=time.sleep, args=(600,), daemon=True, name=name).start()
 """
     lines = findings(check(folder, GOOD + env))
     assert len(lines) == 4

@@ -282,17 +282,26 @@ async def test_close_seconds_is_reported_and_the_reward_stays(clock: trio.testin
 
 
 async def test_waiting_in_a_limiter_stops_every_clock(clock: trio.testing.MockClock) -> None:
+    came: list[str] = []
     order: list[str] = []
+    scored: list[str] = []
 
     class Shares(Timed):
         @tool
         async def use(self) -> str:
             """Use what is shared."""
+            came.append(self.task.id)
             async with self.episode.limiter("sandbox", 1):
                 order.append(self.task.id)
-                await anyio.wait_all_tasks_blocked()  # whoever can, waits for the limiter
+                while len(came) < 8 or len(scored) < len(order) - 1:  # until the others wait here or have played
+                    await anyio.lowlevel.checkpoint()
                 await self.passes(100)
             return "used"
+
+        @reward
+        async def correct(self) -> bool:
+            scored.append(self.task.id)
+            return True
 
     played = await play_all(Shares(clock), [call("use"), "Done"], tasks=tasks(8), limits=Limits(seconds=150))
     assert [t.outcome for t in played] == [Outcome.COMPLETED] * 8  # the last one waited for 700 s

@@ -16,10 +16,15 @@ pytest_plugins = ["pytester"]
 
 # Stands for the model in tests of what surrounds it.
 STAND_IN = """
+import pytest
 import runner.testing.home as home
 from runner import ScriptedEngine
 
-home.make_engine = lambda says="42": ScriptedEngine(says)
+patch = pytest.MonkeyPatch()
+patch.setattr(home, "make_engine", lambda says="42": ScriptedEngine(says))
+
+def pytest_unconfigure():
+    patch.undo()
 """
 
 
