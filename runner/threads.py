@@ -1,4 +1,4 @@
-"""Worker threads of a run: synchronous code of authors, under the run's own limit."""
+"""Worker threads of a run, under its own limit, for synchronous code of authors; and the way back to an event loop."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 
 from runner.clocks import Waiting
 
-__all__ = ["Job", "Workers"]
+__all__ = ["Job", "Workers", "soon_on_this_loop"]
 
 
 BUSY = 0.002
@@ -108,3 +109,11 @@ class Workers:
         if job.error is not None:
             raise job.error
         return job.result
+
+
+def soon_on_this_loop() -> Callable[[Callable[[], object]], object]:
+    """What calls a function soon on the event loop that runs here, from any thread, without waiting for it."""
+    native: Any = anyio.lowlevel.current_token().native_token
+    door: Callable[[Callable[[], object]], object]
+    door = native.run_sync_soon if hasattr(native, "run_sync_soon") else native.call_soon_threadsafe
+    return door

@@ -6,6 +6,7 @@ import io
 import itertools
 import sys
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from examples import train_proof  # noqa: E402  # torch is what they are about
 from examples.train_grpo import Batch, Loop, Settings, Trainer, play, questions, train  # noqa: E402
 from runner.training.grammar import GrammarMasks  # noqa: E402
 from runner.training.grammar_torch import masked_logprobs  # noqa: E402
-from runner.training.tree_torch import tree_logits, tree_logprobs  # noqa: E402
+from runner.training.tree_attention import TREE_ATTENTION  # noqa: E402
 
 pytestmark = pytest.mark.anyio
 
@@ -41,12 +42,17 @@ SMALL = Settings(steps=2, tasks=3, group_size=4, held_out=4, learning_rate=9e-4,
 """Two steps that go far, so that new weights can be told from old ones."""
 
 
-def tiny_model() -> Any:
+def tiny_model(**settings: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=49152, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+        vocab_size=49152,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        **settings,
     )
     return LlamaForCausalLM(config)
 
@@ -90,12 +96,13 @@ def test_seeds_train_on_other_questions_and_hold_out_the_same() -> None:
     assert [task.id for task in itertools.islice(first, 64)] != [task.id for task in itertools.islice(second, 64)]
 
 
-async def test_the_gradient_is_that_of_the_loss_on_a_padded_batch(groups: Sequence[Group], engine: VllmEngine) -> None:
+async def test_the_gradient_is_that_of_the_loss_on_a_padded_batch(
+    groups: Sequence[Group], engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     grammar = GrammarMasks.of_engine(engine)
-    trainer = Trainer(tiny_model(), grammar, SMALL)
-    with torch.autocast("cpu", enabled=False):
-        trainer.logprobs = lambda tree, masks: _in_float32(trainer, tree, masks)  # type: ignore[method-assign]  # exact
-        ratios = trainer.gradient(trainer.batch(groups), engine.weight_version)
+    trainer = Trainer(tiny_model(attn_implementation=TREE_ATTENTION), grammar, SMALL)
+    monkeypatch.setattr(torch, "autocast", lambda *_: nullcontext())  # in float32, so that both can be compared
+    ratios = trainer.gradient(trainer.batch(groups), engine.weight_version)
     assert ratios == [1.0] * len(ratios)  # these weights sampled them, as far as versions say
     ours = [parameter.grad.clone() for parameter in trainer.parameters]
     assert all(gradient.abs().max() > 0 for gradient in ours)
@@ -113,10 +120,6 @@ async def test_the_gradient_is_that_of_the_loss_on_a_padded_batch(groups: Sequen
     theirs = [named[name].grad for name, each in trainer.model.named_parameters() if each.requires_grad]
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.allclose(mine, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
-
-
-def _in_float32(trainer: Trainer, tree: Any, masks: Any) -> Any:
-    return tree_logprobs(tree_logits(trainer.model, tree), tree, masks)
 
 
 async def test_ratios_ask_the_recorded_log_probabilities_where_other_weights_sampled(

@@ -34,6 +34,8 @@ class Stamps:
 
     def spans(self, length: int) -> tuple[VersionSpan, ...]:
         """The versions of the first `length` ids, in order; a version that sampled nothing is not among them."""
+        if len(self._marks) == 1:  # as nearly always
+            return (VersionSpan(self.named(self._marks[0][0]), 0, length),) if length else ()
         ends = [*((version, min(start, length)) for version, start in self._marks), ("", length)]
         return tuple(
             VersionSpan(self.named(version), start, end) for (version, start), (_, end) in pairwise(ends) if start < end

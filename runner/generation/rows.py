@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import anyio
 import anyio.lowlevel
@@ -18,6 +18,7 @@ from runner.errors import EngineDead, EngineError, RequestRejected
 from runner.options import Sampling
 from runner.sampling import Sample, sample
 from runner.seeds import derive_seed
+from runner.threads import soon_on_this_loop
 from runner.tokens.log import Source, TokenLog
 
 __all__ = ["Row", "RowSetting", "RunningRows", "SampledRow", "sample_row"]
@@ -155,7 +156,7 @@ class RunningRows:
         self._failures: list[EngineError] = []
         self._fatal: Exception | None = None
         self._closed = False
-        self._soon = _door_to_this_loop()
+        self._soon = soon_on_this_loop()
 
     async def run(self) -> None:
         """Sample all of them."""
@@ -236,11 +237,3 @@ class RunningRows:
                 f"{self._missing} rows were cut: the block of `async with Generation(...)` was left before they ended."
             )
         return StopAsyncIteration()
-
-
-def _door_to_this_loop() -> Callable[[Callable[[], object]], object]:
-    """What calls a function soon on the event loop that runs here, from any thread, without waiting for it."""
-    native: Any = anyio.lowlevel.current_token().native_token
-    door: Callable[[Callable[[], object]], object]
-    door = native.run_sync_soon if hasattr(native, "run_sync_soon") else native.call_soon_threadsafe
-    return door

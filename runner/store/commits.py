@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import anyio
-import anyio.lowlevel
 
 from runner.errors import StorageFailed
 from runner.options import Constraint
@@ -22,6 +21,7 @@ from runner.store.codec import encode_trajectory
 from runner.store.database import storage_failed, transaction
 from runner.store.plain import class_name, encode_json, encode_task, encode_text
 from runner.tasks import Task
+from runner.threads import soon_on_this_loop
 from runner.trajectory import Trajectory
 
 __all__ = ["Commit", "CommitThread", "EpisodeCommit", "FinishCommit", "RewardCommit"]
@@ -274,7 +274,7 @@ class CommitThread:
 
     def start(self) -> None:
         """Begin; called on the event loop that is to be told."""
-        self._on_loop = _door_to_this_loop()
+        self._on_loop = soon_on_this_loop()
         self._thread.start()
 
     def send(self, commit: Commit) -> None:
@@ -360,11 +360,3 @@ class CommitThread:
             self._on_loop(settle)
         except RuntimeError:  # the loop is gone; what it sent is committed all the same
             return
-
-
-def _door_to_this_loop() -> Callable[[Callable[[], object]], object]:
-    """What calls a function soon on the event loop that runs here, from any thread, without waiting for it."""
-    native: Any = anyio.lowlevel.current_token().native_token
-    door: Callable[[Callable[[], object]], object]
-    door = native.run_sync_soon if hasattr(native, "run_sync_soon") else native.call_soon_threadsafe
-    return door

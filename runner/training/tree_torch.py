@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["block_mask", "tree_difference", "tree_hidden", "tree_inputs", "tree_logits", "tree_logprobs"]
 
 _MASKED = ("full_attention", "sliding_attention", "chunked_attention")
-_ATTENTIONS = ("sdpa", "eager", "flex_attention")
+_ATTENTIONS = ("sdpa", "eager", "flex_attention", "token_tree")  # the last is ours: runner.training.tree_attention
 
 
 def tree_inputs(tree: TokenTree, dtype: Any = None, *, device: Any = None) -> dict[str, Any]:
@@ -158,6 +158,8 @@ def _inputs_for(bare: Any, tree: TokenTree, device: Any) -> dict[str, Any]:
     match _attention(bare):
         case "flex_attention":
             return _inputs(tree, block_mask(tree, device), device)
+        case "token_tree":  # four dimensions, so that transformers passes it on as it is
+            return _inputs(tree, _indices(tree.leave, device)[None, None, None], device)
         case "sdpa":  # a bool mask fits every dtype, under autocast too
             return tree_inputs(tree, device=device)
         case _:

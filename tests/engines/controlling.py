@@ -39,13 +39,13 @@ class Said:
 
 
 @asynccontextmanager
-async def saying(engine: Engine, *, at_least: int = 3) -> AsyncIterator[Said]:
+async def saying(engine: Engine, wanted: GenerationRequest | None = None, *, at_least: int = 3) -> AsyncIterator[Said]:
     """A request of which so many ids were read; it goes on beside the block, and has ended after it."""
     said = Said([])
     begun = anyio.Event()
 
     async def read() -> None:
-        async with engine.stream(request()) as stream:
+        async with engine.stream(wanted or request()) as stream:
             async for delta in stream:
                 said.ids += delta.token_ids
                 if len(said.ids) >= at_least:
@@ -58,8 +58,8 @@ async def saying(engine: Engine, *, at_least: int = 3) -> AsyncIterator[Said]:
         yield said
 
 
-async def ask(engine: Engine) -> tuple[list[int], Finish]:
-    async with engine.stream(request()) as stream:
+async def ask(engine: Engine, wanted: GenerationRequest | None = None) -> tuple[list[int], Finish]:
+    async with engine.stream(wanted or request()) as stream:
         ids = [token_id async for delta in stream for token_id in delta.token_ids]
     assert stream.finish is not None
     return ids, stream.finish

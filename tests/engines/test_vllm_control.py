@@ -24,6 +24,7 @@ from runner.models import demo_model
 from runner.testing import assert_exact, cancel_everywhere
 from runner.testing.home import EngineAtHome
 from runner.tokens.log import VersionSpan
+from tests.engines import controlling
 from tests.engines.changed_weights import changed_weights
 from tests.playing import Plain, tasks, until_end
 
@@ -76,38 +77,7 @@ def request(max_tokens: int, prompt: range = PROMPT, **fields: Any) -> Generatio
 
 
 async def ask(engine: VllmEngine, max_tokens: int, prompt: range = PROMPT) -> tuple[list[int], Finish]:
-    async with engine.stream(request(max_tokens, prompt)) as stream:
-        ids = [token_id async for delta in stream for token_id in delta.token_ids]
-    assert stream.finish is not None
-    return ids, stream.finish
-
-
-@dataclasses.dataclass
-class Said:
-    """What one request was answered so far."""
-
-    ids: list[int]
-    finish: Finish | None = None
-
-
-@asynccontextmanager
-async def saying(engine: VllmEngine, wanted: GenerationRequest, *, at_least: int = 4) -> AsyncIterator[Said]:
-    """A request of which so many ids were read; it goes on beside the block, and has ended after it."""
-    said = Said([])
-    begun = anyio.Event()
-
-    async def read() -> None:
-        async with engine.stream(wanted) as stream:
-            async for delta in stream:
-                said.ids += delta.token_ids
-                if len(said.ids) >= at_least:
-                    begun.set()
-        said.finish = stream.finish
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(read)
-        await begun.wait()
-        yield said
+    return await controlling.ask(engine, request(max_tokens, prompt))
 
 
 @asynccontextmanager
@@ -134,9 +104,9 @@ def test_keep_stands_still_and_changes_no_id_even_if_the_cache_is_forgotten(on_e
         undisturbed = [(await ask(engine, 24, prompt))[0] for prompt in prompts]
         async with anyio.create_task_group() as group:
             async with (
-                saying(engine, request(24, prompts[0])) as one,
-                saying(engine, request(24, prompts[1])) as two,
-                saying(engine, request(24, prompts[2])) as three,
+                controlling.saying(engine, request(24, prompts[0])) as one,
+                controlling.saying(engine, request(24, prompts[1])) as two,
+                controlling.saying(engine, request(24, prompts[2])) as three,
             ):
                 await engine.pause("keep")
                 await stands_still(engine)
@@ -161,7 +131,7 @@ def test_wait_lets_turns_end_and_abort_cuts_them(on_engine: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
         undisturbed, _ = await ask(engine, 24)
         async with anyio.create_task_group() as group:
-            async with saying(engine, request(24)) as said:
+            async with controlling.saying(engine, request(24)) as said:
                 await engine.pause("wait")
                 assert (engine.stats().open, engine.sent_all) == (0, True)
             assert said.ids == undisturbed
@@ -169,7 +139,7 @@ def test_wait_lets_turns_end_and_abort_cuts_them(on_engine: Any) -> None:
             await stands_still(engine)
             assert (engine.stats().open, engine.stats().waiting) == (0, 1)
             await engine.resume()
-        async with saying(engine, request(2000)) as said:
+        async with controlling.saying(engine, request(2000)) as said:
             await engine.pause("abort")
             assert engine.stats().open == 0
         await engine.resume()
@@ -316,7 +286,7 @@ def test_spans_are_exact_and_no_later_request_reuses_what_other_weights_cached(
         undisturbed, _ = await ask(engine, 24, SHORT)
         assert (await ask(engine, 12))[0] == first_ids
         async with speaking(engine):
-            async with saying(engine, request(24, SHORT)) as said:
+            async with controlling.saying(engine, request(24, SHORT)) as said:
                 await engine.pause("keep")
                 await stands_still(engine)
                 sampled = len(said.ids)
