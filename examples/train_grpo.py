@@ -53,7 +53,7 @@ class Settings:
     held_out: int = 128
     learning_rate: float = 8e-5
     frozen_layers: int = 20  # of the demo model's 30, the lower ones: a step takes 40% less
-    enough: float = 0.995  # mean exact reward of three steps at which training stops early
+    enough: float = 0.995  # mean exact reward of five steps at which training stops early
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Loop:
     @property
     def done(self) -> bool:
         steps, seconds = self.progress.steps, 60 * self.settings.minutes - self.progress.seconds
-        enough = len(steps) >= 3 and fmean(step.exact for step in steps[-3:]) >= self.settings.enough
+        enough = len(steps) >= 5 and fmean(step.exact for step in steps[-5:]) >= self.settings.enough
         return bool(steps) and (enough or len(steps) >= self.settings.steps or seconds < steps[-1].total)
 
 

@@ -108,6 +108,8 @@ class VllmEngine(Engine):
         self._death = None
         weights = VllmWeights(self._llm, name)
         await weights.prepare()
+        if weights.extended:
+            await self._llm.collective_rpc("mend_seeds")
         driver = VllmDriver(self, self._llm, weights)
         self._adapters = VllmAdapters(self._llm, self._process.source, driver.answered)
         self.control = EngineControl(driver, self.gate, [await self._first_version()], self._adapters)

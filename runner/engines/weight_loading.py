@@ -112,7 +112,7 @@ class VllmWeights:
         try:
             if checked.transfer is not None:
                 await self._transfers.receive(checked.transfer)
-            elif self._extended:
+            elif self.extended:
                 names = {"files": list(checked.files), "ignored": list(checked.ignored)}
                 await self._llm.collective_rpc("load_weight_files", kwargs=names)
             else:
@@ -149,7 +149,7 @@ class VllmWeights:
         return CheckedWeights(found.folder, files, tuple(self._model().ignored(found.forms)))
 
     def _check_tensors(self, source: Mapping[str, Any]) -> CheckedWeights:
-        if not self._extended:
+        if not self.extended:
             given = self._llm.vllm_config.parallel_config.worker_extension_cls
             raise BadWeights(
                 f"a state dict is loaded by a worker extension of ours, and the engine was started with "
@@ -171,7 +171,7 @@ class VllmWeights:
         return model_dtype if rounded else given.dtype
 
     @property
-    def _extended(self) -> bool:
+    def extended(self) -> bool:
         """Whether the workers have our methods."""
         given: str = self._llm.vllm_config.parallel_config.worker_extension_cls
         if given in ("", _EXTENSION):

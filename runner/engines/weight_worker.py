@@ -1,4 +1,4 @@
-"""Runs inside vLLM's workers: loads new weights from files that were compared with the model before, mends adapters.
+"""Runs inside vLLM's workers: loads new weights from files that were compared with the model before; mends CPU workers.
 
 vLLM adds `WeightWorker` to its worker class, so its methods can be called in every worker at once. Its own
 `reload_weights(weights_path=...)` takes a folder only, and moves the model's path to it.
@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from runner.engines.adapter_masking import mask_kernels
+from runner.engines.cpu_generators import mend_generators
 
 __all__ = ["WeightWorker"]
 
@@ -20,7 +21,7 @@ else:
 
 
 class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
-    """What `VllmEngine.update_weights` and, on a CPU, `add_adapter` need of a worker.
+    """What `VllmEngine.update_weights` and, on a CPU, `add_adapter` and seeds need of a worker.
 
     A worker extension of your own inherits from it: `class Mine(WeightWorker)`.
     """
@@ -47,6 +48,11 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
     def mask_adapters(self) -> bool:
         """Keep adapters away from turns that asked for none; gives whether they are."""
         return mask_kernels()
+
+    def mend_seeds(self) -> None:
+        """Let seeded turns survive prompts that are computed in pieces, on a CPU."""
+        if self.device.type == "cpu":
+            mend_generators()
 
 
 def _tensors(files: Sequence[str], ignored: frozenset[str]) -> Iterator[tuple[str, Any]]:

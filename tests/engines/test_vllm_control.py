@@ -348,6 +348,36 @@ def test_a_profile_is_written_where_the_engine_was_told(on_engine: Any, profiles
     assert any(path.stat().st_size for path in profiles.glob("*.pt.trace.json.gz"))
 
 
+# --- seeds
+
+
+def test_a_seed_gives_the_same_ids_whether_a_prompt_is_computed_at_once_or_in_pieces(
+    on_engine: Callable[[Scenario], None],
+) -> None:
+    prompts = [range(start, start + 3000) for start in (1000, 9000)]  # together more than a step of the engine takes
+
+    async def seeded(engine: VllmEngine, prompt: range, into: list[list[int]]) -> None:
+        wanted = request(6, prompt, seed=7)
+        wanted = dataclasses.replace(wanted, sampling=dataclasses.replace(wanted.sampling, temperature=1.0))
+        ids, finish = await controlling.ask(engine, wanted)
+        assert finish.reason is FinishReason.LENGTH
+        into.append(ids)
+
+    async def scenario(engine: VllmEngine) -> None:
+        alone: list[list[int]] = []
+        for prompt in prompts:
+            await seeded(engine, prompt, alone)
+        await engine.reset_prefix_cache()
+        together: list[list[int]] = []
+        async with anyio.create_task_group() as group:
+            for prompt in prompts:
+                group.start_soon(seeded, engine, prompt, together)
+        assert sorted(together) == sorted(alone)
+        assert alone[0] != alone[1]
+
+    on_engine(scenario)
+
+
 # --- the end of it, so the last test: the engine does not survive it
 
 

@@ -19,6 +19,7 @@ from runner.training.advantages import grpo
 from runner.training.batch import TrainingBatch
 from runner.training.grammar import UNCONSTRAINED, TokenMasks
 from runner.training.rows import TrainingRow
+from runner.training.selection import Selection
 from runner.training.tree import TokenTree
 from runner.trajectory import Group, Turn
 from tests.training.making import group as made_group
@@ -289,6 +290,17 @@ def test_the_gradients_of_the_page_are_those_of_the_padded_batchs_page(capsys: p
     assert max(float(gradient.abs().max()) for gradient in padded.values()) > 1e-2
     assert capsys.readouterr().out == "5 rows as 1 tree: 32 nodes for 116 ids (3.6x), 125 padded (3.9x); logits at 7\n"
     assert page["proven"](model, groups) < EXACT
+
+
+def test_the_model_of_the_page_sees_the_one_tree_of_a_step_and_is_saved_as_any_other(tmp_path: Path) -> None:
+    llama(dtype="float32").save_pretrained(tmp_path)
+    page = names_of("shared-prefixes.md")
+    model = page["loaded"](tmp_path).eval()
+    (tree,) = page["one_tree"](Selection.of(two_groups()))
+    assert model.config._attn_implementation == page["TREE_ATTENTION"]
+    assert tree_difference(model, tree) < 1e-4
+    model.save_pretrained(tmp_path / "again")
+    assert page["TREE_ATTENTION"] not in (tmp_path / "again" / "config.json").read_text()
 
 
 def test_the_two_ways_to_constrained_turns_of_the_page_agree() -> None:

@@ -1,0 +1,73 @@
+"""Generators that vLLM can take back: what it calls behind each piece of a prompt, and what a turn samples then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runner.engines.cpu_generators import mend_generators, rewinding
+
+torch = pytest.importorskip("torch")
+
+
+def numbers(generator: Any) -> list[float]:
+    values: list[float] = torch.empty(8).exponential_(generator=generator).tolist()
+    return values
+
+
+def take_back(generator: Any) -> None:
+    generator.set_offset(generator.get_offset() - 4)  # as vLLM's model runner does
+
+
+def plain(seed: int) -> Any:
+    return torch.Generator(device="cpu").manual_seed(seed)
+
+
+def test_a_generator_of_a_cpu_cannot_be_taken_back() -> None:
+    with pytest.raises(RuntimeError, match="CPU Generator does not use offset"):
+        take_back(plain(7))
+
+
+def test_what_was_sampled_for_nothing_is_sampled_again() -> None:
+    generator = rewinding(7, [])
+    first = numbers(generator)
+    for _ in range(3):
+        take_back(generator)
+        assert numbers(generator) == first == numbers(plain(7))
+
+
+def test_a_turn_that_is_computed_anew_does_not_repeat_its_numbers() -> None:
+    sampled: list[int] = []
+    generator = rewinding(7, sampled)
+    first = numbers(generator)
+    sampled.append(1)
+    take_back(generator)
+    assert numbers(generator) != first
+
+
+def test_requests_of_vllm_get_such_generators_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = pytest.importorskip("vllm.v1.worker.gpu_input_batch")
+    monkeypatch.setattr(states.CachedRequestState, "__post_init__", states.CachedRequestState.__post_init__)
+    for _ in range(2):
+        mend_generators()
+
+    def made(generator: Any) -> Any:
+        return states.CachedRequestState(
+            req_id="a",
+            prompt_token_ids=[1, 2],
+            mm_features=[],
+            sampling_params=None,
+            generator=generator,
+            block_ids=([],),
+            num_computed_tokens=0,
+            output_token_ids=[],
+        )
+
+    assert made(None).generator is None
+    state = made(plain(7))
+    assert state.num_prompt_tokens == 2
+    assert state.generator.sampled is state.output_token_ids
+    assert numbers(state.generator) == numbers(plain(7))
+    take_back(state.generator)
+    assert numbers(state.generator) == numbers(plain(7))
