@@ -45,7 +45,7 @@ def rewinding(seed: int, sampled: list[int]) -> Any:
 def _type() -> Any:
     import torch
 
-    class Rewinding(torch.Generator):
+    class Rewinding(torch.Generator):  # type: ignore[misc]  # torch is not typed here
         sampled: list[int]
 
         def get_offset(self) -> int:
