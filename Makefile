@@ -10,7 +10,7 @@ BIN := .venv/bin
 help:
 	@echo "make run     play 64 episodes of the calculator environment on the demo model"
 	@echo "make test    format, lint, types and tests, with the real engine"
-	@echo "make train   watch the demo model learn to use the calculator, some 5 minutes; train-proof does it thrice"
+	@echo "make train   watch the demo model learn to use the calculator, some 7 minutes; train-proof does it thrice"
 	@echo "make bench   the benchmarks; prints figures"
 	@echo "make setup   only what the others need: .venv, dependencies, the demo model"
 	@echo "make clean   remove .venv and every cache; run files in runs/ stay"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -27,15 +28,13 @@ from runner import Concurrency, Group, Limits, Run, Sampling, VllmEngine
 from runner.engines.output import quiet_output
 from runner.models import resolve_model
 from runner.training import GrammarMasks, Saving, Selection, TokenMasks, TokenTree, grpo
-from runner.training.grammar_torch import head_logprobs
 from runner.training.progress import Stopwatch, TrainingProgress, TrainingRecord, TrainingStep
 from runner.training.tree_attention import TREE_ATTENTION
-from runner.training.tree_torch import tree_hidden
+from runner.training.tree_torch import tree_head_logprobs
 
 HELD_OUT = 1_000_000_000  # the number of the first question that is never trained on
-TURNS = 3  # of an episode that is learnt from: two calls and the answer; what goes on after them is wrong anyway
-WARM_UP, CLIP_NORM, RATIO = 3, 1.0, (0.8, 1.25)  # steps; of the gradient; a probability moves no further in a step
-NODES = 4096  # of a token tree: what a forward and backward pass of the demo model holds in 4 GB
+WARM_UP, CLIP_NORM, RATIO = 3, 1.0, (0.8, 1.25)  # steps; of the gradient; beyond it an old id has no more to teach
+TURNS, NODES = 3, 4096  # of an episode: two calls and the answer; of a token tree: what 4 GB hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +75,7 @@ class Trainer:
         self.model, self.grammar = model, grammar
         self.episodes = settings.tasks * settings.group_size
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-        )
+        self.optimizer = torch.optim.Adam(self.parameters, settings.learning_rate, betas=(0.9, 0.95), fused=True)
         self.warm_up = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1, (step + 1) / WARM_UP))
 
     def batch(self, groups: Sequence[Group]) -> Batch:
@@ -89,32 +86,31 @@ class Trainer:
         return Batch(rows, trees, masks, grpo(rows.rewards, rows.group_of)[rows.trajectory_of])
 
     def learn(self, batch: Batch, version: str) -> list[float]:
-        """One step of the optimizer, from weights that the engine calls `version`; gives the ratio of each id."""
-        ratios = self.gradient(batch, version)
+        """One step of the optimizer, from weights that the engine calls `version`; gives what `gradient` gives."""
+        gaps = self.gradient(batch, version)
         if batch.trees:  # else every group was solved by all its episodes, or by none
             torch.nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
             self.optimizer.step()
             self.warm_up.step()
             self.optimizer.zero_grad()
-        return ratios
+        return gaps
 
     def gradient(self, batch: Batch, version: str) -> list[float]:
-        """Add the gradient of the batch's loss to the parameters, tree by tree."""
-        seen = []
+        """Add that of the batch's loss to the parameters; gives how far each log-probability is from the engine's."""
+        gaps = []
         for tree, masks in zip(batch.trees, batch.masks, strict=True):
-            ratios = self.ratios(self.logprobs(tree, masks), tree, batch.rows.versions, version)
+            now = self.logprobs(tree, masks)
+            ratios = self.ratios(now, tree, batch.rows.versions, version)
             advantages = torch.from_numpy(batch.advantages[tree.terms.row])
             gain = torch.minimum(ratios * advantages, ratios.clamp(*RATIO) * advantages)
             (-gain.sum() / self.episodes).backward()
-            seen += ratios.tolist()
-        return seen
+            gaps += (now.detach() - torch.from_numpy(tree.terms.logprobs)).abs().tolist()
+        return gaps
 
     def logprobs(self, tree: TokenTree, masks: TokenMasks) -> torch.Tensor:
         """With what log-probability these weights sample each id, among those that the grammar allows in its place."""
         with torch.autocast(self.model.device.type, torch.bfloat16):
-            hidden = tree_hidden(self.model, tree)[tree.terms.logit]
-        head = self.model.get_output_embeddings().weight
-        return head_logprobs(hidden.float(), head, tree.terms.target_id, masks, tree.terms.temperatures)
+            return tree_head_logprobs(self.model, tree, masks)
 
     def ratios(self, now: torch.Tensor, tree: TokenTree, versions: Sequence[str], version: str) -> torch.Tensor:
         """Each id's probability now over that when it was sampled: 1, with a gradient, where these weights did it."""
@@ -127,15 +123,15 @@ class Trainer:
         tokenizer = AutoTokenizer.from_pretrained(self.model.config.name_or_path)
         tokenizer.chat_template = template
         tokenizer.save_pretrained(folder)
-        self.model.to(torch.bfloat16).save_pretrained(folder)
+        deepcopy(self.model).to(torch.bfloat16).save_pretrained(folder)
 
 
 def questions(settings: Settings) -> tuple[list[Question], Iterator[Question]]:
-    """The held-out questions, and as many others as are wanted: none that is held out is ever trained on."""
-    held_out = [question(HELD_OUT + number) for number in range(settings.held_out)]
-    texts = {task.prompt for task in held_out}
-    others = map(question, itertools.count(settings.seed * 1_000_000))
-    return held_out, (task for task in others if task.prompt not in texts)
+    """The held-out questions, all different, and as many others as are wanted: none is among those held out."""
+    different = {task.prompt: task for task in map(question, range(HELD_OUT, HELD_OUT + 2 * settings.held_out))}
+    held_out = dict(itertools.islice(different.items(), settings.held_out))
+    others = map(question, itertools.count((settings.seed + 1) * 1_000_000))  # behind those of `deltarunner run`
+    return list(held_out.values()), (task for task in others if task.prompt not in held_out)
 
 
 async def play(engine: VllmEngine, tasks: Sequence[Question], **options: Any) -> list[Group]:
@@ -144,9 +140,12 @@ async def play(engine: VllmEngine, tasks: Sequence[Question], **options: Any) ->
 
 
 async def evaluate(engine: VllmEngine, tasks: Sequence[Question]) -> dict[str, float]:
-    """The share of held-out questions that is answered right."""
-    greedy = await play(engine, tasks, sampling=Sampling(temperature=0))
-    return {"greedy": mean_of(greedy, "exact"), "temperature 1": mean_of(await play(engine, tasks), "exact")}
+    """The share of held-out questions that is answered right; an episode that failed is none of them."""
+    shares = {}
+    for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
+        groups = await play(engine, tasks, sampling=Sampling(temperature=temperature))
+        shares[name] = sum(group.trajectories[0].rewards.get("exact") == 1 for group in groups) / len(tasks)
+    return shares
 
 
 def mean_of(groups: Sequence[Group], reward: str | None = None) -> float:
@@ -191,7 +190,7 @@ class Loop:
         with watch("batch"):
             batch = await anyio.to_thread.run_sync(self.trainer.batch, groups)
         with watch("train"):
-            ratios = await anyio.to_thread.run_sync(self.trainer.learn, batch, self.engine.weight_version)
+            gaps = await anyio.to_thread.run_sync(self.trainer.learn, batch, self.engine.weight_version)
         with watch("update"):  # `keep`: what is being sampled stands still, and goes on with the new weights
             update = await self.engine.update_weights(self.trainer.model.state_dict(), mode="keep")
         return TrainingStep(
@@ -199,9 +198,9 @@ class Loop:
             reward=mean_of(groups),
             exact=mean_of(groups, "exact"),
             groups=sum(not group.flat for group in batch.rows.groups),
-            ids=len(ratios),
+            ids=len(gaps),
             saving=Saving.of(batch.trees).ratio,
-            ratio=fmean(ratios or [1.0]),
+            gap=fmean(gaps or [0.0]),
             seconds=watch.seconds,
             version=update.version,
         )

@@ -30,7 +30,7 @@ def table(records: Mapping[int, TrainingRecord]) -> str:
 
 
 def _cells(seed: int, record: TrainingRecord) -> list[str]:
-    results = [f"{before:.2f} → {after:.2f}" for before, after in record.held_out.values()]
+    results = [f"{before:.3f} → {after:.3f}" for before, after in record.held_out.values()]
     seconds = [f"{record.seconds:.0f}", *(f"{record.phases[phase]:.0f}" for phase in PHASES)]
     return [str(seed), *results, str(len(record.steps)), *seconds, "yes" if proved(record) else "no"]
 

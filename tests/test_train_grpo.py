@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import anyio
@@ -75,10 +76,14 @@ async def groups(engine: VllmEngine) -> Sequence[Group]:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_no_question_that_is_held_out_or_shown_in_the_prompt_is_trained_on(seed: int) -> None:
     held_out, training = questions(Settings(seed=seed))
-    assert len(held_out) == 128
     texts = {task.prompt for task in held_out}
+    assert len(held_out) == len(texts) == 128
     shown = {str(message["content"]) for message in Calculator.prompt(_asked()) if message["role"] == "user"}
-    trained_on = {task.prompt for task in itertools.islice(training, 5000)}
+    taken = list(itertools.islice(training, 5000))
+    trained_on = {task.prompt for task in taken}
+    assert not {task.id for task in taken} & {task.id for task in Calculator().tasks()}, (
+        "`deltarunner run` plays others"
+    )
     assert not texts & trained_on
     assert len(shown) == 3
     assert not (shown - {"What is it?"}) & texts
@@ -88,6 +93,16 @@ def _asked() -> Calculator:
     environment = Calculator()
     environment.task = Task(id="asked", prompt="What is it?")  # type: ignore[assignment]  # only its prompt is read
     return environment
+
+
+def test_a_model_that_is_saved_goes_on_in_float32(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trainer = Trainer(AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32), GrammarMasks(), SMALL)
+    trainer.save(tmp_path, "{{ messages }}")
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
+    assert (tmp_path / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 def test_seeds_train_on_other_questions_and_hold_out_the_same() -> None:
@@ -102,8 +117,8 @@ async def test_the_gradient_is_that_of_the_loss_on_a_padded_batch(
     grammar = GrammarMasks.of_engine(engine)
     trainer = Trainer(tiny_model(attn_implementation=TREE_ATTENTION), grammar, SMALL)
     monkeypatch.setattr(torch, "autocast", lambda *_: nullcontext())  # in float32, so that both can be compared
-    ratios = trainer.gradient(trainer.batch(groups), engine.weight_version)
-    assert ratios == [1.0] * len(ratios)  # these weights sampled them, as far as versions say
+    gaps = trainer.gradient(trainer.batch(groups), engine.weight_version)
+    assert fmean(gaps) > 0.5  # the engine's weights are others; by their version they count as these
     ours = [parameter.grad.clone() for parameter in trainer.parameters]
     assert all(gradient.abs().max() > 0 for gradient in ours)
 
@@ -137,6 +152,31 @@ async def test_ratios_ask_the_recorded_log_probabilities_where_other_weights_sam
     assert trainer.ratios(now, tree, batch.rows.versions, engine.weight_version).unique().tolist() == [1.0]
 
 
+async def test_an_older_id_teaches_until_its_probability_has_moved_by_the_ratio(
+    groups: Sequence[Group], engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(tiny_model(), GrammarMasks.of_engine(engine), SMALL)
+    batch = trainer.batch(groups)
+    (terms,) = (tree.terms for tree in batch.trees)
+    moved = torch.log(torch.where(torch.arange(len(terms)) % 2 == 0, 2.0, 0.5)).requires_grad_()
+    recorded = torch.from_numpy(terms.logprobs)
+    monkeypatch.setattr(trainer, "logprobs", lambda _tree, _masks: recorded + moved)
+    gaps = trainer.gradient(batch, "newer weights")
+    assert gaps == pytest.approx([np.log(2)] * len(terms), abs=1e-5)
+    advantages = batch.advantages[terms.row]
+    ratios = moved.detach().exp().numpy()
+    beyond = np.where(advantages > 0, ratios > 1.25, ratios < 0.8)
+    assert {(bool(gain > 0), bool(past)) for gain, past in zip(advantages, beyond, strict=True)} == {
+        (True, True),
+        (True, False),
+        (False, True),
+        (False, False),
+    }
+    expected = np.where(beyond, 0, -advantages * ratios / trainer.episodes)
+    assert moved.grad is not None
+    assert np.allclose(moved.grad.numpy(), expected, atol=1e-6)
+
+
 async def test_two_steps_move_the_weights_of_the_engine_and_leave_a_folder_that_plays(
     trained_engine: VllmEngine, tmp_path: Path
 ) -> None:
@@ -150,6 +190,7 @@ async def test_two_steps_move_the_weights_of_the_engine_and_leave_a_folder_that_
     assert record.steps[0].groups > 0
     assert record.steps[0].saving > 2
     assert all(min(step.seconds.values()) > 0 for step in record.steps)
+    assert all(step.gap < 0.1 for step in record.steps), "trainer and engine compute the same, but for rounding"
     assert TrainingRecord.load(settings.out) == record
     assert (settings.out / "training.png").stat().st_size > 10_000
 
@@ -231,16 +272,18 @@ async def test_with_overlap_weights_change_under_the_next_episodes_and_their_rat
     assert trainer.batches[0].rows.versions == (first,)
     batch = trainer.batches[1]
     assert set(batch.rows.versions) == {first, second}
-    ratios, own = [], []
+    ratios, own, gaps = [], [], []
     for tree, masks in zip(batch.trees, batch.masks, strict=True):
         with torch.no_grad():
             now = trainer.logprobs(tree, masks)
         ratios.append(trainer.ratios(now, tree, batch.rows.versions, second).numpy())
         own.append(np.array(batch.rows.versions)[tree.terms.versions] == second)
+        gaps.append(np.abs(now.numpy() - tree.terms.logprobs))
     told, is_own = np.concatenate(ratios), np.concatenate(own)
     assert 0 < is_own.sum() < len(is_own)
     assert set(told[is_own].tolist()) == {1.0}
     assert (told[~is_own] != 1).any()
+    assert np.concatenate(gaps)[is_own].mean() < 0.1, "the engine sampled with the weights that its version names"
 
 
 def test_the_proof_is_a_table_that_says_which_seed_did_not_learn_enough() -> None:
@@ -253,8 +296,8 @@ def test_the_proof_is_a_table_that_says_which_seed_did_not_learn_enough() -> Non
     assert train_proof.table({0: good, 1: weak}).splitlines() == [
         "| seed | greedy | temperature 1 | steps | time | rollout | batch | train | update | 0.95 in 5 minutes |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| 0 | 0.80 → 0.99 | 0.40 → 0.90 | 1 | 100 | 40 | 0 | 60 | 0 | yes |",
-        "| 1 | 0.80 → 0.94 | 0.40 → 0.90 | 1 | 100 | 40 | 0 | 60 | 0 | no |",
+        "| 0 | 0.800 → 0.990 | 0.400 → 0.900 | 1 | 100 | 40 | 0 | 60 | 0 | yes |",
+        "| 1 | 0.800 → 0.940 | 0.400 → 0.900 | 1 | 100 | 40 | 0 | 60 | 0 | no |",
     ]
 
 
@@ -266,7 +309,7 @@ def _step(seconds: float) -> TrainingStep:
         groups=1,
         ids=1,
         saving=6.0,
-        ratio=1.0,
+        gap=0.01,
         seconds={"rollout": 40.0, "train": seconds - 40.0},
         version="1",
     )

@@ -27,7 +27,7 @@ PHASES = ("rollout", "batch", "train", "update")
 """What a step spends its time on, in order."""
 
 HEAD = (
-    f"{'step':>4} {'reward':>7} {'exact':>6} {'groups':>6} {'ids':>6} {'tree':>6} {'ratio':>6} "
+    f"{'step':>4} {'reward':>7} {'exact':>6} {'groups':>6} {'ids':>6} {'tree':>6} {'gap':>6} "
     + " ".join(f"{phase + ' s':>9}" for phase in PHASES)
     + f" {'seconds':>8}  weights"
 )
@@ -64,7 +64,8 @@ class TrainingStep:
         groups: how many had spread, and so were learnt from.
         ids: sampled ids that were trained on.
         saving: how many ids of rows one computed node stands for.
-        ratio: mean of new over old probability of the trained ids; 1 where all were sampled by the weights that learn.
+        gap: between an id's log-probability in the trainer and the one that the engine recorded, in nats, mean over
+            ids: rounding, and what older weights sampled.
         seconds: by phase.
         version: of the weights that came out.
     """
@@ -75,7 +76,7 @@ class TrainingStep:
     groups: int
     ids: int
     saving: float
-    ratio: float
+    gap: float
     seconds: Mapping[str, float]
     version: str
 
@@ -92,7 +93,7 @@ class TrainingStep:
         phases = " ".join(f"{self.seconds.get(phase, 0.0):>9.1f}" for phase in PHASES)
         return (
             f"{self.number:>4} {self.reward:>7.3f} {self.exact:>6.3f} {self.groups:>6} {self.ids:>6} "
-            f"{self.saving:>5.1f}x {self.ratio:>6.3f} {phases} {seconds:>8.0f}  {self.version}"
+            f"{self.saving:>5.1f}x {self.gap:>6.3f} {phases} {seconds:>8.0f}  {self.version}"
         )
 
 

@@ -10,6 +10,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from runner.errors import BadModel
+
 __all__ = ["TREE_ATTENTION", "tree_attention"]
 
 TREE_ATTENTION = "token_tree"
@@ -17,6 +19,7 @@ TREE_ATTENTION = "token_tree"
 with its nodes times what each sees, not with the square of its nodes. Anything but a tree is computed as by sdpa."""
 
 _BLOCK = 256  # nodes: fewer look at less that they do not see, more are fewer calls
+_CHANGES = ("softcap", "s_aux")  # what else a layer may ask of its scores, and sdpa leaves out
 
 
 def tree_attention(
@@ -35,8 +38,20 @@ def tree_attention(
 
     Returns:
         Shape [1, nodes, heads, width], and no weights.
+
+    Raises:
+        BadModel: the layer asks for more than a scaled softmax.
     """
-    if attention_mask is None or attention_mask.dtype != torch.int64:
+    is_tree = (
+        attention_mask is not None and attention_mask.shape[:3] == (1, 1, 1) and attention_mask.dtype == torch.int64
+    )
+    names = (*_CHANGES, "position_bias") if is_tree else _CHANGES
+    if changes := [name for name in names if options.get(name) is not None]:
+        raise BadModel(
+            f"{type(module).__name__} changes its scores by {' and '.join(changes)}, which attention in blocks does "
+            "not: load the model with attn_implementation='eager'."
+        )
+    if not is_tree:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, **options)
         return output, None
     times = query.shape[1] // key.shape[1]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from runner.errors import BadBatch, BadModel
-from runner.training.grammar_torch import masked_logprobs
+from runner.training.grammar_torch import head_logprobs, masked_logprobs
 from runner.training.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -18,9 +18,18 @@ if TYPE_CHECKING:
 
     from runner.training.grammar import TokenMasks
 
-__all__ = ["block_mask", "tree_difference", "tree_hidden", "tree_inputs", "tree_logits", "tree_logprobs"]
+__all__ = [
+    "block_mask",
+    "tree_difference",
+    "tree_head_logprobs",
+    "tree_hidden",
+    "tree_inputs",
+    "tree_logits",
+    "tree_logprobs",
+]
 
-_MASKED = ("full_attention", "sliding_attention", "chunked_attention")
+_MASKED = ("global", "full_attention", "sliding_attention", "chunked_attention")
+_BEHIND_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 _ATTENTIONS = ("sdpa", "eager", "flex_attention", "token_tree")  # the last is ours: runner.training.tree_attention
 
 
@@ -85,9 +94,14 @@ def tree_hidden(model: Any, tree: TokenTree) -> Any:
         The last hidden states, shape [logits, width], with gradients as usual.
 
     Raises:
-        BadModel: as `tree_logits`.
+        BadModel: as `tree_logits`, or the model is inside a wrapper that has to see its passes, such as DDP.
         BadBatch: as `tree_logits`.
     """
+    if hasattr(model, "module"):
+        raise BadModel(
+            f"{type(model).__name__} has to see the pass, and would not see this one: use tree_logits, "
+            f"or give {type(model).__name__}.module and bring the gradients together yourself."
+        )
     inputs, wanted = _asked(model, tree)
     return _bare(model).base_model(**inputs, use_cache=False).last_hidden_state[0, wanted]
 
@@ -115,6 +129,37 @@ def tree_logprobs(logits: Any, tree: TokenTree, masks: TokenMasks | None = None)
     elif len(terms):
         logits = logits / temperature[0]
     return logits[node, target] - logits.logsumexp(-1)[node]
+
+
+def tree_head_logprobs(model: Any, tree: TokenTree, masks: TokenMasks) -> Any:
+    """What `tree_logprobs(tree_logits(model, tree), tree, masks)` gives, from those logits alone that a mask leaves.
+
+    The head runs in its weight's dtype, under autocast too.
+
+    Args:
+        model: as for `tree_hidden`; its head is one matrix, with a bias or without.
+        tree: the rows.
+        masks: as for `tree_logprobs`.
+
+    Returns:
+        As `tree_logprobs`.
+
+    Raises:
+        BadModel: as `tree_hidden`, or the model changes its logits behind the head.
+        BadBatch: as `tree_logits`.
+    """
+    config = _bare(model).config.get_text_config()
+    if changes := [name for name in _BEHIND_THE_HEAD if getattr(config, name, None) not in (None, 1)]:
+        raise BadModel(
+            f"{type(_bare(model)).__name__} changes its logits behind the head ({', '.join(changes)}): "
+            "use tree_logprobs(tree_logits(model, tree), tree, masks)."
+        )
+    head, terms = _bare(model).get_output_embeddings(), tree.terms
+    hidden = tree_hidden(model, tree).to(head.weight.dtype)
+    logit, target = _indices(terms.logit, hidden.device), _indices(terms.target_id, hidden.device)
+    bias = getattr(head, "bias", None)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return head_logprobs(hidden[logit], head.weight, target, masks, terms.temperatures, bias=bias)
 
 
 def tree_difference(model: Any, tree: TokenTree) -> float:
@@ -197,7 +242,10 @@ def _check(model: Any, tree: TokenTree) -> None:
             f"{name} attends with {_attention(bare)!r}, which takes no mask of a tree. "
             f"Load it with attn_implementation={' or '.join(map(repr, _ATTENTIONS))}."
         )
-    if getattr(bare, "_is_stateful", False) or set(getattr(config, "layer_types", None) or ()) - {*_MASKED}:
+    if _attention(bare) == "token_tree" and not bare._can_set_attn_implementation():
+        raise BadModel(f"{name} has an attention of its own: load it with attn_implementation='eager'.")
+    layers = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
+    if getattr(bare, "_is_stateful", False) or layers - {*_MASKED}:
         raise BadModel(
             f"{name} has layers that no mask holds to a branch, such as a state that goes from id to id: "
             "train it on padded batches."

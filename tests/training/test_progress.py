@@ -20,7 +20,7 @@ def step(number: int, exact: float) -> TrainingStep:
         groups=7,
         ids=1987,
         saving=6.01,
-        ratio=1.0,
+        gap=0.01,
         seconds={"rollout": 3.0, "batch": 0.5, "train": 5.0, "update": 0.5},
         version=str(number),
     )
@@ -38,7 +38,7 @@ def test_each_step_is_one_line_under_the_names_of_its_columns() -> None:
     lines = shown(terminal=False).splitlines()
     assert lines[0] == HEAD
     assert len(lines) == 3
-    assert " ".join(lines[2].split()) == "2 0.950 0.750 7 1987 6.0x 1.000 3.0 0.5 5.0 0.5 18 2"
+    assert " ".join(lines[2].split()) == "2 0.950 0.750 7 1987 6.0x 0.010 3.0 0.5 5.0 0.5 18 2"
     assert len(lines[1]) < 120
 
 

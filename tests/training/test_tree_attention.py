@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from runner.errors import BadModel
 from runner.training.tree import TokenTree
 from tests.training.test_tree_gradients import padded_loss, tree_loss
 from tests.training.tiny import EXACT, GROUPS, VOCABULARY, Rows, gradients, largest_difference, llama, on_one_thread
@@ -77,6 +78,28 @@ def test_under_autocast_it_is_as_close_as_sdpa(block: int) -> None:
             for each in (TREE_ATTENTION, "sdpa")
         )
     assert 0 < ours < 2 * theirs
+
+
+@pytest.mark.parametrize("change", ["softcap", "s_aux", "position_bias"])
+def test_a_layer_that_changes_its_scores_is_refused_and_not_computed_without(change: str) -> None:
+    scores, leave = torch.zeros(1, 2, 3, 4), torch.tensor([[[[3, 3, 3]]]])
+    with pytest.raises(BadModel, match=f"Module changes its scores by {change}, .* attn_implementation='eager'"):
+        tree_attention.tree_attention(torch.nn.Module(), scores, scores, scores, leave, **{change: torch.ones(2)})
+
+
+@pytest.mark.parametrize("change", ["softcap", "s_aux"])
+def test_what_sdpa_would_leave_out_is_refused_outside_trees_too(change: str) -> None:
+    scores = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(BadModel, match=f"Module changes its scores by {change}"):
+        tree_attention.tree_attention(torch.nn.Module(), scores, scores, scores, None, **{change: torch.ones(2)})
+
+
+def test_an_int64_mask_that_is_no_trees_is_sdpas_business() -> None:
+    scores = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(RuntimeError, match="dtype"):
+        tree_attention.tree_attention(
+            torch.nn.Module(), scores, scores, scores, torch.ones(1, 1, 3, 3, dtype=torch.int64)
+        )
 
 
 def test_what_is_no_tree_is_computed_as_by_sdpa() -> None:

@@ -44,6 +44,7 @@ from runner.training.grammar_torch import head_logprobs  # noqa: E402  # it impo
 from runner.training.tree_torch import (  # noqa: E402  # it imports torch, without which all this is skipped
     block_mask,
     tree_difference,
+    tree_head_logprobs,
     tree_hidden,
     tree_inputs,
     tree_logits,
@@ -163,12 +164,55 @@ def test_rows_that_share_a_node_may_be_held_to_different_grammars() -> None:
 
 def test_hidden_states_and_head_give_the_same_log_probabilities() -> None:
     model, tree = llama(), TokenTree.of(GROUPS["rows twice and cut short"])
-    terms = tree.terms
-    masks = TokenMasks(np.empty((0, 2), dtype=np.int32), np.full(len(terms), UNCONSTRAINED, np.int32), VOCABULARY)
+    terms, masks = tree.terms, unmasked(tree)
     hidden = tree_hidden(model, tree)
     assert hidden.shape == (len(tree.logit_nodes), 32)
     logprobs = head_logprobs(hidden[terms.logit], model.lm_head.weight, terms.target_id, masks, terms.temperatures)
     assert (logprobs - tree_logprobs(tree_logits(model, tree), tree)).abs().max() < EXACT
+
+
+def unmasked(tree: TokenTree) -> TokenMasks:
+    return TokenMasks(np.empty((0, 2), dtype=np.int32), np.full(len(tree.terms), UNCONSTRAINED, np.int32), VOCABULARY)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "under autocast"])
+def test_a_head_of_one_matrix_and_a_bias_gives_the_same_log_probabilities(autocast: bool) -> None:
+    tree, model = TokenTree.of(GROUPS["rows twice and cut short"]), llama(dtype="float32")
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCABULARY))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logprobs = tree_head_logprobs(model, tree, unmasked(tree))
+    assert logprobs.dtype == torch.float32
+    exact = tree_logprobs(tree_logits(model, tree), tree)
+    assert (logprobs - exact).abs().max() < (0.5 if autocast else 1e-4)
+    model.lm_head.bias = None
+    assert (tree_logprobs(tree_logits(model, tree), tree) - exact).abs().max() > 0.5
+
+
+def granite() -> Any:
+    config = transformers.GraniteConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        logits_scaling=2.0,
+    )
+    return transformers.GraniteForCausalLM(config)
+
+
+def test_a_model_that_changes_its_logits_behind_the_head_is_refused() -> None:
+    tree = TokenTree.of(GROUPS["a group"])
+    with pytest.raises(
+        BadModel, match=r"GraniteForCausalLM changes its logits behind the head \(logits_scaling\): use"
+    ):
+        tree_head_logprobs(granite(), tree, unmasked(tree))
+
+
+def test_a_wrapper_that_has_to_see_the_pass_is_not_gone_past() -> None:
+    wrapper, tree = torch.nn.Module(), TokenTree.of(GROUPS["a group"])
+    wrapper.module = llama()
+    with pytest.raises(BadModel, match="Module has to see the pass, and would not see this one: use tree_logits"):
+        tree_hidden(wrapper, tree)
 
 
 def test_log_probabilities_of_half_precision_are_float32() -> None:
@@ -212,6 +256,20 @@ def flash() -> Any:
     return model
 
 
+def neo() -> Any:
+    config = transformers.GPTNeoConfig(
+        hidden_size=32, num_layers=2, num_heads=2, vocab_size=64, attention_types=[[["global", "local"], 1]]
+    )
+    return transformers.GPTNeoForCausalLM(config)
+
+
+def codegen() -> Any:
+    config = transformers.CodeGenConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4, vocab_size=64)
+    model = transformers.CodeGenForCausalLM(config)
+    model.config._attn_implementation = "token_tree"
+    return model
+
+
 def sparse() -> Any:
     model = llama()
     model.config.layer_types = ["full_attention", "linear_attention"]
@@ -225,10 +283,21 @@ def sparse() -> Any:
         (mamba, "MambaForCausalLM has layers that no mask holds to a branch"),
         (sparse, "LlamaForCausalLM has layers that no mask holds to a branch"),
         (griffin, "RecurrentGemmaForCausalLM has layers that no mask holds to a branch"),
+        (neo, "GPTNeoForCausalLM has layers that no mask holds to a branch"),
+        (codegen, "CodeGenForCausalLM has an attention of its own: load it with attn_implementation='eager'"),
         (bloom, "BloomForCausalLM cannot be told the positions"),
         (lambda: mistral(sliding_window=8), "MistralForCausalLM looks back 8 ids in some layers, .* a row of 31"),
     ],
-    ids=["flash attention", "a state", "a layer with a state", "a state between windows", "no positions", "a window"],
+    ids=[
+        "flash attention",
+        "a state",
+        "a layer with a state",
+        "a state between windows",
+        "local layers",
+        "an attention of its own",
+        "no positions",
+        "a window",
+    ],
 )
 def test_a_model_that_cannot_see_a_tree_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(BadModel, match=message):
