@@ -116,7 +116,7 @@ async def test_the_gradient_is_that_of_the_loss_on_a_padded_batch(
 ) -> None:
     grammar = GrammarMasks.of_engine(engine)
     trainer = Trainer(tiny_model(attn_implementation=TREE_ATTENTION), grammar, SMALL)
-    monkeypatch.setattr(torch, "autocast", lambda *_: nullcontext())  # in float32, so that both can be compared
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # in float32, so that both can be compared
     gaps = trainer.gradient(trainer.batch(groups), engine.weight_version)
     assert fmean(gaps) > 0.5  # the engine's weights are others; by their version they count as these
     ours = [parameter.grad.clone() for parameter in trainer.parameters]

@@ -137,7 +137,7 @@ async def test_every_source_of_the_same_weights_says_the_same_and_the_first_say_
         assert_nothing_is_left(engine)
 
     # As with a worker extension of somebody else's: vLLM reads the folder itself.
-    monkeypatch.setattr(VllmWeights, "_extended", False)
+    monkeypatch.setattr(VllmWeights, "extended", False)
     await engine.update_weights(demo_model())
     assert await say(engine) == first
     await engine.update_weights(folder)
