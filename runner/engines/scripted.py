@@ -445,10 +445,11 @@ class ScriptedStream(DeltaStream):
         assert self.delivery is not None
         delta = self.delivery.delta(self._read)
         self._read += 1
-        if delta.finish is None:
+        told = delta.finish
+        if told is None:
             return delta
-        self.finish = replace(delta.finish, versions=self.stamps.spans(self.sent))
-        return replace(delta, finish=self.finish)
+        self.finish = Finish(told.reason, told.stop, self.stamps.spans(self.sent), told.cached_tokens)
+        return Delta(delta.token_ids, delta.logprobs, self.finish)
 
     def _drain(self) -> None:
         while self._read < self._arrived:
