@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -31,7 +32,7 @@ from runner.training.tree import TokenTree
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from examples import train_proof  # noqa: E402  # torch is what they are about
+from examples import train_grpo, train_proof  # noqa: E402  # torch is what they are about
 from examples.train_grpo import Batch, Loop, Settings, Trainer, play, questions, train  # noqa: E402
 from runner.training.grammar import GrammarMasks  # noqa: E402
 from runner.training.grammar_torch import masked_logprobs  # noqa: E402
@@ -284,6 +285,20 @@ async def test_with_overlap_weights_change_under_the_next_episodes_and_their_rat
     assert set(told[is_own].tolist()) == {1.0}
     assert (told[~is_own] != 1).any()
     assert np.concatenate(gaps)[is_own].mean() < 0.1, "the engine sampled with the weights that its version names"
+
+
+async def test_a_held_out_question_whose_episode_failed_counts_as_one_that_was_not_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rewards: list[dict[str, float | None]] = [{"exact": 1.0}, {"exact": 0.0}, {}, {"exact": None}]
+
+    async def played(*_: Any, **__: Any) -> list[Any]:
+        return [SimpleNamespace(trajectories=[SimpleNamespace(rewards=each)]) for each in rewards]
+
+    monkeypatch.setattr(train_grpo, "play", played)
+    engine: Any = None
+    asked = questions(SMALL)[0]
+    assert await train_grpo.evaluate(engine, asked) == {"greedy": 0.25, "temperature 1": 0.25}
 
 
 def test_the_proof_is_a_table_that_says_which_seed_did_not_learn_enough() -> None:
