@@ -115,6 +115,7 @@ class Trainer:
     def ratios(self, now: torch.Tensor, tree: TokenTree, versions: Sequence[str], version: str) -> torch.Tensor:
         """Each id's probability now over that when it was sampled: 1, with a gradient, where these weights did it."""
         own = torch.from_numpy(np.array([each == version for each in versions])[tree.terms.versions])
+        # There the engine's own figure differs by rounding only; it is older weights that have to be asked.
         then = torch.where(own, now.detach(), torch.from_numpy(tree.terms.logprobs))
         return (now - then).exp()
 

@@ -33,10 +33,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from examples import train_grpo, train_proof  # noqa: E402  # torch is what they are about
-from examples.train_grpo import Batch, Loop, Settings, Trainer, play, questions, train  # noqa: E402
-from runner.training.grammar import GrammarMasks  # noqa: E402
-from runner.training.grammar_torch import masked_logprobs  # noqa: E402
-from runner.training.tree_attention import TREE_ATTENTION  # noqa: E402
+from examples.train_grpo import Batch, Loop, Settings, Trainer, play, questions, train  # noqa: E402  # the same
+from runner.training.grammar import GrammarMasks  # noqa: E402  # the same
+from runner.training.grammar_torch import masked_logprobs  # noqa: E402  # it imports torch
+from runner.training.tree_attention import TREE_ATTENTION  # noqa: E402  # it imports torch
 
 pytestmark = pytest.mark.anyio
 

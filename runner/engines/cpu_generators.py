@@ -17,7 +17,7 @@ def mend_generators() -> None:
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
     begin = CachedRequestState.__post_init__
-    if hasattr(begin, "__wrapped__"):
+    if hasattr(begin, "rewinds"):
         return
 
     @functools.wraps(begin)
@@ -26,6 +26,7 @@ def mend_generators() -> None:
         if state.generator is not None and state.generator.device.type == "cpu":
             state.generator = rewinding(state.generator.initial_seed(), state.output_token_ids)
 
+    vars(mended)["rewinds"] = True
     CachedRequestState.__post_init__ = mended
 
 

@@ -188,16 +188,17 @@ def test_a_head_of_one_matrix_and_a_bias_gives_the_same_log_probabilities(autoca
     assert (tree_logprobs(tree_logits(model, tree), tree) - exact).abs().max() > 0.5
 
 
-def granite() -> Any:
-    config = transformers.GraniteConfig(
+def small(family: str, **settings: Any) -> Any:
+    config = getattr(transformers, f"{family}Config")(
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=1,
         num_attention_heads=4,
+        num_key_value_heads=2,
         vocab_size=VOCABULARY,
-        logits_scaling=2.0,
+        **settings,
     )
-    return transformers.GraniteForCausalLM(config)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
 def test_a_model_that_changes_its_logits_behind_the_head_is_refused() -> None:
@@ -205,7 +206,7 @@ def test_a_model_that_changes_its_logits_behind_the_head_is_refused() -> None:
     with pytest.raises(
         BadModel, match=r"GraniteForCausalLM changes its logits behind the head \(logits_scaling\): use"
     ):
-        tree_head_logprobs(granite(), tree, unmasked(tree))
+        tree_head_logprobs(small("Granite", logits_scaling=2.0), tree, unmasked(tree))
 
 
 def test_a_wrapper_that_has_to_see_the_pass_is_not_gone_past() -> None:
@@ -219,19 +220,6 @@ def test_log_probabilities_of_half_precision_are_float32() -> None:
     tree = TokenTree.of(GROUPS["a group"])
     logits = torch.randn(len(tree.logit_nodes), VOCABULARY, dtype=torch.bfloat16)
     assert tree_logprobs(logits, tree).dtype == torch.float32
-
-
-def mistral(**settings: Any) -> Any:
-    config = transformers.MistralConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        **settings,
-    )
-    return transformers.MistralForCausalLM(config)
 
 
 def mamba() -> Any:
@@ -286,7 +274,10 @@ def sparse() -> Any:
         (neo, "GPTNeoForCausalLM has layers that no mask holds to a branch"),
         (codegen, "CodeGenForCausalLM has an attention of its own: load it with attn_implementation='eager'"),
         (bloom, "BloomForCausalLM cannot be told the positions"),
-        (lambda: mistral(sliding_window=8), "MistralForCausalLM looks back 8 ids in some layers, .* a row of 31"),
+        (
+            lambda: small("Mistral", sliding_window=8),
+            "MistralForCausalLM looks back 8 ids in some layers, .* a row of 31",
+        ),
     ],
     ids=[
         "flash attention",
@@ -305,7 +296,7 @@ def test_a_model_that_cannot_see_a_tree_is_refused(make: Callable[[], Any], mess
 
 
 def test_a_window_as_long_as_the_rows_does_no_harm() -> None:
-    model = in_its_own_dtype(mistral(sliding_window=31).double()).eval()
+    model = in_its_own_dtype(small("Mistral", sliding_window=31).double()).eval()
     assert tree_difference(model, TokenTree.of(GROUPS["a group"])) < EXACT
 
 
