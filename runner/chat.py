@@ -71,7 +71,7 @@ class ChatModel:
         history: Sequence[Message],
         new: Sequence[Message],
         tools: Sequence[ToolSchema],
-        tail: tuple[Tail, bool],
+        tail: Tail,
     ) -> Bridge:
         """The bridge from a turn to what answers it.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -56,17 +56,6 @@ class RunContext:
     def unused(self) -> list[str]:
         """Agents that were placed elsewhere and never opened: a misspelt name, mostly."""
         return sorted(self.elsewhere.keys() - self._asked)
-
-    def doubts(self) -> Iterator[str]:
-        """What proved wrong about the token junctions of episodes that are over, for people."""
-        for chat in (self.chat, *self.elsewhere.values()):
-            locality = chat.bridger.locality
-            if locality.revoked:
-                names = ", ".join(locality.relied) or "none"
-                yield (
-                    f"{locality.revoked}; its junctions in {locality.relied_count} episodes that were over by then "
-                    f"are not proven: {names}"
-                )
 
     def sampling_of(self, *, train: bool, conversation: Sampling | None) -> Sampling:
         """Every field set: the conversation's, the run's for trained agents, the class's, the defaults."""

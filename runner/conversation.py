@@ -209,7 +209,6 @@ class Conversation:
     def into_trajectory(self, trajectory: Trajectory) -> None:
         """Hand the token logs over."""
         self._retire(unseen=len(self._queued))
-        self._prompts.settle(self.turns, self._setting.episode)
         trajectory.segments = self._segments
         trajectory.turns = self.turns
 

@@ -48,8 +48,15 @@ async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[st
         await anyio.to_thread.run_sync(look)
 
 
-async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, tools: bool) -> list[str]:
+async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, tools: bool, system: bool) -> list[str]:
     """What cannot be appended exactly under this template, for people; [] for a template that comes with us.
+
+    Args:
+        chat: the model and its template.
+        now: the run's time.
+        workers: where the template is probed.
+        tools: the environment has some.
+        system: it has a system prompt.
 
     Raises:
         BadTemplate: the run's policy is to refuse that.
@@ -61,7 +68,7 @@ async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, too
         return []
     look = partial(probe, template, chat.renderer.options, now=_same_all_day(now))
     profile = await workers.call(Job(look, "chat template"))
-    missing = list(_missing(chat, profile, tools=tools))
+    missing = list(_missing(chat, profile, tools=tools, system=system))
     if missing and chat.history.policy is HistoryPolicy.REFUSE:
         raise BadTemplate(
             f"{missing[0]}. Under history='refuse' that is no choice: give history='append', or a template "
@@ -77,11 +84,13 @@ def _is_bundled(template: ChatTemplate) -> bool:
     return is_bundled(template)
 
 
-def _missing(chat: ChatModel, profile: Any, *, tools: bool) -> Iterator[str]:
+def _missing(chat: ChatModel, profile: Any, *, tools: bool, system: bool) -> Iterator[str]:
     from runner.tokens.appends import Append, Exactness, verdicts
 
-    for verdict in verdicts(chat.trial_bridger(), profile):
-        wanted = verdict.kind is Append.USER or (tools and verdict.kind.needed and verdict.kind.calls)
+    for verdict in verdicts(chat.trial_bridger(), profile, tools=tools):
+        wanted = verdict.kind is (Append.UNDER_SYSTEM if system else Append.USER) or (
+            tools and verdict.kind.needed and verdict.kind.calls
+        )
         if wanted and verdict.result is Exactness.UNSUPPORTED:
             name = chat.renderer.template.name
             raises = verdict.refusal is Property.TEMPLATE_RENDERS

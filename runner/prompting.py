@@ -17,12 +17,10 @@ from runner.tokens.bridge import Bridge
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
 from runner.tokens.log import Source, TokenLog
 from runner.tokens.refusal import Property, Unbridgeable
+from runner.tokens.shape import is_plain
 from runner.trajectory import Segment, Turn
 
-__all__ = ["RETRY", "REVOKED", "Prepared", "PromptMaker", "followed_junction", "forked_junction"]
-
-REVOKED = "local_tail_revoked"
-"""The cause of a junction whose stand-in for the history proved untrustworthy after it was made."""
+__all__ = ["RETRY", "Prepared", "PromptMaker", "followed_junction", "forked_junction"]
 
 RETRY = "retry"
 """The cause of a segment that samples the last turn of another one anew, from the same prompt."""
@@ -66,14 +64,10 @@ class Prepared:
 
 
 class PromptMaker:
-    """Makes the prompts of one conversation.
-
-    Attributes:
-        local_turns: numbers of the turns whose prompts were made with a stand-in for the history.
-    """
+    """Makes the prompts of one conversation."""
 
     def __init__(self, chat: ChatModel, workers: Workers) -> None:
-        self.local_turns: set[int] = set()
+        self._plain = True  # so far no message has what a template might look back at, and others have not
         self._chat = chat
         self._workers = workers
 
@@ -83,6 +77,7 @@ class PromptMaker:
         Raises:
             Unbridgeable: the template raises, or does not ask for an answer.
         """
+        self._plain = self._plain and all(map(is_plain, messages))
         ids = self._chat.bridger.first_prompt(messages, tools)
         junction = forked_junction(cause) if cause != "start" else None
         return Prepared(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages, junction=junction)
@@ -105,6 +100,7 @@ class PromptMaker:
         Raises:
             Unbridgeable: the policy refuses what has no exact bridge, or there is no prompt at all.
         """
+        self._plain = self._plain and all(map(is_plain, new))
         if tools != segment.tools:
             return await self._forked(segment, new, tools, "environment")
         if last.thinking and not self._chat.history.close_reasoning:
@@ -123,27 +119,13 @@ class PromptMaker:
         prompt = segment.log.ids + array("i", bridge.ids)
         return Prepared(segment, prompt, bridge.ids, Source.BRIDGE, new, junction=junction)
 
-    def settle(self, turns: Sequence[Turn], episode: str) -> None:
-        """The conversation is over: see whether the stand-ins that its prompts were made with can still be trusted."""
-        locality = self._chat.bridger.locality
-        if not self.local_turns:
-            return
-        if not locality.revoked:
-            locality.finished(episode)
-            return
-        for turn in turns:
-            if turn.number in self.local_turns and turn.junction is not None:
-                turn.junction = replace(turn.junction, seam=Seam.UNVERIFIED, cause=REVOKED)
-
     async def _bridge(self, segment: Segment, last: Turn, new: Sequence[Message], tools: Schemas) -> Bridge:
         bridger, history = self._chat.bridger, segment.messages
-        tail = bridger.tail_at_once(history, new, tools, turn=last.number)
+        plain = self._plain
+        tail = bridger.tail_at_once(history, new, tools, turn=last.number, plain=plain)
         if tail is None:
-            tail = await self._rendering(partial(bridger.tail, history, new, tools, turn=last.number))
-        bridge = self._chat.bridge(last, history, new, tools, tail)
-        if bridge.local:
-            self.local_turns.add(last.number + 1)
-        return bridge
+            tail = await self._rendering(partial(bridger.tail, history, new, tools, turn=last.number, plain=plain))
+        return self._chat.bridge(last, history, new, tools, tail)
 
     async def _forked(self, segment: Segment, new: Sequence[Message], tools: Schemas, cause: str) -> Prepared:
         """A new segment with everything rendered anew, loss mask 0 throughout."""

@@ -216,7 +216,8 @@ class Run:
         main = elsewhere.get(MAIN, chat)
         check_tools(self.environment, main)
         tools = bool(self.environment.bound_tools())
-        self.summary.faults.extend(await check_appends(main, now, self.workers, tools=tools))
+        system = isinstance(getattr(type(self.environment), "system_prompt", None), str)
+        self.summary.faults.extend(await check_appends(main, now, self.workers, tools=tools, system=system))
         return RunContext(
             environment=self.environment,
             chat=chat,
@@ -322,7 +323,6 @@ class Run:
                 self._all_begun = True
         await self._announce_unfinished_groups()
         self.summary.faults.extend(f"engines: no agent {name!r} ever spoke" for name in self._context.unused())
-        self.summary.faults.extend(self._context.doubts())
         self.summary.stop()
         complete = self._all_begun and self.failure is None and not self.summary.cut_short
         await self._writer.finish(self.summary.as_dict(), complete=complete)

@@ -19,10 +19,10 @@ from runner.engines.base import Engine, FinishReason
 from runner.messages import Message, as_messages
 from runner.options import History, HistoryPolicy
 from runner.parsing.reasoning import is_open
-from runner.prompting import RETRY, REVOKED, followed_junction, forked_junction
+from runner.prompting import RETRY, followed_junction, forked_junction
 from runner.sampling import StopStrings
 from runner.store.plain import encode_json
-from runner.tokens.junction import Junction, Seam
+from runner.tokens.junction import Junction
 from runner.tokens.log import Source
 from runner.tokens.refusal import Unbridgeable
 from runner.tokens.template import ChatTemplate
@@ -188,8 +188,6 @@ class _Check:
 
     def _check_junction(self, turn: Turn, made: Junction | None) -> None:
         stored = turn.junction
-        if made is not None and stored is not None and stored.cause == REVOKED:
-            made = replace(made, seam=Seam.UNVERIFIED, cause=REVOKED)
         if made != stored:
             was, becomes = ("none" if each is None else "/".join(map(str, astuple(each))) for each in (stored, made))
             self._compare.differ(Kind.JUNCTION, "the record of its junction", stored=was, derived=becomes)
@@ -215,7 +213,7 @@ class _Check:
     def _appended(self, segment: Segment, before: Turn, history: Sequence[Message], new: Sequence[Message]) -> Ids:
         # A stand-in for the history would prove nothing.
         tail = self._chat.bridger.locality.full(history, new, segment.tools)
-        bridge = self._chat.bridge(before, history, new, segment.tools, (tail, False))
+        bridge = self._chat.bridge(before, history, new, segment.tools, tail)
         self._junction = bridge.junction
         return bridge.ids
 

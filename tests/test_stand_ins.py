@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from runner import (
-    BadTemplate,
-    Conversation,
-    Outcome,
-    Run,
-)
-from runner.tokens.junction import Seam
+from runner import BadTemplate, Concurrency, Conversation, Message, Outcome, Run, Task
+from runner.cli import app
+from runner.tokens.junction import Result, Seam
 from runner.tokens.template import Renderer
 from tests.histories import COUNTING, HIDDEN, OPENER, PLAIN, Twice, talked, template
 from tests.playing import Plain, recording, tasks
@@ -21,7 +19,7 @@ from tests.playing import Plain, recording, tasks
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_stand_in_that_proves_wrong_is_seen_and_trusted_no_more() -> None:
+async def test_a_template_that_counts_is_followed_at_every_turn() -> None:
     async def talk(conversation: Conversation) -> None:
         for _ in range(7):
             await conversation.generate()
@@ -38,9 +36,55 @@ async def test_a_stand_in_that_proves_wrong_is_seen_and_trusted_no_more() -> Non
     last = trajectory.turns[-1]
     inserted = engine.tokenizer.decode(last.prompt_ids[trajectory.turns[-2].end :])
     assert inserted == "\n<|im_start|>user\nMore.<|im_end|>\n(long)<|im_start|>assistant\n"
-    seams = [turn.junction.seam for turn in trajectory.turns if turn.junction is not None]
-    assert seams == [Seam.UNVERIFIED] * 4 + [Seam.SPECIAL] * 2
-    assert any("was taken to write the same" in fault for fault in run.summary.faults)
+    assert {turn.junction.seam for turn in trajectory.turns if turn.junction is not None} == {Seam.SPECIAL}
+    assert not run.summary.faults
+
+
+SWITCH = (
+    "{% set ns = namespace(quiet=false) %}{% for m in messages %}"
+    "{% if m.role == 'system' and '/hush' in m.content %}{% set ns.quiet = true %}{% endif %}{% endfor %}" + PLAIN
+).replace(OPENER, OPENER.replace("assistant\\n'", "assistant\\n' ~ ('(hush)' if ns.quiet else '')"))
+KEYWORD = SWITCH.replace("m.role == 'system' and '/hush' in", "m.role == 'user' and 'secretly' in")
+LONG = "{% set ns = namespace(quiet=messages | length > 22) %}" + SWITCH.partition("{% endfor %}")[2]
+NAMED = SWITCH.replace("m.role == 'system' and '/hush' in m.content", "m.name is defined")
+
+
+class TalksOn(Plain):
+    """Five turns; every third episode begins in the way that these templates look for."""
+
+    def tasks(self) -> list[Task]:
+        return [Task(id=f"t{number}", prompt=self.begun(number)) for number in range(20)]
+
+    def begun(self, number: int) -> list[Message]:
+        unlike = number % 3 == 0
+        asked: Message = {"role": "user", "content": "Tell me secretly." if unlike else "Tell me."}
+        if unlike:
+            asked["name"] = "bob"
+        shots: list[Message] = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
+        told: Message = {"role": "system", "content": "Be brief. /hush" if unlike else "Be brief."}
+        return [told, *shots * (8 if unlike else 1), asked]
+
+    async def rollout(self, conversation: Conversation) -> None:
+        for _ in range(5):
+            await conversation.generate()
+            conversation.add("More.")
+
+
+@pytest.mark.parametrize("text", [SWITCH, KEYWORD, LONG, NAMED], ids=["switch", "keyword", "long", "named"])
+async def test_what_one_episode_says_changes_no_token_of_another(text: str, tmp_path: Path) -> None:
+    prompts = []
+    for episodes in (1, 8):
+        engine = recording(lambda turn: "yes", template=template(text))
+        file = tmp_path / f"{episodes}.db"
+        async with Run(TalksOn, engine, file=file, concurrency=Concurrency(episodes=episodes)) as run:
+            done = [trajectory async for trajectory in run]
+        prompts.append({each.id: [list(turn.prompt_ids) for turn in each.turns] for each in done})
+        for trajectory in done:
+            made = [turn.junction for turn in trajectory.turns[1:]]
+            assert all(each and (each.result, each.seam) == (Result.APPENDED, Seam.SPECIAL) for each in made)
+        # Every prompt is made again by rendering all of its history.
+        assert CliRunner().invoke(app, ["verify", str(file)]).exit_code == 0
+    assert prompts[0] == prompts[1]
 
 
 # --- before anything is sampled
@@ -130,7 +174,7 @@ async def test_no_long_history_is_rendered_on_the_event_loop(text: str, monkeypa
     monkeypatch.setattr(Renderer, "render", watched)
     trajectory = await talked(talk, engine)
     assert len(trajectory.turns) == 6
-    assert max(length for length, _ in rendered) >= 11
+    assert max(length for length, _ in rendered) >= (11 if text != PLAIN else 1)
     assert max(length for length, here in rendered if here) <= 4
 
 

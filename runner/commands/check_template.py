@@ -171,6 +171,8 @@ _FIXES: Mapping[Property, str] = {
     Property.SENTINEL_SHOWN: "let the model make one call at a time (parallel_tool_calls=False), or take " + _ANOTHER,
     Property.TURN_STAYS_BEHIND: "take " + _ANOTHER,
     Property.TOOLS_STAY: "keep to one user message an episode, or take one that writes the tools first (mistral_nemo)",
+    Property.SYSTEM_STAYS: "say it in the first user message, or keep to one user message an episode",
+    Property.CONTENT_LOCATED: "take the control text out of the content, or History(content_safe=False)",
     Property.CONTENT_SHOWN: "say it in a message of a user, or take " + _ANOTHER,
     Property.STOP_IN_TAIL: "see that the model's stop ids (generation_config.json) have the template's own close",
     Property.STOP_OPENS_NEXT: "append a message of the role that the model asked for first",

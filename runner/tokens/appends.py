@@ -33,12 +33,13 @@ class Append(enum.StrEnum):
     RESULT_AND_USER = "tool result and a user"
     USER_AFTER_REASONING = "user after reasoning"
     CUT = "user after a cut turn"
+    UNDER_SYSTEM = "user under a system message"
     SYSTEM = "system message between turns"
 
     @property
     def needed(self) -> bool:
-        """Environments with tools do it; a system message between turns is only for those that choose to."""
-        return self is not Append.SYSTEM
+        """Every environment with tools does it; system messages are only for those that choose to."""
+        return self not in (Append.UNDER_SYSTEM, Append.SYSTEM)
 
     @property
     def calls(self) -> bool:
@@ -146,6 +147,7 @@ _KINDS: Mapping[Append, tuple[Message, Sequence[Message]]] = {
     Append.RESULT_AND_USER: (_call("egret", first=3), [_result("a white bird", 3), _NEXT]),
     Append.USER_AFTER_REASONING: (_THOUGHT, [_NEXT]),
     Append.CUT: ({"role": "assistant", "content": "A heron is"}, [_NEXT]),
+    Append.UNDER_SYSTEM: (_ANSWER, [_NEXT]),
     Append.SYSTEM: (_ANSWER, [_TOLD, _NEXT]),
 }
 _SHORT: Sequence[Message] = (_QUESTION,)
@@ -153,21 +155,30 @@ _LONG: Sequence[Message] = (_QUESTION, _THOUGHT, _NEXT)
 _ROUNDS: Sequence[Message] = (_QUESTION, _CALLED, _RETURNED, _THOUGHT, _NEXT)
 
 
-def verdicts(bridger: Bridger, profile: TemplateProfile) -> list[Verdict]:
-    """What the bridge makes of each kind of append, after short and longer histories."""
-    return [_Trial(bridger, profile, kind).verdict() for kind in Append]
+def verdicts(bridger: Bridger, profile: TemplateProfile, *, tools: bool = True) -> list[Verdict]:
+    """What the bridge makes of each kind of append, after short and longer histories.
+
+    Args:
+        bridger: the real one.
+        profile: of its template.
+        tools: the model is shown tools, where the template carries them.
+    """
+    carried = tools and profile.carries_tools
+    # What becomes of a system message is told apart from what becomes of tools.
+    return [_Trial(bridger, kind, tools=carried and kind is not Append.UNDER_SYSTEM).verdict() for kind in Append]
 
 
 class _Trial:
     """One kind of append, tried."""
 
-    def __init__(self, bridger: Bridger, profile: TemplateProfile, kind: Append) -> None:
+    def __init__(self, bridger: Bridger, kind: Append, *, tools: bool) -> None:
         self._bridger = bridger
         self._speaker = _Speaker(bridger)
         self._kind = kind
         self._turn, self._new = _KINDS[kind]
-        self._tools = TOOLS if profile.carries_tools else []
-        self._pasts = (_SHORT, _ROUNDS if profile.carries_tools else _LONG)
+        self._tools = TOOLS if tools else []
+        told = [_TOLD] if kind is Append.UNDER_SYSTEM else []
+        self._pasts = ([*told, *_SHORT], [*told, *(_ROUNDS if tools else _LONG)])
 
     def verdict(self) -> Verdict:
         tried = [self._after(past, number) for number, past in enumerate(self._pasts)]
@@ -178,6 +189,7 @@ class _Trial:
         history = [*past, self._turn]
         try:
             sampled, stop = self._speaker.said(history, self._tools, cut=self._kind is Append.CUT)
+            history = self._speaker.as_recorded(history, self._tools, sampled)
             bridge = self._bridger.bridge(history, self._new, self._tools, sampled=sampled, stop=stop, turn=number)
         except Unbridgeable as refusal:
             return Verdict(self._kind, Exactness.UNSUPPORTED, refusal.property, refusal.explanation)
@@ -187,7 +199,7 @@ class _Trial:
             Exactness.SOFT if junction.seam is Seam.UNVERIFIED else Exactness.EXACT,
             anchor=junction.anchor.value,
             close=junction.close.value,
-            local=self._bridger.locality.is_local(self._turn, self._new, self._tools),
+            local=self._bridger.locality.is_local(history, self._new, self._tools),
             rewrites=self._rewrites(past, sampled, bridge),
         )
 
@@ -232,6 +244,27 @@ class _Speaker:
         else:
             ids = tokenizer.encode(tokenizer.decode(ids).rstrip())
         return [*ids, stop], stop
+
+    def as_recorded(
+        self, history: Sequence[Message], tools: Sequence[ToolSchema], sampled: Sequence[int]
+    ) -> list[Message]:
+        """The history with each answer as a run keeps it: all that was sampled, where that holds control text.
+
+        A model that marks what it thinks and what it answers with control tokens of its own (harmony's channels)
+        samples them with its words.
+        """
+        recorded = [*history[:-1], self._recorded(history[-1], sampled)]
+        for index, message in enumerate(history[:-1]):
+            if message["role"] == "assistant" and recorded[-1] != history[-1]:
+                said, _ = self.said(history[: index + 1], tools)
+                recorded[index] = self._recorded(message, said)
+        return recorded
+
+    def _recorded(self, turn: Message, sampled: Sequence[int]) -> Message:
+        words = sampled[:-1] if sampled and sampled[-1] in self._bridger.stop_ids else sampled
+        if turn.get("tool_calls") or not self._bridger.tokenizer.special_ids.intersection(words):
+            return turn
+        return {"role": "assistant", "content": self._bridger.tokenizer.decode(words)}
 
     def _stop(self, ids: Sequence[int], history: Sequence[Message], tools: Sequence[ToolSchema]) -> int:
         """The stop id that the template has where the turn ends, or else the first one."""

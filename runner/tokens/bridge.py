@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeAlias
 
 from runner.messages import Message
@@ -19,9 +19,9 @@ from runner.tokens.anchors import TailIds
 from runner.tokens.closes import Closes
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
 from runner.tokens.locality import Locality
-from runner.tokens.marking import FIELDS, Field, Span, Stems, locate
+from runner.tokens.marking import FIELDS, Field, Span, absent
 from runner.tokens.refusal import Property, Unbridgeable
-from runner.tokens.tail import Tail, TailMaker
+from runner.tokens.tail import Tail, TailMaker, located
 from runner.tokens.template import Renderer, ToolSchema
 from runner.tokens.tokenizer import Tokenizer
 
@@ -99,7 +99,6 @@ class Bridger:
         self._maker = TailMaker(renderer)
         self.locality = Locality(self._maker)
         self.closes = Closes(tokenizer, self._maker)
-        self._stems = Stems()
         self._encode_prompt = lru_cache(PROMPTS_KEPT)(self._encoded)
         self._word_holds = lru_cache(WORDS_KEPT)(tokenizer.holds_control)
 
@@ -117,15 +116,24 @@ class Bridger:
         """The whole render, for `prompt_ids`: any thread may call.
 
         Raises:
-            Unbridgeable: the template raises, or does not ask for an answer.
+            Unbridgeable: the template raises, or does not ask for an answer; or control text of a content cannot be
+                told from the template's own.
         """
         text = self._maker.prompt(messages, tools)
         wanted = self._unsafe(messages)
         if not wanted:
             return text, ()
-        stem = self._stems.absent(messages)
-        spans = locate(text, lambda copy: self._maker.render(copy, tools), messages, wanted, stem)
-        return text, tuple(spans or ())
+        stem = absent(messages)
+        render = partial(self._maker.render, tools=tools)
+        spans = located(text, render, messages, wanted, stem, self._control_names)
+        if spans is None:
+            index, name = wanted[0]
+            raise Unbridgeable(
+                Property.CONTENT_LOCATED,
+                f"the {name} of message {index} ({messages[index]['role']}) holds control text, and nothing tells "
+                f"where template {self.renderer.template.name!r} writes it, so that it would become control ids",
+            )
+        return text, tuple(spans)
 
     def prompt_ids(self, prompt: PromptText) -> array[int]:
         """Ids of a render, shape [prompt], int32. Those of the latest are kept, since siblings begin alike."""
@@ -145,30 +153,47 @@ class Bridger:
     def _holds_control(self, text: str) -> bool:
         return self._word_holds(text) if len(text) <= WORD else self.tokenizer.holds_control(text)
 
+    def _control_names(self, text: str) -> list[str]:
+        """The control tokens that stand in a text."""
+        ids = set(self.tokenizer.encode(text)) & self.tokenizer.control_ids
+        return [self.tokenizer.decode([token_id]) for token_id in ids]
+
     # --- bridges
 
     def tail_at_once(
-        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], *, turn: int
-    ) -> tuple[Tail, bool] | None:
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        *,
+        turn: int,
+        plain: bool | None = None,
+    ) -> Tail | None:
         """What `tail` gives where that takes no longer than the new messages; None where a worker thread should do it.
 
         Raises:
-            Unbridgeable: the template raises.
+            Unbridgeable: what the template writes behind the turn depends on what was said in it.
         """
-        return self.locality.at_once(history, new, tools, turn)
+        return self.locality.at_once(history, new, tools, turn, plain=plain)
 
     def tail(
-        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], *, turn: int
-    ) -> tuple[Tail, bool]:
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        *,
+        turn: int,
+        plain: bool | None = None,
+    ) -> Tail:
         """What `bridge` takes as `tail`: only renders, so any thread may call.
 
         Raises:
             Unbridgeable: the template raises, or no history of this kind can be bridged.
         """
-        tail, local = self.locality.tail(history, new, tools, turn)
-        if not local and (wanted := self._unsafe(new)):
-            tail.locate(wanted)  # renders all once more, and not on the event loop
-        return tail, local
+        tail = self.locality.tail(history, new, tools, turn, plain=plain)
+        if not tail.local and (wanted := self._unsafe(new)):
+            tail.locate(wanted, self._control_names)  # renders all once more, and not on the event loop
+        return tail
 
     def bridge(
         self,
@@ -180,7 +205,7 @@ class Bridger:
         stop: int | None,
         thinking: bool = False,
         turn: int = 0,
-        tail: tuple[Tail, bool] | None = None,
+        tail: Tail | None = None,
     ) -> Bridge:
         """The ids that put `new` behind a sampled turn and ask for the next one.
 
@@ -198,7 +223,7 @@ class Bridger:
             Unbridgeable: there is no exact bridge; names the property that is missing.
         """
         _check_arguments(history, new, sampled, stop)
-        made, local = tail or self.tail(history, new, tools, turn=turn)
+        made = tail or self.tail(history, new, tools, turn=turn)
         tail_ids, located = self._encode_tail(made)
         tail_ids.check()
         if stop is not None:
@@ -213,7 +238,7 @@ class Bridger:
             raise Unbridgeable(Property.TURN_STAYS_BEHIND, "the template repeats what was said after the turn's end")
         seam = self._seam(sampled, start.ids) if located else Seam.UNVERIFIED
         junction = Junction(Result.APPENDED, start.anchor, start.close, seam, len(start.ids), cause=start.cause)
-        return Bridge(start.ids, junction, local)
+        return Bridge(start.ids, junction, made.local)
 
     def _after_stop(self, tail: TailIds, sampled: Sequence[int], stop: int) -> _Start:
         index = tail.find_in_close({stop})
@@ -256,7 +281,7 @@ class Bridger:
                 Property.REASONING_CLOSED,
                 "the turn was cut inside its reasoning: History(close_reasoning=True) would close it, masked",
             )
-        between = tail.tail.end_of_reasoning()
+        between = tail.tail.end_of_reasoning
         if between is None:
             raise Unbridgeable(
                 Property.REASONING_CLOSED, "the template shows no reasoning, so nothing tells how it ends"
@@ -276,7 +301,7 @@ class Bridger:
     def _encode_tail(self, tail: Tail) -> tuple[TailIds, bool]:
         """The tail as ids, and whether contents that hold control text were told from what the template writes."""
         wanted = self._unsafe(tail.new)
-        spans = tail.locate(wanted) if wanted else []
+        spans = tail.locate(wanted, self._control_names) if wanted else []
         ids = self.tokenizer.encode(tail.text, spans or ())
         return TailIds(tail, ids, self.tokenizer, self.closes, spans=spans or ()), spans is not None
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import cast
 
 from runner.messages import Message
-from runner.tokens.marking import Stems
+from runner.tokens.marking import absent
 from runner.tokens.refusal import Unbridgeable
 from runner.tokens.tail import Tail, TailMaker
 from runner.tokens.tokenizer import Tokenizer
@@ -22,7 +22,6 @@ class Closes:
     def __init__(self, tokenizer: Tokenizer, maker: TailMaker) -> None:
         self._tokenizer = tokenizer
         self._maker = maker
-        self._stems = Stems()
         self._opening: dict[int, bool] = {}
 
     @cached_property
@@ -69,7 +68,7 @@ class Closes:
         return False
 
     def _tail(self, turn: Message, *new: Message) -> Tail:
-        return Tail(self._maker, self._stems.absent([]), [_QUESTION, turn], new, ())
+        return Tail(self._maker, absent([]), [_QUESTION, turn], new, ())
 
     def _holds(self, text: str, token_id: int) -> bool:
         return token_id in self._tokenizer.encode(text)

@@ -1,66 +1,31 @@
-"""Locality: where a tail depends on nothing before the last turn, a short stand-in is rendered for the history.
+"""Locality: where a template is proven not to look back, its tail is rendered without what came in between.
 
-A stand-in is one user message and the last turn itself. A kind of append is local when histories with earlier tool
-rounds, two user turns, a system message, reasoning, text beside a call and two calls all give the stand-in's tail.
-Simpler probes are wrong for templates that count tool rounds or write something only once. Since no probe sees every
-history, some uses are compared with the full render; a difference ends all trust in stand-ins.
+The stand-in for a history is its beginning (a system message and the first question) and the turn itself. Whether its
+tail is that of the whole history is read from the template's source (`runner.tokens.lookback`), for all histories at
+once. Where that is not proven, the whole history is rendered at every turn. What is decided here depends on nothing
+but the conversation itself: never on what others said, nor on which of them came first.
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import cast
 
-import orjson
-
-from runner.messages import Message, ToolCallMessage
-from runner.tokens.marking import SWITCHES, Stems
+from runner.messages import Message, canonical_json
+from runner.tokens.lookback.proof import Lookback, Proofs
+from runner.tokens.marking import absent, words
 from runner.tokens.refusal import Property, Unbridgeable
-from runner.tokens.tail import Tail, TailMaker
-from runner.tokens.template import ToolSchema
+from runner.tokens.shape import Shape, beginning, is_plain
+from runner.tokens.tail import Further, Tail, TailMaker
+from runner.tokens.template import Renderer, ToolSchema
 
-__all__ = ["Locality", "Shape"]
+__all__ = ["Locality"]
 
-CHECKED_ONE_IN = 64
-NAMES_KEPT = 1000
 KINDS_KEPT = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What the probes of one kind of append have in common.
-
-    Attributes:
-        calls: how many the last turn made.
-        reasoning: the last turn thought.
-        text: it said something.
-        new: role and whether it is empty, of each new message; contents are strings.
-        tools: a hash of their schemas.
-    """
-
-    calls: int
-    reasoning: bool
-    text: bool
-    new: tuple[tuple[str, bool], ...]
-    tools: bytes
-
-    @classmethod
-    def of(cls, turn: Message, new: Sequence[Message], tools: Sequence[ToolSchema]) -> Shape:
-        return cls(
-            calls=len(turn.get("tool_calls") or ()),
-            reasoning=bool(turn.get("reasoning_content")),
-            text=bool(turn["content"]),
-            new=tuple((message["role"], not message["content"]) for message in new),
-            tools=hashlib.blake2b(_as_json(tools), digest_size=16).digest(),
-        )
-
-
-def _as_json(tools: Sequence[ToolSchema]) -> bytes:
-    return orjson.dumps(tools, option=orjson.OPT_NON_STR_KEYS, default=str)
+PROOFS_KEPT = 4096
 
 
 @dataclass(slots=True)
@@ -68,278 +33,313 @@ class _Kind:
     """What is known of one shape.
 
     Attributes:
-        local: the probes agree.
+        past: whether what came before can change the tail.
+        words_matter: what the turn says may change what is written behind it.
         refusal: why it cannot be bridged at all, or None.
-        turns: numbers of the turns at which it was compared with a full render.
-        uses: since the last comparison.
-        asked: names of the further renders that its tails were asked for.
+        asked: the further renders that its tails were asked for.
+        proven: of each of those, whether what came before cannot change it.
     """
 
-    local: bool
+    past: Lookback
+    words_matter: bool
     refusal: Unbridgeable | None = None
-    turns: set[int] = field(default_factory=set)
-    uses: int = 0
-    asked: set[str] = field(default_factory=set)
+    asked: set[Further] = field(default_factory=set)
+    proven: dict[Further, bool] = field(default_factory=dict)
 
 
 class Locality:
-    """Makes tails, from a stand-in where that is proven to give the same one.
-
-    Attributes:
-        revoked: how a stand-in's tail was seen to differ from the full one; "" while none did.
-        relied: names of what was finished with tails of stand-ins, the latest thousand.
-        relied_count: how many.
-    """
+    """Makes tails, from a stand-in for the history where that is proven to give the same one."""
 
     def __init__(self, maker: TailMaker) -> None:
-        self.revoked = ""
-        self.relied: deque[str] = deque(maxlen=NAMES_KEPT)
-        self.relied_count = 0
         self._maker = maker
-        self._stems = Stems()
+        self._proofs = _Proofs(maker.renderer)
         self._kinds: dict[Shape, _Kind] = {}
-        self._probing = threading.Lock()
+        self._learning = threading.Lock()
 
     def at_once(
-        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], turn: int
-    ) -> tuple[Tail, bool] | None:
-        """What `tail` gives where it takes no longer than the new messages; None where it renders the whole."""
-        kind = self._kinds.get(Shape.of(history[-1], new, tools))
-        if kind is None or turn not in kind.turns or kind.uses + 1 >= CHECKED_ONE_IN:
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        turn: int,
+        *,
+        plain: bool | None = None,
+    ) -> Tail | None:
+        """What `tail` gives where it takes no longer than the new messages; None where it renders the whole.
+
+        Raises:
+            Unbridgeable: what is written behind the turn depends on what was said in it.
+        """
+        kind = self._kinds.get(Shape.of(history, new, tools))
+        if kind is None or not all(kind.proven.values()) or not self._may_stand_in(kind, history, new, turn, plain):
             return None
-        if not self._may_stand_in(kind, history[-1], new):
-            return None
-        kind.uses += 1
-        return self._tail([*_STAND_IN, history[-1]], new, tools, kind.asked), True
+        return self._short(kind, history, new, tools)
 
     def tail(
-        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], turn: int
-    ) -> tuple[Tail, bool]:
-        """The tail, and whether it is a stand-in's. Any thread may call.
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        turn: int,
+        *,
+        plain: bool | None = None,
+    ) -> Tail:
+        """The tail of `new` behind the turn that `history` ends with. Any thread may call.
 
         Args:
             history: ends with the turn.
             new: the messages after it.
             tools: as shown to the model.
-            turn: the turn's number; the first use at each number is compared with the full render.
+            turn: the turn's number. A template that some pasts make raise is asked for the whole at turns 1, 2, 4, 8
+                and so on, so that what it refuses is found without growing work.
+            plain: whether `is_plain` holds for the history; None looks.
 
         Raises:
-            Unbridgeable: no history of this kind can be bridged, or the template raises.
+            Unbridgeable: no history of this kind can be bridged, the template raises, or what it writes behind the
+                turn depends on what was said in it.
         """
-        kind = self._kind(history[-1], new, tools)
+        kind = self._kind(history, new, tools)
         if kind.refusal is not None:
             raise Unbridgeable(kind.refusal.property, kind.refusal.explanation)
-        if not self._may_stand_in(kind, history[-1], new):
-            return self._full(history, new, tools, kind.asked), False
-        kind.uses += 1
-        due = turn not in kind.turns or kind.uses >= CHECKED_ONE_IN
-        short = self._tail([*_STAND_IN, history[-1]], new, tools, kind.asked)
-        if not due:
-            return short, True
-        kind.turns.add(turn)
-        kind.uses = 0
+        if self._may_stand_in(kind, history, new, turn, plain):
+            short = self._short(kind, history, new, tools)
+            if short is not None:
+                short.complete()
+                return short
+        tail = self._full(history, new, tools, kind.asked)
+        if kind.words_matter:
+            self._check_real(tail, history, new, tools)
+        return tail
+
+    def full(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]) -> Tail:
+        """The tail of the whole history."""
+        return self._full(history, new, tools, set())
+
+    def _full(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], asked: set[Further]
+    ) -> Tail:
+        tail = Tail(self._maker, absent([*history, *new]), history, new, tools, asked=asked)
+        tail.complete()
+        return tail
+
+    def is_local(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]) -> bool:
+        """The work for tails of this kind does not grow with the history.
+
+        Raises:
+            Unbridgeable: no history of this kind can be bridged.
+        """
+        kind = self._kind(history, new, tools)
+        if kind.refusal is not None:
+            raise kind.refusal
+        return kind.past is not Lookback.POSSIBLE
+
+    def _may_stand_in(
+        self, kind: _Kind, history: Sequence[Message], new: Sequence[Message], turn: int, plain: bool | None
+    ) -> bool:
+        if kind.refusal is not None or kind.past is Lookback.POSSIBLE or not beginning(history):
+            return False
+        if kind.past is Lookback.REFUSES and (turn + 1) & turn == 0:
+            return False
+        if not (all(map(is_plain, history)) if plain is None else plain) or not all(map(is_plain, new)):
+            return False
+        # An answer to an earlier call is looked up by its id in the history.
+        ids = {call["id"] for call in history[-1].get("tool_calls") or ()}
+        return all(message.get("tool_call_id") in ids for message in new if message["role"] == "tool")
+
+    def _short(
+        self, kind: _Kind, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> Tail | None:
+        """The stand-in's tail; None where the template raises on it, or ends in a way that takes the whole to see.
+
+        Raises:
+            Unbridgeable: what is written behind the turn depends on what was said in it.
+        """
+        stand_in = [*beginning(history), history[-1]]
+        proves = self._proving(kind, stand_in, new, tools)
+        stem = absent([*stand_in, *new])
         try:
-            full = self._full(history, new, tools, kind.asked)
-        except Unbridgeable as raised:
-            self._revoke(short.text, str(raised))
-            raise
-        self._check_real(full, kind, history, new, tools)
-        if full.plain == short.plain:
-            return short, True
-        self._revoke(short.text, full.text)
-        return full, False
+            tail = Tail(self._maker, stem, stand_in, new, tools, whole=history, proves=proves, asked=kind.asked)
+            usual = self._maker.asks_as_usual(tail.text, new[-1])
+        except Unbridgeable:
+            return None
+        if not usual:
+            return None
+        if kind.words_matter:
+            self._check_real(tail, stand_in, new, tools)
+        return tail
+
+    def _proving(
+        self, kind: _Kind, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> Callable[[Further], bool]:
+        def proves(further: Further) -> bool:
+            if further not in kind.proven:
+                kind.proven[further] = self._proofs.further(further, Shape.of(history, new, tools), tools)
+            return kind.proven[further]
+
+        return proves
 
     def _check_real(
-        self,
-        full: Tail,
-        kind: _Kind,
-        history: Sequence[Message],
-        new: Sequence[Message],
-        tools: Sequence[ToolSchema],
+        self, tail: Tail, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> None:
         """The conversation as it is ends as it does with the sentinel in it.
 
         Raises:
-            Unbridgeable: it does not, so no conversation of this kind is bridged any more.
+            Unbridgeable: it does not.
         """
         try:
             real = self._maker.render([*history, *new], tools)
         except Unbridgeable:  # on the words themselves, and the sentinel stands in for them
             return
         # A tail that begins in a call begins behind other words than the call's own.
-        if not real.endswith(full.text[full.border or full.seen[1] :] if full.after_call else full.text):
-            kind.refusal = self._depends(full.text[-80:], real[-80:])
-            raise Unbridgeable(kind.refusal.property, kind.refusal.explanation)
+        expected = tail.text[tail.border or tail.seen[1] :] if tail.after_call else tail.text
+        if not real.endswith(expected):
+            raise Unbridgeable(
+                Property.TURN_STAYS_BEHIND,
+                f"what template {self._maker.renderer.template.name!r} writes behind a turn depends on what was said "
+                f"in it: {real[-80:]!r} where {expected[-80:]!r} was expected",
+            )
 
-    def _depends(self, one: str, other: str) -> Unbridgeable:
-        return Unbridgeable(
-            Property.TURN_STAYS_BEHIND,
-            f"what template {self._maker.renderer.template.name!r} writes behind a turn depends on what was said in "
-            f"it: {other!r} where {one!r} was expected",
-        )
+    # --- what is learnt of a shape
 
-    def full(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]) -> Tail:
-        """The tail of the whole history."""
-        return self._full(history, new, tools, set())
-
-    def is_local(self, turn: Message, new: Sequence[Message], tools: Sequence[ToolSchema]) -> bool:
-        """Tails of this kind are a stand-in's.
-
-        Raises:
-            Unbridgeable: no history of this kind can be bridged.
-        """
-        kind = self._kind(turn, new, tools)
-        if kind.refusal is not None:
-            raise kind.refusal
-        return self._may_stand_in(kind, turn, new)
-
-    def finished(self, name: str) -> None:
-        """Remember that what bears this name was finished with tails of stand-ins."""
-        self.relied.append(name)
-        self.relied_count += 1
-
-    def _may_stand_in(self, kind: _Kind, turn: Message, new: Sequence[Message]) -> bool:
-        if not kind.local or kind.refusal is not None or self.revoked:
-            return False
-        # An answer to an earlier call is looked up by its id in the history.
-        ids = {call["id"] for call in turn.get("tool_calls") or ()}
-        return all(message.get("tool_call_id") in ids for message in new if message["role"] == "tool")
-
-    def _full(
-        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], asked: set[str]
-    ) -> Tail:
-        tail = self._tail(history, new, tools, asked)
-        tail.complete()
-        return tail
-
-    def _tail(
-        self,
-        history: Sequence[Message],
-        new: Sequence[Message],
-        tools: Sequence[ToolSchema],
-        asked: set[str] | None = None,
-    ) -> Tail:
-        return Tail(self._maker, self._stems.absent([*history, *new]), history, new, tools, asked)
-
-    def _kind(self, turn: Message, new: Sequence[Message], tools: Sequence[ToolSchema]) -> _Kind:
-        shape = Shape.of(turn, new, tools)
+    def _kind(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]) -> _Kind:
+        shape = Shape.of(history, new, tools)
         kind = self._kinds.get(shape)
         if kind is None:
-            with self._probing:
-                kind = self._kinds.get(shape) or self._learn(shape, self._probe(turn, new, tools))
+            with self._learning:
+                kind = self._kinds.get(shape) or self._learn(shape, tools)
         return kind
 
-    def _learn(self, shape: Shape, kind: _Kind) -> _Kind:
+    def _learn(self, shape: Shape, tools: Sequence[ToolSchema]) -> _Kind:
+        refusal = self._hidden_message(shape, tools) or self._moved(shape, tools)
+        past, words_matter = self._proofs.of(shape, tools)
         # Environments may offer other tools in every episode: what was learnt first is learnt again if need be.
         if len(self._kinds) >= KINDS_KEPT:
             del self._kinds[next(iter(self._kinds))]
-        self._kinds[shape] = kind
+        kind = self._kinds[shape] = _Kind(past, words_matter, refusal)
         return kind
 
-    def _probe(self, turn: Message, new: Sequence[Message], tools: Sequence[ToolSchema]) -> _Kind:
-        tails = [self._attempt([*before, turn], new, tools) for before in (_STAND_IN, *_histories())]
-        shown = [tail for tail in tails if tail is not None]
-        other = self._attempt([*_STAND_IN, turn], new, tools, stem=self._stems.unlike())
-        if tails[0] is not None and other is not None and other != tails[0]:
-            return _Kind(local=False, refusal=self._depends(tails[0][-80:], other[-80:]))
-        hidden = self._hidden_message(turn, new, tools)
-        if hidden is not None:
-            return _Kind(local=False, refusal=hidden)
-        moved = self._moved_tool(turn, new, tools)
-        if moved:
-            return _Kind(local=False, refusal=Unbridgeable(Property.TOOLS_STAY, moved))
-        return _Kind(local=tails[0] is not None and len(shown) > 1 and all(tail == tails[0] for tail in shown))
-
-    def _attempt(
-        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], stem: str | None = None
-    ) -> str | None:
-        try:
-            return Tail(self._maker, stem or self._stems.absent([*history, *new]), history, new, tools).plain
-        except Unbridgeable:
-            return None
-
-    def _hidden_message(
-        self, turn: Message, new: Sequence[Message], tools: Sequence[ToolSchema]
-    ) -> Unbridgeable | None:
+    def _hidden_message(self, shape: Shape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
         """A new message that the template does not show: markers tell, where "u" or "0" would be found anywhere."""
-        words = [self._stems.absent([]) if message["content"] else "" for message in new]
-        copies = [cast("Message", {**message, "content": word}) for message, word in zip(new, words, strict=True)]
-        tail = self._attempt([*_STAND_IN, turn], copies, tools)
-        for message, word in zip(new, words, strict=True):
-            if tail is not None and word not in tail:
-                why = f"the template hides what a message of the {message['role']} role says there"
+        markers = words(len(shape.new))
+        tail = self._attempt(shape, tools, markers)
+        for each, word in zip(shape.new, markers, strict=True):
+            if tail is not None and not each.empty and word not in tail.text:
+                why = f"the template hides what a message of the {each.role} role says there"
                 return Unbridgeable(Property.CONTENT_SHOWN, why)
         return None
 
-    def _moved_tool(self, turn: Message, new: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
-        """Words for it where the template prints the tools behind the turn, else ""."""
-        if not tools:
-            return ""
-        name = self._stems.absent([])
-        extra: ToolSchema = {
-            "type": "function",
-            "function": {"name": name, "description": "A tool.", "parameters": {"type": "object", "properties": {}}},
-        }
+    def _moved(self, shape: Shape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
+        """Where the template prints tools or a system message behind the turn, which the prompt has before it."""
+        name, *markers = words(1 + len(shape.new))
+        if tools and self._moves(self._attempt(shape, [*tools, _tool(name)], markers), name):
+            return self._misplaced(Property.TOOLS_STAY, "the tools")
+        if shape.system and self._moves(self._attempt(shape, tools, markers, told=name), name):
+            return self._misplaced(Property.SYSTEM_STAYS, "the system message")
+        return None
+
+    def _moves(self, tail: Tail | None, word: str) -> bool:
         try:
-            tail = self._tail([*_STAND_IN, turn], new, [*tools, extra])
-            if name not in tail.text or tail.stands_before(name):
-                return ""
+            return tail is not None and word in tail.text and not tail.stands_before(word)
         except Unbridgeable:
-            return ""
-        return (
-            f"template {self._maker.renderer.template.name!r} prints the tools behind the turn, before the new "
-            "messages, so that the tools in the prompt stand where it would not have them"
+            return False
+
+    def _misplaced(self, property: Property, what: str) -> Unbridgeable:
+        return Unbridgeable(
+            property,
+            f"template {self._maker.renderer.template.name!r} prints {what} behind the turn, before the new messages, "
+            "so that what the prompt has of it stands where the template would not have it",
         )
 
-    def _revoke(self, short: str, full: str) -> None:
-        self.revoked = self.revoked or (
-            f"template {self._maker.renderer.template.name!r} was taken to write the same after a turn whatever came "
-            f"before it, and wrote {full[:80]!r} where {short[:80]!r} was expected"
-        )
+    def _attempt(
+        self, shape: Shape, tools: Sequence[ToolSchema], markers: Sequence[str], *, told: str = "You answer questions."
+    ) -> Tail | None:
+        """The tail of plain messages of this shape, or None where the template raises."""
+        system: list[Message] = [{"role": "system", "content": told}] if shape.system else []
+        turn = _example_turn(shape, tools)
+        history = [*system, _QUESTION, turn]
+        try:
+            return Tail(self._maker, absent(history), history, _example_new(shape, turn, markers), tools)
+        except Unbridgeable:
+            return None
 
 
-_STAND_IN: Sequence[Message] = ({"role": "user", "content": "Go on."},)
+class _Proofs:
+    """Proofs of one template, each made once in a process."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        template = renderer.template
+        self._key = (template.text, canonical_json([template.variables, renderer.options]), renderer.now)
+
+    def of(self, shape: Shape, tools: Sequence[ToolSchema]) -> tuple[Lookback, bool]:
+        """Whether the past can change tails of this shape, and whether the turn's words can."""
+        return _proven((*self._key, shape), _Question(self._renderer, tools))
+
+    def further(self, further: Further, shape: Shape, tools: Sequence[ToolSchema]) -> bool:
+        """What came before cannot change this further render."""
+        return _further_proven((*self._key, shape, further), _Question(self._renderer, tools))
 
 
-def _histories() -> Iterator[Sequence[Message]]:
-    """What may stand before a turn, beyond a plain question."""
-    system: Message = {"role": "system", "content": "You answer questions."}
-    first: Message = {"role": "user", "content": "The first question."}
-    second: Message = {"role": "user", "content": "The second question."}
-    said: Message = {"role": "assistant", "content": "An answer."}
-    thought: Message = {"role": "assistant", "content": "An answer.", "reasoning_content": "A thought."}
-    one_call, two_calls = [_call(0)], [_call(0), _call(1)]
-    round_: list[Message] = [{"role": "assistant", "content": "", "tool_calls": one_call}, _result(0)]
-    spoken: list[Message] = [
-        {"role": "assistant", "content": "I look.", "reasoning_content": "A thought.", "tool_calls": one_call},
-        _result(0),
-    ]
-    parallel: list[Message] = [
-        {"role": "assistant", "content": "", "tool_calls": two_calls},
-        _result(0),
-        _result(1),
-    ]
-    yield [system, first]
-    yield [first, said, second]
-    yield [first, *round_]
-    yield [first, *round_, *round_]
-    yield [first, *round_, said, second]
-    yield [first, thought, second]
-    yield [first, *spoken]
-    yield [first, *parallel]
-    yield [system, first, *spoken, thought, second, *parallel, *round_]
-    for switch in SWITCHES:
-        switched: Message = {"role": "system", "content": f"You answer questions. {switch}"}
-        asked: Message = {"role": "user", "content": f"The first question. {switch}"}
-        yield [switched, first]
-        yield [asked, said, second]
+class _Question:
+    """What a proof is made of, which tells no two of one key apart."""
+
+    def __init__(self, renderer: Renderer, tools: Sequence[ToolSchema]) -> None:
+        self.renderer = renderer
+        self.tools = tools
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Question)
+
+    def __hash__(self) -> int:
+        return 0
 
 
-def _call(number: int) -> ToolCallMessage:
-    return {"id": f"probe{number:04}", "type": "function", "function": {"name": "probe", "arguments": {"key": "value"}}}
+@lru_cache(PROOFS_KEPT)
+def _proven(key: tuple[object, ...], asked: _Question) -> tuple[Lookback, bool]:
+    shape = cast("Shape", key[-1])
+    proofs = Proofs(asked.renderer)
+    return proofs.past(shape, asked.tools), proofs.words_matter(shape, asked.tools)
 
 
-def _result(number: int) -> Message:
-    return cast(
-        "Message", {"role": "tool", "content": "A result.", "tool_call_id": f"probe{number:04}", "name": "probe"}
-    )
+@lru_cache(PROOFS_KEPT)
+def _further_proven(key: tuple[object, ...], asked: _Question) -> bool:
+    shape, further = cast("tuple[Shape, Further]", key[-2:])
+    proofs = Proofs(asked.renderer)
+    return proofs.past(further.shape(shape), asked.tools, asking=further.asking) is not Lookback.POSSIBLE
+
+
+# --- plain messages of a shape
+
+_QUESTION: Message = {"role": "user", "content": "Go on."}
+
+
+def _tool(name: str) -> ToolSchema:
+    parameters = {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": parameters}}
+
+
+def _example_turn(shape: Shape, tools: Sequence[ToolSchema]) -> Message:
+    name = tools[0]["function"]["name"] if tools else "probe"
+    turn: Message = {"role": "assistant", "content": "Some words." if shape.text else ""}
+    if shape.reasoning:
+        turn["reasoning_content"] = "A thought."
+    if shape.calls:
+        function = {"name": name, "arguments": {}}
+        # Mistral's templates want ids of nine letters and digits.
+        calls = [{"id": f"probe{number:04}", "type": "function", "function": function} for number in range(shape.calls)]
+        turn["tool_calls"] = cast("list", calls)
+    return turn
+
+
+def _example_new(shape: Shape, turn: Message, markers: Sequence[str]) -> list[Message]:
+    calls = iter(turn.get("tool_calls") or ())
+    messages = []
+    for each, word in zip(shape.new, markers, strict=True):
+        message = {"role": each.role, "content": "" if each.empty else word}
+        if each.role == "tool":
+            call = next(calls, None)
+            message["tool_call_id"] = call["id"] if call is not None else "probe0000"
+        if each.named:
+            message["name"] = call["function"]["name"] if each.role == "tool" and call is not None else "probe"
+        messages.append(cast("Message", message))
+    return messages

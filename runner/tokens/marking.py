@@ -17,14 +17,17 @@ __all__ = [
     "SWITCHES",
     "Field",
     "Span",
-    "Stems",
+    "absent",
     "common_length",
     "forms",
     "locate",
+    "locate_disguised",
     "marked",
     "sentinel",
     "shown",
     "without_switches",
+    "without_words",
+    "words",
 ]
 
 Span: TypeAlias = tuple[int, int]
@@ -39,21 +42,19 @@ FIELDS = ("content", "name", "tool_call_id")
 Render: TypeAlias = Callable[[Sequence[Message]], str]
 
 
-class Stems:
-    """Words of letters and digits that no text holds by chance, none of which is given twice or begins another."""
+def absent(messages: Iterable[Message]) -> str:
+    """The first of a row of words, all of one length, that none of `messages` holds.
 
-    def __init__(self) -> None:
-        secret = secrets.token_hex(6)
-        self._words: Iterator[str] = (f"zq{secret}n{number}z" for number in itertools.count())
+    The same messages get the same word, in every process: some templates count letters.
+    """
+    said = [text for message in messages for text in (message["content"], message.get("reasoning_content", ""))]
+    stems = (f"zq7f3a9c1e5bn{number:06}z" for number in itertools.count())
+    return next(stem for stem in stems if not any(stem in text for text in said))
 
-    def unlike(self) -> str:
-        """A word of another length and in other letters than the next ones."""
-        return next(self._words).upper() + "WORD"
 
-    def absent(self, messages: Iterable[Message]) -> str:
-        """The next word that none of `messages` holds."""
-        contents = [message["content"] for message in messages]
-        return next(stem for stem in self._words if not any(stem in content for content in contents))
+def words(count: int) -> list[str]:
+    """So many words that no template holds, none of which is in another or begins like a stem."""
+    return [f"zqword{number:03}z" for number in range(count)]
 
 
 def sentinel(stem: str) -> str:
@@ -61,28 +62,38 @@ def sentinel(stem: str) -> str:
     return stem + "end"
 
 
-def marked(message: Message, stem: str, tools: Sequence[ToolSchema], *, words: bool = True) -> Message:
+def marked(message: Message, stem: str, tools: Sequence[ToolSchema], *, with_words: bool = True) -> Message:
     """A copy of an assistant message with the sentinel where its words end, and markers behind what else it says.
 
     Args:
         message: the turn.
         stem: begins sentinel and markers.
         tools: that could be called.
-        words: the words themselves stay, since templates look into them; else only sentinel and markers are there.
+        with_words: the words themselves stay, since templates look into them; else only sentinel and markers are there.
     """
     copy: dict[str, Any] = dict(message)
     if message.get("reasoning_content"):
-        copy["reasoning_content"] = message["reasoning_content"] * words + stem + "reasoning"
+        copy["reasoning_content"] = message["reasoning_content"] * with_words + stem + "reasoning"
     calls = message.get("tool_calls")
     if not calls:
-        copy["content"] = message["content"] * words + sentinel(stem)
+        copy["content"] = message["content"] * with_words + sentinel(stem)
         return cast("Message", copy)
     if message["content"]:
-        copy["content"] = message["content"] * words + stem + "text"
+        copy["content"] = message["content"] * with_words + stem + "text"
     function = calls[-1]["function"]
     arguments = {_parameter(function, tools): sentinel(stem)}
     # Name and id stay, since templates write them after the call too.
     copy["tool_calls"] = [*calls[:-1], {**calls[-1], "function": {**function, "arguments": arguments}}]
+    return cast("Message", copy)
+
+
+def without_words(message: Message, stem: str) -> Message:
+    """A copy of an assistant message that says only a marker where it said anything; others as they are."""
+    if message["role"] != "assistant":
+        return message
+    copy: dict[str, Any] = {**message, "content": stem + "text" if message["content"] else ""}
+    if message.get("reasoning_content"):
+        copy["reasoning_content"] = stem + "reasoning"
     return cast("Message", copy)
 
 
@@ -157,6 +168,52 @@ def locate(
     values = {marker: _value(messages, field) for field, marker in markers.items()}
     spans = _fitted(text, re.split(f"({'|'.join(values)})", render(copy)), values)
     return spans if spans is not None else _one_by_one(text, render, copy, messages, markers)
+
+
+def locate_disguised(
+    text: str,
+    render: Render,
+    messages: Sequence[Message],
+    wanted: Sequence[Field],
+    names: Callable[[str], Iterable[str]],
+) -> list[Span] | None:
+    """Where the control text of some fields stands in `text`: all of a content but that is left as it is.
+
+    Templates that look into contents, compare them or take words out of them see no difference, unlike with markers.
+
+    Args:
+        text: the render.
+        render: the text of messages.
+        messages: as they were rendered.
+        wanted: fields that hold control text.
+        names: the control tokens that stand in a text.
+
+    Returns:
+        Spans in order, or None where the template writes the fields otherwise then.
+    """
+    found = {name for field in wanted for name in names(_value(messages, field))}
+    disguises = {name: _disguise(len(name), text) for name in sorted(found, key=len, reverse=True)}
+    copy = list(messages)
+    for field in wanted:
+        value = _value(messages, field)
+        for name, disguise in disguises.items():
+            value = value.replace(name, disguise)
+        copy = _with(copy, field, value)
+    if not disguises or any(list(names(_value(copy, field))) for field in wanted):
+        return None
+    other = render(copy)
+    spans = sorted(
+        (match.start(), match.end()) for disguise in disguises.values() for match in re.finditer(disguise, other)
+    )
+    for name, disguise in disguises.items():
+        other = other.replace(disguise, name)
+    return spans if other == text else None
+
+
+def _disguise(length: int, text: str) -> str:
+    """A word of that length which is not in the text."""
+    words = ("".join(secrets.choice("qzxjvkw") for _ in range(length)) for _ in range(1000))
+    return next(word for word in words if word not in text)
 
 
 def shown(text: str, render: Render, messages: Sequence[Message], index: int, word: str) -> Span | None:

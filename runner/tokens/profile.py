@@ -17,6 +17,7 @@ __all__ = [
     "Reasoning",
     "Results",
     "SystemMidRun",
+    "SystemPlace",
     "TemplateProfile",
     "ToolsPlace",
     "Trait",
@@ -51,6 +52,7 @@ class Trait(enum.StrEnum):
     ARGUMENTS = "arguments"
     LITERALS = "literals"
     NULL_CONTENT = "null_content"
+    SYSTEM = "system"
     SYSTEM_MID_RUN = "system_mid_run"
     TRIMMED = "trimmed"
 
@@ -122,6 +124,15 @@ class NullContent(enum.StrEnum):
     NEEDED = "needed"  # calls are shown only beside it
 
 
+class SystemPlace(enum.StrEnum):
+    """Where the system message that a conversation begins with stands."""
+
+    FIRST = "first"
+    MOVES = "moves"  # before the last user message, wherever that is
+    DROPPED = "dropped"
+    REFUSED = "refused"
+
+
 class SystemMidRun(enum.StrEnum):
     """A system message between the turns."""
 
@@ -157,6 +168,7 @@ class TemplateProfile:
         arguments: the form of a call's arguments.
         literals: how true and null are written in them.
         null_content: what `content: null` does.
+        system: where the system message at the beginning stands.
         system_mid_run: what becomes of a system message between the turns.
         trimmed: roles whose contents lose white space at their ends.
     """
@@ -182,6 +194,7 @@ class TemplateProfile:
     arguments: Arguments
     literals: Literals
     null_content: NullContent
+    system: SystemPlace
     system_mid_run: SystemMidRun
     trimmed: tuple[str, ...]
 
@@ -336,6 +349,13 @@ _EXPLANATIONS: Mapping[Trait, Mapping[Any, str]] = {
         NullContent.NEEDED: "Calls are shown only in messages whose content is null, so an empty content beside a call "
         "is given as null.",
         NullContent.WRITTEN: "A message with content null is shown as the word None; here it is always given as text.",
+    },
+    Trait.SYSTEM: {
+        SystemPlace.FIRST: "A system message stands before the conversation and stays there.",
+        SystemPlace.MOVES: "The system message is written before the last user message, so it moves when a user speaks "
+        "again: then no prompt can begin with the one before. Say it in the first user message.",
+        SystemPlace.DROPPED: "A system message is dropped without a word: say it in the first user message.",
+        SystemPlace.REFUSED: "A system message makes the template fail: say it in the first user message.",
     },
     Trait.SYSTEM_MID_RUN: {
         SystemMidRun.KEPT: "A system message between the turns stays where it is.",

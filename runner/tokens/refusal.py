@@ -14,6 +14,10 @@ class Property(enum.StrEnum):
     SENTINEL_SHOWN = "no_sentinel"  # the last assistant turn does not show what was said or called
     TURN_STAYS_BEHIND = "marker_in_tail"  # the model's words would be repeated after the turn
     TOOLS_STAY = "tools_move"  # the tools are printed behind the turn, so those in the prompt are in the wrong place
+    SYSTEM_STAYS = (
+        "system_moves"  # the system message is printed behind the turn, so the prompt's is in the wrong place
+    )
+    CONTENT_LOCATED = "content_not_located"  # control text of a content cannot be told from the template's own
     CONTENT_SHOWN = "content_missing"  # a new message cannot be seen in the render
     STOP_IN_TAIL = "stop_not_in_tail"  # the sampled stop cannot stand where the template closes a turn
     STOP_OPENS_NEXT = "stop_opens_wrong_role"  # the sampled stop opens a message of another role than the one that came

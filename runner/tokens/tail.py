@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import NoReturn, cast
 
 from runner.messages import Message
-from runner.tokens.marking import Field, Span, common_length, forms, locate, marked, sentinel, shown, without_switches
+from runner.tokens.marking import (
+    Field,
+    Span,
+    common_length,
+    forms,
+    locate,
+    locate_disguised,
+    marked,
+    sentinel,
+    shown,
+    without_switches,
+    without_words,
+)
 from runner.tokens.refusal import Property, Unbridgeable
+from runner.tokens.shape import Shape
 from runner.tokens.template import Renderer, TemplateRaised, ToolSchema
 
-__all__ = ["Tail", "TailMaker"]
+__all__ = ["Further", "Tail", "TailMaker", "located"]
 
 DOUBLED, MEANT = 200, 8
 """Characters at the end of a prompt where an opener is looked for twice, and fewer than which are no opener."""
@@ -122,6 +137,28 @@ class TailMaker:
         raise Unbridgeable(Property.OPENED_ONCE, f"template {name!r} opens the assistant's turn twice: {opener!r}")
 
 
+class Further(enum.StrEnum):
+    """The renders that a tail may be asked for beside its own; each is the name of an attribute of `Tail`."""
+
+    BORDER = "border"
+    ALONE = "alone"
+    ALONE_ASKING = "alone_asking"
+    WITHOUT_CALLS = "without_calls"
+
+    @property
+    def asking(self) -> bool:
+        """It ends with the generation prompt."""
+        return self is not Further.ALONE
+
+    def shape(self, shape: Shape) -> Shape:
+        """Of the turn and the messages that are rendered, where the tail's own have this one."""
+        if self is Further.WITHOUT_CALLS:
+            return replace(shape, calls=0, reasoning=False, text=True)
+        if self is Further.BORDER:
+            return replace(shape, new=(replace(shape.new[0], empty=False), *shape.new[1:]))
+        return replace(shape, new=())
+
+
 class Tail:
     """What one render has after its last sentinel.
 
@@ -129,7 +166,18 @@ class Tail:
         new: the messages that were appended.
         text: from the sentinel to the end of the generation prompt.
         after_call: the sentinel stood in a tool call, so the tail begins inside it.
-        asked: names of the further renders that were asked for; shared by the tails of one kind.
+        local: it was rendered with a stand-in for the history.
+        asked: the further renders that were asked for; shared by the tails of one kind.
+
+    Args:
+        maker: renders.
+        stem: begins sentinel and markers; no message holds it.
+        history: ends with the turn.
+        new: the messages after it.
+        tools: as shown to the model.
+        whole: the whole history, where `history` is a stand-in for it.
+        proves: whether the stand-in gives some further render too; else that is made of the whole.
+        asked: see the attribute.
 
     Raises:
         Unbridgeable: the template raises, or does not show the last turn.
@@ -142,24 +190,48 @@ class Tail:
         history: Sequence[Message],
         new: Sequence[Message],
         tools: Sequence[ToolSchema],
-        asked: set[str] | None = None,
+        *,
+        whole: Sequence[Message] | None = None,
+        proves: Callable[[Further], bool] | None = None,
+        asked: set[Further] | None = None,
     ) -> None:
         self.new = new
         self.asked = set() if asked is None else asked
         self.after_call = bool(history[-1].get("tool_calls"))
+        self.local = whole is not None
         self._maker = maker
         self._stem = stem
         self._tools = tools
+        self._whole = whole
+        self._proves = proves
         self._located: tuple[Sequence[Field], list[Span] | None] | None = None
-        self._history = [*history[:-1], marked(history[-1], stem, tools)]
-        try:
-            self.text = self._text(new)
-        except Unbridgeable as refusal:
-            if refusal.property is not Property.TEMPLATE_RENDERS:
-                raise
-            # Some templates raise on words that their model samples and a parser should have taken out.
-            self._history[-1] = marked(history[-1], stem, tools, words=False)
-            self.text = self._text(new)
+        self._history: Sequence[Message] = ()
+        self.text = self._first_text(history)
+
+    def _first_text(self, history: Sequence[Message]) -> str:
+        """The tail, without the words of the model where the template raises on them.
+
+        A model samples words that a parser should have taken out, and some templates raise where they meet those.
+        """
+        raised: Unbridgeable | None = None
+        for marked_history in self._marked(history):
+            self._history = marked_history
+            try:
+                return self._text(self.new)
+            except Unbridgeable as refusal:
+                if refusal.property is not Property.TEMPLATE_RENDERS:
+                    raise
+                raised = raised or refusal
+        assert raised is not None
+        raise raised
+
+    def _marked(self, history: Sequence[Message]) -> Iterator[Sequence[Message]]:
+        *before, turn = history
+        yield [*before, marked(turn, self._stem, self._tools)]
+        yield [*before, marked(turn, self._stem, self._tools, with_words=False)]
+        if any(message["role"] == "assistant" for message in before):
+            silent = [without_words(message, self._stem) for message in before]
+            yield [*silent, marked(turn, self._stem, self._tools, with_words=False)]
 
     def check(self) -> None:
         """See that the new messages are in the tail and that it ends by asking the model to speak.
@@ -183,11 +255,6 @@ class Tail:
     def _follow(self, new: Sequence[Message], asking: bool) -> str:
         return self._text(new, generation_prompt=asking)
 
-    @property
-    def plain(self) -> str:
-        """The text, with any markers in it named alike for every tail."""
-        return self.text.replace(self._stem, "\0")
-
     def holds_marker(self, text: str) -> bool:
         """What was said before the turn's end stands in `text`."""
         return self._stem in text
@@ -198,9 +265,9 @@ class Tail:
         What is made off the event loop leaves none to be made on it.
         """
         _ = self._fault
-        for name in tuple(self.asked):
+        for further in tuple(self.asked):
             with suppress(Unbridgeable):
-                getattr(self, name)
+                getattr(self, further.value)
 
     @cached_property
     def seen(self) -> Span:
@@ -224,47 +291,55 @@ class Tail:
 
         Where the content changes what the template writes before it, only what both renders begin with counts.
         """
-        self.asked.add("border")
         marker = self._stem + "content"
         first = cast("Message", {**self.new[0], "content": marker})
-        close, found, _ = self._text([first, *self.new[1:]]).partition(marker)
+        close, found, _ = self._further(Further.BORDER, [first, *self.new[1:]]).partition(marker)
         return common_length(self.text, close) if found else 0
 
     @cached_property
     def alone(self) -> str | None:
         """The tail without the new messages: the turn's close where nothing follows; None where that raises."""
-        self.asked.add("alone")
         try:
-            return self._text((), generation_prompt=False)
+            return self._further(Further.ALONE, ())
         except Unbridgeable:
             return None
 
     @cached_property
     def alone_asking(self) -> str | None:
         """The tail without the new messages, with the generation prompt; None where that raises."""
-        self.asked.add("alone_asking")
         try:
-            return self._text(())
+            return self._further(Further.ALONE_ASKING, ())
         except Unbridgeable:
             return None
 
-    def locate(self, wanted: Sequence[Field]) -> list[Span] | None:
-        """Where these fields of the new messages stand in `text`, or None where that cannot be told."""
+    def _further(self, further: Further, new: Sequence[Message]) -> str:
+        return self._behind(self._history_for(further), new, generation_prompt=further.asking)
+
+    def _history_for(self, further: Further) -> Sequence[Message]:
+        """What stands before the new messages: the stand-in only where it is known to give the same text."""
+        self.asked.add(further)
+        if self._whole is None or self._proves is None or self._proves(further):
+            return self._history
+        return [*self._whole[:-1], self._history[-1]]
+
+    def locate(self, wanted: Sequence[Field], names: Callable[[str], Iterable[str]]) -> list[Span] | None:
+        """Where these fields of the new messages stand in `text`, or None where that cannot be told.
+
+        Args:
+            wanted: fields that hold control text.
+            names: the control tokens that stand in a text.
+        """
         if self._located is None or self._located[0] != wanted:
-            try:
-                spans = locate(self.text, self._text, self.new, wanted, self._stem)
-            except Unbridgeable:
-                spans = None
-            self._located = (wanted, spans)
+            self._located = (wanted, located(self.text, self._text, self.new, wanted, self._stem, names))
         return self._located[1]
 
     @cached_property
     def without_calls(self) -> str | None:
         """The tail that the turn would have if it had called nothing; None where that raises."""
-        self.asked.add("without_calls")
         said: Message = {"role": "assistant", "content": "x"}
+        history = [*self._history_for(Further.WITHOUT_CALLS)[:-1], said]
         try:
-            return Tail(self._maker, self._stem, [*self._history[:-1], said], self.new, self._tools).text
+            return Tail(self._maker, self._stem, history, self.new, self._tools).text
         except Unbridgeable:
             return None
 
@@ -273,17 +348,23 @@ class Tail:
         text = self._maker.render([*self._history, *self.new], self._tools)
         return word in text.rpartition(sentinel(self._stem))[0]
 
+    @cached_property
     def end_of_reasoning(self) -> str | None:
         """What the template writes between the turn's reasoning and its text; None where it shows no reasoning."""
         end, words = self._stem + "thought", self._stem + "words"
         turn = cast("Message", {"role": "assistant", "content": words, "reasoning_content": end})
-        text = self._maker.render([*self._history[:-1], turn], self._tools, generation_prompt=False)
+        # The proofs know of one mark only, so this one is always asked of the whole.
+        before = (self._whole or self._history)[:-1]
+        text = self._maker.render([*before, turn], self._tools, generation_prompt=False)
         _, found, rest = text.rpartition(end)
         between, shown, _ = rest.partition(words)
         return between if found and shown else None
 
     def _text(self, new: Sequence[Message], *, generation_prompt: bool = True) -> str:
-        text = self._maker.render([*self._history, *new], self._tools, generation_prompt=generation_prompt)
+        return self._behind(self._history, new, generation_prompt=generation_prompt)
+
+    def _behind(self, history: Sequence[Message], new: Sequence[Message], *, generation_prompt: bool) -> str:
+        text = self._maker.render([*history, *new], self._tools, generation_prompt=generation_prompt)
         _, found, tail = text.rpartition(sentinel(self._stem))
         if not found:
             raise Unbridgeable(
@@ -291,6 +372,26 @@ class Tail:
                 f"template {self._maker.renderer.template.name!r} does not show the last assistant turn",
             )
         return tail
+
+
+def located(
+    text: str,
+    render: Callable[[Sequence[Message]], str],
+    messages: Sequence[Message],
+    wanted: Sequence[Field],
+    stem: str,
+    names: Callable[[str], Iterable[str]],
+) -> list[Span] | None:
+    """Where the control text of these fields stands in a render, or None where that cannot be told; see `locate`."""
+    for find in (
+        lambda: locate(text, render, messages, wanted, stem),
+        lambda: locate_disguised(text, render, messages, wanted, names),
+    ):
+        with suppress(Unbridgeable):
+            spans = find()
+            if spans is not None:
+                return spans
+    return None
 
 
 _ANSWER: Message = {"role": "assistant", "content": "zqanswerz"}

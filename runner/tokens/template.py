@@ -22,7 +22,15 @@ import jinja2.sandbox
 from runner.errors import BadTemplate
 from runner.messages import canonical_json
 
-__all__ = ["ChatTemplate", "Renderer", "TemplateRaised", "ToolProperty", "missing_tool_property", "require_tools"]
+__all__ = [
+    "ChatTemplate",
+    "Renderer",
+    "TemplateRaised",
+    "ToolProperty",
+    "environment",
+    "missing_tool_property",
+    "require_tools",
+]
 
 MessageView: TypeAlias = Mapping[str, Any]
 """A message as a template reads it, in OpenAI's shape."""
@@ -99,6 +107,7 @@ class Renderer:
         now: the time that the template sees.
         text_arguments: the template wants the arguments of a tool call as JSON text, not as an object; probed.
         null_content: it shows calls only where there is no content, not where it is empty; probed.
+        context: what the template is given beside the messages, the tools and whether it asks.
     """
 
     template: ChatTemplate
@@ -107,12 +116,12 @@ class Renderer:
     text_arguments: bool = field(init=False, default=False)
     null_content: bool = field(init=False, default=False)
     _compiled: jinja2.Template = field(init=False, repr=False, compare=False)
-    _context: dict[str, Any] = field(init=False, repr=False, compare=False)
+    context: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         context = {**self.template.variables, **self.options, "strftime_now": self.now.strftime}
         object.__setattr__(self, "_compiled", _compile(self.template.text, self.template.name))
-        object.__setattr__(self, "_context", context)
+        object.__setattr__(self, "context", context)
         if not _shows_arguments(self, _PROBE):
             text_arguments = _shows_arguments(self, [_with_text_arguments(message) for message in _PROBE])
             null_content = not text_arguments and _shows_arguments(self, [_with_null_content(m) for m in _PROBE])
@@ -135,7 +144,7 @@ class Renderer:
             messages = [_with_null_content(message) for message in messages]
         try:
             return self._compiled.render(
-                self._context, messages=messages, tools=[*tools] or None, add_generation_prompt=generation_prompt
+                self.context, messages=messages, tools=[*tools] or None, add_generation_prompt=generation_prompt
             )
         # What a template may raise: its own refusals, and whatever its expressions meet in a message.
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -296,7 +305,7 @@ _LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length", "pre
 
 
 @functools.cache
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
     """The sandbox of transformers' `apply_chat_template`, so that a template means here what it means there."""
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
@@ -307,7 +316,7 @@ def _environment() -> jinja2.Environment:
 @functools.lru_cache(maxsize=64)
 def _compile(text: str, name: str) -> jinja2.Template:
     try:
-        template = _environment().from_string(text)
+        template = environment().from_string(text)
     except jinja2.TemplateSyntaxError as error:
         raise BadTemplate(
             f"template {name!r} is not valid jinja2, line {error.lineno}: {error.message}; correct it there"

@@ -45,6 +45,7 @@ from runner.tokens.profile import (
     Reasoning,
     Results,
     SystemMidRun,
+    SystemPlace,
     TemplateProfile,
     ToolsPlace,
 )
@@ -90,6 +91,7 @@ def profile_of(renderer: Renderer, *, wanted_bos: str = "") -> TemplateProfile:
         arguments=_arguments(probe),
         literals=_literals(probe),
         null_content=_null_content(probe),
+        system=_system_place(probe),
         system_mid_run=_system_mid_run(probe),
         trimmed=_trimmed(probe),
     )
@@ -263,6 +265,15 @@ def _null_content(probe: Probe) -> NullContent:
         return NullContent.RAISES
     written = len(re.findall(r"\bNone\b", text)) > len(re.findall(r"\bNone\b", shown))
     return NullContent.WRITTEN if written else NullContent.ACCEPTED
+
+
+def _system_place(probe: Probe) -> SystemPlace:
+    text = probe.text({"role": "system", "content": TOLD}, QUESTION, ANSWER, AGAIN_ASKED, asking=True)
+    if text is None:
+        return SystemPlace.REFUSED
+    if TOLD not in text:
+        return SystemPlace.DROPPED
+    return SystemPlace.MOVES if 0 <= text.find(ANSWERED) < text.index(TOLD) else SystemPlace.FIRST
 
 
 def _system_mid_run(probe: Probe) -> SystemMidRun:

@@ -16,7 +16,6 @@ from runner import Concurrency, Environment, Message, Run, Task, reward, tool
 from runner.edge import collector_settings, on_event_loop
 from runner.testing import ScriptedEngine
 from runner.tokens.bridge import Bridger
-from runner.tokens.locality import CHECKED_ONE_IN
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import VocabularyTokenizer
 from tests.benchmarks.environments import REPLIES
@@ -46,9 +45,6 @@ def measure() -> Iterator[Figure]:
     for name, case in cases.items():
         yield Figure(f"everything rendered and encoded anew, {name}", "us", _timed(case.render_anew, 1))
     for name, case in cases.items():
-        seldom = tuple(value / CHECKED_ONE_IN for value in _timed(case.compare, 1))
-        yield Figure(f"in a worker thread, by one turn in {CHECKED_ONE_IN}: comparing, {name}", "us a turn", seldom)
-    for name, case in cases.items():
         yield Figure(f"renderers 0.1.12, Qwen3's bridge, {name}", "us", _timed(case.peer, 20))
     by_clock, by_processor = zip(*(on_event_loop(_turns) for _ in range(ROUNDS)), strict=True)
     yield Figure("turns on 10,000 tokens of history", "turns/s", by_clock, at_least=1500)
@@ -62,7 +58,6 @@ class _Case:
     bridge: Callable[[], object]
     encode_tail: Callable[[], object]
     render_anew: Callable[[], object]
-    compare: Callable[[], object]
     peer: Callable[[], object]
 
 
@@ -96,7 +91,6 @@ def _case(length: int, tokenizer: VocabularyTokenizer) -> _Case:
         bridge=bridge,
         encode_tail=lambda: tokenizer.encode(tail),
         render_anew=lambda: tokenizer.encode(renderer.render([*history, *new], tools=[ADD])),
-        compare=lambda: bridger.locality.full(history, new, [ADD]),
         peer=lambda: peer.bridge_to_next_turn(prompt, sampled, new, tools=[ADD["function"]]),
     )
 

@@ -6,7 +6,7 @@ from runner.messages import Message
 from runner.tokens.bridge import Bridger, Unbridgeable
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.junction import Anchor, Close, Seam
-from runner.tokens.marking import Stems
+from runner.tokens.marking import absent
 from runner.tokens.template import ChatTemplate, Renderer
 from runner.tokens.tokenizer import Tokenizer, VocabularyTokenizer
 from tests.tokens.bridging import ADD, MORE, QUESTION, answer, bridger, chatml, result, says
@@ -254,14 +254,15 @@ def test_content_that_the_template_trims_or_escapes_is_seen() -> None:
     assert '\n"  é said \\"no\\"\\n"<|im_end|>' in escaped
 
 
-def test_stems_are_never_given_twice_and_are_in_no_message() -> None:
-    stems = Stems()
-    words = [stems.absent([QUESTION]) for _ in range(100)]
-    assert len({*words}) == 100
-    assert all(stem.isalnum() and stem.isascii() and len(stem) >= 12 for stem in words)
-    assert not any(one != other and other.startswith(one) for one in words for other in words)
-    following = words[-1].replace("n99z", "n100z")
-    assert stems.absent([{"role": "user", "content": f"({following})"}]) == words[-1].replace("n99z", "n101z")
+def test_the_sentinel_is_in_no_message_and_the_same_for_the_same_messages() -> None:
+    first = absent([QUESTION])
+    assert first.isalnum()
+    assert first.isascii()
+    assert first == absent([QUESTION])
+    second = absent([{"role": "user", "content": f"({first})"}])
+    third = absent([{"role": "assistant", "content": second, "reasoning_content": f"{first}."}])
+    assert len({first, second, third}) == 3
+    assert len(first) == len(second) == len(third)
 
 
 def test_history_and_messages_are_left_as_they_were(made: Bridger) -> None:

@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 
-from runner import Conversation, tool
+from runner import Conversation, Outcome, Run, tool
 from runner.messages import Message
 from runner.testing import Reply
-from runner.tokens.bridge import Unbridgeable
-from runner.tokens.junction import Anchor, Close
+from runner.tokens.appends import Append, Exactness, verdicts
+from runner.tokens.bridge import Bridger, Property, Unbridgeable
+from runner.tokens.junction import Anchor, Close, Result, Seam
+from runner.tokens.probe import probe
+from runner.tokens.profile import SystemPlace
 from runner.tokens.splice import AlignmentKind, compare, normalize, same_tools
-from tests.playing import Plain, play
+from runner.tokens.template import ChatTemplate
+from tests.conformance.corpus import corpus
+from tests.playing import Plain, play, tasks
 from tests.tokens.episodes import SHOWS_CALLS, SUM, bridges, speaking, talked, twice
 from tests.tokens.families import (
     ADD,
@@ -83,6 +88,102 @@ async def test_gpt_oss_keeps_the_analysis_that_its_template_drops() -> None:
     assert text == "<|start|>user<|message|>And twice that?<|end|><|start|>assistant"
     prompt = engine.tokenizer.decode(trajectory.turns[1].prompt_ids)
     assert f"{said}<|return|>{text}" in prompt
+
+
+@pytest.mark.anyio
+async def test_gpt_oss_as_it_speaks_plays_ten_turns_in_one_segment() -> None:
+    # Its template raises on channels in the content of an earlier turn, and a content is all that was sampled.
+    async def talk(conversation: Conversation) -> None:
+        for _ in range(10):
+            await conversation.generate()
+            conversation.add("And twice that?")
+
+    said = "<|channel|>analysis<|message|>Double.<|end|><|start|>assistant<|channel|>final<|message|>84"
+    engine = speaking("gpt-oss", lambda turn: said)
+    trajectory = await talked(talk, engine)
+    assert bridges(trajectory, engine) == ["<|start|>user<|message|>And twice that?<|end|><|start|>assistant"] * 9
+    assert {turn.junction.seam for turn in trajectory.turns if turn.junction is not None} == {Seam.SPECIAL}
+
+
+@pytest.mark.anyio
+async def test_what_gpt_oss_says_in_one_episode_marks_and_ends_no_other() -> None:
+    class Talks(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            for _ in range(4):
+                await conversation.generate()
+                conversation.add("And twice that?")
+
+    plain, channels = "<|channel|>final<|message|>84", "<|channel|>analysis<|message|>Double.<|end|>"
+    for replies in (plain, channels):
+        engine = speaking(
+            "gpt-oss", lambda call, said=replies: channels if call.request.name.startswith("t0#") else said
+        )
+        async with Run(Talks, engine, tasks=tasks(20)) as run:
+            trajectories = [trajectory async for trajectory in run]
+        assert {trajectory.outcome for trajectory in trajectories} == {Outcome.COMPLETED}
+        made = [turn.junction for trajectory in trajectories for turn in trajectory.turns[1:]]
+        assert {(each.result, each.seam) for each in made if each is not None} == {(Result.APPENDED, Seam.SPECIAL)}
+        assert not run.summary.faults
+
+
+def test_gpt_oss_is_checked_as_it_speaks() -> None:
+    made, heard = model("gpt-oss"), []
+    bridger = made.bridger()
+    tail = bridger.tail
+
+    def listened(history: Any, new: Any, tools: Any, **options: Any) -> Any:
+        heard.extend(message["content"] for message in history if message["role"] == "assistant")
+        return tail(history, new, tools, **options)
+
+    bridger.tail = listened  # type: ignore[method-assign]  # what the verdicts ask of it is looked at
+    found = {verdict.kind: verdict for verdict in verdicts(bridger, probe(made.template))}
+    assert found[Append.USER].result is Exactness.EXACT
+    assert any("<|channel|>final<|message|>" in content for content in heard)
+
+
+# --- a system message that moves
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mistralai-Mistral-7B-Instruct-v0.3",
+        "mistralai-Mistral-Nemo-Instruct-2407",
+        "Neelectric-Ministral-8B-Instruct-2410_SFT_mathv00.01",
+    ],
+)
+def test_a_system_message_that_moves_is_refused_by_name(name: str) -> None:
+    made = model("mistral-7b")
+    text = next(entry.text for entry in corpus() if entry.name == name)
+    renderer = ChatTemplate(text, name=name, variables=made.template.variables).renderer()
+    bridger = Bridger(made.tokenizer, renderer, made.stop_ids)
+    told: Message = {"role": "system", "content": "Be brief."}
+    history = [told, QUESTION, says("42")]
+    with pytest.raises(Unbridgeable) as caught:
+        bridger.bridge(history, [MORE], sampled=made.sampled("42", "</s>"), stop=made.id("</s>"))
+    assert caught.value.property is Property.SYSTEM_STAYS
+    bridge = bridger.bridge(history[1:], [MORE], sampled=made.sampled("42", "</s>"), stop=made.id("</s>"))
+    assert bridge.junction.anchor is Anchor.STOP  # without one nothing moves
+    assert probe(renderer.template).system is SystemPlace.MOVES
+
+
+@pytest.mark.anyio
+async def test_a_run_follows_a_system_message_that_moves_and_says_so_at_its_start() -> None:
+    class Told(Plain):
+        system_prompt = "Be brief."
+
+        async def rollout(self, conversation: Conversation) -> None:
+            for _ in range(3):
+                await conversation.generate()
+                conversation.add("And twice that?")
+
+    engine = speaking("mistral-7b", lambda turn: "42")
+    async with Run(Told, engine) as run:
+        assert any("system_moves" in fault for fault in run.summary.faults)
+        (trajectory,) = [trajectory async for trajectory in run]
+    for segment in trajectory.segments:
+        assert engine.tokenizer.decode(segment.log.ids).count("Be brief.") == 1
+    assert [segment.cause for segment in trajectory.segments] == ["start", "system_moves", "system_moves"]
 
 
 # --- Gemma 4
@@ -338,7 +439,7 @@ def test_ids_of_calls_stay_what_they_are(name: str, call_id: str) -> None:
     ]
     bridger = made.bridger()
     sampled = made.sampled("...", FAMILIES[name].stops[0])
-    tail, _ = bridger.tail(history, [result("42", call_id)], [ADD], turn=1)
+    tail = bridger.tail(history, [result("42", call_id)], [ADD], turn=1)
     assert made.render([*history, result("42", call_id)], [ADD]).endswith(tail.text[5:])
     if name == "mistral-7b":
         assert call_id in tail.text

@@ -1,0 +1,104 @@
+"""One of two values where it is not known which, and numbers for what given values are made of."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jinja2
+
+from runner.tokens.lookback.values import (
+    MAYBE,
+    Given,
+    Past,
+    Position,
+    Root,
+    Text,
+    Unknown,
+    Value,
+    holds_end,
+    is_given,
+    is_text,
+    same,
+)
+
+__all__ = ["Symbols", "merged", "root_of"]
+
+
+class Symbols:
+    """Numbers for given values: an operation on the same operands has the same one."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._kept: list[Any] = []  # so that no other object gets its identity
+        self._fresh = itertools.count(-1, -1)
+
+    def fresh(self, *, text: bool = False, filled: bool = False) -> Given:
+        """A given value like no other."""
+        return Given(next(self._fresh), text, filled)
+
+    def of(self, operation: str, *operands: Value, text: bool = False, root: Root | None = None) -> Given:
+        """What an operation makes of given operands."""
+        key = (operation, *map(self._key, operands))
+        number = self._numbers.setdefault(key, len(self._numbers))
+        return Given(number, text, root=root, ends=any(map(holds_end, operands)))
+
+    def _key(self, value: Value) -> Any:
+        if isinstance(value, str | int | float | bool | None | Given | Position):
+            return type(value).__name__, value
+        if isinstance(value, Text):
+            return "text", value.head, *map(self._key, value.parts)
+        if isinstance(value, list | tuple):
+            return "list", *map(self._key, value)
+        if isinstance(value, dict):
+            return "dict", *((self._key(key), self._key(each)) for key, each in value.items())
+        if isinstance(value, jinja2.Undefined):
+            return "undefined"
+        self._kept.append(value)
+        return "object", id(value)
+
+
+def merged(condition: Given | Unknown, one: Value, other: Value, symbols: Symbols) -> Value:
+    """`one` where the condition holds, else `other`."""
+    if same(one, other):
+        return one
+    both = (one, other)
+    if all(isinstance(each, Past) for each in both) and same(one.items, other.items):  # noqa: SIM102
+        if (one.messages, one.backwards) == (other.messages, other.backwards):
+            return Past(one.items, Root(min(one.least, other.least)), 0, (), one.messages, one.backwards)
+    ends, text = any(map(holds_end, both)), is_text(one) and is_text(other)
+    if isinstance(condition, Given):
+        if all(map(is_given, both)) and not all(isinstance(each, Text) and each.has_end for each in both):
+            return symbols.of("if", condition, *both, text=text)
+        root = root_of(one)
+        if root is not None and root is root_of(other):
+            return symbols.of("if", condition, *both, root=root)
+    if text and ends:
+        return _merged_text(condition, one, other, symbols)
+    return Unknown(ends=ends, text=text)
+
+
+def _merged_text(condition: Given | Unknown, one: Value, other: Value, symbols: Symbols) -> Value:
+    """One of two texts, of which one at least may hold the end of the turn's words."""
+    both = (one, other)
+    marks = [each.parts[0] if isinstance(each, Text) and each.is_marked else None for each in both]
+    if marks[0] is marks[1] and marks[0] is not None:
+        rest = merged(condition, one.rest, other.rest, symbols)
+        heads = (one.head, other.head)
+        known = isinstance(condition, Given) and None not in heads
+        return Text((marks[0], *_parts(rest)), ("if", condition, *heads) if known else None)
+    if isinstance(condition, Unknown) or any(isinstance(each, Unknown) and each.ends for each in both):
+        return Unknown(ends=True, text=True)
+    rests = [
+        each.rest if mark else "" if isinstance(each, Unknown) else each for mark, each in zip(marks, both, strict=True)
+    ]
+    return Text((MAYBE, *_parts(merged(condition, *rests, symbols))))
+
+
+def _parts(value: Value) -> tuple[Value, ...]:
+    return value.parts if isinstance(value, Text) else (value,) if value != "" else ()
+
+
+def root_of(value: Value) -> Root | None:
+    """What a place among the messages counts from; None where the value is none."""
+    return value.root if isinstance(value, Position | Given) else None

@@ -1,0 +1,281 @@
+"""A tail made without what came in between is that of the whole history, whatever a template looks back at."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2.nodes
+import pytest
+
+from runner.messages import Message
+from runner.tokens.locality import Locality
+from runner.tokens.lookback.proof import Lookback, Proofs
+from runner.tokens.refusal import Unbridgeable
+from runner.tokens.shape import Arrival, Shape
+from runner.tokens.tail import Tail, TailMaker
+from runner.tokens.template import ChatTemplate, Renderer, ToolSchema, environment
+from tests.conformance.corpus import Entry, corpus
+from tests.conformance.sweep import is_tool_capable
+from tests.tokens.bridging import ADD, chatml
+
+FOLDER = Path(__file__).parent / "looking_back"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
+CONTROLS = [name for name in NAMES if name.startswith("neg_")]
+RAISING = ("guard_markup", "strict_blank")  # on some pasts, and nothing else about the past changes a tail
+
+
+class Case(NamedTuple):
+    """A turn, and what answers it."""
+
+    history: list[Message]
+    new: list[Message]
+    turn: int
+
+
+class Written(NamedTuple):
+    """A template that looks back, or seems to, and conversations in which it matters."""
+
+    renderer: Renderer
+    tools: Sequence[ToolSchema]
+    conversations: Sequence[list[Message]]
+
+
+@functools.cache
+def written(name: str) -> Written:
+    given = json.loads((FOLDER / f"{name}.json").read_text())
+    text = (FOLDER / f"{name}.jinja").read_text()
+    renderer = ChatTemplate(text, name=name, variables={"bos_token": "<s>"}).renderer()
+    return Written(renderer, given["tools"], given["conversations"])
+
+
+def cases(conversation: Sequence[Message]) -> Iterator[Case]:
+    """Every turn of a conversation that is answered."""
+    turns = [index for index, message in enumerate(conversation) if message["role"] == "assistant"]
+    for number, (turn, following) in enumerate(zip(turns, [*turns[1:], len(conversation)], strict=True)):
+        if conversation[turn + 1 : following]:
+            yield Case([*conversation[: turn + 1]], [*conversation[turn + 1 : following]], number)
+
+
+def tail_of(locality: Locality, case: Case, tools: Sequence[ToolSchema]) -> Tail | None:
+    try:
+        return locality.tail(case.history, case.new, tools, case.turn)
+    except Unbridgeable:
+        return None
+
+
+def whole(renderer: Renderer, case: Case, tools: Sequence[ToolSchema]) -> str | None:
+    """The tail of the whole history, or None where the template raises on it."""
+    try:
+        return Locality(TailMaker(renderer)).full(case.history, case.new, tools).text
+    except Unbridgeable:
+        return None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tail_is_that_of_the_whole_history(name: str) -> None:
+    renderer, tools, conversations = written(name)
+    locality, made = Locality(TailMaker(renderer)), 0
+    for case in (case for conversation in conversations for case in cases(conversation)):
+        tail, right = tail_of(locality, case, tools), whole(renderer, case, tools)
+        if right is None:  # what a template refuses has no right tail
+            assert name in RAISING
+        elif tail is None:  # the turn's own call is what the template looks at: refused by name
+            real = renderer.render([*case.history, *case.new], tools=tools)
+            calls = case.history[-1].get("tool_calls")
+            assert not real.endswith(right.partition(case.new[0]["content"])[2] if calls else right)
+        else:
+            assert tail.text == right, case
+            made += 1
+    assert made > 20
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {*CONTROLS, *RAISING}))
+def test_the_conversations_tell_a_template_that_looks_back_from_one_that_does_not(name: str) -> None:
+    # Else the test above would hold of anything.
+    renderer, tools, conversations = written(name)
+    short: list[Message] = [{"role": "user", "content": "Go on."}]
+    differing = [
+        case
+        for conversation in conversations
+        for case in cases(conversation)
+        if whole(renderer, case, tools) != whole(renderer, Case([*short, case.history[-1]], case.new, 0), tools)
+    ]
+    assert differing
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_tail_depends_on_what_others_asked_before(name: str) -> None:
+    renderer, tools, conversations = written(name)
+    everything = [case for conversation in conversations for case in cases(conversation)]
+    alone = [tail_of(Locality(TailMaker(renderer)), case, tools) for case in everything]
+    for seed in range(2):
+        shared, order = Locality(TailMaker(renderer)), list(range(len(everything)))
+        random.Random(seed).shuffle(order)
+        for index in order:
+            tail, first = tail_of(shared, everything[index], tools), alone[index]
+            assert (tail and (tail.text, tail.local)) == (first and (first.text, first.local))
+
+
+def test_templates_that_only_seem_to_look_back_are_mostly_told_from_those_that_do() -> None:
+    proven = [name for name in CONTROLS if any(local for _, local in _local_tails(name))]
+    assert len(proven) >= 5
+
+
+def _local_tails(name: str) -> Iterator[tuple[Case, bool]]:
+    renderer, tools, conversations = written(name)
+    locality = Locality(TailMaker(renderer))
+    for case in (case for conversation in conversations for case in cases(conversation)):
+        tail = tail_of(locality, case, tools)
+        yield case, tail is not None and tail.local
+
+
+# --- the templates of public models, with their own words in every place
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_a_public_templates_own_words_in_the_past_change_no_tail_unseen(part: int) -> None:
+    seen = local = 0
+    for entry in corpus()[part::8]:
+        for case, tools, renderer in _with_own_words(entry):
+            tail, right = tail_of(Locality(TailMaker(renderer)), case, tools), whole(renderer, case, tools)
+            if tail is not None and right is not None:
+                assert tail.text == right, (entry.name, case)
+                seen, local = seen + 1, local + tail.local
+    assert seen > 200
+    assert local > seen / 2
+
+
+def _with_own_words(entry: Entry) -> Iterator[tuple[Case, Sequence[ToolSchema], Renderer]]:
+    renderer, rng = entry.renderer(), random.Random(entry.name)
+    tools = [ADD] if is_tool_capable(entry) else []
+    words = _own_words(entry.text)
+    for _ in range(2):
+        for case in list(cases(_conversation(rng, words, tools=bool(tools))))[1:]:
+            yield case, tools, renderer
+
+
+def _own_words(text: str) -> list[str]:
+    """The constants of a template, which are what it compares contents with, searches in them and takes out."""
+    constants = environment().parse(text).find_all(jinja2.nodes.Const)
+    return sorted({each.value for each in constants if isinstance(each.value, str) and 0 < len(each.value) < 60})
+
+
+def _conversation(rng: random.Random, words: Sequence[str], *, tools: bool) -> list[Message]:
+    def said(text: str) -> str:
+        if not words or rng.random() < 0.4:
+            return text
+        word = rng.choice(words)
+        return rng.choice([word, f"{text} {word}", f"{word} {text}", text + word + text])
+
+    messages: list[Any] = [{"role": "user", "content": said("A question?")}]
+    if rng.random() < 0.5:
+        messages.insert(0, {"role": "system", "content": said("Be brief.")})
+    for number in range(rng.randint(2, 4)):
+        turn: dict[str, Any] = {"role": "assistant", "content": said("An answer.")}
+        if rng.random() < 0.3:
+            turn["reasoning_content"] = said("A thought.")
+        if tools and rng.random() < 0.5:
+            call_id = f"call{number:05}"
+            function = {"name": "add", "arguments": {"a": rng.choice([17, "x"])}}
+            turn |= {"content": "", "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
+            messages += [turn, {"role": "tool", "content": said("42"), "tool_call_id": call_id, "name": "add"}]
+        else:
+            messages += [turn, {"role": "user", "content": said("And more?")}]
+    return messages
+
+
+# --- what is proven of small templates
+
+USER = Shape(system=False, calls=0, reasoning=False, text=True, new=(Arrival("user", False, False),), tools=b"")
+TOOL = Shape(system=False, calls=1, reasoning=False, text=False, new=(Arrival("tool", False, True),), tools=b"")
+CHATML = chatml()
+QWEN = next(entry.text for entry in corpus() if entry.name == "Qwen-Qwen3-0.6B")
+
+
+def past(text: str, shape: Shape = USER) -> Lookback:
+    return Proofs(ChatTemplate(text, name="inline").renderer()).past(shape, [ADD])
+
+
+def behind(expression: str) -> str:
+    """A template that writes this in front of the generation prompt."""
+    return CHATML.replace("{% if add_generation_prompt %}", f"{expression}{{% if add_generation_prompt %}}")
+
+
+@pytest.mark.parametrize("shape", [USER, TOOL], ids=["user", "tool"])
+@pytest.mark.parametrize("name", ["hermes", "pythonic"])
+def test_the_templates_that_come_with_us_do_not_look_back(name: str, shape: Shape) -> None:
+    proofs = Proofs(ChatTemplate.load(name).renderer())
+    assert proofs.past(shape, [ADD]) is Lookback.NONE
+    assert not proofs.words_matter(shape, [ADD])
+
+
+@pytest.mark.parametrize("shape", [USER, TOOL], ids=["user", "tool"])
+def test_a_template_that_looks_for_the_last_question_from_behind_writes_the_same_after_every_past(shape: Shape) -> None:
+    assert "last_query_index" in QWEN
+    assert past(QWEN, shape) is Lookback.NONE
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "{{ '(long)' if messages | length > 22 }}",
+        "{{ '(odd)' if messages | length % 2 }}",
+        "{{ messages[2].content if messages | length > 4 }}",
+        "{% for m in messages %}{{ '(named)' if m.name is defined }}{% endfor %}",
+        "{% for m in messages if m.role == 'tool' %}{{ '.' }}{% endfor %}",
+        "{{ '(again)' if (messages | map(attribute='content') | unique | list | length) < (messages | length) }}",
+        "{% set ns = namespace(seen=false) %}{% for m in messages %}{% if 'secret' in m.content %}"
+        "{% set ns.seen = true %}{% endif %}{% endfor %}{{ '(seen)' if ns.seen }}",
+        "{{ messages[-6].content if messages | length > 5 }}",
+        "{% for m in messages[::-1] %}{% if loop.index == 5 %}{{ m.role }}{% endif %}{% endfor %}",
+        "{{ cycler('a', 'b').next() }}",
+    ],
+)
+def test_what_looks_back_is_never_proven(expression: str) -> None:
+    assert past(behind(expression)) is Lookback.POSSIBLE
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "{{ '(never)' if messages | length < 1 }}",
+        "{{ messages[-1].content }}",
+        "{{ messages[-2].role }}",
+        "{{ '(begun)' if 'secret' in messages[0].content }}",
+        "{% for m in messages %}{% if loop.last %}{{ m.role }}{% endif %}{% endfor %}",
+        "{% for m in messages %}{% set dropped = m.content | length %}{% endfor %}{{ dropped }}",
+        "{{ (messages | selectattr('role', 'equalto', 'user') | list | last).content }}",
+    ],
+)
+def test_what_only_looks_at_the_beginning_the_turn_and_what_is_new_is_proven(expression: str) -> None:
+    assert past(behind(expression)) is Lookback.NONE
+
+
+def test_a_past_that_makes_a_template_raise_is_told_from_one_that_changes_a_tail() -> None:
+    assert past(behind("{{ raise_exception('long') if messages | length > 22 }}")) is Lookback.REFUSES
+
+
+def test_a_template_that_is_not_followed_is_not_proven() -> None:
+    assert past(behind("{% call(x) f() %}{% endcall %}")) is Lookback.POSSIBLE
+    assert past(behind("{% for m in messages recursive %}{% endfor %}")) is Lookback.POSSIBLE
+
+
+@pytest.mark.parametrize(
+    ("body", "matter"),
+    [
+        ("{{ m.content }}", False),
+        ("{{ m.content | trim }}", False),
+        ("{{ m.content.split('</think>')[-1].lstrip('\\n') }}", False),
+        ("{{ m.content }}{{ '.' if not m.content.endswith('.') }}", True),
+        ("{{ m.content }}{{ m.content | length }}", True),
+        ("{% if m.content | trim %}{{ m.content }}{% endif %}", True),  # words of white space alone are left out
+    ],
+)
+def test_words_that_change_what_stands_behind_them_are_found(body: str, matter: bool) -> None:
+    renderer = ChatTemplate(chatml(body=body), name="inline").renderer()
+    assert Proofs(renderer).words_matter(USER, []) is matter
