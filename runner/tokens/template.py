@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -142,6 +143,18 @@ class Renderer:
             raise TemplateRaised(f"template {self.template.name!r} raised: {error}") from error
         except RecursionError as error:
             raise TemplateRaised(f"template {self.template.name!r} never ends on these messages") from error
+
+    def written(self) -> str:
+        """What the template may write of itself: its source, the values that it reads by name, and a render.
+
+        The render has what the source only puts together, such as "<|" + role + "|>".
+        """
+        values = (value for value in self._context.values() if isinstance(value, str))
+        parts = [self.template.text, *values]
+        for tools in ([_PROBE_TOOL], []):
+            with suppress(TemplateRaised):
+                parts.append(self.render(_PROBE, tools=tools))
+        return "\n".join(parts)
 
 
 class ToolProperty(enum.StrEnum):

@@ -7,17 +7,25 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
 
 from runner.errors import BadModel
-from runner.tokens.added import AddedTokens, Content, check_content, deaf_model
+from runner.tokens.added import AddedTokens, Content, check_content, deaf_model, learnt_words, written
 from runner.tokens.pieces import Words, byte_pieces, words
 
-__all__ = ["Content", "Tokenizer", "VocabularyTokenizer", "check_round_trip", "load_tokenizer", "without_surrogates"]
+__all__ = [
+    "Content",
+    "Tokenizer",
+    "VocabularyTokenizer",
+    "check_round_trip",
+    "for_template",
+    "load_tokenizer",
+    "without_surrogates",
+]
 
 
 class Tokenizer(Protocol):
@@ -27,7 +35,8 @@ class Tokenizer(Protocol):
         eos_id: the id that ends a turn by the vocabulary's own word, or None.
         special_ids: ids of control tokens, which no plain text encodes to by merging.
         control_ids: these and the ids of tokens that were merely added, such as "<tool_call>" in some vocabularies;
-            content never encodes to one of them.
+            content never encodes to one of them. Words that the model learnt are none of them, unless the template
+            writes them: runs of spaces, "<table>" and "<unused42>" in Gemma's.
         size: number of ids, padding rows of the model not included.
         longest_token: bytes of the longest token, so that n bytes are at least n / longest_token ids.
         fingerprint: a hash that names the vocabulary and its rules.
@@ -103,8 +112,9 @@ class VocabularyTokenizer:
         longest = max(map(len, self.pieces if self.pieces is not None else (name.encode() for name in vocabulary)))
         # Composing characters makes a text up to three times shorter before it is cut into tokens.
         self.longest_token = longest * (1 if self._normalizer is None else 3)
-        added = tokenizer.get_added_tokens_decoder()
-        self._deaf = deaf_model(settings["model"], (token.content for token in added.values()))
+        self._learnt = learnt_words(tokenizer, self.normalize)
+        self._deaf = deaf_model(settings["model"], _other_names(tokenizer, self._learnt))
+        self._by_template: dict[frozenset[str], VocabularyTokenizer] = {}
         self._use(tokenizer, eos_token)
 
     def _use(self, tokenizer: tokenizers.Tokenizer, eos_token: str | None) -> None:
@@ -112,8 +122,28 @@ class VocabularyTokenizer:
         self.eos_id: int | None = self.token_id(eos_token) if eos_token is not None else None
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._added = AddedTokens(tokenizer, self._deaf, self.normalize)
+        self._added = AddedTokens(tokenizer, self._deaf, self.normalize, self._learnt)
         self.control_ids = self._added.control_ids
+
+    def for_template(self, text: Callable[[], str]) -> VocabularyTokenizer:
+        """This vocabulary with those words for control tokens that a template writes; itself where it writes none.
+
+        Args:
+            text: gives all that the template writes of itself; not called where no added token is a word.
+        """
+        names = written(self._learnt, text(), self.normalize) if self._learnt else frozenset()
+        if not names:
+            return self
+        if names not in self._by_template:
+            other = copy.copy(self)
+            other._learnt = self._learnt - names
+            model = json.loads(self._tokenizer.to_str())["model"]
+            other._deaf = deaf_model(model, _other_names(self._tokenizer, other._learnt))
+            other._added = AddedTokens(self._tokenizer, other._deaf, self.normalize, other._learnt)
+            other.control_ids = other._added.control_ids
+            other._by_template = {}
+            self._by_template[names] = other
+        return self._by_template[names]
 
     def extended(self, special_tokens: Sequence[str], *, eos_token: str | None = None) -> VocabularyTokenizer:
         """This vocabulary with further special tokens behind its last id; what it learnt is shared, not copied.
@@ -149,6 +179,7 @@ class VocabularyTokenizer:
         if any(tokenizer.token_to_id(token.content) != token_id for token_id, token in added.items()):
             raise ValueError("the added tokens of this vocabulary leave ids out, so none can be added behind them")
         other = copy.copy(self)
+        other._by_template = {}
         other.size = max([self.size, *(token_id + 1 for token_id in tokenizer.get_added_tokens_decoder())])
         if self.pieces is not None:
             other.pieces = [*self.pieces, *(name.encode() for name in new)]
@@ -196,6 +227,16 @@ class VocabularyTokenizer:
         for old, new in self.words.rewritten if self.words is not None else ():
             kept = kept.replace(old, new)
         return kept
+
+
+def for_template(tokenizer: Tokenizer, text: Callable[[], str]) -> Tokenizer:
+    """The vocabulary as one template uses it: what the template writes is control text, and no word.
+
+    Args:
+        tokenizer: the vocabulary.
+        text: gives all that the template writes of itself.
+    """
+    return tokenizer.for_template(text) if isinstance(tokenizer, VocabularyTokenizer) else tokenizer
 
 
 def load_tokenizer(folder: Path) -> VocabularyTokenizer:
@@ -247,6 +288,10 @@ _ORDINARY = (
     "Привет, мир. Γειά σου Κόσμε. שלום עולם. مرحبا بالعالم.",  # noqa: RUF001  # letters of other scripts are meant
     "你好，世界。こんにちは世界。안녕하세요 세계. नमस्ते दुनिया. สวัสดี",  # noqa: RUF001  # likewise
 )
+
+
+def _other_names(tokenizer: tokenizers.Tokenizer, words: frozenset[str]) -> list[str]:
+    return [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.content not in words]
 
 
 def without_surrogates(text: str) -> str:
