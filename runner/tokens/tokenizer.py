@@ -16,6 +16,7 @@ import tokenizers
 from runner.errors import BadModel
 from runner.tokens.added import AddedTokens, Content, check_content, deaf_model, learnt_words, written
 from runner.tokens.pieces import Words, byte_pieces, words
+from runner.tokens.vocabulary_files import VocabularyFiles, read_vocabulary_files
 
 __all__ = [
     "Content",
@@ -90,12 +91,13 @@ class VocabularyTokenizer:
     Args:
         text: the file's content.
         eos_token: the name of the token that ends a turn, or None.
+        files: what else the model's folder says of its tokens.
 
     Raises:
         ValueError: the text describes no tokenizer.
     """
 
-    def __init__(self, text: str, *, eos_token: str | None = None) -> None:
+    def __init__(self, text: str, *, eos_token: str | None = None, files: VocabularyFiles | None = None) -> None:
         try:
             tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing more precise
@@ -103,7 +105,8 @@ class VocabularyTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         settings = json.loads(text)
-        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+        changed = _add(tokenizer, files) if files is not None else ()
+        self.fingerprint = hashlib.sha256("\0".join((text, *changed)).encode()).hexdigest()[:16]
         self._normalizer = _visible_normalizer(settings.get("normalizer"))
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values(), default=-1) + 1
@@ -242,7 +245,8 @@ def for_template(tokenizer: Tokenizer, text: Callable[[], str]) -> Tokenizer:
 def load_tokenizer(folder: Path) -> VocabularyTokenizer:
     """The tokenizer of the model in `folder`: a new instance, which must stay in one thread.
 
-    It is read from tokenizer.json itself, since classes that rebuild it from the model's type change some vocabularies.
+    It is read from tokenizer.json itself, since classes that rebuild it from the model's type change some vocabularies,
+    with the tokens that the folder's other files add to it.
 
     Raises:
         BadModel: there is no usable tokenizer.json, or text is lost by encoding and decoding it.
@@ -250,7 +254,8 @@ def load_tokenizer(folder: Path) -> VocabularyTokenizer:
     path = folder / "tokenizer.json"
     try:
         text = path.read_text(encoding="utf-8")
-        tokenizer = VocabularyTokenizer(text, eos_token=_eos_token(folder / "tokenizer_config.json"))
+        files = read_vocabulary_files(folder)
+        tokenizer = VocabularyTokenizer(text, eos_token=files.variables.get("eos_token"), files=files)
     except (OSError, ValueError) as error:
         raise BadModel(
             f"no tokenizer can be read from {path}: {error}. "
@@ -290,6 +295,14 @@ _ORDINARY = (
 )
 
 
+def _add(tokenizer: tokenizers.Tokenizer, files: VocabularyFiles) -> Sequence[str]:
+    """Adds the tokens of the other files; gives all added tokens with their ids, or () where nothing has changed."""
+    before = tokenizer.get_added_tokens_decoder()
+    tokenizer.add_tokens(files.tokens(tokenizer))
+    after = tokenizer.get_added_tokens_decoder()
+    return () if after == before else [f"{token_id} {token!r}" for token_id, token in sorted(after.items())]
+
+
 def _other_names(tokenizer: tokenizers.Tokenizer, words: frozenset[str]) -> list[str]:
     return [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.content not in words]
 
@@ -300,14 +313,6 @@ def without_surrogates(text: str) -> str:
 
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
-
-
-def _eos_token(path: Path) -> str | None:
-    if not path.is_file():
-        return None
-    token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    name = token.get("content") if isinstance(token, dict) else token
-    return name if isinstance(name, str) else None
 
 
 def _visible_normalizer(settings: Mapping[str, Any] | None) -> tokenizers.normalizers.Normalizer | None:
