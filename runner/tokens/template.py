@@ -114,11 +114,13 @@ class Renderer:
         context = {**self.template.variables, **self.options, "strftime_now": self.now.strftime}
         object.__setattr__(self, "_compiled", _compile(self.template.text, self.template.name))
         object.__setattr__(self, "_context", context)
-        if not _shows_arguments(self, _PROBE):
-            text_arguments = _shows_arguments(self, [_with_text_arguments(message) for message in _PROBE])
-            null_content = not text_arguments and _shows_arguments(self, [_with_null_content(m) for m in _PROBE])
+        for text_arguments, null_content in _FORMS:
             object.__setattr__(self, "text_arguments", text_arguments)
             object.__setattr__(self, "null_content", null_content)
+            if _shows_arguments(self, _PROBE):
+                return
+        object.__setattr__(self, "text_arguments", False)
+        object.__setattr__(self, "null_content", False)
 
     def render(
         self, messages: Sequence[MessageView], *, tools: Sequence[ToolSchema] = (), generation_prompt: bool = True
@@ -132,7 +134,7 @@ class Renderer:
         messages = [*messages]
         if self.text_arguments:
             messages = [_with_text_arguments(message) for message in messages]
-        elif self.null_content:
+        if self.null_content:
             messages = [_with_null_content(message) for message in messages]
         try:
             return self._compiled.render(
@@ -244,6 +246,10 @@ def _shows_arguments(renderer: Renderer, messages: Sequence[MessageView]) -> boo
         return _VALUE in renderer.render(messages, tools=[_PROBE_TOOL])
     except TemplateRaised:
         return False
+
+
+_FORMS = ((False, False), (True, False), (False, True), (True, True))
+"""Of a call: its arguments as text, and its empty content as null; the first in which a template shows it is taken."""
 
 
 def _with_null_content(message: MessageView) -> MessageView:
