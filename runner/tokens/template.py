@@ -23,7 +23,15 @@ import jinja2.sandbox
 from runner.errors import BadTemplate
 from runner.messages import canonical_json
 
-__all__ = ["ChatTemplate", "Renderer", "TemplateRaised", "ToolProperty", "missing_tool_property", "require_tools"]
+__all__ = [
+    "ChatTemplate",
+    "Renderer",
+    "TemplateRaised",
+    "ToolProperty",
+    "missing_tool_property",
+    "require_tools",
+    "two_templates",
+]
 
 MessageView: TypeAlias = Mapping[str, Any]
 """A message as a template reads it, in OpenAI's shape."""
@@ -88,6 +96,13 @@ class ChatTemplate:
             BadTemplate: the text is not valid jinja2.
         """
         return Renderer(self, dict(options or {}), now or datetime.now())
+
+
+def two_templates(with_tools: str, without: str, *, name: str) -> ChatTemplate:
+    """One template that renders as the first of two where there are tools, and as the second elsewhere."""
+    # Jinja drops one line break at the end of a template and one behind a tag, and, but for a plus, space before a tag.
+    first, second = (text.removesuffix("\n") for text in (with_tools, without))
+    return ChatTemplate("{%+ if tools %}\n" + first + "{%+ else %}\n" + second + "{%+ endif %}", name=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +240,11 @@ _PROBE_TOOL: ToolSchema = {
     "function": {
         "name": _TOOL,
         "description": "A tool.",
-        "parameters": {"type": "object", "properties": {_ARGUMENT: {"type": "string"}}, "required": [_ARGUMENT]},
+        "parameters": {
+            "type": "object",
+            "properties": {_ARGUMENT: {"type": "string", "description": "A word."}},
+            "required": [_ARGUMENT],
+        },
     },
 }
 _PROBE: list[MessageView] = [
