@@ -106,7 +106,7 @@ class TailIds:
         """The ids behind the template's own close, where a stop was sampled that does not stand there, or None.
 
         The close is what the same render ends with when nothing follows, and a control token that every turn gets
-        once something does. White space behind it separates the turns, as it does behind any close.
+        once something does. White space behind such a token separates the turns, whatever stands in its place.
         """
         alone = self.tail.alone
         if alone is None:
@@ -124,8 +124,8 @@ class TailIds:
         return rest if separated is None else self.ids[separated:]
 
     def _behind_last_control(self, cut: int) -> int | None:
-        """The index behind the last control token before `cut`, or of the first id, where only white space follows."""
-        behind, end = 0, 0
+        """The index behind the last control token before `cut`, where only white space follows it there."""
+        behind, end = None, 0
         for index, token_id in enumerate(self.ids):
             until = len(self._tokenizer.decode(self.ids[: index + 1]))
             if until > cut:

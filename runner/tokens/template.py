@@ -167,7 +167,11 @@ class Renderer:
         The render has what the source only puts together, such as "<|" + role + "|>".
         """
         values = (value for value in self._context.values() if isinstance(value, str))
-        parts = [self.template.text, *values]
+        return "\n".join([self.template.text, *values, self.rendered()])
+
+    def rendered(self) -> str:
+        """Renders of a question, a call and its result, with tools and without; "" where the template raises."""
+        parts: list[str] = []
         for tools in ([_PROBE_TOOL], []):
             with suppress(TemplateRaised):
                 parts.append(self.render(_PROBE, tools=tools))
