@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Callable
 
 import pytest
 
@@ -28,7 +29,7 @@ def phi(*, rstrip: bool) -> VocabularyTokenizer:
     return VocabularyTokenizer(json.dumps(settings), eos_token="<|endoftext|>")
 
 
-MODELS = {
+MODELS: dict[str, tuple[str, Callable[[], VocabularyTokenizer], str, str]] = {
     "ChatML": ("Qwen-Qwen2.5-7B-Instruct", lambda: vocabulary("qwen"), "<|im_end|>", "<|endoftext|>"),
     "Gemma": ("unsloth-gemma-3-270m-it", lambda: vocabulary("gemma"), "<end_of_turn>", "<eos>"),
     "Phi-3": ("microsoft-Phi-3-mini-4k-instruct", lambda: phi(rstrip=True), "<|end|>", "<|endoftext|>"),
