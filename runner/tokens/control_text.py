@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from runner.tokens.tokenizer import Tokenizer
+if TYPE_CHECKING:  # the process that probes a template loads no vocabulary
+    from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["lacking", "special_tokens", "tag_tokens"]
 
