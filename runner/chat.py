@@ -42,6 +42,7 @@ class ChatModel:
         self.renderer: Renderer = engine.template.renderer(options=options, now=now)
         self.stop_ids = tuple(engine.stop_ids)
         self.bridger = self.trial_bridger()
+        self.tokenizer = self.bridger.tokenizer
         self.tool_format: ToolFormat | None = detect_format(self._render_probe)
         prompt = self.renderer.render([{"role": "user", "content": "Go on."}])
         self.opens_reasoning = prompt.rstrip().endswith(REASONING_OPEN)

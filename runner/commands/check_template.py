@@ -68,12 +68,14 @@ class Findings:
         verdicts: what may be appended.
         example: a short conversation as its token log would be.
         stops: names and ids of what ends a turn.
+        lacking: control tokens that the template writes and the vocabulary has not got.
     """
 
     profile: TemplateProfile
     verdicts: Sequence[Verdict]
     example: Sequence[Passage]
     stops: Mapping[str, int]
+    lacking: Sequence[str] = ()
 
     @property
     def missing(self) -> list[Verdict]:
@@ -142,6 +144,7 @@ def _examined(subject: Subject, options: Mapping[str, Any]) -> Findings:
         [Verdict.from_json(values) for values in answer["appends"]],
         [Passage(p["source"], tuple(p["ids"]), tuple(p["texts"])) for p in answer["example"]],
         answer["stops"],
+        answer["lacking"],
     )
 
 
@@ -220,6 +223,7 @@ def _document(name: str, subject: Subject, options: Mapping[str, Any], findings:
             for trait, _, sentence in findings.profile.traits()
         },
         "unstopped": findings.unstopped,
+        "lacking": findings.lacking,
         "appends": [_verdict_document(verdict) for verdict in findings.verdicts],
         "example": [{"source": p.source, "mask": p.mask, "ids": p.ids, "texts": p.texts} for p in findings.example],
         "error": None,
@@ -314,13 +318,30 @@ def _appends(verdicts: Sequence[Verdict]) -> Table:
     return table
 
 
+_TOKENS_FIX = (
+    "take all files of the tokenizer that the model was published with (tokenizer_config.json, added_tokens.json ...), "
+    "or a template whose tokens it has: --template"
+)
+
+
 def _problems(findings: Findings) -> Iterator[Text]:
     if not findings.profile.carries_tools:
         yield Text.assemble(("\nno tools    ", "bold red"), "definitions, calls or results are not shown (see above)")
     for close in findings.unstopped:
         yield Text.assemble(("\nstops", "bold red"), f": the model does not stop at {close}, which ends its turns")
         yield Text.assemble(("  then        ", "dim"), "a turn runs on past it to max_tokens")
-        yield Text.assemble(("  fix         ", "dim"), "add it to eos_token_id in the model's generation_config.json")
+        has = not any(token in close for token in findings.lacking)
+        fix = "add it to eos_token_id in the model's generation_config.json" if has else _TOKENS_FIX
+        yield Text.assemble(("  fix         ", "dim"), fix)
+    if findings.lacking:
+        names = " ".join(findings.lacking)
+        yield Text.assemble(
+            ("\ntokens", "yellow"), f": the vocabulary has no token for {names}, which the template writes"
+        )
+        yield Text.assemble(
+            ("  then        ", "dim"), "they are letters to the model, right only where it was trained so"
+        )
+        yield Text.assemble(("  fix         ", "dim"), _TOKENS_FIX)
     for verdict in findings.verdicts:
         if verdict.result is not Exactness.EXACT and (findings.profile.carries_tools or not verdict.kind.calls):
             name = verdict.refusal.value if verdict.refusal is not None else "seam"

@@ -3,7 +3,10 @@
 A tokenizer looks for its added tokens in the raw text, wherever it came from. Here they are looked for with the
 content blotted out, by the library itself, so that its rules hold (longest first, white space swallowed, single words,
 normalised forms). Each one found is written as a mark that no text holds, and the marked text is encoded in one go by
-a twin tokenizer: the same model, normaliser and pre-tokenizer, and no added tokens but the marks.
+a twin tokenizer: the same model, normaliser and pre-tokenizer, and no added tokens but the marks and the words.
+
+Words: some vocabularies list what the model learnt among their added tokens, such as runs of spaces, tags of HTML, and
+names kept for later. Those control nothing, and are what they are wherever they stand.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ from __future__ import annotations
 import functools
 import json
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from operator import itemgetter
 from typing import Any
 
 import tokenizers
 
-__all__ = ["AddedTokens", "Borders", "Content", "blotted", "check_content", "deaf_model"]
+__all__ = ["AddedTokens", "Borders", "Content", "blotted", "check_content", "deaf_model", "learnt_words", "written"]
 
 Content = Sequence[tuple[int, int]]
 """Sorted, disjoint spans of a text, as indices into it: what users and tools said."""
@@ -81,16 +85,21 @@ class AddedTokens:
         tokenizer: the library's tokenizer.
         deaf: what the twin encodes with, where the tokenizer's own model makes control tokens of plain text.
         visible: what the normaliser makes of a text, as far as decoding does not undo it.
+        words: names of added tokens that are words of the model, white space among them.
 
     Attributes:
-        control_ids: ids of all added tokens but those of white space, which control nothing.
+        control_ids: ids of all added tokens but those words, which control nothing.
     """
 
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, deaf: tokenizers.models.Model | None, visible: Callable[[str], str]
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        deaf: tokenizers.models.Model | None,
+        visible: Callable[[str], str],
+        words: Set[str],
     ) -> None:
         added = sorted(tokenizer.get_added_tokens_decoder().items())
-        self._control = [(token_id, token) for token_id, token in added if token.content.strip()]
+        self._control = [(token_id, token) for token_id, token in added if token.content not in words]
         self.control_ids = frozenset(token_id for token_id, _ in self._control)
         self._visible = visible
         names = [token.content for _, token in self._control]
@@ -101,11 +110,15 @@ class AddedTokens:
         self._borders = Borders({*names, *map(visible, names), *matched})
         self._finder = _finder(tokenizer, [token for _, token in added])
         self._places = {self._finder.token_to_id(name): place for place, name in enumerate(names)}
-        self._single_words = any(token.single_word for _, token in self._control)
-        self._word, self._other = _blots("".join((*names, *map(visible, names))))
-        self._stem = f"zq{secrets.token_hex(12)}n"
+        self._single_words = any(token.single_word for _, token in added)
+        self._word, self._other = _blots("".join((*names, *words, *map(visible, names))))
+        self._stem = f"{self._word}{secrets.token_hex(12)}n"  # no word begins before it and ends in it
         self._tokenizer, self._deaf = tokenizer, deaf
-        self._spaces = [(token_id, token) for token_id, token in added if not token.content.strip()]
+        plain = [(token_id, token) for token_id, token in added if token.content in words]
+        cut = self._normalizes_first or any(token.single_word for _, token in plain)
+        self._cut = [(token_id, token) for token_id, token in plain if cut and not token.normalized]
+        self._kept = [(token_id, token) for token_id, token in plain if not cut or token.normalized]
+        self._marks = [*self._control, *self._cut]
 
     def near(self, text: str) -> bool:
         """`text` holds an added token, or part of one that its neighbours may complete."""
@@ -118,7 +131,10 @@ class AddedTokens:
             ValueError: the spans are not sorted, not disjoint, or not within the text.
         """
         twin, ids = self._twin
-        marked = self._marked(text, list(self._scaffold(text, content)))
+        found = list(self._scaffold(text, content))
+        if self._cut:
+            found = sorted([*found, *self._between(text, found)], key=itemgetter(1))
+        marked = self._marked(text, found)
         return [ids.get(token_id, token_id) for token_id in twin.encode(marked, add_special_tokens=False).ids]
 
     def _found(self, text: str) -> list[tuple[int, int, int]]:
@@ -131,13 +147,36 @@ class AddedTokens:
 
     def _scaffold(self, text: str, content: Content) -> Iterator[tuple[int, int, int]]:
         """The control tokens outside `content`; they may swallow white space of it, as they do in any text."""
-        for place, start, stop in self._found(blotted(text, content, self._blot)):
+        said = list(self._without_words(text, content)) if self._cut else content
+        for place, start, stop in self._found(blotted(text, said, self._blot)):
             token = self._control[place][1]
             name = text[start:stop]
             first = stop - len(name.lstrip(_SPACES)) if token.lstrip or self._is_normalized(token) else start
             last = start + len(name.rstrip(_SPACES)) if token.rstrip else stop
             if not any(begin < last and first < end for begin, end in content if begin < end):
                 yield place, start, stop
+
+    def _without_words(self, text: str, content: Content) -> Iterator[tuple[int, int]]:
+        """What of `content` is no word that is cut out: the neighbours of such a word see that it is one."""
+        words = [(start, stop) for _, start, stop in self._between(text, ())]
+        for begin, end in content:
+            for start, stop in words:
+                if begin <= start and stop <= end:
+                    yield begin, start
+                    begin = stop
+            yield begin, end
+
+    def _between(self, text: str, found: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+        """The words between the control tokens `found` that are cut out as those are: place, start, stop."""
+        taken: list[tuple[int, int]] = []
+        for _, start, stop in found:  # neighbours may have swallowed the same white space
+            begin = max(start, taken[-1][1]) if taken else start
+            taken.append((begin, max(begin, stop)))
+        finder, places = self._word_finder
+        seen = finder.encode(blotted(text, taken, self._blot), add_special_tokens=False)
+        for token_id, (start, stop) in zip(seen.ids, seen.offsets, strict=True):
+            if token_id in places and not any(begin < stop and start < end for begin, end in taken):
+                yield places[token_id], start, stop
 
     def _blot(self, said: str) -> str:
         """As many characters, none of them in a control token; what the neighbours can see of `said` is kept."""
@@ -158,7 +197,7 @@ class AddedTokens:
         stretch, before, end = "", "", 0
         for place, start, stop in found:
             stretch += text[end:start]
-            if self._is_normalized(self._control[place][1]):
+            if self._is_normalized(self._marks[place][1]):
                 before = before if stretch else self._before_first(place, text[start:stop])
                 stretch += self._mark(place)
             else:
@@ -176,7 +215,7 @@ class AddedTokens:
 
     def _before_first(self, place: int, found: str) -> str:
         """What normalising writes before a normalised token at the start of a stretch, less what is the token's."""
-        token = self._control[place][1]
+        token = self._marks[place][1]
         name: str = self._normalizer.normalize_str(token.content)
         before: str = self._normalizer.normalize_str(found).partition(name)[0]
         return before.rstrip(_SPACES) if token.lstrip else before
@@ -198,17 +237,50 @@ class AddedTokens:
         # Ids go on behind the number of learnt tokens, which is not behind their ids where some are left out.
         learnt = twin.get_vocab(with_added_tokens=False)
         gaps = max(learnt.values(), default=-1) + 1 - len(learnt)
-        marks = {self._mark(place): token_id for place, (token_id, _) in enumerate(self._control)}
+        marks = {self._mark(place): token_id for place, (token_id, _) in enumerate(self._marks)}
         names = [*(f"{self._stem}gap{index}" for index in range(gaps)), *marks]
-        spaces = {token_id: self._whitespace(token) for token_id, token in self._spaces}
-        twin.add_tokens([*(tokenizers.AddedToken(name, normalized=False) for name in names), *spaces.values()])
+        kept = {token_id: self._as_seen(token) for token_id, token in self._kept}
+        twin.add_tokens([*(tokenizers.AddedToken(name, normalized=False) for name in names), *kept.values()])
         ids = {twin.token_to_id(mark): token_id for mark, token_id in marks.items()}
-        return twin, ids | {twin.token_to_id(token.content): token_id for token_id, token in spaces.items()}
+        return twin, ids | {twin.token_to_id(token.content): token_id for token_id, token in kept.items()}
 
-    def _whitespace(self, token: tokenizers.AddedToken) -> tokenizers.AddedToken:
+    @functools.cached_property
+    def _word_finder(self) -> tuple[tokenizers.Tokenizer, dict[int | None, int]]:
+        """What finds the words that are cut out, and the places of its ids among the marks."""
+        finder = _finder(self._tokenizer, [token for _, token in self._cut])
+        first = len(self._control)
+        return finder, {finder.token_to_id(token.content): first + i for i, (_, token) in enumerate(self._cut)}
+
+    def _as_seen(self, token: tokenizers.AddedToken) -> tokenizers.AddedToken:
         if self._is_normalized(token):
             return _copy(token, content=self._normalizer.normalize_str(token.content), normalized=False)
         return _copy(token)
+
+
+def learnt_words(tokenizer: tokenizers.Tokenizer, visible: Callable[[str], str]) -> frozenset[str]:
+    """Names of the added tokens that are words: white space, and what the model learnt and nobody calls special.
+
+    Args:
+        tokenizer: the library's tokenizer.
+        visible: what the normaliser makes of a text, as far as decoding does not undo it.
+    """
+    learnt = tokenizer.get_vocab(with_added_tokens=False)
+    names = ((token.content, token.special) for token in tokenizer.get_added_tokens_decoder().values())
+    return frozenset(name for name, special in names if _is_white(name, visible) or (name in learnt and not special))
+
+
+def written(words: Iterable[str], text: str, visible: Callable[[str], str]) -> frozenset[str]:
+    """Those of `words` that stand in what a template writes, `text`, and have a sign in them, as control tokens do."""
+    signed = (name for name in words if any(not char.isalnum() and not char.isspace() for char in name))
+    return frozenset(name for name in signed if name in text and not _is_white(name, visible))
+
+
+def _is_white(name: str, visible: Callable[[str], str]) -> bool:
+    return not name.strip() or not visible(name).replace(_SPACE_WRITTEN, " ").strip()
+
+
+_SPACE_WRITTEN = "\u2581"
+"""For a space, in vocabularies that were SentencePiece's."""
 
 
 def deaf_model(settings: Mapping[str, Any], names: Iterable[str]) -> tokenizers.models.Model | None:

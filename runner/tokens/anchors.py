@@ -106,7 +106,7 @@ class TailIds:
         """The ids behind the template's own close, where a stop was sampled that does not stand there, or None.
 
         The close is what the same render ends with when nothing follows, and a control token that every turn gets
-        once something does.
+        once something does. White space behind such a token separates the turns, whatever stands in its place.
         """
         alone = self.tail.alone
         if alone is None:
@@ -118,8 +118,21 @@ class TailIds:
         rest = self._encode_from(cut)
         if rest and self._is_close(rest[0], cut):
             return rest[1:]
-        left = alone[cut:]
-        return rest if self._only_control(left) else None
+        if not self._only_control(alone[cut:]):
+            return None
+        separated = self._behind_last_control(cut)
+        return rest if separated is None else self.ids[separated:]
+
+    def _behind_last_control(self, cut: int) -> int | None:
+        """The index behind the last control token before `cut`, where only white space follows it there."""
+        behind, end = None, 0
+        for index, token_id in enumerate(self.ids):
+            until = len(self._tokenizer.decode(self.ids[: index + 1]))
+            if until > cut:
+                break
+            if token_id in self._tokenizer.control_ids:
+                behind, end = index + 1, until
+        return behind if not self.text[end:cut].strip() else None
 
     def behind_call(self, sampled: Sequence[int], stop_ids: Iterable[int]) -> list[int] | None:
         """The ids behind what the model wrote of its last call, in whose middle the tail begins, or None.

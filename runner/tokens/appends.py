@@ -12,7 +12,7 @@ from typing import Any, Self, cast
 from runner.messages import Message
 from runner.tokens.bridge import Bridge, Bridger
 from runner.tokens.byte_tokenizer import ByteTokenizer
-from runner.tokens.control_text import special_tokens, tag_tokens
+from runner.tokens.control_text import lacking, special_tokens, tag_tokens
 from runner.tokens.junction import Seam
 from runner.tokens.profile import TemplateProfile
 from runner.tokens.refusal import Property, Unbridgeable
@@ -351,6 +351,7 @@ def appends_answer(renderer: Renderer, profile: TemplateProfile, vocabulary: Map
         "example": [asdict(passage) for passage in shown],
         "stops": {tokenizer.decode([stop]): stop for stop in stop_ids},
         "bytes": not vocabulary,
+        "lacking": lacking(renderer.rendered(), bridger.tokenizer),
     }
 
 

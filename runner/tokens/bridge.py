@@ -23,7 +23,7 @@ from runner.tokens.marking import FIELDS, Field, Span, absent
 from runner.tokens.refusal import Property, Unbridgeable
 from runner.tokens.tail import Tail, TailMaker, located
 from runner.tokens.template import Renderer, ToolSchema
-from runner.tokens.tokenizer import Tokenizer
+from runner.tokens.tokenizer import Tokenizer, for_template
 
 __all__ = ["Bridge", "Bridger", "Property", "Unbridgeable"]
 
@@ -91,7 +91,7 @@ class Bridger:
         content_safe: bool = True,
         close_reasoning: bool = False,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer = for_template(tokenizer, renderer.written)
         self.renderer = renderer
         self.stop_ids = frozenset(stop_ids)
         self.content_safe = content_safe

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-__all__ = ["special_tokens", "tag_tokens"]
+if TYPE_CHECKING:  # the process that probes a template loads no vocabulary
+    from runner.tokens.tokenizer import Tokenizer
+
+__all__ = ["lacking", "special_tokens", "tag_tokens"]
 
 _SPECIAL = re.compile(
     r"<\|[^<>|\s'\"{}]+\|>"  # <|im_end|>
@@ -29,3 +33,9 @@ def special_tokens(text: str) -> tuple[str, ...]:
 def tag_tokens(text: str) -> tuple[str, ...]:
     """Tags that some vocabularies have as single ids without calling them special, such as `<tool_call>`."""
     return tuple(dict.fromkeys(_TAG.findall(text)))
+
+
+def lacking(rendered: str, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Control tokens of a render that a vocabulary has not got, so that a model reads and writes them as letters."""
+    names = special_tokens(rendered)
+    return tuple(name for name in names if tokenizer.control_ids.isdisjoint(tokenizer.encode(name)))

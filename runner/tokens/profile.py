@@ -290,7 +290,8 @@ _EXPLANATIONS: Mapping[Trait, Mapping[Any, str]] = {
         False: "Nothing of its own ends a turn that called a tool, or the template shows no calls.",
     },
     Trait.SEPARATOR: {
-        True: "Stands between the close and the next message; the model never samples it, the bridge writes it.",
+        True: "Stands between the close and the next message; the model never samples it, the bridge writes it, behind "
+        "another stop than the close too; where there is no close, a stop stands in its place.",
         False: "The next message follows the close directly.",
     },
     Trait.STOP_OPENS_NEXT: {

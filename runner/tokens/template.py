@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +31,7 @@ __all__ = [
     "environment",
     "missing_tool_property",
     "require_tools",
+    "two_templates",
 ]
 
 MessageView: TypeAlias = Mapping[str, Any]
@@ -97,6 +99,13 @@ class ChatTemplate:
         return Renderer(self, dict(options or {}), now or datetime.now())
 
 
+def two_templates(with_tools: str, without: str, *, name: str) -> ChatTemplate:
+    """One template that renders as the first of two where there are tools, and as the second elsewhere."""
+    # Jinja drops one line break at the end of a template and one behind a tag, and, but for a plus, space before a tag.
+    first, second = (text.removesuffix("\n") for text in (with_tools, without))
+    return ChatTemplate("{%+ if tools %}\n" + first + "{%+ else %}\n" + second + "{%+ endif %}", name=name)
+
+
 @dataclass(frozen=True, slots=True)
 class Renderer:
     """A template with its options and its clock fixed, so that one conversation always renders to one text.
@@ -122,11 +131,13 @@ class Renderer:
         context = {**self.template.variables, **self.options, "strftime_now": self.now.strftime}
         object.__setattr__(self, "_compiled", _compile(self.template.text, self.template.name))
         object.__setattr__(self, "context", context)
-        if not _shows_arguments(self, _PROBE):
-            text_arguments = _shows_arguments(self, [_with_text_arguments(message) for message in _PROBE])
-            null_content = not text_arguments and _shows_arguments(self, [_with_null_content(m) for m in _PROBE])
+        for text_arguments, null_content in _FORMS:
             object.__setattr__(self, "text_arguments", text_arguments)
             object.__setattr__(self, "null_content", null_content)
+            if _shows_arguments(self, _PROBE):
+                return
+        object.__setattr__(self, "text_arguments", False)
+        object.__setattr__(self, "null_content", False)
 
     def render(
         self, messages: Sequence[MessageView], *, tools: Sequence[ToolSchema] = (), generation_prompt: bool = True
@@ -140,7 +151,7 @@ class Renderer:
         messages = [*messages]
         if self.text_arguments:
             messages = [_with_text_arguments(message) for message in messages]
-        elif self.null_content:
+        if self.null_content:
             messages = [_with_null_content(message) for message in messages]
         try:
             return self._compiled.render(
@@ -151,6 +162,22 @@ class Renderer:
             raise TemplateRaised(f"template {self.template.name!r} raised: {error}") from error
         except RecursionError as error:
             raise TemplateRaised(f"template {self.template.name!r} never ends on these messages") from error
+
+    def written(self) -> str:
+        """What the template may write of itself: its source, the values that it reads by name, and a render.
+
+        The render has what the source only puts together, such as "<|" + role + "|>".
+        """
+        values = (value for value in self.context.values() if isinstance(value, str))
+        return "\n".join([self.template.text, *values, self.rendered()])
+
+    def rendered(self) -> str:
+        """Renders of a question, a call and its result, with tools and without; "" where the template raises."""
+        parts: list[str] = []
+        for tools in ([_PROBE_TOOL], []):
+            with suppress(TemplateRaised):
+                parts.append(self.render(_PROBE, tools=tools))
+        return "\n".join(parts)
 
 
 class ToolProperty(enum.StrEnum):
@@ -219,7 +246,11 @@ _PROBE_TOOL: ToolSchema = {
     "function": {
         "name": _TOOL,
         "description": "A tool.",
-        "parameters": {"type": "object", "properties": {_ARGUMENT: {"type": "string"}}, "required": [_ARGUMENT]},
+        "parameters": {
+            "type": "object",
+            "properties": {_ARGUMENT: {"type": "string", "description": "A word."}},
+            "required": [_ARGUMENT],
+        },
     },
 }
 _PROBE: list[MessageView] = [
@@ -240,6 +271,10 @@ def _shows_arguments(renderer: Renderer, messages: Sequence[MessageView]) -> boo
         return _VALUE in renderer.render(messages, tools=[_PROBE_TOOL])
     except TemplateRaised:
         return False
+
+
+_FORMS = ((False, False), (True, False), (False, True), (True, True))
+"""Of a call: its arguments as text, and its empty content as null; the first in which a template shows it is taken."""
 
 
 def _with_null_content(message: MessageView) -> MessageView:

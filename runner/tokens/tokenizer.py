@@ -7,17 +7,26 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
 
 from runner.errors import BadModel
-from runner.tokens.added import AddedTokens, Content, check_content, deaf_model
+from runner.tokens.added import AddedTokens, Content, check_content, deaf_model, learnt_words, written
 from runner.tokens.pieces import Words, byte_pieces, words
+from runner.tokens.vocabulary_files import VocabularyFiles, read_vocabulary_files
 
-__all__ = ["Content", "Tokenizer", "VocabularyTokenizer", "check_round_trip", "load_tokenizer", "without_surrogates"]
+__all__ = [
+    "Content",
+    "Tokenizer",
+    "VocabularyTokenizer",
+    "check_round_trip",
+    "for_template",
+    "load_tokenizer",
+    "without_surrogates",
+]
 
 
 class Tokenizer(Protocol):
@@ -27,7 +36,8 @@ class Tokenizer(Protocol):
         eos_id: the id that ends a turn by the vocabulary's own word, or None.
         special_ids: ids of control tokens, which no plain text encodes to by merging.
         control_ids: these and the ids of tokens that were merely added, such as "<tool_call>" in some vocabularies;
-            content never encodes to one of them.
+            content never encodes to one of them. Words that the model learnt are none of them, unless the template
+            writes them: runs of spaces, "<table>" and "<unused42>" in Gemma's.
         size: number of ids, padding rows of the model not included.
         longest_token: bytes of the longest token, so that n bytes are at least n / longest_token ids.
         fingerprint: a hash that names the vocabulary and its rules.
@@ -81,12 +91,13 @@ class VocabularyTokenizer:
     Args:
         text: the file's content.
         eos_token: the name of the token that ends a turn, or None.
+        files: what else the model's folder says of its tokens.
 
     Raises:
         ValueError: the text describes no tokenizer.
     """
 
-    def __init__(self, text: str, *, eos_token: str | None = None) -> None:
+    def __init__(self, text: str, *, eos_token: str | None = None, files: VocabularyFiles | None = None) -> None:
         try:
             tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing more precise
@@ -94,7 +105,8 @@ class VocabularyTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         settings = json.loads(text)
-        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+        changed = _add(tokenizer, files) if files is not None else ()
+        self.fingerprint = hashlib.sha256("\0".join((text, *changed)).encode()).hexdigest()[:16]
         self._normalizer = _visible_normalizer(settings.get("normalizer"))
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values(), default=-1) + 1
@@ -103,8 +115,9 @@ class VocabularyTokenizer:
         longest = max(map(len, self.pieces if self.pieces is not None else (name.encode() for name in vocabulary)))
         # Composing characters makes a text up to three times shorter before it is cut into tokens.
         self.longest_token = longest * (1 if self._normalizer is None else 3)
-        added = tokenizer.get_added_tokens_decoder()
-        self._deaf = deaf_model(settings["model"], (token.content for token in added.values()))
+        self._learnt = learnt_words(tokenizer, self.normalize)
+        self._deaf = deaf_model(settings["model"], _other_names(tokenizer, self._learnt))
+        self._by_template: dict[frozenset[str], VocabularyTokenizer] = {}
         self._use(tokenizer, eos_token)
 
     def _use(self, tokenizer: tokenizers.Tokenizer, eos_token: str | None) -> None:
@@ -112,8 +125,28 @@ class VocabularyTokenizer:
         self.eos_id: int | None = self.token_id(eos_token) if eos_token is not None else None
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._added = AddedTokens(tokenizer, self._deaf, self.normalize)
+        self._added = AddedTokens(tokenizer, self._deaf, self.normalize, self._learnt)
         self.control_ids = self._added.control_ids
+
+    def for_template(self, text: Callable[[], str]) -> VocabularyTokenizer:
+        """This vocabulary with those words for control tokens that a template writes; itself where it writes none.
+
+        Args:
+            text: gives all that the template writes of itself; not called where no added token is a word.
+        """
+        names = written(self._learnt, text(), self.normalize) if self._learnt else frozenset()
+        if not names:
+            return self
+        if names not in self._by_template:
+            other = copy.copy(self)
+            other._learnt = self._learnt - names
+            model = json.loads(self._tokenizer.to_str())["model"]
+            other._deaf = deaf_model(model, _other_names(self._tokenizer, other._learnt))
+            other._added = AddedTokens(self._tokenizer, other._deaf, self.normalize, other._learnt)
+            other.control_ids = other._added.control_ids
+            other._by_template = {}
+            self._by_template[names] = other
+        return self._by_template[names]
 
     def extended(self, special_tokens: Sequence[str], *, eos_token: str | None = None) -> VocabularyTokenizer:
         """This vocabulary with further special tokens behind its last id; what it learnt is shared, not copied.
@@ -149,6 +182,7 @@ class VocabularyTokenizer:
         if any(tokenizer.token_to_id(token.content) != token_id for token_id, token in added.items()):
             raise ValueError("the added tokens of this vocabulary leave ids out, so none can be added behind them")
         other = copy.copy(self)
+        other._by_template = {}
         other.size = max([self.size, *(token_id + 1 for token_id in tokenizer.get_added_tokens_decoder())])
         if self.pieces is not None:
             other.pieces = [*self.pieces, *(name.encode() for name in new)]
@@ -198,10 +232,21 @@ class VocabularyTokenizer:
         return kept
 
 
+def for_template(tokenizer: Tokenizer, text: Callable[[], str]) -> Tokenizer:
+    """The vocabulary as one template uses it: what the template writes is control text, and no word.
+
+    Args:
+        tokenizer: the vocabulary.
+        text: gives all that the template writes of itself.
+    """
+    return tokenizer.for_template(text) if isinstance(tokenizer, VocabularyTokenizer) else tokenizer
+
+
 def load_tokenizer(folder: Path) -> VocabularyTokenizer:
     """The tokenizer of the model in `folder`: a new instance, which must stay in one thread.
 
-    It is read from tokenizer.json itself, since classes that rebuild it from the model's type change some vocabularies.
+    It is read from tokenizer.json itself, since classes that rebuild it from the model's type change some vocabularies,
+    with the tokens that the folder's other files add to it.
 
     Raises:
         BadModel: there is no usable tokenizer.json, or text is lost by encoding and decoding it.
@@ -209,7 +254,8 @@ def load_tokenizer(folder: Path) -> VocabularyTokenizer:
     path = folder / "tokenizer.json"
     try:
         text = path.read_text(encoding="utf-8")
-        tokenizer = VocabularyTokenizer(text, eos_token=_eos_token(folder / "tokenizer_config.json"))
+        files = read_vocabulary_files(folder)
+        tokenizer = VocabularyTokenizer(text, eos_token=files.variables.get("eos_token"), files=files)
     except (OSError, ValueError) as error:
         raise BadModel(
             f"no tokenizer can be read from {path}: {error}. "
@@ -249,20 +295,24 @@ _ORDINARY = (
 )
 
 
+def _add(tokenizer: tokenizers.Tokenizer, files: VocabularyFiles) -> Sequence[str]:
+    """Adds the tokens of the other files; gives all added tokens with their ids, or () where nothing has changed."""
+    before = tokenizer.get_added_tokens_decoder()
+    tokenizer.add_tokens(files.tokens(tokenizer))
+    after = tokenizer.get_added_tokens_decoder()
+    return () if after == before else [f"{token_id} {token!r}" for token_id, token in sorted(after.items())]
+
+
+def _other_names(tokenizer: tokenizers.Tokenizer, words: frozenset[str]) -> list[str]:
+    return [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.content not in words]
+
+
 def without_surrogates(text: str) -> str:
     """`text` with each lone surrogate, which no vocabulary has ids for, replaced by U+FFFD."""
     return text if text.isascii() else _SURROGATES.sub("\ufffd", text)
 
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
-
-
-def _eos_token(path: Path) -> str | None:
-    if not path.is_file():
-        return None
-    token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    name = token.get("content") if isinstance(token, dict) else token
-    return name if isinstance(name, str) else None
 
 
 def _visible_normalizer(settings: Mapping[str, Any] | None) -> tokenizers.normalizers.Normalizer | None:

@@ -251,10 +251,7 @@ def _literals(probe: Probe) -> Literals:
 def _null_content(probe: Probe) -> NullContent:
     shown = probe.text(QUESTION, CALL, result(), tools=True)
     null = calling({KEY: VALUE}, content=None)
-    forms = (null, calling(json.dumps({KEY: VALUE}), content=None))
-    if probe.renderer.null_content or (
-        not _calls_shown(probe) and any(probe.shows(VALUE, QUESTION, form, result()) for form in forms)
-    ):
+    if probe.renderer.null_content:
         return NullContent.NEEDED
     if shown is None:
         null, shown = {"role": "assistant", "content": None}, ""

@@ -68,7 +68,7 @@ def test_the_corpus_is_whole() -> None:
     entries = corpus()
     assert len(entries) == 786
     assert sum(len(entry.models) for entry in entries) == 4387
-    assert sum(map(is_tool_capable, entries)) == 367
+    assert sum(map(is_tool_capable, entries)) == 377
 
 
 def test_no_bridge_is_wrong(outcomes: list[Outcome]) -> None:

@@ -177,8 +177,17 @@ def test_a_stop_of_another_kind_of_turn_stands_where_the_templates_own_would() -
 def test_a_stop_that_the_template_never_writes_stands_where_its_close_would(content: str) -> None:
     made = bridger(chatml(), stops=["<|im_end|>", "<|endoftext|>"])
     text, bridge = answer(made, "42", "<|endoftext|>", says("42"), {"role": "user", "content": content})
-    assert text == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+    assert text == f"\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
     assert (bridge.junction.anchor, bridge.junction.close) == (Anchor.COMMON_PREFIX, Close.REPLACED)
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("close", ["<|im_end|>", "<|im_end|>\n", "\n\n<|im_end|> \n"])
+def test_what_separates_turns_stands_behind_whatever_stop_was_sampled(stop: str, close: str) -> None:
+    made = bridger(chatml(close=close), stops=["<|im_end|>", "<|endoftext|>"])
+    text, _ = answer(made, "42", stop, says("42"), MORE)
+    separator = close.rpartition("<|im_end|>")[2]
+    assert text.startswith(f"{separator}<|im_start|>user\n")
 
 
 # As gpt-oss: the end of all is <|return|>, which history writes as <|end|>.

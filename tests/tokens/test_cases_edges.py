@@ -284,10 +284,20 @@ def test_tools_that_move_behind_the_turn_are_refused_by_name(name: str) -> None:
 
 
 def test_a_turn_that_a_template_hides_is_refused_by_name() -> None:
-    # DeepSeek-V3 shows the calls of a turn only where its content is None, and GLM-4-0414 none at all.
-    for name in ("deepseek-v3", "glm-4", "smollm2", "smollm3"):
+    for name in ("glm-4", "smollm2", "smollm3"):
         made = model(name)
         sampled = made.sampled("...", FAMILIES[name].stops[0])
         with pytest.raises(Unbridgeable) as caught:
             made.after(sampled, [QUESTION, says("", SUM)], result("42"))
         assert caught.value.property == "no_sentinel"
+
+
+def test_a_template_that_wants_calls_with_null_content_and_text_arguments_is_given_both() -> None:
+    made = model("deepseek-v3")
+    wide, bar = "\uff5c", "\u2581"
+    shown = made.render([QUESTION, says("", SUM)], generation_prompt=False)
+    assert '{"a":17,"b":25}' in shown.replace(" ", "")
+    sampled = made.sampled("...", FAMILIES["deepseek-v3"].stops[0])
+    text, bridge = made.after(sampled, [QUESTION, says("", SUM)], result("42"))
+    assert text.startswith(f"<{wide}tool{bar}outputs{bar}begin{wide}>")
+    assert bridge.junction.seam == "special"

@@ -243,7 +243,10 @@ REAL: list[tuple[str, Mapping[str, Any]]] = [
     ("meta-llama-Llama-3.2-3B-Instruct", {"clock": True, "close": "<|eot_id|>", "separator": "", "bos": "written"}),
     ("mistralai-Devstral-Small-2-24B-Instruct-2512", {"tools": "first", "calls_shown": True, "results_shown": True}),
     ("nvidia-NVIDIA-Nemotron-Nano-12B-v2", {"tools": "first", "calls_shown": True}),
-    ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", {"prompt_reasoning": "opened", "null_content": "needed"}),
+    (
+        "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
+        {"prompt_reasoning": "opened", "null_content": "needed", "arguments": "string", "calls_shown": True},
+    ),
     (
         "Qwen-Qwen2.5-7B-Instruct",
         {"default_system": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."},

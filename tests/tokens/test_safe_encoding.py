@@ -115,6 +115,8 @@ def test_stretches_between_control_tokens_are_encoded_as_a_model_without_any_doe
     tokenizer, rng = vocabulary(name), random.Random(name)
     plain = tokenizers.Tokenizer(tokenizer._tokenizer.model)
     plain.normalizer, plain.pre_tokenizer = tokenizer._tokenizer.normalizer, tokenizer._tokenizer.pre_tokenizer
+    added = tokenizer._tokenizer.get_added_tokens_decoder()
+    plain.add_tokens([token for token_id, token in added.items() if token_id not in tokenizer.control_ids])
     for _ in range(500):
         parts = conversation(rng, control(name), control(name))
         text, spans = spelled(parts)

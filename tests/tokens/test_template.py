@@ -297,3 +297,24 @@ def test_a_template_without_tools_is_refused_by_property_with_the_fix(removed: s
 def test_the_demo_models_own_template_carries_no_tools(demo_model_folder: Path) -> None:
     own = ChatTemplate.load(demo_model_folder / "chat_template.jinja").renderer()
     assert missing_tool_property(own) == "tool_definitions"
+
+
+ONE_CALL = "{% for m in messages %}{% for c in m.tool_calls or [] %}CALL{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("text_arguments", [True, False])
+@pytest.mark.parametrize("null_content", [True, False])
+def test_a_call_is_given_in_the_form_in_which_the_template_shows_it(text_arguments: bool, null_content: bool) -> None:
+    content = "m.content is none" if null_content else "m.content is string"
+    arguments = "c.function.arguments if c.function.arguments is string else ''"
+    if not text_arguments:
+        arguments = "(c.function.arguments | tojson) if c.function.arguments is mapping else ''"
+    shown = renderer(ONE_CALL.replace("CALL", "{{ (" + arguments + ") if " + content + " else '' }}"))
+    assert (shown.text_arguments, shown.null_content) == (text_arguments, null_content)
+    assert "17" in shown.render([USER, says("", call("add", a=17))])
+
+
+def test_a_template_that_shows_no_call_is_given_it_as_it_is() -> None:
+    hidden = renderer("{% for m in messages %}{{ m.content is none }}{% endfor %}")
+    assert not hidden.text_arguments
+    assert not hidden.null_content

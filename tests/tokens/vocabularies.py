@@ -128,6 +128,41 @@ def _sentencepiece() -> str:
     return json.dumps(settings)
 
 
+GEMMA_SPECIAL = ["<bos>", "<eos>", "<pad>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>"]
+GEMMA_TAGS = [f"<{end}{name}>" for name in ("table", "tr", "td", "h1", "b", "a", "code") for end in ("", "/")]
+GEMMA_WORDS = [char * count for char in ("\n", "\t", "▁") for count in range(2, 32)]
+GEMMA_WORDS += [*GEMMA_TAGS, "[multimodal]", *(f"<unused{number}>" for number in range(100))]
+
+
+@functools.cache
+def gemma() -> VocabularyTokenizer:
+    """As Gemma's are: words that were learnt are added tokens too, on the pieces of Mistral's SentencePiece model."""
+    return VocabularyTokenizer(_kept("gemma", _gemma), eos_token="<end_of_turn>")
+
+
+def _gemma() -> str:
+    settings = json.loads(_sentencepiece())
+    bare = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    words = [
+        piece for piece in settings["model"]["vocab"] if piece not in {t["content"] for t in settings["added_tokens"]}
+    ]
+    pieces = dict.fromkeys([*bare, *GEMMA_SPECIAL, *GEMMA_WORDS, *words])
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    merges = _sentencepiece_merges(vocab, [-float(index) for index in range(len(vocab))], {*bare, *GEMMA_SPECIAL})
+    added = _added([*bare, *GEMMA_SPECIAL], special=True) + _added(GEMMA_WORDS, special=False)
+    split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    return json.dumps(
+        settings
+        | {
+            "added_tokens": [{**token, "id": vocab[token["content"]]} for token in added],
+            "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            "pre_tokenizer": split,
+            "decoder": {"type": "Sequence", "decoders": settings["decoder"]["decoders"][:3]},
+            "model": settings["model"] | {"vocab": vocab, "merges": merges},
+        }
+    )
+
+
 @functools.cache
 def smollm2() -> VocabularyTokenizer:
     """The demo model's."""
@@ -155,6 +190,7 @@ _BUILDERS: Mapping[str, Callable[[], VocabularyTokenizer]] = {
     "deepseek": deepseek,
     "tekken": tekken,
     "mistral_sentencepiece": mistral_sentencepiece,
+    "gemma": gemma,
     "smollm2": smollm2,
 }
 NAMES = tuple(_BUILDERS)

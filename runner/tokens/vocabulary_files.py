@@ -1,0 +1,140 @@
+"""What a model's folder says of its added tokens beside tokenizer.json, read as transformers reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import tokenizers
+
+__all__ = ["VocabularyFiles", "read_vocabulary_files"]
+
+Named: TypeAlias = str | tokenizers.AddedToken
+"""A token by its name alone, which is special then, or with its flags."""
+
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyFiles:
+    """Tokens that a vocabulary has beyond those of its tokenizer.json.
+
+    Attributes:
+        listed: with the ids that they are to have, from added_tokens_decoder of tokenizer_config.json, or else from
+            added_tokens.json.
+        named: special tokens by the names under which a template reads them, such as `bos_token`.
+        extra: special tokens without such a name.
+        legacy: tokenizer_config.json lists no tokens, so those of tokenizer.json are the list, and go before others.
+    """
+
+    listed: Mapping[int, tokenizers.AddedToken] = field(default_factory=dict)
+    named: Mapping[str, Named] = field(default_factory=dict)
+    extra: Sequence[Named] = ()
+    legacy: bool = True
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The special tokens that a template reads by name."""
+        return {name: _content(token) for name, token in self.named.items()}
+
+    def tokens(self, tokenizer: tokenizers.Tokenizer) -> list[tokenizers.AddedToken]:
+        """What is to be added to `tokenizer`, in that order; one that it has takes on the flags that it has here."""
+        own = tokenizer.get_added_tokens_decoder()
+        listed = {**self.listed, **own} if self.legacy else self.listed
+        tokens = [token for _, token in sorted(listed.items())]
+        names = {token.content for token in (*own.values(), *tokens)}
+        further = {_content(token): token for token in (*self.named.values(), *self.extra)}
+        special = {*self.variables.values()}
+        known = [_special(token) if token.content in special else token for token in tokens]
+        return [*known, *(_special(token) for name, token in further.items() if name not in names)]
+
+
+def read_vocabulary_files(folder: Path) -> VocabularyFiles:
+    """What tokenizer_config.json, special_tokens_map.json and added_tokens.json of `folder` say; any may be missing.
+
+    The two small files are read only where tokenizer_config.json lists no tokens itself.
+
+    Raises:
+        ValueError: one of them is not what it should be.
+    """
+    settings = _read(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in settings:
+        listed = {int(token_id): _token(token) for token_id, token in settings["added_tokens_decoder"].items()}
+        return VocabularyFiles(listed, _named(settings), _extra(settings), legacy=False)
+    further = {name: _as_special(value) for name, value in _read(folder / "special_tokens_map.json").items()}
+    extra = {"extra_special_tokens": _both_extra(settings, further), "additional_special_tokens": None}
+    settings = {**settings, **further, **extra}
+    special = {*map(_content, _extra(settings)), *(_content(t) for n, t in _named(settings).items() if n in NAMES)}
+    listed = {token_id: _legacy(name, special) for name, token_id in _read(folder / "added_tokens.json").items()}
+    return VocabularyFiles(listed, _named(settings), _extra(settings) or _extra(further))
+
+
+def _legacy(name: str, special: Set[str]) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(name, special=name in special, normalized=name not in special)
+
+
+def _both_extra(settings: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
+    """Tokens without a name of both files; either may give them names."""
+    given = [each.get("extra_special_tokens") for each in (settings, further)]
+    named = {name: token for each in given if isinstance(each, dict) for name, token in each.items()}
+    own = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
+    return named or [token for each in (own, given[1]) if isinstance(each, list) for token in each]
+
+
+def _named(settings: Mapping[str, Any]) -> dict[str, Named]:
+    """bos_token and its like, then those of the model's own, such as `image_token`."""
+    own = [name for name in settings if name.endswith("_token") and name not in NAMES]
+    values = {name: settings.get(name) for name in (*NAMES, *own)}
+    further = settings.get("extra_special_tokens")
+    values |= further if isinstance(further, dict) else {}
+    return {name: token for name, value in values.items() if (token := _as_named(value)) is not None}
+
+
+def _extra(settings: Mapping[str, Any]) -> list[Named]:
+    listed = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
+    values = listed if isinstance(listed, list) else ()
+    return [token for value in values if (token := _as_named(value)) is not None]
+
+
+def _as_named(value: Any) -> Named | None:
+    if isinstance(value, str):
+        return value
+    return _token(value) if isinstance(value, dict) and "content" in value else None
+
+
+def _token(value: Any) -> tokenizers.AddedToken:
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        raise ValueError(f"{value!r} is listed as a token and has no content")
+    return tokenizers.AddedToken(value["content"], **{flag: bool(value[flag]) for flag in _FLAGS if flag in value})
+
+
+def _as_special(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_special(each) for each in value]
+    return {**value, "special": True} if isinstance(value, dict) and "content" in value else value
+
+
+def _special(token: Named) -> tokenizers.AddedToken:
+    """A token as it is added where somebody gave it a name: special."""
+    if isinstance(token, str):
+        return tokenizers.AddedToken(token, special=True)
+    flags = {flag: getattr(token, flag) for flag in _FLAGS}
+    return tokenizers.AddedToken(token.content, **{**flags, "special": True})
+
+
+def _content(token: Named) -> str:
+    return token if isinstance(token, str) else str(token.content)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name} is no JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
