@@ -28,6 +28,7 @@ from runner.runs import Run
 from runner.sources import Tasks
 from runner.store.header import Header
 from runner.summary import Summary
+from runner.threads import busy_threads
 from runner.trajectory import Trajectory
 
 __all__ = ["Reporter", "RunOptions", "end_process", "exit_now", "on_event_loop", "run", "supervise"]
@@ -256,6 +257,8 @@ def exit_now(code: int) -> NoReturn:
 
 def end_process(code: int) -> NoReturn:
     """End this process; threads that synchronous code of an author still occupies do not keep it."""
+    if busy_threads():  # the interpreter's own end could trip over what they do meanwhile
+        exit_now(code)
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join(THREAD_SECONDS)

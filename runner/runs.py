@@ -163,6 +163,7 @@ class Run:
             raise RuntimeError("a run is entered once: make another Run(...) to play again")
         self._entered = True
         async with AsyncExitStack() as exit_stack:
+            exit_stack.callback(self.workers.close)
             for engine in self._engines:
                 await exit_stack.enter_async_context(running(engine))
             self._freshness.check()
