@@ -20,14 +20,16 @@ class Clock:
     """A time limit over a block, `None` for no limit.
 
     Every clock that runs over a task stops while the task waits for a place (`Waiting`), so that an outcome does not
-    depend on how wide the run is. `start` gives an entered clock a new limit, `lift` takes it off: the block may be
-    left open while its limit changes, which a scope around a single hook could not.
+    depend on how wide the run is. While an agent is sampled inside the block it stops too, unless it is told to count
+    that: an engine's speed is no fault of the author's code. `start` gives an entered clock a new limit, `lift` takes
+    it off: the block may be left open while its limit changes, which a scope around a single hook could not.
     """
 
-    __slots__ = ("_outer", "_remaining", "_stops", "scope", "seconds")
+    __slots__ = ("_outer", "_remaining", "_stops", "counts_sampling", "scope", "seconds")
 
-    def __init__(self, seconds: float | None = None) -> None:
+    def __init__(self, seconds: float | None = None, *, counts_sampling: bool = False) -> None:
         self.seconds = seconds
+        self.counts_sampling = counts_sampling
         self.scope = anyio.CancelScope()
         self._remaining = math.inf
         self._stops = 0
@@ -77,11 +79,16 @@ class Clock:
 
 
 class Waiting:
-    """Stops every clock over the current task from entering until `over()` or leaving."""
+    """Stops every clock over the current task from entering until `over()` or leaving.
 
-    __slots__ = ("_clocks", "_waits", "began", "seconds")
+    Args:
+        sampling: an agent is sampled meanwhile: a clock that counts this goes on.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_clocks", "_sampling", "_waits", "began", "seconds")
+
+    def __init__(self, *, sampling: bool = False) -> None:
+        self._sampling = sampling
         self._clocks: tuple[Clock, ...] = ()
         self._waits = False
         self.began = 0.0
@@ -96,6 +103,8 @@ class Waiting:
 
     def __enter__(self) -> Self:
         self._clocks = _running.get()
+        if self._sampling:
+            self._clocks = tuple(clock for clock in self._clocks if not clock.counts_sampling)
         self.begin()
         return self
 

@@ -151,10 +151,11 @@ async def sample(
         stall_seconds: the longest silence after admission.
     """
     cut = True
-    while cut:
-        stops = StopStrings(tokenizer, request.sampling.stop) if request.sampling.stop else None
-        cut = await _sample_once(into, engine, request, (new_ids, source), stops, stall_seconds)
-        new_ids = ()
+    with Waiting(sampling=True):
+        while cut:
+            stops = StopStrings(tokenizer, request.sampling.stop) if request.sampling.stop else None
+            cut = await _sample_once(into, engine, request, (new_ids, source), stops, stall_seconds)
+            new_ids = ()
 
 
 async def _sample_once(
@@ -168,7 +169,7 @@ async def _sample_once(
     """Whether the engine cut the turn for its trainer, so that it has to be sampled again."""
     stream = engine.stream(request)
     cuts = engine.cuts
-    silence = Clock()
+    silence = Clock(counts_sampling=True)
     ended = False
     with silence:
         try:
