@@ -19,6 +19,7 @@ from runner.episode import MAIN, Episode, Place
 from runner.errors import BadTask, EpisodeOver
 from runner.messages import Message, as_messages
 from runner.scoring import Score, ScorerKind, as_score, weighted_sum
+from runner.tasks import own_copy
 from runner.trajectory import Outcome, Trajectory
 
 __all__ = ["Phase", "Play"]
@@ -67,12 +68,14 @@ class Play:
         )
 
     def _made(self) -> Environment[Any]:
+        task = self.place.task
         try:
             environment = self._context.environment.fresh()
+            task = own_copy(task)
         except (Exception, SystemExit) as error:
             self._fail(error)
             environment = Environment()
-        environment.task = self.place.task
+        environment.task = task
         environment.shared = self._context.shared
         environment.tools = environment.bound_tools()
         return environment
