@@ -23,6 +23,7 @@ from typing_extensions import Unpack
 from runner.engines.base import Engine
 from runner.environment import Environment
 from runner.errors import DeltarunnerError, RunStuck
+from runner.lag import Blocker
 from runner.options import Concurrency, History, Limits, Sampling
 from runner.runs import Run
 from runner.sources import Tasks
@@ -229,12 +230,12 @@ def collector_settings() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _end_stuck(run: Run, reporter: Reporter, where: str) -> None:
+def _end_stuck(run: Run, reporter: Reporter, blocker: Blocker) -> None:
     """End the process, from the thread that watches: the event loop cannot."""
     reporter.restore()
     reporter.say(
-        f"the event loop stands still in {where}, for {run.lag.stuck_seconds:g} s now: a busy loop or a blocking call "
-        f"in an async method cannot be ended from outside. Make the method synchronous, or await what it waits for."
+        f"the event loop stands still in {blocker.where}, for {run.lag.stuck_seconds:g} s now, and cannot be freed "
+        f"from outside: {blocker.advice}."
     )
     # With a time limit: a disk that does not answer must not keep the process.
     flushing = threading.Thread(target=run.flush, daemon=True)

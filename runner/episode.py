@@ -14,6 +14,7 @@ from runner.calls import answer_calls
 from runner.clocks import Waiting
 from runner.conversation import Conversation, ConversationSetting
 from runner.errors import BadOption
+from runner.exits import EpisodeExitStack, Leave
 from runner.messages import Message, Prompt, as_messages
 from runner.options import Sampling, ToolChoice
 from runner.seeds import derive_seed
@@ -76,13 +77,14 @@ class Episode:
         allowance: Allowance,
         author: AuthorCode,
         doing: Callable[[str], None],
+        leave: Leave,
     ) -> None:
         self.id = place.id
         self.index = place.index
         self.seed = derive_seed(context.seed, place.task.id, place.visit, place.index)
         self.reason = ""
         self.conversations: dict[str, Conversation] = {}
-        self.stack = AsyncExitStack()
+        self.stack = EpisodeExitStack(leave, f"episode {self.id} of {type(context.environment).__name__}")
         self.stack_open = False
         self._rng: random.Random | None = None
         self._place = place
@@ -116,7 +118,11 @@ class Episode:
 
     @property
     def exit_stack(self) -> AsyncExitStack:
-        """Enter it in `setup()` only; it is unwound after `close()`, also if `setup()` failed."""
+        """Enter it in `setup()` only; it is unwound after `close()`, also if `setup()` failed.
+
+        What a synchronous `setup()` entered is left in a worker thread, each exit within `Limits.close_seconds`; what
+        an asynchronous one entered is left on the event loop, in the episode's own task.
+        """
         if not self.stack_open:
             raise RuntimeError(
                 "episode.exit_stack can be entered in setup() only: what is opened later, in a tool for one, belongs "

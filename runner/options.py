@@ -191,7 +191,7 @@ class Limits(_Layered):
         step_seconds: one `step()`; default 120.
         tool_seconds: one tool call, unless the tool says otherwise; default 120.
         reward_seconds: all rewards and metrics of an episode; default 300.
-        close_seconds: `close()` and the exit stack; default 30.
+        close_seconds: `close()`; the exit stack, and each exit of it that runs in a thread; default 30.
         stall_seconds: an engine that admitted a request and sends nothing for this long has failed; default 120.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
@@ -11,7 +11,7 @@ import anyio
 from runner.allowance import Allowance, Ending
 from runner.authors import AuthorCode, TooSlow, describe_error
 from runner.cancellation import cancellation_is_asked_for, forget_native_cancellation
-from runner.clocks import Clock
+from runner.clocks import Clock, Waiting
 from runner.context import RunContext
 from runner.engines.base import FinishReason
 from runner.environment import Environment
@@ -64,7 +64,7 @@ class Play:
         self._metrics: dict[str, float] = {}
         self._environment = self._made()
         self.episode = self._environment.episode = Episode(
-            place, context, self._environment, self._allowance, self._author, self._waits_for
+            place, context, self._environment, self._allowance, self._author, self._waits_for, self._leave
         )
 
     def _made(self) -> Environment[Any]:
@@ -296,15 +296,28 @@ class Play:
         except (Exception, BaseExceptionGroup) as error:
             self.faults.append(f"close(): {describe_error(error)}")
 
+    async def _leave(self, leaving: Callable[[], bool | None], name: str) -> bool | None:
+        """Leave one thing of the exit stack in a thread; one that takes too long is left behind, and the next goes on.
+
+        The clock over the whole unwinding stands still, and a cancellation waits: each exit has its own limit.
+        """
+        seconds = self._context.limits.close_seconds
+        with Waiting(), anyio.CancelScope(shield=True):
+            try:
+                swallowed: bool | None = await self._author.call(leaving, name=name, seconds=seconds)
+            except TooSlow as error:
+                self.faults.append(f"exit_stack: {error}; its thread was left behind")
+                return None
+        return swallowed
+
     async def _unwind(self, passing: BaseException | None) -> None:
         """Leave what `setup()` entered. What is passing goes through it: a task group that died cancelled its host."""
         stack = self.episode.stack
         try:
-            if passing is None:
-                await stack.aclose()
-            elif not await stack.__aexit__(type(passing), passing, passing.__traceback__):
+            swallowed = await stack.unwind(passing)
+            if passing is not None and not swallowed:
                 raise passing
-            else:
+            if passing is not None:
                 self._ending = Ending(Outcome.ENV_ERROR, error="what setup() entered ended the episode")
         except (Exception, SystemExit, BaseExceptionGroup) as error:
             if passing is None:
