@@ -34,7 +34,7 @@ from runner.messages import as_messages
 from runner.options import Concurrency, History, Limits, Sampling
 from runner.play import Play
 from runner.preflight import check_adapter, check_appends, check_templates
-from runner.provisions import enter_lifespan, own_tasks
+from runner.provisions import lifespan_of, own_tasks
 from runner.results import Results
 from runner.scoring import ScorerKind, with_weights
 from runner.sources import TaskFeed, Tasks
@@ -170,7 +170,8 @@ class Run:
             check_adapter(self.engine, self.sampling.over(self.environment.sampling))
             await exit_stack.enter_async_context(self.lag)
             self._context = await self._open(exit_stack)
-            self._context.shared = await enter_lifespan(self.environment, exit_stack)
+            lifespan = lifespan_of(self.environment, self.workers, close_seconds=self.limits.close_seconds)
+            self._context.shared = await exit_stack.enter_async_context(lifespan)
             source = self._tasks if self._tasks is not None else await own_tasks(self.environment, self.workers)
             self._feed = TaskFeed(source, task_class=self.environment.task_class(), workers=self.workers)
             exit_stack.push_async_callback(self._feed.aclose)
