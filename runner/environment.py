@@ -115,7 +115,7 @@ class Environment(Generic[TaskT]):
             if reply is None:
                 return
             conversation.add(reply)
-            if self.episode.ended or turn.finish == "length":
+            if self.episode.ended or (turn.finish == "length" and not self.overrides("step")):
                 return
 
     def close(self) -> Awaitable[None] | None:

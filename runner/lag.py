@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
 import anyio
 from anyio.abc import TaskGroup
 
-import runner
+from runner.authors import is_foreign
 from runner.exits import EpisodeExitStack
 from runner.threads import Workers
 
@@ -151,9 +149,6 @@ class LagMonitor:
         )
 
 
-_OURS = f"{Path(runner.__file__).parent}{os.sep}"
-
-
 _LOOPS = frozenset({"run", "run_forever", "run_until_complete", "unrolled_run"})
 _LOOP_FILES = ("asyncio/runners.py", "asyncio/base_events.py", "trio/_core/_run.py")
 
@@ -164,7 +159,7 @@ def _author_frame(frame: FrameType | None) -> FrameType | None:
         name = frame.f_code.co_filename
         if frame.f_code.co_name in _LOOPS and name.endswith(_LOOP_FILES):
             return None
-        if not name.startswith((_OURS, "<")) and "/site-packages/" not in name and "/lib/python3" not in name:
+        if not is_foreign(name):
             return frame
         frame = frame.f_back
     return None
