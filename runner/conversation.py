@@ -40,7 +40,7 @@ class ConversationSetting:
         chat: the model that speaks.
         allowance: what the episode may still use.
         episode: its id, for errors and logs.
-        sampling: every field set; `generate(sampling=)` goes over it.
+        sampling: of the next turn, every field set; `generate(sampling=)` goes over it.
         tool_choice: of the next turn, where `generate` is given none.
         seed: of a turn, by its number.
         call_tools: answers a turn's calls.
@@ -51,7 +51,7 @@ class ConversationSetting:
     chat: ChatModel
     allowance: Allowance
     episode: str
-    sampling: Sampling
+    sampling: Callable[[], Sampling]
     tool_choice: Callable[[Conversation], ToolChoice]
     seed: Callable[[int], int]
     call_tools: Callable[[Conversation, Turn], Awaitable[list[Message]]]
@@ -328,7 +328,8 @@ class Conversation:
     ) -> tuple[GenerationRequest, str]:
         """The request, and the name of what `max_tokens` it got stands for."""
         chat = self._setting.chat
-        settings = self._setting.sampling if sampling is None else sampling.over(self._setting.sampling)
+        own = self._setting.sampling()
+        settings = own if sampling is None else sampling.over(own)
         prepared.sampling, prepared.tool_choice = _unconstrained(settings), self._choice(tool_choice)
         ceilings = {"max_tokens": settings.max_tokens, "context": self.context - len(prepared.prompt)}
         left = self._setting.allowance.tokens_left() if self.train else None

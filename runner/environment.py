@@ -43,8 +43,8 @@ class Environment(Generic[TaskT]):
         system_prompt: the system message of every episode.
         tool_choice: whether the model may ("auto"), must ("required") or must not ("none") call a tool, or the name of
             the tool it must call. Read before every turn; may be assigned.
-        limits: the environment's own limits; a run's win, field by field.
-        sampling: the environment's own sampling; a run's wins, field by field.
+        limits: the environment's own limits; a run's win, field by field. May be assigned in `setup()`.
+        sampling: the environment's own sampling; a run's wins, field by field. Read before every turn; may be assigned.
         task: the task being played.
         episode: what the runner knows of this play.
         shared: what `lifespan()` yielded.

@@ -16,7 +16,7 @@ from runner.conversation import Conversation, ConversationSetting
 from runner.errors import BadOption
 from runner.exits import EpisodeExitStack, Leave
 from runner.messages import Message, Prompt, as_messages
-from runner.options import Sampling, ToolChoice
+from runner.options import Limits, Sampling, ToolChoice
 from runner.seeds import derive_seed
 from runner.trajectory import Turn
 
@@ -86,6 +86,7 @@ class Episode:
         self.conversations: dict[str, Conversation] = {}
         self.stack = EpisodeExitStack(leave, f"episode {self.id} of {type(context.environment).__name__}")
         self.stack_open = False
+        self._heeded: Limits | None = None
         self._rng: random.Random | None = None
         self._place = place
         self._context = context
@@ -228,13 +229,51 @@ class Episode:
             chat=self._context.chat_of(name),
             allowance=self._allowance,
             episode=self.id,
-            sampling=self._context.sampling_of(train=train, conversation=sampling),
+            sampling=self._sampling_now(train=train, conversation=sampling),
             tool_choice=self._tool_choice,
             seed=lambda turn: derive_seed(self.seed, name, turn),
             call_tools=self._call_tools,
             doing=self._doing,
             workers=self._context.workers,
         )
+
+    def _sampling_now(self, *, train: bool, conversation: Sampling | None) -> Callable[[], Sampling]:
+        """What gives the sampling of the next turn: the environment's may be assigned."""
+        seen: list[Sampling] = []  # the environment's, and what came of it
+
+        def now() -> Sampling:
+            own = self._environment.sampling
+            if not seen or own is not seen[0]:
+                if not isinstance(own, Sampling):
+                    raise BadOption(f"self.sampling = {own!r:.60}: give Sampling(...).")
+                made = self._context.sampling_of(train=train, conversation=conversation, environment=own)
+                seen[:] = own, made
+            self.check_limits()
+            return seen[1]
+
+        return now
+
+    def heed_limits(self) -> None:
+        """Take over the limits that `setup()` gave its episode.
+
+        Raises:
+            BadOption: they cannot be.
+        """
+        self._heeded = self._environment.limits
+        self._allowance.limits = self._context.limits_of(self._heeded)
+
+    def check_limits(self) -> None:
+        """Refuse limits that were assigned when they had been read.
+
+        Raises:
+            BadOption: there are others than after `setup()`.
+        """
+        limits = self._environment.limits
+        if self._heeded is not None and limits is not self._heeded and limits != self._heeded:
+            raise BadOption(
+                "self.limits was assigned after setup(), where nothing reads it: assign it in setup(), or give limits "
+                "to the class or the run."
+            )
 
     def _tool_choice(self, conversation: Conversation) -> ToolChoice:
         """The environment's, which is meant for `main`: another agent may not have the tool that it names."""

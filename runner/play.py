@@ -121,7 +121,7 @@ class Play:
             self._enter(Phase.CLOSING)
             cut_before = outer.fired
             outer.scope.shield = True
-            outer.start(self._context.limits.close_seconds)
+            outer.start(self._allowance.limits.close_seconds)
             await self._unwind(passing)
         if outer.fired and not cut_before:
             self.faults.append(f"exit_stack: unwinding took longer than {outer.seconds:g} s")
@@ -139,12 +139,13 @@ class Play:
                 await self._close()
 
     async def _set_up(self) -> bool:
-        self._outer.start(self._context.limits.setup_seconds)
+        self._outer.start(self._allowance.limits.setup_seconds)
         environment = self._environment
         try:
             self.episode.stack_open = True
             if environment.overrides("setup"):
                 await self._author.call(environment.setup, name="setup()")
+            self.episode.heed_limits()
             self.episode.stack_open = False
         except anyio.get_cancelled_exc_class():
             self._blame_setup()
@@ -158,7 +159,7 @@ class Play:
 
     def _blame_setup(self) -> None:
         if self._outer.fired and self._cut is None:
-            seconds = self._context.limits.setup_seconds
+            seconds = self._allowance.limits.setup_seconds
             self._ending = Ending(Outcome.ENV_ERROR, "setup_seconds", error=f"setup took longer than {seconds:g} s")
 
     async def _open_main(self) -> None:
@@ -200,10 +201,11 @@ class Play:
         self._enter(Phase.PLAYING)
         play = self._allowance.play
         with play:
-            play.start(self._context.limits.seconds)
+            play.start(self._allowance.limits.seconds)
             try:
                 rollout = self._environment.rollout
                 await self._author.call(rollout, self.episode.conversations[MAIN], name="rollout()")
+                self.episode.check_limits()
             except (Exception, BaseExceptionGroup) as raised:
                 error = raised
         self._ending = self._judge(error)
@@ -239,7 +241,7 @@ class Play:
 
     async def _score(self, ending: Ending) -> None:
         self._enter(Phase.SCORING)
-        seconds = self._context.limits.reward_seconds
+        seconds = self._allowance.limits.reward_seconds
         with self._scoring as clock:
             clock.start(seconds)
             for scorer in self._context.scorers:
@@ -289,7 +291,7 @@ class Play:
             self._rewards.setdefault(agent, {})[name] = as_score(score, name)
 
     async def _close(self) -> None:
-        seconds = self._context.limits.close_seconds
+        seconds = self._allowance.limits.close_seconds
         try:
             with anyio.CancelScope(shield=True):
                 await self._author.call(self._environment.close, name="close()", seconds=seconds)
@@ -301,7 +303,7 @@ class Play:
 
         The clock over the whole unwinding stands still, and a cancellation waits: each exit has its own limit.
         """
-        seconds = self._context.limits.close_seconds
+        seconds = self._allowance.limits.close_seconds
         with Waiting(), anyio.CancelScope(shield=True):
             try:
                 swallowed: bool | None = await self._author.call(leaving, name=name, seconds=seconds)

@@ -122,7 +122,8 @@ class Run:
         self.group_size = group_size
         self.indices: Sequence[int] = range(group_size)  # narrowed, to look at single episodes of a group
         self.sampling = sampling or Sampling()
-        self.limits = (limits or Limits()).over(self.environment.limits).over(Limits.defaults())
+        self._own_limits = limits or Limits()
+        self.limits = self._own_limits.over(self.environment.limits).over(Limits.defaults())
         self.concurrency = concurrency or Concurrency()
         self.seed = seed
         self.template_options = dict(template_options or {})
@@ -225,6 +226,7 @@ class Run:
             elsewhere=elsewhere,
             sampling=self.sampling,
             limits=self.limits,
+            own_limits=self._own_limits,
             scorers=self.scorers,
             seed=self.seed,
             workers=self.workers,
