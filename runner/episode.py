@@ -233,9 +233,14 @@ class Episode:
             tool_choice=self._tool_choice,
             seed=lambda turn: derive_seed(self.seed, name, turn),
             call_tools=self._call_tools,
+            was_said=self._was_said,
             doing=self._doing,
             workers=self._context.workers,
         )
+
+    def _was_said(self, message: Message) -> bool:
+        spoken = message["role"] == "assistant" and bool(message["content"] or message.get("tool_calls"))
+        return spoken and any(conversation.has_said(message) for conversation in self.conversations.values())
 
     def _sampling_now(self, *, train: bool, conversation: Sampling | None) -> Callable[[], Sampling]:
         """What gives the sampling of the next turn: the environment's may be assigned."""

@@ -19,13 +19,16 @@ from runner.tokens.log import Source, TokenLog
 from runner.tokens.refusal import Property, Unbridgeable
 from runner.trajectory import Segment, Turn
 
-__all__ = ["RETRY", "REVOKED", "Prepared", "PromptMaker", "followed_junction", "forked_junction"]
+__all__ = ["REENCODED", "RETRY", "REVOKED", "Prepared", "PromptMaker", "followed_junction", "forked_junction"]
 
 REVOKED = "local_tail_revoked"
 """The cause of a junction whose stand-in for the history proved untrustworthy after it was made."""
 
 RETRY = "retry"
 """The cause of a segment that samples the last turn of another one anew, from the same prompt."""
+
+REENCODED = "reencoded"
+"""The cause of a first segment whose prompt holds what the same episode sampled: other ids may say the same."""
 
 T = TypeVar("T")
 
