@@ -81,8 +81,8 @@ def _check_begun(trajectory: Trajectory) -> None:
     again = trajectory.trained and trajectory.turns and trajectory.segments[0].cause == REENCODED
     _require(
         not again,
-        f"{trajectory.id} {trajectory.agent}: its first prompt holds what this episode sampled, encoded anew from text, "
-        f"which need not give the ids that were sampled. Open this conversation with train=False.",
+        f"{trajectory.id} {trajectory.agent}: its first prompt holds what this episode sampled, encoded anew, "
+        f"which need not give the same ids. Open this conversation with train=False.",
     )
 
 
