@@ -43,7 +43,7 @@ class EpisodeExitStack(AsyncExitStack):
         self._push_apart(single, f"{_name_of(cm)}.__exit__()")
         return entered
 
-    def push(self, exit: T) -> T:  # type: ignore[override]  # the same, without the bound
+    def push(self, exit: T) -> T:
         if self._on_the_loop():
             super().push(exit)  # type: ignore[type-var]  # it says itself what is wrong
             return exit

@@ -369,7 +369,7 @@ class Branches(Plain):
         self.added = added
         self.few_shot = few_shot
 
-    async def step(self, turn: Turn) -> None:  # type: ignore[override]
+    async def step(self, turn: Turn) -> None:
         messages: list[Any] = self.episode.conversation().messages
         if self.few_shot:
             messages = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "Four"}]

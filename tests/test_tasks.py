@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,8 @@ class Spends(Environment[Deal]):
         self.task.deck.clear()
         self.task.hand.cards.append(2)
         self.task.grid[0] = 1
-        self.task.prompt[0]["content"] = "Draw one."  # type: ignore[index]
+        prompt: Any = self.task.prompt
+        prompt[0]["content"] = "Draw one."
 
     def prompt(self) -> Any:
         return self.task.prompt
@@ -109,7 +111,7 @@ async def test_the_run_file_and_an_episode_that_is_played_again_have_the_task_th
     file = tmp_path / "run.db"
     fails = Reply("No", fault=Fault.error(at=1))
     given = [Task(id="deal", prompt="Draw.", info={"deck": [1, 2, 3]})]
-    replies = iter([fails, fails, "Yes"])
+    replies: Iterator[Any] = iter([fails, fails, "Yes"])
     async with Run(Draws, recording(lambda turn: next(replies)), tasks=given, file=file) as run:
         (trajectory,) = [t async for t in run]
     assert (trajectory.attempt, trajectory.reward) == (2, 1.0)
