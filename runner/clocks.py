@@ -11,7 +11,7 @@ from typing import Self
 
 import anyio
 
-__all__ = ["Clock", "Standstill", "Waiting"]
+__all__ = ["Clock", "Standstill", "Waiting", "WhileSampling"]
 
 _running: ContextVar[tuple[Clock, ...]] = ContextVar("running_clocks", default=())
 
@@ -79,16 +79,11 @@ class Clock:
 
 
 class Waiting:
-    """Stops every clock over the current task from entering until `over()` or leaving.
+    """Stops every clock over the current task from entering until `over()` or leaving."""
 
-    Args:
-        sampling: an agent is sampled meanwhile: a clock that counts this goes on.
-    """
+    __slots__ = ("_clocks", "_waits", "began", "seconds")
 
-    __slots__ = ("_clocks", "_sampling", "_waits", "began", "seconds")
-
-    def __init__(self, *, sampling: bool = False) -> None:
-        self._sampling = sampling
+    def __init__(self) -> None:
         self._clocks: tuple[Clock, ...] = ()
         self._waits = False
         self.began = 0.0
@@ -103,8 +98,6 @@ class Waiting:
 
     def __enter__(self) -> Self:
         self._clocks = _running.get()
-        if self._sampling:
-            self._clocks = tuple(clock for clock in self._clocks if not clock.counts_sampling)
         self.begin()
         return self
 
@@ -125,6 +118,21 @@ class Waiting:
 
     def __exit__(self, *_: object) -> None:
         self.over()
+
+
+class WhileSampling:
+    """Stops the clocks over the current task that do not count what an agent samples."""
+
+    __slots__ = ("_clocks",)
+
+    def __enter__(self) -> None:
+        self._clocks = [clock for clock in _running.get() if not clock.counts_sampling]
+        for clock in self._clocks:
+            clock.stop()
+
+    def __exit__(self, *_: object) -> None:
+        for clock in self._clocks:
+            clock.go_on()
 
 
 class Standstill:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from runner.clocks import Clock, Waiting
+from runner.clocks import Clock, Waiting, WhileSampling
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, FinishReason, GenerationRequest
 from runner.errors import EngineError, EngineStalled
 from runner.tokens.decode import IncrementalDecoder
@@ -151,7 +151,7 @@ async def sample(
         stall_seconds: the longest silence after admission.
     """
     cut = True
-    with Waiting(sampling=True):
+    with WhileSampling():
         while cut:
             stops = StopStrings(tokenizer, request.sampling.stop) if request.sampling.stop else None
             cut = await _sample_once(into, engine, request, (new_ids, source), stops, stall_seconds)
