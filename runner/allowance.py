@@ -57,7 +57,7 @@ class Allowance:
         self.turns = 0
         self.tokens = 0
         self.ending: Ending | None = None
-        self.play = Clock()
+        self.play = Clock(counts_sampling=True)
         self.ended_by_author = False
         self.last_turn: Turn | None = None
         self.no_room: Ending | None = None

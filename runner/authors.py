@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -19,7 +20,7 @@ from runner.clocks import Clock
 from runner.errors import unwrapped
 from runner.threads import Job, Workers
 
-__all__ = ["AuthorCode", "AuthorExit", "TooSlow", "describe_error", "is_async"]
+__all__ = ["AuthorCode", "AuthorExit", "TooSlow", "describe_error", "is_async", "is_foreign"]
 
 
 LONGEST_ERROR = 2000
@@ -105,16 +106,19 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """One line for people: what was raised and where in the author's own code; groups of one are unwrapped."""
+    """One line for people: what was raised and where; groups of one are unwrapped.
+
+    The place is the innermost of the author's own code, and beside it the innermost of a library that it called.
+    """
     error = unwrapped(error)
     text = _text_of(error)
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     origin = error.__cause__ if isinstance(error, AuthorExit) and error.__cause__ else error
-    frames = [f for f in traceback.extract_tb(origin.__traceback__) if not _foreign(f.filename)]
-    if not frames:
-        return what
-    last = frames[-1]
-    return f"{what} (in {last.name}, {last.filename}:{last.lineno})"
+    frames = traceback.extract_tb(origin.__traceback__)
+    places = [f"in {_place(frame)}" for frame in frames if not is_foreign(frame.filename)][-1:]
+    # What we raise ourselves says what is wrong; where we do is nobody's business.
+    places += [f"raised in {_place(frame)}" for frame in frames[-1:] if _is_library(frame.filename)]
+    return f"{what} ({'; '.join(places)})" if places else what
 
 
 def _text_of(error: BaseException) -> str:
@@ -139,8 +143,19 @@ def _is_not_the_authors(error: BaseException) -> bool:
     return isinstance(error, kinds)
 
 
+def _place(frame: traceback.FrameSummary) -> str:
+    *_, file = re.split(r"/lib/python3[^/]*/(?:(?:site|dist)-packages/)?|/(?:site|dist)-packages/", frame.filename)
+    return f"{frame.name}, {file}:{frame.lineno}"
+
+
 _OURS = f"{Path(runner.__file__).parent}{os.sep}"
 
 
-def _foreign(filename: str) -> bool:
-    return filename.startswith((_OURS, "<")) or "/site-packages/" in filename or "/lib/python3" in filename
+def is_foreign(filename: str) -> bool:
+    """It is no file of the author's: ours, a library's, or none that could be opened."""
+    return filename.startswith((_OURS, "<")) or _is_library(filename)
+
+
+def _is_library(filename: str) -> bool:
+    compiled = filename.endswith((".pyx", ".pxd", ".pxi"))
+    return compiled or any(part in filename for part in ("/site-packages/", "/dist-packages/", "/lib/python3"))

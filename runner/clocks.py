@@ -11,7 +11,7 @@ from typing import Self
 
 import anyio
 
-__all__ = ["Clock", "Standstill", "Waiting"]
+__all__ = ["Clock", "Standstill", "Waiting", "WhileSampling"]
 
 _running: ContextVar[tuple[Clock, ...]] = ContextVar("running_clocks", default=())
 
@@ -20,14 +20,16 @@ class Clock:
     """A time limit over a block, `None` for no limit.
 
     Every clock that runs over a task stops while the task waits for a place (`Waiting`), so that an outcome does not
-    depend on how wide the run is. `start` gives an entered clock a new limit, `lift` takes it off: the block may be
-    left open while its limit changes, which a scope around a single hook could not.
+    depend on how wide the run is. While an agent is sampled inside the block it stops too, unless it is told to count
+    that: an engine's speed is no fault of the author's code. `start` gives an entered clock a new limit, `lift` takes
+    it off: the block may be left open while its limit changes, which a scope around a single hook could not.
     """
 
-    __slots__ = ("_outer", "_remaining", "_stops", "scope", "seconds")
+    __slots__ = ("_outer", "_remaining", "_stops", "counts_sampling", "scope", "seconds")
 
-    def __init__(self, seconds: float | None = None) -> None:
+    def __init__(self, seconds: float | None = None, *, counts_sampling: bool = False) -> None:
         self.seconds = seconds
+        self.counts_sampling = counts_sampling
         self.scope = anyio.CancelScope()
         self._remaining = math.inf
         self._stops = 0
@@ -116,6 +118,21 @@ class Waiting:
 
     def __exit__(self, *_: object) -> None:
         self.over()
+
+
+class WhileSampling:
+    """Stops the clocks over the current task that do not count what an agent samples."""
+
+    __slots__ = ("_clocks",)
+
+    def __enter__(self) -> None:
+        self._clocks = [clock for clock in _running.get() if not clock.counts_sampling]
+        for clock in self._clocks:
+            clock.stop()
+
+    def __exit__(self, *_: object) -> None:
+        for clock in self._clocks:
+            clock.go_on()
 
 
 class Standstill:

@@ -30,6 +30,7 @@ class RunContext:
         elsewhere: the models of agents that are; those agents are not trained.
         sampling: the run's own, with unset fields.
         limits: every field set.
+        own_limits: the run's own, with unset fields.
         scorers: with the run's weights.
         seed: the run's.
         workers: its threads.
@@ -44,6 +45,7 @@ class RunContext:
     scorers: tuple[Scorer, ...]
     seed: int
     workers: Workers
+    own_limits: Limits = Limits()
     shared: Any = None
     _asked: set[str] = field(default_factory=set)
     _limiters: dict[str, anyio.CapacityLimiter] = field(default_factory=dict)
@@ -57,13 +59,33 @@ class RunContext:
         """Agents that were placed elsewhere and never opened: a misspelt name, mostly."""
         return sorted(self.elsewhere.keys() - self._asked)
 
-    def sampling_of(self, *, train: bool, conversation: Sampling | None) -> Sampling:
-        """Every field set: the conversation's, the run's for trained agents, the class's, the defaults."""
-        base = self._sampling.get(train)
+    def sampling_of(self, *, train: bool, conversation: Sampling | None, environment: Sampling) -> Sampling:
+        """Every field set: the conversation's, the run's for trained agents, the environment's, the defaults."""
+        of_the_class = environment is self.environment.sampling or environment == self.environment.sampling
+        base = self._sampling.get(train) if of_the_class else None
         if base is None:
             run = self.sampling if train else Sampling()
-            base = self._sampling[train] = run.over(self.environment.sampling).over(Sampling.defaults())
+            base = run.over(environment).over(Sampling.defaults())
+        if of_the_class:
+            self._sampling[train] = base
         return base if conversation is None else conversation.over(base)
+
+    def limits_of(self, environment: Limits) -> Limits:
+        """Every field set, by those that an environment gave itself in `setup()`.
+
+        Raises:
+            BadOption: they are none, or change what has been used up.
+        """
+        if environment is self.environment.limits or environment == self.environment.limits:
+            return self.limits
+        if not isinstance(environment, Limits):
+            raise BadOption(f"self.limits = {environment!r:.60}: give Limits(...).")
+        if environment.setup_seconds != self.environment.limits.setup_seconds:
+            raise BadOption(
+                f"self.limits = Limits(setup_seconds={environment.setup_seconds!r}) in setup(): that clock runs "
+                f"already. Give it in the class, limits = Limits(setup_seconds=...), or to the run."
+            )
+        return self.own_limits.over(environment).over(Limits.defaults())
 
     def limiter(self, name: str, limit: int) -> anyio.CapacityLimiter:
         """The run's limiter of that name.

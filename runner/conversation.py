@@ -17,7 +17,7 @@ from runner.errors import BadOption, EpisodeOver, RequestRejected
 from runner.messages import Message, Prompt, as_messages, check_answers
 from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice
 from runner.parsing.reasoning import is_open
-from runner.prompting import Prepared, PromptMaker
+from runner.prompting import REENCODED, Prepared, PromptMaker
 from runner.sampling import Sample, sample
 from runner.threads import Workers
 from runner.tokens.log import TokenLog
@@ -40,10 +40,11 @@ class ConversationSetting:
         chat: the model that speaks.
         allowance: what the episode may still use.
         episode: its id, for errors and logs.
-        sampling: every field set; `generate(sampling=)` goes over it.
+        sampling: of the next turn, every field set; `generate(sampling=)` goes over it.
         tool_choice: of the next turn, where `generate` is given none.
         seed: of a turn, by its number.
         call_tools: answers a turn's calls.
+        was_said: an agent of the episode said this message.
         workers: renders what would hold up the event loop.
         doing: told what the conversation waits for, for the live display.
     """
@@ -51,10 +52,11 @@ class ConversationSetting:
     chat: ChatModel
     allowance: Allowance
     episode: str
-    sampling: Sampling
+    sampling: Callable[[], Sampling]
     tool_choice: Callable[[Conversation], ToolChoice]
     seed: Callable[[int], int]
     call_tools: Callable[[Conversation, Turn], Awaitable[list[Message]]]
+    was_said: Callable[[Message], bool]
     doing: Callable[[str], None]
     workers: Workers
 
@@ -193,6 +195,15 @@ class Conversation:
         self._queued = history
         self._cause = "environment"
 
+    def has_said(self, message: Message) -> bool:
+        """One of the turns says what this assistant message does."""
+        calls = message.get("tool_calls", [])
+        return any(
+            turn.text == message["content"]
+            and [call.as_message() for call in turn.tool_calls if call.error is None] == calls
+            for turn in self.turns
+        )
+
     async def close(self) -> None:
         """End the conversation: cut the turn that is still being sampled, and give the engine's room back."""
         self._closed = True
@@ -287,7 +298,8 @@ class Conversation:
                 raise RuntimeError(f"conversation {self.name!r} has no message yet: add() one, or give it a prompt.")
             if self._retry is not None and queued == self._retry.messages:
                 return self._prompts.retried(self._retry.segment, self._retry.start, queued)
-            return self._prompts.first(queued, self._schemas(), self._cause)
+            again = not self._segments and any(map(self._setting.was_said, queued))
+            return self._prompts.first(queued, self._schemas(), REENCODED if again else self._cause)
         if queued:
             return await self._prompts.next(segment, self.turns[-1], queued, self._schemas())
         if self.turns[-1].finish is FinishReason.STOP:
@@ -327,7 +339,8 @@ class Conversation:
     ) -> tuple[GenerationRequest, str]:
         """The request, and the name of what `max_tokens` it got stands for."""
         chat = self._setting.chat
-        settings = self._setting.sampling if sampling is None else sampling.over(self._setting.sampling)
+        own = self._setting.sampling()
+        settings = own if sampling is None else sampling.over(own)
         prepared.sampling, prepared.tool_choice = _unconstrained(settings), self._choice(tool_choice)
         ceilings = {"max_tokens": settings.max_tokens, "context": self.context - len(prepared.prompt)}
         left = self._setting.allowance.tokens_left() if self.train else None

@@ -23,11 +23,13 @@ from typing_extensions import Unpack
 from runner.engines.base import Engine
 from runner.environment import Environment
 from runner.errors import DeltarunnerError, RunStuck
+from runner.lag import Blocker
 from runner.options import Concurrency, History, Limits, Sampling
 from runner.runs import Run
 from runner.sources import Tasks
 from runner.store.header import Header
 from runner.summary import Summary
+from runner.threads import busy_threads
 from runner.trajectory import Trajectory
 
 __all__ = ["Reporter", "RunOptions", "end_process", "exit_now", "on_event_loop", "run", "supervise"]
@@ -228,12 +230,12 @@ def collector_settings() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _end_stuck(run: Run, reporter: Reporter, where: str) -> None:
+def _end_stuck(run: Run, reporter: Reporter, blocker: Blocker) -> None:
     """End the process, from the thread that watches: the event loop cannot."""
     reporter.restore()
     reporter.say(
-        f"the event loop stands still in {where}, for {run.lag.stuck_seconds:g} s now: a busy loop or a blocking call "
-        f"in an async method cannot be ended from outside. Make the method synchronous, or await what it waits for."
+        f"the event loop stands still in {blocker.where}, for {run.lag.stuck_seconds:g} s now, and cannot be freed "
+        f"from outside: {blocker.advice}."
     )
     # With a time limit: a disk that does not answer must not keep the process.
     flushing = threading.Thread(target=run.flush, daemon=True)
@@ -256,6 +258,8 @@ def exit_now(code: int) -> NoReturn:
 
 def end_process(code: int) -> NoReturn:
     """End this process; threads that synchronous code of an author still occupies do not keep it."""
+    if busy_threads():  # the interpreter's own end could trip over what they do meanwhile
+        exit_now(code)
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join(THREAD_SECONDS)

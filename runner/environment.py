@@ -33,6 +33,22 @@ Reply = Prompt | None
 HOOKS = ("tasks", "lifespan", "setup", "prompt", "step", "rollout", "close")
 
 
+class _OfAnEpisode:
+    """What the runner sets on an episode's own object, where it is not set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if instance is None:
+            return self
+        raise AttributeError(
+            f"self.{self._name} is not set on this {owner.__name__}: the runner sets it on the fresh object of each "
+            f"episode, before setup(). The object that you construct, whose tasks(), lifespan() and group rewards are "
+            f"called, plays no episode."
+        )
+
+
 class Environment(Generic[TaskT]):
     """Subclass it with tools (`@tool`), a game (`step`) or a whole loop (`rollout`), and at least one `@reward`.
 
@@ -43,8 +59,8 @@ class Environment(Generic[TaskT]):
         system_prompt: the system message of every episode.
         tool_choice: whether the model may ("auto"), must ("required") or must not ("none") call a tool, or the name of
             the tool it must call. Read before every turn; may be assigned.
-        limits: the environment's own limits; a run's win, field by field.
-        sampling: the environment's own sampling; a run's wins, field by field.
+        limits: the environment's own limits; a run's win, field by field. May be assigned in `setup()`.
+        sampling: the environment's own sampling; a run's wins, field by field. Read before every turn; may be assigned.
         task: the task being played.
         episode: what the runner knows of this play.
         shared: what `lifespan()` yielded.
@@ -56,10 +72,10 @@ class Environment(Generic[TaskT]):
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
 
-    task: TaskT
-    episode: Episode
-    shared: Any
-    tools: list[Tool]
+    task: TaskT = cast("TaskT", _OfAnEpisode())
+    episode: Episode = cast("Episode", _OfAnEpisode())
+    shared: Any = _OfAnEpisode()
+    tools: list[Tool] = cast("list[Tool]", _OfAnEpisode())
 
     tool_specs: ClassVar[tuple[ToolSpec, ...]] = ()
     scorers: ClassVar[tuple[Scorer, ...]] = ()
@@ -115,7 +131,7 @@ class Environment(Generic[TaskT]):
             if reply is None:
                 return
             conversation.add(reply)
-            if self.episode.ended or turn.finish == "length":
+            if self.episode.ended or (turn.finish == "length" and not self.overrides("step")):
                 return
 
     def close(self) -> Awaitable[None] | None:

@@ -14,8 +14,9 @@ from runner.calls import answer_calls
 from runner.clocks import Waiting
 from runner.conversation import Conversation, ConversationSetting
 from runner.errors import BadOption
+from runner.exits import EpisodeExitStack, Leave
 from runner.messages import Message, Prompt, as_messages
-from runner.options import Sampling, ToolChoice
+from runner.options import Limits, Sampling, ToolChoice
 from runner.seeds import derive_seed
 from runner.trajectory import Turn
 
@@ -76,14 +77,16 @@ class Episode:
         allowance: Allowance,
         author: AuthorCode,
         doing: Callable[[str], None],
+        leave: Leave,
     ) -> None:
         self.id = place.id
         self.index = place.index
         self.seed = derive_seed(context.seed, place.task.id, place.visit, place.index)
         self.reason = ""
         self.conversations: dict[str, Conversation] = {}
-        self.stack = AsyncExitStack()
+        self.stack = EpisodeExitStack(leave, f"episode {self.id} of {type(context.environment).__name__}")
         self.stack_open = False
+        self._heeded: Limits | None = None
         self._rng: random.Random | None = None
         self._place = place
         self._context = context
@@ -116,7 +119,11 @@ class Episode:
 
     @property
     def exit_stack(self) -> AsyncExitStack:
-        """Enter it in `setup()` only; it is unwound after `close()`, also if `setup()` failed."""
+        """Enter it in `setup()` only; it is unwound after `close()`, also if `setup()` failed.
+
+        What a synchronous `setup()` entered is left in a worker thread, each exit within `Limits.close_seconds`; what
+        an asynchronous one entered is left on the event loop, in the episode's own task.
+        """
         if not self.stack_open:
             raise RuntimeError(
                 "episode.exit_stack can be entered in setup() only: what is opened later, in a tool for one, belongs "
@@ -222,13 +229,56 @@ class Episode:
             chat=self._context.chat_of(name),
             allowance=self._allowance,
             episode=self.id,
-            sampling=self._context.sampling_of(train=train, conversation=sampling),
+            sampling=self._sampling_now(train=train, conversation=sampling),
             tool_choice=self._tool_choice,
             seed=lambda turn: derive_seed(self.seed, name, turn),
             call_tools=self._call_tools,
+            was_said=self._was_said,
             doing=self._doing,
             workers=self._context.workers,
         )
+
+    def _was_said(self, message: Message) -> bool:
+        spoken = message["role"] == "assistant" and bool(message["content"] or message.get("tool_calls"))
+        return spoken and any(conversation.has_said(message) for conversation in self.conversations.values())
+
+    def _sampling_now(self, *, train: bool, conversation: Sampling | None) -> Callable[[], Sampling]:
+        """What gives the sampling of the next turn: the environment's may be assigned."""
+        seen: list[Sampling] = []  # the environment's, and what came of it
+
+        def now() -> Sampling:
+            own = self._environment.sampling
+            if not seen or own is not seen[0]:
+                if not isinstance(own, Sampling):
+                    raise BadOption(f"self.sampling = {own!r:.60}: give Sampling(...).")
+                made = self._context.sampling_of(train=train, conversation=conversation, environment=own)
+                seen[:] = own, made
+            self.check_limits()
+            return seen[1]
+
+        return now
+
+    def heed_limits(self) -> None:
+        """Take over the limits that `setup()` gave its episode.
+
+        Raises:
+            BadOption: they cannot be.
+        """
+        self._heeded = self._environment.limits
+        self._allowance.limits = self._context.limits_of(self._heeded)
+
+    def check_limits(self) -> None:
+        """Refuse limits that were assigned when they had been read.
+
+        Raises:
+            BadOption: there are others than after `setup()`.
+        """
+        limits = self._environment.limits
+        if self._heeded is not None and limits is not self._heeded and limits != self._heeded:
+            raise BadOption(
+                "self.limits was assigned after setup(), where nothing reads it: assign it in setup(), or give limits "
+                "to the class or the run."
+            )
 
     def _tool_choice(self, conversation: Conversation) -> ToolChoice:
         """The environment's, which is meant for `main`: another agent may not have the tool that it names."""

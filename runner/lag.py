@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
 import anyio
 from anyio.abc import TaskGroup
 
-import runner
+from runner.authors import is_foreign
+from runner.exits import EpisodeExitStack
 from runner.threads import Workers
 
 __all__ = ["Blocker", "LagMonitor"]
@@ -34,16 +33,23 @@ class Blocker:
         where: function, file and line.
         seconds: how long it was seen to.
         thread: it ran in a worker thread, so it computes where it should wait.
+        leaving: it left what an asynchronous `setup()` entered in `episode.exit_stack`.
     """
 
     where: str
     seconds: float
     thread: bool
+    leaving: bool = False
 
     @property
     def advice(self) -> str:
         if self.thread:
             return "it computes; threads are for code that waits: move it to anyio.to_process.run_sync"
+        if self.leaving:
+            return (
+                "it blocks the event loop: enter it in a synchronous setup() (it is left in a thread then), or have "
+                "exit_stack.push_async_exit await what it waits for"
+            )
         return "it blocks the event loop: make the method synchronous (it gets a thread), or await what it waits for"
 
 
@@ -54,16 +60,16 @@ class LagMonitor:
     50 ms late, at what the loop and the run's worker threads are executing.
 
     Attributes:
-        on_stuck: called in the watching thread when the loop stood still for a minute; gets where it stands.
+        on_stuck: called in the watching thread when the loop stood still for a minute; gets who keeps it.
         stuck_seconds: how long that is.
     """
 
     def __init__(self, workers: Workers, *, stuck_seconds: float = STUCK_SECONDS) -> None:
-        self.on_stuck: Callable[[str], None] | None = None
+        self.on_stuck: Callable[[Blocker], None] | None = None
         self.stuck_seconds = stuck_seconds
         self._workers = workers
         self._lags: deque[float] = deque(maxlen=3000)
-        self._seconds: dict[tuple[str, bool], float] = {}
+        self._seconds: dict[tuple[str, bool, bool], float] = {}
         self._mark = 0.0
         self._loop_thread = 0
         self._stop = threading.Event()
@@ -97,7 +103,7 @@ class LagMonitor:
     def blockers(self, most: int = 5) -> list[Blocker]:
         """Who made the loop late, the worst first."""
         worst = sorted(self._seconds.items(), key=lambda item: -item[1])[:most]
-        return [Blocker(where, seconds, thread) for (where, thread), seconds in worst]
+        return [Blocker(where, seconds, thread, leaving) for (where, thread, leaving), seconds in worst]
 
     async def _tick(self) -> None:
         while True:
@@ -116,30 +122,31 @@ class LagMonitor:
             self._blame()
             if late > self.stuck_seconds and not told and self.on_stuck is not None:
                 told = True
-                self.on_stuck(self._where_loop_stands())
+                self.on_stuck(self._who_keeps_the_loop(late))
 
     def _blame(self) -> None:
         frames = sys._current_frames()
-        own = _author_frame(frames.get(self._loop_thread))
-        if own is not None:
-            self._add(own, thread=False)
+        on_loop = frames.get(self._loop_thread)
+        stack = _unwound(on_loop)
+        own = _author_frame(on_loop)
+        if own is not None or stack is not None:
+            self._add(_describe(own or on_loop, stack), leaving=stack is not None)
             return
         for job in list(self._workers.running.values()):
             frame = _author_frame(frames.get(job.thread or 0))
             if frame is not None and job.computed():
-                self._add(frame, thread=True)
+                self._add(_describe(frame), thread=True)
 
-    def _add(self, frame: FrameType, *, thread: bool) -> None:
-        key = _describe(frame), thread
+    def _add(self, where: str, *, thread: bool = False, leaving: bool = False) -> None:
+        key = where, thread, leaving
         self._seconds[key] = self._seconds.get(key, 0.0) + TICK
 
-    def _where_loop_stands(self) -> str:
+    def _who_keeps_the_loop(self, seconds: float) -> Blocker:
         frame = sys._current_frames().get(self._loop_thread)
-        found = _author_frame(frame) or frame
-        return _describe(found) if found is not None else "an unknown place"
-
-
-_OURS = f"{Path(runner.__file__).parent}{os.sep}"
+        stack = _unwound(frame)
+        return Blocker(
+            _describe(_author_frame(frame) or frame, stack), seconds, thread=False, leaving=stack is not None
+        )
 
 
 _LOOPS = frozenset({"run", "run_forever", "run_until_complete", "unrolled_run"})
@@ -152,12 +159,23 @@ def _author_frame(frame: FrameType | None) -> FrameType | None:
         name = frame.f_code.co_filename
         if frame.f_code.co_name in _LOOPS and name.endswith(_LOOP_FILES):
             return None
-        if not name.startswith((_OURS, "<")) and "/site-packages/" not in name and "/lib/python3" not in name:
+        if not is_foreign(name):
             return frame
         frame = frame.f_back
     return None
 
 
-def _describe(frame: FrameType) -> str:
-    code = frame.f_code
-    return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+def _unwound(frame: FrameType | None) -> EpisodeExitStack | None:
+    """The exit stack that is being unwound."""
+    while frame is not None:
+        if frame.f_code is EpisodeExitStack.unwind.__code__:
+            stack: EpisodeExitStack = frame.f_locals["self"]
+            return stack
+        frame = frame.f_back
+    return None
+
+
+def _describe(frame: FrameType | None, stack: EpisodeExitStack | None = None) -> str:
+    code = frame.f_code if frame is not None else None
+    where = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})" if code else "an unknown place"
+    return where if stack is None else f"{where}, the exit_stack of {stack.owner}"

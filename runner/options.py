@@ -180,16 +180,18 @@ class Sampling(_Layered):
 class Limits(_Layered):
     """What an episode may use. Reaching one is an outcome, not an error; None lifts it.
 
+    The limits of hooks count the author's code: they stand still while an agent is sampled in it.
+
     Attributes:
         turns: turns of the trained conversations together; default None.
         tokens: ids sampled by the trained conversations together; default None.
         context: ids that one conversation may hold; default None, which is the engine's own limit.
-        seconds: the play of an episode, without waiting for a place; default 600.
+        seconds: the play of an episode, what its agents sample included, without waiting for a place; default 600.
         setup_seconds: `setup()` and `prompt()`; default 300.
         step_seconds: one `step()`; default 120.
         tool_seconds: one tool call, unless the tool says otherwise; default 120.
         reward_seconds: all rewards and metrics of an episode; default 300.
-        close_seconds: `close()` and the exit stack; default 30.
+        close_seconds: `close()`; the exit stack, and each exit of it that runs in a thread; default 30.
         stall_seconds: an engine that admitted a request and sends nothing for this long has failed; default 120.
     """
 

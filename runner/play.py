@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
@@ -11,7 +11,7 @@ import anyio
 from runner.allowance import Allowance, Ending
 from runner.authors import AuthorCode, TooSlow, describe_error
 from runner.cancellation import cancellation_is_asked_for, forget_native_cancellation
-from runner.clocks import Clock
+from runner.clocks import Clock, Waiting
 from runner.context import RunContext
 from runner.engines.base import FinishReason
 from runner.environment import Environment
@@ -19,6 +19,7 @@ from runner.episode import MAIN, Episode, Place
 from runner.errors import BadTask, EpisodeOver
 from runner.messages import Message, as_messages
 from runner.scoring import Score, ScorerKind, as_score, weighted_sum
+from runner.tasks import own_copy
 from runner.trajectory import Outcome, Trajectory
 
 __all__ = ["Phase", "Play"]
@@ -63,16 +64,18 @@ class Play:
         self._metrics: dict[str, float] = {}
         self._environment = self._made()
         self.episode = self._environment.episode = Episode(
-            place, context, self._environment, self._allowance, self._author, self._waits_for
+            place, context, self._environment, self._allowance, self._author, self._waits_for, self._leave
         )
 
     def _made(self) -> Environment[Any]:
+        task = self.place.task
         try:
             environment = self._context.environment.fresh()
+            task = own_copy(task)
         except (Exception, SystemExit) as error:
             self._fail(error)
             environment = Environment()
-        environment.task = self.place.task
+        environment.task = task
         environment.shared = self._context.shared
         environment.tools = environment.bound_tools()
         return environment
@@ -118,7 +121,7 @@ class Play:
             self._enter(Phase.CLOSING)
             cut_before = outer.fired
             outer.scope.shield = True
-            outer.start(self._context.limits.close_seconds)
+            outer.start(self._allowance.limits.close_seconds)
             await self._unwind(passing)
         if outer.fired and not cut_before:
             self.faults.append(f"exit_stack: unwinding took longer than {outer.seconds:g} s")
@@ -136,12 +139,13 @@ class Play:
                 await self._close()
 
     async def _set_up(self) -> bool:
-        self._outer.start(self._context.limits.setup_seconds)
+        self._outer.start(self._allowance.limits.setup_seconds)
         environment = self._environment
         try:
             self.episode.stack_open = True
             if environment.overrides("setup"):
                 await self._author.call(environment.setup, name="setup()")
+            self.episode.heed_limits()
             self.episode.stack_open = False
         except anyio.get_cancelled_exc_class():
             self._blame_setup()
@@ -155,7 +159,7 @@ class Play:
 
     def _blame_setup(self) -> None:
         if self._outer.fired and self._cut is None:
-            seconds = self._context.limits.setup_seconds
+            seconds = self._allowance.limits.setup_seconds
             self._ending = Ending(Outcome.ENV_ERROR, "setup_seconds", error=f"setup took longer than {seconds:g} s")
 
     async def _open_main(self) -> None:
@@ -197,10 +201,11 @@ class Play:
         self._enter(Phase.PLAYING)
         play = self._allowance.play
         with play:
-            play.start(self._context.limits.seconds)
+            play.start(self._allowance.limits.seconds)
             try:
                 rollout = self._environment.rollout
                 await self._author.call(rollout, self.episode.conversations[MAIN], name="rollout()")
+                self.episode.check_limits()
             except (Exception, BaseExceptionGroup) as raised:
                 error = raised
         self._ending = self._judge(error)
@@ -236,7 +241,7 @@ class Play:
 
     async def _score(self, ending: Ending) -> None:
         self._enter(Phase.SCORING)
-        seconds = self._context.limits.reward_seconds
+        seconds = self._allowance.limits.reward_seconds
         with self._scoring as clock:
             clock.start(seconds)
             for scorer in self._context.scorers:
@@ -286,22 +291,35 @@ class Play:
             self._rewards.setdefault(agent, {})[name] = as_score(score, name)
 
     async def _close(self) -> None:
-        seconds = self._context.limits.close_seconds
+        seconds = self._allowance.limits.close_seconds
         try:
             with anyio.CancelScope(shield=True):
                 await self._author.call(self._environment.close, name="close()", seconds=seconds)
         except (Exception, BaseExceptionGroup) as error:
             self.faults.append(f"close(): {describe_error(error)}")
 
+    async def _leave(self, leaving: Callable[[], bool | None], name: str) -> bool | None:
+        """Leave one thing of the exit stack in a thread; one that takes too long is left behind, and the next goes on.
+
+        The clock over the whole unwinding stands still, and a cancellation waits: each exit has its own limit.
+        """
+        seconds = self._allowance.limits.close_seconds
+        with Waiting(), anyio.CancelScope(shield=True):
+            try:
+                swallowed: bool | None = await self._author.call(leaving, name=name, seconds=seconds)
+            except TooSlow as error:
+                self.faults.append(f"exit_stack: {error}; its thread was left behind")
+                return None
+        return swallowed
+
     async def _unwind(self, passing: BaseException | None) -> None:
         """Leave what `setup()` entered. What is passing goes through it: a task group that died cancelled its host."""
         stack = self.episode.stack
         try:
-            if passing is None:
-                await stack.aclose()
-            elif not await stack.__aexit__(type(passing), passing, passing.__traceback__):
+            swallowed = await stack.unwind(passing)
+            if passing is not None and not swallowed:
                 raise passing
-            else:
+            if passing is not None:
                 self._ending = Ending(Outcome.ENV_ERROR, error="what setup() entered ended the episode")
         except (Exception, SystemExit, BaseExceptionGroup) as error:
             if passing is None:

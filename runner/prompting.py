@@ -20,10 +20,13 @@ from runner.tokens.refusal import Property, Unbridgeable
 from runner.tokens.shape import is_plain
 from runner.trajectory import Segment, Turn
 
-__all__ = ["RETRY", "Prepared", "PromptMaker", "followed_junction", "forked_junction"]
+__all__ = ["REENCODED", "RETRY", "Prepared", "PromptMaker", "followed_junction", "forked_junction"]
 
 RETRY = "retry"
 """The cause of a segment that samples the last turn of another one anew, from the same prompt."""
+
+REENCODED = "reencoded"
+"""The cause of a first segment whose prompt holds what the same episode sampled: other ids may say the same."""
 
 T = TypeVar("T")
 

@@ -3,35 +3,117 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AsyncExitStack
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
+
+import anyio
 
 from runner.authors import describe_error
 from runner.environment import Environment
-from runner.errors import BadEnvironment, BadTask, DeltarunnerError
+from runner.errors import BadEnvironment, BadTask, DeltarunnerError, unwrapped
 from runner.sources import Tasks
-from runner.threads import Job, Workers
+from runner.threads import Job, Workers, WorkerThread
 
-__all__ = ["enter_lifespan", "own_tasks"]
+__all__ = ["lifespan_of", "own_tasks"]
 
 
-async def enter_lifespan(environment: Environment[Any], exit_stack: AsyncExitStack) -> Any:
-    """Enter the environment's `lifespan()`, sync or async; gives what it yields, None where it has none.
+@asynccontextmanager
+async def lifespan_of(
+    environment: Environment[Any], workers: Workers, *, close_seconds: float | None
+) -> AsyncIterator[Any]:
+    """What the environment's `lifespan()` yields, None where it has none.
+
+    A synchronous one is made, entered and left in one worker thread, which is kept for it.
 
     Raises:
-        BadEnvironment: it raised.
+        BadEnvironment: it raised, on its way in or out, or did not end in time.
     """
     if not environment.overrides("lifespan"):
-        return None
-    try:
-        lifespan: Any = environment.lifespan()
-        if hasattr(lifespan, "__aenter__"):
-            return await exit_stack.enter_async_context(lifespan)
-        return exit_stack.enter_context(lifespan)
-    except DeltarunnerError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise BadEnvironment(f"lifespan() raised {describe_error(error)}") from error
+        yield None
+        return
+    lifespan = _Lifespan(environment, workers)
+    # Around all of it, since cancel scopes that an asynchronous one opens must close inside.
+    with anyio.CancelScope() as leaving:
+        shared = await lifespan.enter()
+        passing: BaseException | None = None
+        try:
+            yield shared
+        except BaseException as error:
+            passing = error
+        leaving.shield = True
+        leaving.deadline = math.inf if close_seconds is None else anyio.current_time() + close_seconds
+        if not await lifespan.leave(passing) and passing is not None:
+            raise passing
+    if leaving.cancelled_caught:
+        raise BadEnvironment(
+            f"lifespan() took longer than {close_seconds:g} s to end; what it holds may be left behind "
+            f"(Limits(close_seconds=) gives it more time)"
+        )
+
+
+class _Lifespan:
+    """The context manager of an environment's `lifespan()`, of either colour."""
+
+    def __init__(self, environment: Environment[Any], workers: Workers) -> None:
+        self._environment = environment
+        self._workers = workers
+        self._manager: Any = None
+        self._thread: WorkerThread | None = None
+
+    async def enter(self) -> Any:
+        try:
+            return await self._enter()
+        except DeltarunnerError:
+            raise
+        except (Exception, SystemExit, BaseExceptionGroup) as error:
+            if _holds_a_cancellation(error):
+                raise
+            raise BadEnvironment(f"lifespan() raised {describe_error(error)}") from error
+
+    async def _enter(self) -> Any:
+        make = self._environment.lifespan
+        if inspect.isasyncgenfunction(inspect.unwrap(make)):
+            self._manager = make()
+        else:
+            self._thread = WorkerThread()
+            self._manager = await self._in_thread(make)
+        if not hasattr(self._manager, "__aenter__"):
+            return await self._in_thread(lambda: self._manager.__enter__())
+        self._end_thread()
+        return await self._manager.__aenter__()
+
+    async def leave(self, passing: BaseException | None) -> bool:
+        """Leave it; tells whether it swallowed what is passing."""
+        try:
+            return await self._leave(type(passing) if passing else None, passing)
+        except (Exception, SystemExit, BaseExceptionGroup) as error:
+            if passing is not None and unwrapped(error) is unwrapped(passing):
+                return False
+            if _holds_a_cancellation(error):
+                raise
+            raise BadEnvironment(f"lifespan() raised {describe_error(error)}, on its way out") from error
+        finally:
+            self._end_thread()
+
+    async def _leave(self, kind: type[BaseException] | None, passing: BaseException | None) -> bool:
+        traceback = passing.__traceback__ if passing else None
+        if self._thread is None:
+            return bool(await self._manager.__aexit__(kind, passing, traceback))
+        return bool(await self._in_thread(lambda: self._manager.__exit__(kind, passing, traceback)))
+
+    async def _in_thread(self, function: Callable[[], Any]) -> Any:
+        return await self._workers.call_beside(Job(function, "lifespan()"), self._thread)
+
+    def _end_thread(self) -> None:
+        if self._thread is not None:
+            self._thread.end()
+            self._thread = None
+
+
+def _holds_a_cancellation(error: BaseException) -> bool:
+    return isinstance(error, BaseExceptionGroup) and error.subgroup(anyio.get_cancelled_exc_class()) is not None
 
 
 async def own_tasks(environment: Environment[Any], workers: Workers) -> Tasks:

@@ -34,7 +34,7 @@ from runner.messages import as_messages
 from runner.options import Concurrency, History, Limits, Sampling
 from runner.play import Play
 from runner.preflight import check_adapter, check_appends, check_templates
-from runner.provisions import enter_lifespan, own_tasks
+from runner.provisions import lifespan_of, own_tasks
 from runner.results import Results
 from runner.scoring import ScorerKind, with_weights
 from runner.sources import TaskFeed, Tasks
@@ -122,7 +122,8 @@ class Run:
         self.group_size = group_size
         self.indices: Sequence[int] = range(group_size)  # narrowed, to look at single episodes of a group
         self.sampling = sampling or Sampling()
-        self.limits = (limits or Limits()).over(self.environment.limits).over(Limits.defaults())
+        self._own_limits = limits or Limits()
+        self.limits = self._own_limits.over(self.environment.limits).over(Limits.defaults())
         self.concurrency = concurrency or Concurrency()
         self.seed = seed
         self.template_options = dict(template_options or {})
@@ -163,13 +164,15 @@ class Run:
             raise RuntimeError("a run is entered once: make another Run(...) to play again")
         self._entered = True
         async with AsyncExitStack() as exit_stack:
+            exit_stack.callback(self.workers.close)
             for engine in self._engines:
                 await exit_stack.enter_async_context(running(engine))
             self._freshness.check()
             check_adapter(self.engine, self.sampling.over(self.environment.sampling))
             await exit_stack.enter_async_context(self.lag)
             self._context = await self._open(exit_stack)
-            self._context.shared = await enter_lifespan(self.environment, exit_stack)
+            lifespan = lifespan_of(self.environment, self.workers, close_seconds=self.limits.close_seconds)
+            self._context.shared = await exit_stack.enter_async_context(lifespan)
             source = self._tasks if self._tasks is not None else await own_tasks(self.environment, self.workers)
             self._feed = TaskFeed(source, task_class=self.environment.task_class(), workers=self.workers)
             exit_stack.push_async_callback(self._feed.aclose)
@@ -224,6 +227,7 @@ class Run:
             elsewhere=elsewhere,
             sampling=self.sampling,
             limits=self.limits,
+            own_limits=self._own_limits,
             scorers=self.scorers,
             seed=self.seed,
             workers=self.workers,

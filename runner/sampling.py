@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from runner.clocks import Clock, Waiting
+from runner.clocks import Clock, Waiting, WhileSampling
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, FinishReason, GenerationRequest
 from runner.errors import EngineError, EngineStalled
 from runner.tokens.decode import IncrementalDecoder
@@ -151,10 +151,11 @@ async def sample(
         stall_seconds: the longest silence after admission.
     """
     cut = True
-    while cut:
-        stops = StopStrings(tokenizer, request.sampling.stop) if request.sampling.stop else None
-        cut = await _sample_once(into, engine, request, (new_ids, source), stops, stall_seconds)
-        new_ids = ()
+    with WhileSampling():
+        while cut:
+            stops = StopStrings(tokenizer, request.sampling.stop) if request.sampling.stop else None
+            cut = await _sample_once(into, engine, request, (new_ids, source), stops, stall_seconds)
+            new_ids = ()
 
 
 async def _sample_once(
@@ -168,7 +169,7 @@ async def _sample_once(
     """Whether the engine cut the turn for its trainer, so that it has to be sampled again."""
     stream = engine.stream(request)
     cuts = engine.cuts
-    silence = Clock()
+    silence = Clock(counts_sampling=True)
     ended = False
     with silence:
         try:

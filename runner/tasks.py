@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from runner.messages import Prompt, as_messages
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-__all__ = ["Task", "TaskBuilder", "check_own_fields"]
+__all__ = ["Task", "TaskBuilder", "check_own_fields", "own_copy"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Task:
     """One problem; subclass it for typed fields.
+
+    Each episode gets a copy of its own, in depth: what it changes in its task no other episode sees.
 
     Attributes:
         id: unique within a run.
@@ -32,6 +37,42 @@ class Task:
     prompt: Prompt = ()
     answer: str = ""
     info: Mapping[str, Any] = field(default_factory=dict)
+
+
+def own_copy(value: T) -> T:
+    """A copy in depth, in which what cannot be copied (a lock, an open file) is shared."""
+    made: T = _copied(value, {})
+    return made
+
+
+_UNCHANGING = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    """The same as `copy.deepcopy`, faster for JSON and without its refusals."""
+    kind = type(value)
+    if kind in _UNCHANGING:
+        return value
+    if id(value) in known:
+        return known[id(value)]
+    if kind is dict:
+        made: Any = known.setdefault(id(value), {})
+        for key, each in value.items():
+            made[key] = each if type(each) in _UNCHANGING else _copied(each, known)
+        return made
+    if kind is list:
+        made = known.setdefault(id(value), [])
+        made.extend(_copied(each, known) for each in value)
+        return made
+    if kind is tuple:
+        return tuple(_copied(each, known) for each in value)
+    with contextlib.suppress(Exception):  # whatever its class makes of being copied
+        if hasattr(value, "__dict__") and dataclasses.is_dataclass(kind) and not hasattr(kind, "__deepcopy__"):
+            made = known[id(value)] = copy.copy(value)
+            vars(made).update((name, _copied(each, known)) for name, each in vars(value).items())
+            return made
+        return copy.deepcopy(value, known)
+    return known.setdefault(id(value), value)
 
 
 class TaskBuilder:

@@ -78,7 +78,8 @@ class Segment:
         log: ids, log-probabilities, sources and weight versions.
         messages: the view, assistant turns included; messages that were added but never put before the model
             stand at the end, `unseen` says how many.
-        cause: why it was started: "start"; "environment", which changed what was seen; "retry" of the last turn, from
+        cause: why it was started: "start"; "reencoded", where the first prompt of a conversation holds what its episode
+            sampled, as text; "environment", which changed what was seen; "retry" of the last turn, from
             the same prompt; or the name of what a template lacks for an exact bridge.
         unseen: how many of the last messages the model never saw.
         tools: what could be called, in OpenAI's form, as its prompts were rendered with.

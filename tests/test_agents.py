@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import pytest
 
 from runner import (
@@ -26,6 +28,7 @@ from runner import (
 from runner.testing import Fault, Replies, Reply, ScriptedEngine, assert_exact, call
 from runner.tokens.template import ChatTemplate
 from tests.playing import Plain, play, play_all, recording, tasks
+from tests.verifying import verify
 
 pytestmark = pytest.mark.anyio
 
@@ -356,3 +359,52 @@ async def test_turn_reward_is_recorded_beside_the_sum() -> None:
 
     trajectory = await play(Credits, "Yes")
     assert (trajectory.turns[0].reward, trajectory.reward) == (0.25, 1.0)
+
+
+class Branches(Plain):
+    """Opens another conversation with what main was told and said, by its prompt or by `add`."""
+
+    def __init__(self, *, train: bool, added: bool = False, few_shot: bool = False) -> None:
+        self.train = train
+        self.added = added
+        self.few_shot = few_shot
+
+    async def step(self, turn: Turn) -> None:
+        messages: list[Any] = self.episode.conversation().messages
+        if self.few_shot:
+            messages = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "Four"}]
+        branch = self.episode.conversation("branch", prompt=() if self.added else messages, train=self.train)
+        branch.add(*(messages if self.added else ()), "Another way?")
+        await branch.generate()
+        branch.add("And again?")
+        await branch.generate()
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["prompt", "add"])
+async def test_a_conversation_that_begins_with_what_was_sampled_says_so(added: bool) -> None:
+    said = Reply(ids=tuple(b"It is 78"))
+    async with Run(Branches(train=True, added=added), recording([said, "Yes", "No"])) as run:
+        main, branch = [t async for t in run]
+    assert [segment.cause for segment in branch.segments] == ["reencoded"]
+    assert run.summary.junction_causes == {"reencoded": 1}
+    assert_exact(main)
+    with pytest.raises(AssertionError, match=r"^t0#0 branch: its first prompt holds what this episode sampled"):
+        assert_exact(branch)
+
+
+@pytest.mark.parametrize(("train", "few_shot"), [(False, False), (True, True)], ids=["untrained", "few-shot"])
+async def test_what_is_not_trained_or_was_not_sampled_is_no_fault(train: bool, few_shot: bool) -> None:
+    replies = {"main": "It is 78", "branch": ["Yes", "No"]}
+    async with Run(Branches(train=train, few_shot=few_shot), recording(replies)) as run:
+        trajectories = [t async for t in run]
+    for trajectory in trajectories:
+        assert_exact(trajectory)
+    assert sum(run.summary.junction_causes.values()) == (not few_shot)
+
+
+async def test_a_run_file_with_such_a_conversation_proves_itself(tmp_path: Path) -> None:
+    file = tmp_path / "run.db"
+    async with Run(Branches(train=True), recording(["It is 78", "Yes", "No"]), file=file) as run:
+        assert len([t async for t in run]) == 2
+    proven = await anyio.to_thread.run_sync(verify, file)
+    assert proven.exit_code == 0, proven.output

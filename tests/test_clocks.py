@@ -11,9 +11,9 @@ import anyio.from_thread
 import pytest
 import trio.testing
 
-from runner import Conversation, FinishReason, Limits, Outcome, Run, Turn, metric, reward, tool
+from runner import Conversation, FinishReason, Limits, Outcome, Run, Trajectory, Turn, metric, reward, tool
 from runner.options import Concurrency
-from runner.testing import Latency, Reply, call
+from runner.testing import Latency, Reply, ScriptedEngine, VirtualClock, call
 from runner.tokens.template import Renderer
 from tests.playing import Plain, play, play_all, recording, tasks
 
@@ -378,11 +378,102 @@ async def test_clocks_stand_still_while_a_template_is_rendered(
                 anyio.from_thread.run_sync(clock.jump, 200)
         return render(self, messages, **options)
 
-    class Asks(Timed):
-        async def step(self, turn: Turn) -> str | None:
-            return "And?" if turn.number == 0 else None
+    # --- an agent speaks inside a hook; here time passes by itself, once everybody waits
 
-    monkeypatch.setattr(Renderer, "render", slowly)
-    (trajectory,) = await play_all(Asks(clock), ["Yes", "Done"], limits=Limits(seconds=150))
-    assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.COMPLETED, 2)
-    assert elsewhere > 0
+
+class Asks(Plain):
+    """Has another agent speak for 100 seconds in one of its hooks, none of which may take longer than 5."""
+
+    limits = Limits(setup_seconds=5, step_seconds=5, tool_seconds=5, reward_seconds=5, close_seconds=5)
+
+    def __init__(self, hook: str, seconds: float = 0) -> None:
+        self.hook = hook
+        self.seconds = seconds
+
+    async def ask(self, hook: str) -> str:
+        """The hook: it asks, then is at work itself for some seconds."""
+        if hook != self.hook:
+            return "Go on."
+        other = self.episode.conversation("other", prompt="What do you say?")
+        said = (await other.generate()).text
+        await anyio.sleep(self.seconds)
+        return said
+
+    async def setup(self) -> None:
+        await self.ask("setup")
+
+    async def prompt(self) -> str:
+        return await self.ask("prompt")
+
+    @tool
+    async def hand_off(self) -> str:
+        """Ask another agent."""
+        return await self.ask("tool")
+
+    @tool
+    def hand_off_from_a_thread(self) -> str:
+        """Ask another agent."""
+        return anyio.from_thread.run(self.ask, "sync tool")
+
+    async def step(self, turn: Turn) -> None:
+        await self.ask("step")
+
+    @reward
+    async def correct(self) -> bool:
+        await self.ask("reward")
+        return True
+
+    async def close(self) -> None:
+        await self.ask("close")
+
+
+SLOW = Reply("Well", latency=Latency(first=100))  # of an engine that ticks every second
+HOOKS = {
+    "setup": "setup_seconds",
+    "prompt": "setup_seconds",
+    "tool": "tool_seconds",
+    "sync tool": "tool_seconds",
+    "step": "step_seconds",
+    "reward": "reward_seconds",
+    "close": "close_seconds",
+}
+
+
+def asking(environment: Asks, **options: Any) -> tuple[Trajectory, list[str]]:
+    """What becomes of an episode whose other agent is slow, and the faults."""
+    called = {"tool": "hand_off", "sync tool": "hand_off_from_a_thread"}.get(environment.hook)
+    engine = ScriptedEngine({"main": [call(called), "Done"] if called else ["Done"], "other": SLOW}, tick=1.0)
+
+    async def played() -> tuple[Trajectory, list[str]]:
+        async with Run(environment, engine, tasks=tasks(1), **options) as run:
+            (trajectory,) = [t async for t in run]
+        return trajectory, list(run.summary.faults)
+
+    return VirtualClock().run(played)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_the_clock_of_a_hook_stands_still_while_another_agent_speaks_in_it(hook: str) -> None:
+    trajectory, faults = asking(Asks(hook))
+    assert (trajectory.outcome, trajectory.error, trajectory.reward) == (Outcome.COMPLETED, "", 1.0)
+    assert faults == []
+    assert all("took longer" not in message["content"] for message in trajectory.messages)
+    assert trajectory.seconds > 100
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_the_clock_of_a_hook_goes_on_when_the_other_agent_has_spoken(hook: str) -> None:
+    trajectory, faults = asking(Asks(hook, seconds=6))
+    told = [message["content"] for message in trajectory.messages if "took longer than 5 s" in message["content"]]
+    if hook == "tool":
+        assert told
+    elif hook == "close":
+        assert "took longer than 5 s" in faults[0]
+    else:
+        assert (trajectory.outcome, trajectory.limit) == (Outcome.ENV_ERROR, HOOKS[hook])
+
+
+@pytest.mark.parametrize("hook", ["tool", "step"])
+def test_the_seconds_of_a_play_count_what_its_agents_sample(hook: str) -> None:
+    trajectory, _ = asking(Asks(hook), limits=Limits(seconds=50))
+    assert (trajectory.outcome, trajectory.limit, trajectory.reward) == (Outcome.TIME_LIMIT, "seconds", 1.0)

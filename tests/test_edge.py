@@ -264,18 +264,47 @@ def test_a_busy_loop_is_named_by_its_frame_and_ends_the_process_with_what_is_don
     assert outcomes(file) == {Outcome.COMPLETED: 7}
 
 
-def test_an_abandoned_thread_does_not_keep_the_process() -> None:
-    script = """
+HANGING = """
     class Hanging(Base):
         limits = Limits(setup_seconds=0.1)
         def setup(self):
             if self.task.id == "0":
-                time.sleep(3600)
+                while True:
+                    time.sleep(3600)
+"""
 
-    summary = run(Hanging(), ScriptedEngine("hi"))
-    print(dict(summary.outcomes), flush=False)
-    end_process(0)
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("run(Hanging(), ScriptedEngine('hi')); sys.exit(7)", 7),
+        ("on_event_loop(a_run); sys.exit(7)", 7),
+        ("anyio.run(a_run, backend='trio'); sys.exit(7)", 7),
+        ("on_event_loop(a_run); end_process(7)", 7),
+        ("on_event_loop(a_run); raise ValueError('what the script does after it')", 1),
+    ],
+    ids=["run", "asyncio", "trio", "command", "error"],
+)
+def test_a_thread_that_never_comes_back_does_not_keep_the_process(script: str, code: int) -> None:
+    a_run = """
+    async def a_run():
+        async with Run(Hanging(), ScriptedEngine("hi")) as run:
+            print([t.outcome.value async for t in run].count("env_error"))
     """
-    done = in_a_process(script)
-    assert done.returncode == 0, done.stderr
-    assert "'env_error': 1" in done.stdout.replace("<Outcome.ENV_ERROR: 'env_error'>", "'env_error'")
+    done = in_a_process("".join(map(textwrap.dedent, (HANGING, a_run, script))))
+    assert done.returncode == code, done.stderr
+    assert done.stdout in ("1\n", "")
+
+
+def test_a_thread_that_never_comes_back_does_not_keep_pytest(tmp_path: Path) -> None:
+    test = """
+    from runner.testing import play
+
+    def test_it():
+        assert play(Hanging, "hi").outcome == "env_error"
+    """
+    file = tmp_path / "test_hanging.py"
+    file.write_text(PREAMBLE + "".join(map(textwrap.dedent, (HANGING, test))))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WATCHDOG + 10, check=False, cwd=tmp_path)
+    assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout

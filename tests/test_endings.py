@@ -63,10 +63,27 @@ async def test_tokens_reached_exactly_at_a_turns_end_leaves_that_turn_whole() ->
 
 
 async def test_max_tokens_cuts_the_turn_and_a_rollout_that_returns_right_after_is_token_limit() -> None:
-    trajectory = await play(Endless, "12345678", sampling=Sampling(max_tokens=4))
+    trajectory = await play(Plain, "12345678", sampling=Sampling(max_tokens=4))
     (turn,) = trajectory.turns
     assert (turn.finish, turn.stop, turn.text) == (FinishReason.LENGTH, "max_tokens", "1234")
     assert (trajectory.outcome, trajectory.limit, trajectory.reward) == (Outcome.TOKEN_LIMIT, "max_tokens", 1.0)
+
+
+async def test_a_game_answers_a_cut_turn_and_goes_on() -> None:
+    trajectory = await play(Endless, always("12345678"), sampling=Sampling(max_tokens=4), limits=Limits(turns=3))
+    assert [(turn.finish, turn.text) for turn in trajectory.turns] == [(FinishReason.LENGTH, "1234")] * 3
+    assert (trajectory.outcome, trajectory.limit) == (Outcome.TURN_LIMIT, "turns")
+    assert [message["content"] for message in trajectory.messages] == ["Question 0?", *["1234", "Go on."] * 3]
+    assert len(trajectory.segments) == 1
+
+
+async def test_a_game_that_ends_with_a_cut_turn_is_token_limit() -> None:
+    class Short(Plain):
+        def step(self, turn: Turn) -> str | None:
+            return "Again." if turn.number == 0 else None
+
+    trajectory = await play(Short, always("12345678"), sampling=Sampling(max_tokens=4))
+    assert (trajectory.outcome, trajectory.limit, len(trajectory.turns)) == (Outcome.TOKEN_LIMIT, "max_tokens", 2)
 
 
 async def test_complete_calls_of_a_cut_turn_are_run() -> None:

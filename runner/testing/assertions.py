@@ -11,6 +11,7 @@ from typing import Any, Final
 from runner.engines.base import Engine, FinishReason
 from runner.errors import BadOption
 from runner.messages import Message
+from runner.prompting import REENCODED
 from runner.tokens.log import Source
 from runner.tokens.tokenizer import Tokenizer
 from runner.trajectory import Outcome, Segment, Trajectory, Turn
@@ -52,6 +53,7 @@ def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
     __tracebackhide__ = True
     if not isinstance(trajectory, Trajectory):
         raise BadOption(f"assert_exact({trajectory!r:.60}): give a trajectory, such as play(...) returns.")
+    _check_begun(trajectory)
     for number, segment in enumerate(trajectory.segments):
         turns = [turn for turn in trajectory.turns if turn.segment == number]
         _check_arrays(trajectory, segment)
@@ -72,6 +74,16 @@ def _require(true: object, message: str) -> None:
     __tracebackhide__ = True
     if not true:
         raise AssertionError(message)
+
+
+def _check_begun(trajectory: Trajectory) -> None:
+    __tracebackhide__ = True
+    again = trajectory.trained and trajectory.turns and trajectory.segments[0].cause == REENCODED
+    _require(
+        not again,
+        f"{trajectory.id} {trajectory.agent}: its first prompt holds what this episode sampled, encoded anew, "
+        f"which need not give the same ids. Open this conversation with train=False.",
+    )
 
 
 def _check_arrays(trajectory: Trajectory, segment: Segment) -> None:

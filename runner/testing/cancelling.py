@@ -17,7 +17,7 @@ from runner.episode import Place
 from runner.errors import BadOption
 from runner.options import Concurrency, Limits, Sampling
 from runner.play import Play
-from runner.provisions import enter_lifespan
+from runner.provisions import lifespan_of
 from runner.tasks import Task
 from runner.testing.cancellation import cancel_everywhere
 from runner.testing.leaks import no_leaks
@@ -88,7 +88,8 @@ async def _everywhere(
     async with AsyncExitStack() as opened:
         await opened.enter_async_context(engine)
         shared = _context(made, engine, limits)
-        shared.shared = await enter_lifespan(made, opened)
+        lifespan = lifespan_of(made, shared.workers, close_seconds=shared.limits.close_seconds)
+        shared.shared = await opened.enter_async_context(lifespan)
         last: list[Play] = []
 
         async def episode() -> None:

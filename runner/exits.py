@@ -1,0 +1,106 @@
+"""The exit stack of an episode: what a synchronous `setup()` entered is left in a worker thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+__all__ = ["EpisodeExitStack", "Leave"]
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+Leave = Callable[[Callable[[], bool | None], str], Awaitable[bool | None]]
+"""Calls a synchronous exit of that name elsewhere than on the event loop, and tells whether it swallowed the error."""
+
+
+class EpisodeExitStack(AsyncExitStack):
+    """An exit stack whose synchronous exits do not hold up the event loop.
+
+    What was entered in a worker thread, as by a synchronous `setup()`, is left by `leave`. What was entered on the
+    event loop is left there, as cancel scopes and whatever belongs to one thread must be.
+
+    Args:
+        leave: leaves what was entered in a thread.
+        owner: whose it is, for people.
+    """
+
+    def __init__(self, leave: Leave | None = None, owner: str = "") -> None:
+        super().__init__()
+        self.owner = owner
+        self._leave = leave
+        self._loop_thread = threading.get_ident()
+
+    def enter_context(self, cm: AbstractContextManager[T, bool | None]) -> T:
+        if self._on_the_loop():
+            return super().enter_context(cm)
+        single = ExitStack()
+        entered = single.enter_context(cm)
+        self._push_apart(single, f"{_name_of(cm)}.__exit__()")
+        return entered
+
+    def push(self, exit: T) -> T:
+        if self._on_the_loop():
+            super().push(exit)  # type: ignore[type-var]  # it says itself what is wrong
+            return exit
+        single = ExitStack()
+        single.push(exit)  # type: ignore[type-var]  # likewise
+        self._push_apart(single, f"{_name_of(exit)}()")
+        return exit
+
+    def callback(self, callback: Callable[P, T], /, *args: P.args, **kwds: P.kwargs) -> Callable[P, T]:
+        if self._on_the_loop():
+            return super().callback(callback, *args, **kwds)
+        single = ExitStack()
+        single.callback(callback, *args, **kwds)
+        self._push_apart(single, f"{_name_of(callback)}()")
+        return callback
+
+    def pop_all(self) -> EpisodeExitStack:
+        popped = super().pop_all()
+        popped.owner, popped._leave = self.owner, self._leave
+        return popped
+
+    async def unwind(self, passing: BaseException | None) -> bool:
+        """Leave everything; tells whether what is passing was swallowed. The lag report knows this function."""
+        return bool(await self.__aexit__(type(passing) if passing else None, passing, _traceback_of(passing)))
+
+    def _on_the_loop(self) -> bool:
+        return self._leave is None or threading.get_ident() == self._loop_thread
+
+    def _push_apart(self, single: ExitStack, name: str) -> None:
+        leave = self._leave
+        assert leave is not None
+
+        async def leave_apart(
+            kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        ) -> bool | None:
+            return await leave(partial(_left, single, error), name)
+
+        self.push_async_exit(leave_apart)
+
+
+def _left(single: ExitStack, passing: BaseException | None) -> bool | None:
+    """Leave one thing. The error that was passing and comes out again is not the thing's own."""
+    try:
+        return single.__exit__(type(passing) if passing else None, passing, _traceback_of(passing))
+    except BaseException as error:
+        if error is passing:
+            return False
+        raise
+
+
+def _traceback_of(error: BaseException | None) -> TracebackType | None:
+    return error.__traceback__ if error is not None else None
+
+
+def _name_of(thing: Any) -> str:
+    """A function's name; that of the function behind a `@contextmanager`; else the class's."""
+    for function in (thing, getattr(thing, "func", None)):
+        if isinstance(name := getattr(function, "__qualname__", None), str):
+            return name
+    return type(thing).__qualname__

@@ -1,0 +1,31 @@
+"""The object that an author constructs: what it has, and what only an episode's own has."""
+
+from __future__ import annotations
+
+import pytest
+
+from runner import BadTask, Run, Task
+from runner.testing import ScriptedEngine
+from tests.playing import Plain
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize("name", ["task", "episode", "shared", "tools"])
+def test_what_only_an_episode_has_is_missed_by_name_and_reason(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"^self\.{name} is not set on this Plain: .* before setup\(\)"):
+        getattr(Plain(), name)
+    assert not hasattr(Plain(), name)
+    set_by_hand = Plain()
+    setattr(set_by_hand, name, "given")
+    assert getattr(set_by_hand, name) == "given"
+
+
+async def test_tasks_that_ask_for_what_is_shared_are_told_that_there_is_none_yet() -> None:
+    class Early(Plain):
+        def tasks(self) -> list[Task]:
+            return [Task(id=str(row)) for row in self.shared]
+
+    with pytest.raises(BadTask, match=r"self\.shared is not set on this Early: .* tasks\(\), lifespan\(\)"):
+        async with Run(Early, ScriptedEngine("Yes")):
+            pass
