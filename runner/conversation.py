@@ -191,7 +191,7 @@ class Conversation:
                 history = list(self._retry.messages)
         self._retire()
         self._queued = history
-        self._cause = "environment"
+        self._cause = "environment" if self._segments else "start"
 
     async def close(self) -> None:
         """End the conversation: cut the turn that is still being sampled, and give the engine's room back."""

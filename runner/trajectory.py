@@ -112,7 +112,8 @@ class Turn:
         constraint: what could be sampled; who trains on the turn must apply the same token mask.
         tool_choice: whether it might, must or must not call a tool, or the name of the one it must call.
         cached_tokens: ids of the prompt that the engine's prefix cache held, or None.
-        junction: how its prompt was made from the turn before; None for the first of a segment.
+        junction: how its prompt was made from the turn before; None for the first, whose prompt
+            was made from nothing, also where the prompt was replaced before it.
         timings: where its time went.
         dropped: ids that were sampled past a stop string and are not in the log.
         resampled: ids that were sampled before the engine cut the turn for its trainer; the turn is the next try.
