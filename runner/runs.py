@@ -20,7 +20,14 @@ from runner.allowance import Ending
 from runner.attempts import Attempts
 from runner.authors import describe_error
 from runner.chat import ChatModel
-from runner.checks import check_engines, check_file, check_numbers, check_objects, check_template_options
+from runner.checks import (
+    check_engines,
+    check_file,
+    check_numbers,
+    check_objects,
+    check_retry_failed,
+    check_template_options,
+)
 from runner.context import RunContext
 from runner.engines.base import Engine
 from runner.engines.sharing import running
@@ -79,6 +86,7 @@ class Run:
         retries: how often an episode is played again after an engine's failure; a request that it refuses is none.
         breaker: the run stops when more than this share of the recent episodes failed; 1 never stops it.
         history: how the past of a conversation is kept: append, fork, refuse, or a History with further options.
+        retry_failed: play the episodes again that earlier runs of the file left failed (`env_error`, `token_error`).
         max_version_lag: an episode whose oldest sampled id is more weight updates behind the engine, when one lands or
             when the episode ends, is dropped and counted, and its task is played again; None keeps it, however old.
 
@@ -110,6 +118,7 @@ class Run:
         breaker: float = 0.5,
         history: History | str | None = None,
         max_version_lag: int | None = None,
+        retry_failed: bool = False,
     ) -> None:
         self.environment = as_environment(environment)
         check_playable(self.environment)
@@ -118,6 +127,7 @@ class Run:
         check_objects(sampling=sampling, limits=limits, concurrency=concurrency)
         check_template_options(template_options)
         check_file(file)
+        check_retry_failed(retry_failed, file)
         self.engine = engine
         self.engines = dict(engines or {})
         self._engines = list(dict.fromkeys((engine, *self.engines.values())))
@@ -133,6 +143,7 @@ class Run:
         self._name_file = file if callable(file) else None
         self.scorers = with_weights(self.environment.scorers, weights or {})
         self.retries = retries
+        self.retry_failed = retry_failed
         self.max_version_lag = max_version_lag
         self._freshness = Freshness(engine, max_version_lag)
         self.breaker = breaker
@@ -207,7 +218,7 @@ class Run:
         if self._name_file is not None:
             self.file = self._name_file(header)
         self._writer = await exit_stack.enter_async_context(
-            RunWriter(self.file, header, task_class=self.environment.task_class())
+            RunWriter(self.file, header, task_class=self.environment.task_class(), retry_failed=self.retry_failed)
         )
         # A resumed run goes on with the clock that its templates saw first.
         now = self._writer.header.clock
@@ -425,6 +436,8 @@ class Run:
 
     def _is_final(self, trajectories: Sequence[Trajectory]) -> bool:
         """The rewards of this episode do not wait for its group any more."""
+        if _EPISODE(trajectories[0])[:2] in self._writer.reopened and self._has_group_rewards:
+            return not any(t.outcome.scored and t.turns for t in trajectories)
         names = [scorer.name for scorer in self.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
         waiting = (t for t in trajectories if t.outcome.scored and t.turns and (t.trained or t.agent == MAIN))
         return not names or all(any(name in each.rewards for name in names) for each in waiting)

@@ -47,6 +47,10 @@ class Outcome(enum.StrEnum):
         """It is played again by the next run of the same configuration."""
         return self in (Outcome.CANCELLED, Outcome.ENGINE_ERROR)
 
+    def played_again(self, *, failed: bool) -> bool:
+        """The same, where also what failed is played again."""
+        return self.cut_short or (failed and self.failed)
+
 
 _SCORED = frozenset(
     {Outcome.COMPLETED, Outcome.TURN_LIMIT, Outcome.TOKEN_LIMIT, Outcome.CONTEXT_LIMIT, Outcome.TIME_LIMIT}
