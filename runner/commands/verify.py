@@ -121,10 +121,11 @@ def _text(value: Any) -> str:
 def _difference(run_file: RunFile, row: EpisodeRow, chats: Chats) -> Difference | None:
     try:
         trajectory = run_file.trajectory(row)
-    except (ValueError, TypeError, LookupError) as error:
+    except RunFileError as error:
+        cause = error.__cause__ or error
         return Difference(
             kind=Kind.UNREADABLE,
-            explanation=f"its rows hold no trajectory: {type(error).__name__}: {error}",
+            explanation=f"its rows hold no trajectory: {type(cause).__name__}: {cause}",
             episode=row.id,
             agent=row.agent,
             attempt=row.attempt,
