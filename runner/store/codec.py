@@ -21,7 +21,16 @@ from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
 from runner.tokens.log import Source, TokenLog, VersionSpan
 from runner.trajectory import Outcome, Segment, Timings, Trajectory, Turn
 
-__all__ = ["Rows", "decode_trajectory", "encode_trajectory", "load_trajectory", "pack", "source_spans", "unpack"]
+__all__ = [
+    "Rows",
+    "decode_trajectory",
+    "encode_trajectory",
+    "episode_row",
+    "load_trajectory",
+    "pack",
+    "source_spans",
+    "unpack",
+]
 
 Row: TypeAlias = dict[str, Any]
 """The values of one row by column."""
@@ -47,13 +56,14 @@ class Rows:
 def encode_trajectory(trajectory: Trajectory) -> Rows:
     """The rows of `trajectory`."""
     return Rows(
-        episode=_episode_row(trajectory),
+        episode=episode_row(trajectory),
         segments=[_segment_row(number, segment) for number, segment in enumerate(trajectory.segments)],
         turns=[_turn_row(position, turn) for position, turn in enumerate(trajectory.turns)],
     )
 
 
-def _episode_row(trajectory: Trajectory) -> Row:
+def episode_row(trajectory: Trajectory) -> Row:
+    """The values of its row of `episodes` that follow from the trajectory."""
     cached = [turn.cached_tokens for turn in trajectory.turns if turn.cached_tokens is not None]
     return {
         "id": encode_text(trajectory.id),

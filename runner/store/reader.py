@@ -254,9 +254,10 @@ class RunFile:
         Raises:
             RunFileError: there is no such episode or agent in the file.
         """
-        if isinstance(episode, EpisodeRow):
+        if isinstance(episode, EpisodeRow) and agent in (None, episode.agent):
+            agent, rows = episode.agent, self._all("SELECT * FROM episodes WHERE key = ?", episode.key)
+        elif isinstance(episode, EpisodeRow):
             rows = self._all(_ROWS_OF_ATTEMPT, encode_text(episode.id), episode.attempt)
-            agent = agent or episode.agent
         else:
             rows = self._all(_ROWS_OF_EPISODE, encode_text(episode))
         for row in rows:
