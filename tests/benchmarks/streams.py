@@ -155,8 +155,8 @@ def _engine(frontend: Frontend, stream_interval: int) -> VllmEngine:
     return engine
 
 
-async def _nothing_is_asked(what: str, answer: Awaitable[Any]) -> Any:
-    raise AssertionError(f"no adapter is added here: {what} {answer}")
+async def _nothing_is_asked(what: str, call: Awaitable[Any]) -> Any:
+    raise AssertionError(f"no adapter is added here: {what} {call}")
 
 
 Reader = Callable[[VllmEngine, GenerationRequest, TokenLog], Coroutine[Any, Any, None]]
