@@ -10,7 +10,14 @@ from runner.engines.base import Engine
 from runner.errors import BadOption
 from runner.options import Concurrency, Limits, Sampling
 
-__all__ = ["check_engines", "check_file", "check_numbers", "check_objects", "check_template_options"]
+__all__ = [
+    "check_engines",
+    "check_file",
+    "check_numbers",
+    "check_objects",
+    "check_retry_failed",
+    "check_template_options",
+]
 
 OF_THE_TEMPLATE = ("messages", "tools", "add_generation_prompt")
 """What the runner itself gives to a chat template."""
@@ -67,6 +74,18 @@ def check_numbers(*, group_size: Any, retries: Any, seed: Any, breaker: Any) -> 
             raise BadOption(f"{name}={value!r:.60}: give a whole number{bound}.")
     if isinstance(breaker, bool) or not isinstance(breaker, int | float) or not 0 < breaker <= 1:
         raise BadOption(f"breaker={breaker!r:.60}: give a share above 0 and at most 1 (1 never stops the run).")
+
+
+def check_retry_failed(retry_failed: Any, file: Any) -> None:
+    """`retry_failed=` of a run.
+
+    Raises:
+        BadOption: it is no bool, or no file says what failed.
+    """
+    if not isinstance(retry_failed, bool):
+        raise BadOption(f"retry_failed={retry_failed!r:.60}: give True or False.")
+    if retry_failed and file is None:
+        raise BadOption("retry_failed=True: without a run file nothing says what failed; give file=.")
 
 
 def check_template_options(options: Any) -> None:

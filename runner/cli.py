@@ -129,6 +129,9 @@ def run(
     ] = "append",
     concurrency: Annotated[int | None, typer.Option(min=1, help="Episodes alive at once.")] = None,
     file: Annotated[Path | None, typer.Option(help="The run file; default runs/ENV-NNN.db.")] = None,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Play the failed episodes of the file again.")
+    ] = False,
     task: Annotated[str | None, typer.Option(help="Play only the task of this id; shown, not kept.")] = None,
     index: Annotated[int | None, typer.Option(min=0, help="Of the task's group, only this episode.")] = None,
     show: Annotated[int, typer.Option(min=0, help="Show so many transcripts at the end.")] = 0,
@@ -166,6 +169,7 @@ def run(
             history=history,
             concurrency=concurrency,
             file=file,
+            retry_failed=retry_failed,
             task=task,
             index=index,
             show=show,

@@ -193,7 +193,7 @@ class Conversation:
                 history = list(self._retry.messages)
         self._retire()
         self._queued = history
-        self._cause = "environment"
+        self._cause = "environment" if self._segments else "start"
 
     def has_said(self, message: Message) -> bool:
         """One of the turns says what this assistant message does."""

@@ -24,6 +24,7 @@ class Kind(enum.StrEnum):
     """What it is that does not follow from the rest."""
 
     HEADER = "header"  # the run's configuration is not the one that it was begun with
+    EPISODES = "episodes"  # the episodes of the file do not fit one another, or what the run says of them
     UNREADABLE = "unreadable"  # a row holds no trajectory
     LAYOUT = "layout"  # turns, ids, sources and messages do not fit one another
     FIRST_PROMPT = "first_prompt"  # the render of the first messages
@@ -32,6 +33,11 @@ class Kind(enum.StrEnum):
     STOP = "stop"  # what ended a turn is not where it was sampled
     TURN = "turn"  # the sampled ids say something else than the turn
     MESSAGE = "message"  # or than the assistant message
+    OUTCOME = "outcome"  # how it ended contradicts itself
+    REWARD = "reward"  # it is not the weighted sum of its parts, or there should be none
+    SEED = "seed"  # it does not follow from the run's
+    LOGPROBS = "logprobs"  # there is not one for each sampled id, or it cannot be one
+    VERSIONS = "versions"  # weight versions do not cover the sampled ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

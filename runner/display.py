@@ -70,6 +70,7 @@ class Figures:
         waiting: turns that wait for a place in the engine.
         rate: sampled ids a second, of late.
         reward: mean so far, or None.
+        agent: whose, where several are trained, else "".
         reward_error: its standard error, or None.
         elapsed: seconds of playing.
         lag: of the event loop in seconds, 99th percentile.
@@ -86,6 +87,7 @@ class Figures:
     waiting: int = 0
     rate: float = 0.0
     reward: float | None = None
+    agent: str = ""
     reward_error: float | None = None
     elapsed: float = 0.0
     lag: float = 0.0
@@ -134,6 +136,7 @@ class Gauge:
             waiting=sum(engine.waiting for engine in stats),
             rate=self._rate(sum(engine.sampled_tokens for engine in stats)),
             reward=reward.mean if reward.count else None,
+            agent=next(iter(summary.agents)) if len(summary.agents) > 1 else "",
             reward_error=reward.standard_error if reward.count > 1 else None,
             elapsed=summary.elapsed,
             lag=lag,
@@ -293,7 +296,7 @@ def plain_parts(figures: Figures) -> Iterator[str]:
     yield f"{figures.failed} failed"
     yield f"{figures.rate:.0f} tokens/s"
     if figures.reward is not None:
-        yield f"mean reward {figures.reward:.3f}"
+        yield f"mean {_whose(figures)} {figures.reward:.3f}"
     if figures.remaining:
         yield f"{as_time(figures.remaining)} left"
 
@@ -362,11 +365,15 @@ def _pace(figures: Figures) -> Text:
     parts = [(f"{figures.rate:.0f} tokens/s", "")]
     if figures.reward is not None:
         error = f" ± {figures.reward_error:.3f}" if figures.reward_error is not None else ""
-        parts.append((f"reward {figures.reward:.3f}{error}", "bold"))
+        parts.append((f"{_whose(figures)} {figures.reward:.3f}{error}", "bold"))
     left = figures.remaining
     parts.append((as_time(figures.elapsed) + (f", {as_time(left)} left" if left is not None else ""), ""))
     parts.append((f"loop lag {1000 * figures.lag:.0f} ms", "yellow" if figures.lag > LATE_SECONDS else "dim"))
     return _joined(parts)
+
+
+def _whose(figures: Figures) -> str:
+    return f"reward of {_one_line(figures.agent)}" if figures.agent else "reward"
 
 
 def _joined(parts: Sequence[tuple[str, str]]) -> Text:

@@ -58,6 +58,7 @@ class RunOptions(TypedDict, total=False):
     breaker: float
     history: History | str | None
     max_version_lag: int | None
+    retry_failed: bool
 
 
 class Reporter:

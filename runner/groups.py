@@ -99,7 +99,12 @@ class WaitingGroups:
 def by_agent(trajectories: Iterable[Trajectory], *, seed: int, group_size: int) -> list[Group]:
     """The groups that these trajectories of one task make, one for each trained agent."""
     agents: dict[str, list[Trajectory]] = {}
+    episodes: set[int] = set()
+    cut_short = False
     for trajectory in trajectories:
+        # Of an agent that never spoke in an episode there is no trajectory.
+        episodes.add(trajectory.index)
+        cut_short = cut_short or trajectory.outcome.cut_short
         if trajectory.trained or trajectory.agent == "main":
             agents.setdefault(trajectory.agent, []).append(trajectory)
     return [
@@ -108,7 +113,7 @@ def by_agent(trajectories: Iterable[Trajectory], *, seed: int, group_size: int) 
             agent=agent,
             trajectories=sorted(members, key=lambda t: t.index),
             rng=task_rng(seed, members[0].task.id, members[0].visit),
-            complete=len(members) == group_size and all(not m.outcome.cut_short for m in members),
+            complete=len(episodes) == group_size and not cut_short,
         )
         for agent, members in agents.items()
     ]

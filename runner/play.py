@@ -328,13 +328,18 @@ class Play:
                 self._fail(error)
 
     def trajectories(self) -> list[Trajectory]:
-        """What each agent saw and did; `main` first."""
+        """What each agent that spoke saw and did; `main` first, also silent where no trained one spoke."""
         ending = self._ending or self._cut or Ending(Outcome.CANCELLED)
         seconds = anyio.current_time() - self.began
         conversations = self.episode.conversations
+        spoke = {name: agent for name, agent in conversations.items() if agent.turns}
+        others = [self._trajectory(name, ending, seconds) for name in spoke if name != MAIN]
+        # Where nobody is there to be trained on, something must still say how the episode ended.
+        if MAIN not in spoke and any(agent.train for agent in spoke.values()):
+            return others
         # An agent that spoke in setup() was opened before `main`; and where setup() failed there is no `main` yet.
         main = self._trajectory(MAIN, ending, seconds) if MAIN in conversations else self._empty(MAIN, ending, seconds)
-        return [main, *(self._trajectory(name, ending, seconds) for name in conversations if name != MAIN)]
+        return [main, *others]
 
     def _empty(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
         place = self.place

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import datetime
 from functools import partial
@@ -20,7 +20,14 @@ from runner.allowance import Ending
 from runner.attempts import Attempts
 from runner.authors import describe_error
 from runner.chat import ChatModel
-from runner.checks import check_engines, check_file, check_numbers, check_objects, check_template_options
+from runner.checks import (
+    check_engines,
+    check_file,
+    check_numbers,
+    check_objects,
+    check_retry_failed,
+    check_template_options,
+)
 from runner.context import RunContext
 from runner.engines.base import Engine
 from runner.engines.sharing import running
@@ -50,6 +57,8 @@ __all__ = ["Run"]
 
 RECALLED_AT_ONCE = 100
 
+_EPISODE = attrgetter("task.id", "visit", "index")
+
 
 class Run:
     """Many episodes with one configuration.
@@ -77,6 +86,7 @@ class Run:
         retries: how often an episode is played again after an engine's failure; a request that it refuses is none.
         breaker: the run stops when more than this share of the recent episodes failed; 1 never stops it.
         history: how the past of a conversation is kept: append, fork, refuse, or a History with further options.
+        retry_failed: play the episodes again that earlier runs of the file left failed (`env_error`, `token_error`).
         max_version_lag: an episode whose oldest sampled id is more weight updates behind the engine, when one lands or
             when the episode ends, is dropped and counted, and its task is played again; None keeps it, however old.
 
@@ -108,6 +118,7 @@ class Run:
         breaker: float = 0.5,
         history: History | str | None = None,
         max_version_lag: int | None = None,
+        retry_failed: bool = False,
     ) -> None:
         self.environment = as_environment(environment)
         check_playable(self.environment)
@@ -116,6 +127,7 @@ class Run:
         check_objects(sampling=sampling, limits=limits, concurrency=concurrency)
         check_template_options(template_options)
         check_file(file)
+        check_retry_failed(retry_failed, file)
         self.engine = engine
         self.engines = dict(engines or {})
         self._engines = list(dict.fromkeys((engine, *self.engines.values())))
@@ -132,6 +144,7 @@ class Run:
         self._name_file = file if callable(file) else None
         self.scorers = with_weights(self.environment.scorers, weights or {})
         self.retries = retries
+        self.retry_failed = retry_failed
         self.max_version_lag = max_version_lag
         self._freshness = Freshness(engine, max_version_lag)
         self.breaker = breaker
@@ -208,7 +221,7 @@ class Run:
         if self._name_file is not None:
             self.file = self._name_file(header)
         self._writer = await exit_stack.enter_async_context(
-            RunWriter(self.file, header, task_class=self.environment.task_class())
+            RunWriter(self.file, header, task_class=self.environment.task_class(), retry_failed=self.retry_failed)
         )
         # A resumed run goes on with the clock that its templates saw first.
         now = self._writer.header.clock
@@ -334,13 +347,14 @@ class Run:
     async def _recall_stored(self) -> None:
         """Count what an earlier run of the file finished, and tell the source."""
         if self._writer.resumed:
-            stored = self._writer.stored()
+            stored = (list(agents) for _, agents in groupby(self._writer.stored(), key=_EPISODE))
             # In a thread, some at a time: a large file must not hold up the loop.
             while some := await self.workers.call(Job(lambda: list(islice(stored, RECALLED_AT_ONCE)), "run file")):
-                for trajectory in some:
-                    if not trajectory.outcome.cut_short:
-                        self.summary.recall(trajectory, final=self._is_final(trajectory))
-                    await self._feed.finished(trajectory)
+                for trajectories in some:
+                    if not trajectories[0].outcome.cut_short:
+                        self.summary.recall(trajectories, final=self._is_final(trajectories))
+                    for trajectory in trajectories:
+                        await self._feed.finished(trajectory)
 
     async def _begin_episodes(self, episodes: TaskGroup) -> None:
         try:
@@ -404,7 +418,7 @@ class Run:
             if group is not None:
                 await self._score_group(group, missing)
             return
-        self.summary.add_reward(trajectories[0])
+        self.summary.add_rewards(trajectories)
         await self._announce(trajectories, missing)
 
     async def _score_group(self, new: list[Trajectory], missing: int) -> None:
@@ -412,24 +426,25 @@ class Run:
         # What the next run of the file plays again belongs to the comparison: until then there is no reward to tell.
         if self.file is None or not any(t.outcome.cut_short for group in groups for t in group.trajectories):
             await self._score(groups, new)
-        by_index = attrgetter("index")
-        for _, members in groupby(sorted(new, key=by_index), key=by_index):
-            await self._announce(list(members), missing)
+        for members in _by_episode(new):
+            await self._announce(members, missing)
 
     async def _score(self, groups: list[Group], new: Collection[Trajectory] = ()) -> None:
         """Give and commit the group rewards; what has its final reward only now is counted only now."""
         members = [trajectory for group in groups for trajectory in group.trajectories]
-        counted = [t for t in members if t.agent == MAIN and (t in new or not self._is_final(t))]
+        counted = [each for each in _by_episode(members) if each[0] in new or not self._is_final(each)]
         await score_group(self._context, groups, self.summary.faults.append)
         await self._writer.commit_group_rewards(members)
-        for trajectory in counted:
-            self.summary.add_reward(trajectory)
+        for trajectories in counted:
+            self.summary.add_rewards(trajectories)
 
-    def _is_final(self, trajectory: Trajectory) -> bool:
-        """Its reward does not wait for its group any more."""
+    def _is_final(self, trajectories: Sequence[Trajectory]) -> bool:
+        """The rewards of this episode do not wait for its group any more."""
+        if _EPISODE(trajectories[0])[:2] in self._writer.reopened and self._has_group_rewards:
+            return not any(t.outcome.scored and t.turns for t in trajectories)
         names = [scorer.name for scorer in self.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
-        scored = trajectory.outcome.scored and trajectory.turns
-        return not names or not scored or any(name in trajectory.rewards for name in names)
+        waiting = (t for t in trajectories if t.outcome.scored and t.turns and (t.trained or t.agent == MAIN))
+        return not names or all(any(name in each.rewards for name in names) for each in waiting)
 
     async def _score_stored(self, task: Task, visit: int) -> None:
         """The last run ended between an episode's commit and its group's rewards."""
@@ -474,3 +489,10 @@ class Run:
         self.fail(error)
         for play in self.plays:
             play.cancel(Ending(Outcome.ENGINE_ERROR, error=str(error)))
+
+
+def _by_episode(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
+    """The trajectories of one task by the episodes that they are of, by index."""
+    by_index = attrgetter("index")
+    for _, agents in groupby(sorted(trajectories, key=by_index), key=by_index):
+        yield list(agents)

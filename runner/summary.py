@@ -16,16 +16,22 @@ __all__ = ["Mean", "Summary", "TokenCounts"]
 
 @dataclass(slots=True)
 class Mean:
-    """A mean and its standard error, by Welford's recurrence."""
+    """A mean and its standard error, by Welford's recurrence.
+
+    Attributes:
+        count: of values.
+        mean: NaN where there is none: nothing that could be told is not zero.
+    """
 
     count: int = 0
-    mean: float = 0.0
+    mean: float = math.nan
     _squares: float = 0.0
 
     def add(self, value: float) -> None:
         self.count += 1
-        delta = value - self.mean
-        self.mean += delta / self.count
+        before = self.mean if self.count > 1 else value
+        delta = value - before
+        self.mean = before + delta / self.count
         self._squares += delta * (value - self.mean)
 
     @property
@@ -66,8 +72,9 @@ class Summary:
     Attributes:
         episodes: that ended, in whatever way.
         outcomes: how many ended how.
-        reward: of `main`, over the episodes that have one.
-        rewards: each reward by name, before weighting.
+        reward: over the episodes that have one: of `main`, or where that is not trained, of the first agent that is.
+        agents: the same for each trained agent by name, over its trajectories that have one.
+        rewards: each reward of the agent behind `reward` by name, before weighting.
         metrics: each metric by name, over the episodes where it could be told.
         tokens: over all agents.
         junctions: (result, anchor, close, seam) and how often.
@@ -87,6 +94,7 @@ class Summary:
     episodes: int = 0
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     reward: Mean = field(default_factory=Mean)
+    agents: dict[str, Mean] = field(default_factory=dict)
     rewards: dict[str, Mean] = field(default_factory=dict)
     metrics: dict[str, Mean] = field(default_factory=dict)
     tokens: TokenCounts = field(default_factory=TokenCounts)
@@ -131,39 +139,40 @@ class Summary:
         return sum(count for outcome, count in self.outcomes.items() if outcome.cut_short)
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Count an episode: the trajectories of its agents, `main` first."""
-        main = trajectories[0]
+        """Count an episode: the trajectories of its agents."""
+        first = trajectories[0]
         self.episodes += 1
-        self.outcomes[main.outcome] += 1
-        for name, value in main.metrics.items():
+        self.outcomes[first.outcome] += 1
+        for name, value in first.metrics.items():
             self.metrics.setdefault(name, Mean()).add(value)
         for trajectory in trajectories:
             for turn in trajectory.turns:
                 self._add_turn(turn)
 
-    def recall(self, trajectory: Trajectory, *, final: bool) -> None:
-        """Count a trajectory that an earlier run of the same file finished; its reward only where that is final."""
-        if trajectory.agent == "main":
-            self.add([trajectory])
-            if final:
-                self.add_reward(trajectory)
-        else:
-            for turn in trajectory.turns:
-                self._add_turn(turn)
-        self.recalled_tokens += trajectory.sampled
+    def recall(self, trajectories: Sequence[Trajectory], *, final: bool) -> None:
+        """Count an episode that an earlier run of the same file finished; its rewards only where they are final."""
+        self.add(trajectories)
+        if final:
+            self.add_rewards(trajectories)
+        self.recalled_tokens += sum(trajectory.sampled for trajectory in trajectories)
 
-    def add_reward(self, main: Trajectory) -> None:
-        """Count the reward of an episode, once it is final."""
-        if main.reward is not None:
-            self.reward.add(main.reward)
-        for name, value in main.rewards.items():
+    def add_rewards(self, trajectories: Sequence[Trajectory]) -> None:
+        """Count the rewards of an episode, once they are final."""
+        for trajectory in trajectories:
+            if trajectory.trained and trajectory.turns:
+                _add_known(self.agents.setdefault(trajectory.agent, Mean()), trajectory.reward)
+        self._add_reward(next((t for t in trajectories if t.trained), trajectories[0]))
+
+    def _add_reward(self, trajectory: Trajectory) -> None:
+        _add_known(self.reward, trajectory.reward)
+        for name, value in trajectory.rewards.items():
             if value is not None:
                 self.rewards.setdefault(name, Mean()).add(value)
-        group = self._open.setdefault((main.task.id, main.visit), [])
-        group.append(main.reward is not None and main.reward >= SOLVED)
+        group = self._open.setdefault((trajectory.task.id, trajectory.visit), [])
+        group.append(trajectory.reward is not None and trajectory.reward >= SOLVED)
         if len(group) == self.group_size:
             self.solved[len(group), sum(group)] += 1
-            del self._open[main.task.id, main.visit]
+            del self._open[trajectory.task.id, trajectory.visit]
 
     def pass_at(self, k: int) -> float | None:
         """The chance that one of k episodes of a task is solved, unbiased (Chen et al. 2021), or None without groups.
@@ -185,6 +194,7 @@ class Summary:
             "failed": self.failed,
             "outcomes": {outcome.value: count for outcome, count in sorted(self.outcomes.items())},
             "reward": self.reward.as_dict(),
+            "agents": {agent: mean.as_dict() for agent, mean in self.agents.items()},
             "rewards": {name: mean.as_dict() for name, mean in self.rewards.items()},
             "metrics": {name: mean.as_dict() for name, mean in self.metrics.items()},
             "pass_at": {str(k): self.pass_at(k) for k in _powers_of_two(self.group_size)},
@@ -220,6 +230,11 @@ class Summary:
 
 
 SOLVED = 1.0
+
+
+def _add_known(mean: Mean, reward: float | None) -> None:
+    if reward is not None:
+        mean.add(reward)
 
 
 def _powers_of_two(most: int) -> list[int]:

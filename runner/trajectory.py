@@ -47,6 +47,10 @@ class Outcome(enum.StrEnum):
         """It is played again by the next run of the same configuration."""
         return self in (Outcome.CANCELLED, Outcome.ENGINE_ERROR)
 
+    def played_again(self, *, failed: bool) -> bool:
+        """The same, where also what failed is played again."""
+        return self.cut_short or (failed and self.failed)
+
 
 _SCORED = frozenset(
     {Outcome.COMPLETED, Outcome.TURN_LIMIT, Outcome.TOKEN_LIMIT, Outcome.CONTEXT_LIMIT, Outcome.TIME_LIMIT}
@@ -113,7 +117,8 @@ class Turn:
         constraint: what could be sampled; who trains on the turn must apply the same token mask.
         tool_choice: whether it might, must or must not call a tool, or the name of the one it must call.
         cached_tokens: ids of the prompt that the engine's prefix cache held, or None.
-        junction: how its prompt was made from the turn before; None for the first of a segment.
+        junction: how its prompt was made from the turn before; None for the first, whose prompt
+            was made from nothing, also where the prompt was replaced before it.
         timings: where its time went.
         dropped: ids that were sampled past a stop string and are not in the log.
         resampled: ids that were sampled before the engine cut the turn for its trainer; the turn is the next try.

@@ -166,10 +166,19 @@ class _Check:
         except TypeError as error:
             self._compare.differ(Kind.MESSAGE, str(error))
         seen = messages[: len(messages) - segment.unseen]
+        last = len(self._done) == len(self._trajectory.segments) - 1
+        if segment.unseen and not last:
+            self._compare.differ(
+                Kind.MESSAGE, "messages that the model never saw stand in a segment that is not the last"
+            )
         said = [index for index, message in enumerate(seen) if message["role"] == "assistant"]
         speeches = len(_speeches(turns))
         if len(said) < speeches:
             self._compare.differ(Kind.LAYOUT, f"{speeches} turns have {len(said)} assistant messages")
+        if len(seen) > (said[-1] + 1 if speeches else 0):
+            self._compare.differ(
+                Kind.MESSAGE, "messages behind the last turn are not among those that the model never saw"
+            )
         return seen, said[len(said) - speeches :]
 
     # --- prompts

@@ -18,6 +18,7 @@ from runner import (
     Limits,
     Outcome,
     Run,
+    RunFile,
     Task,
     Tool,
     Turn,
@@ -88,6 +89,67 @@ async def test_self_play_with_both_trained_makes_two_trajectories_announced_toge
     assert white.id == black.id
     assert (white.trained, black.trained) == (True, True)
     assert white.turns[0].seed != black.turns[0].seed
+
+
+class SelfPlay(Plain):
+    """Two trained players and a referee; `main` never speaks, and in every third episode black does not either."""
+
+    async def rollout(self, conversation: Conversation) -> None:
+        white = self.episode.conversation("white", prompt="You are white.", train=True)
+        black = self.episode.conversation("black", prompt="You are black.", train=True)
+        self.episode.conversation("referee", prompt="Is it legal?")
+        await white.generate()
+        if self.episode.index != 2:
+            await black.generate()
+
+    @reward
+    def correct(self) -> dict[str, float]:
+        return {"white": 1.0, "black": -1.0}
+
+
+async def test_an_agent_that_never_spoke_leaves_no_trajectory_and_no_group(tmp_path: Path) -> None:
+    file = tmp_path / "run.db"
+    async with Run(SelfPlay, recording(lambda turn: "e4"), group_size=3, tasks=tasks(2), file=file) as run:
+        groups = [group async for group in run.groups()]
+    indices = [(g.task.id, g.agent, [t.index for t in g.trajectories], g.complete) for g in groups]
+    assert sorted(indices) == [
+        (task, agent, list(range(size)), True) for task in ("t0", "t1") for agent, size in (("black", 2), ("white", 3))
+    ]
+    assert all(trajectory.turns for group in groups for trajectory in group.trajectories)
+    assert run.summary.outcomes == {Outcome.COMPLETED: 6}
+    assert (run.summary.reward.mean, run.summary.reward.count) == (1.0, 6)
+    assert {agent: mean.count for agent, mean in run.summary.agents.items()} == {"white": 6, "black": 4}
+    with RunFile(file) as stored:
+        assert {row.agent for row in stored.rows(trained=None)} == {"white", "black"}
+        assert stored.outcomes() == {Outcome.COMPLETED: 6}
+        rows = sorted((group.agent, len(group.rows), group.complete) for group in stored.groups())
+        assert rows == [("black", 2, True), ("black", 2, True), ("white", 3, True), ("white", 3, True)]
+    async with Run(SelfPlay, recording(lambda turn: "e4"), group_size=3, tasks=tasks(2), file=file) as again:
+        assert [trajectory async for trajectory in again] == []
+    assert (again.summary.outcomes, again.summary.turns) == ({Outcome.COMPLETED: 6}, 10)
+
+
+@pytest.mark.parametrize("hook", ["setup", "prompt", "rollout", "the referee"])
+async def test_an_episode_in_which_nobody_spoke_that_is_trained_says_how_it_ended(hook: str) -> None:
+    class Failing(SelfPlay):
+        async def rollout(self, conversation: Conversation) -> None:
+            self.episode.conversation("white", prompt="You are white.", train=True)
+            if hook == "the referee":
+                await self.episode.conversation("referee", prompt="Is it legal?").generate()
+            raise ValueError("broken")
+
+    async def broken(self: Any) -> None:
+        raise ValueError("broken")
+
+    if hook in ("setup", "prompt"):
+        setattr(Failing, hook, broken)
+    async with Run(Failing, recording("Yes"), breaker=1, group_size=2) as run:
+        groups = [group async for group in run.groups()]
+    assert [(group.agent, len(group.trajectories), group.complete) for group in groups] == [("main", 2, True)]
+    for trajectory in groups[0].trajectories:
+        assert (trajectory.outcome, trajectory.turns, trajectory.reward) == (Outcome.ENV_ERROR, [], None)
+        assert "broken" in trajectory.error
+    assert (run.summary.episodes, run.summary.failed, run.summary.agents) == (2, 2, {})
 
 
 async def test_limits_count_trained_conversations_together_and_no_others() -> None:

@@ -49,9 +49,12 @@ def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, Rende
     rate = summary["tokens_per_second"]
     pace = f", {rate:.0f} tokens/s" if rate else ""
     yield "episodes", Text(f"{played} in {as_time(summary['seconds'])}{pace}", style="bold")
-    yield "reward", Text(_mean(summary["reward"]), style="bold")
+    first, *others = _by_agent(summary)
+    yield first[0], Text(_mean(first[1]), style="bold")
     for name, mean in summary["rewards"].items():
         yield f"  {name}", Text(_mean(mean))
+    for name, mean in others:
+        yield name, Text(_mean(mean), style="bold")
     if len(summary["pass_at"]) > 1:
         shown = (f"pass@{k} {value:.3f}" for k, value in summary["pass_at"].items() if value is not None)
         yield "solved", Text(" · ".join(shown))
@@ -72,6 +75,14 @@ def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, Rende
         yield "dropped", Text(f"{summary['stale']} whose weights were too old, and played again")
     if summary["faults"]:
         yield "faults", _faults(summary["faults"])
+
+
+def _by_agent(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The mean reward, or where several agents are trained that of each; the one behind `rewards` first."""
+    agents = summary.get("agents", {})  # older files have none
+    if len(agents) < 2:
+        return [("reward", summary["reward"])]
+    return [(f"reward of {printable(agent)}", mean) for agent, mean in agents.items()]
 
 
 def _mean(mean: Mapping[str, Any]) -> str:

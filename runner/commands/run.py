@@ -61,6 +61,7 @@ class RunSettings:
     history: str = "append"
     concurrency: int | None = None
     file: Path | None = None
+    retry_failed: bool = False
     task: str | None = None
     index: int | None = None
     show: int = 0
@@ -201,6 +202,8 @@ class Plan:
 def _tasks(settings: RunSettings, environment: Environment[Any]) -> tuple[Any, int | None]:
     """The tasks, and how many episodes that makes where it is known."""
     size = settings.group_size
+    if settings.retry_failed and settings.task is not None and settings.file is None:
+        raise BadOption("--retry-failed --task: a single task is kept only where --file names a file; give one.")
     if settings.index is not None and settings.index >= size:
         raise BadOption(f"--index {settings.index}: a group has the episodes 0 to {size - 1} (--group-size {size}).")
     source: Any = settings.tasks if settings.tasks is not None else own_tasks(environment)
@@ -267,7 +270,8 @@ class Show(Reporter):
         async with AsyncExitStack() as stack:
             if self._settings.debug:
                 await self._start_quietly(stack)
-            self.run = run = Run(self._plan.environment, self._plan.engine, file=self._file(), **self._plan.options)
+            plan, again = self._plan, self._settings.retry_failed
+            self.run = run = Run(plan.environment, plan.engine, file=self._file(), retry_failed=again, **plan.options)
             if self._settings.index is not None:
                 run.indices = (self._settings.index,)
             return await self._display.supervise(run, self)
@@ -298,12 +302,13 @@ class Show(Reporter):
         return self._name_file
 
     def _name_file(self, header: Header) -> Path:
-        path = self._settings.file or next_run_file(FOLDER, short_name(self._settings.environment), header)
+        name, again = short_name(self._settings.environment), self._settings.retry_failed
+        path = self._settings.file or next_run_file(FOLDER, name, header, also_complete=again)
         if not path.exists():
             self.say(f"file  {path}")
             return path
         with RunFile(path) as stored:
-            self.earlier = sum(count for outcome, count in stored.outcomes().items() if not outcome.cut_short)
+            self.earlier = sum(n for outcome, n in stored.outcomes().items() if not outcome.played_again(failed=again))
             changes = [str(change) for change in stored.header.changes(header) if change.meaning is OnChange.WARN]
         self._display.before = self.earlier
         self.say(f"file  {path}, which has {self.earlier} episodes already: going on")
@@ -347,6 +352,8 @@ class Show(Reporter):
         lines = []
         if not complete or failed:
             lines.append(("the same command again", "goes on from here"))
+        if self.run is not None and self.run.summary.failed:
+            lines.append(("the same command with --retry-failed", "plays the failed ones again"))
         if example is not None:
             lines.append((f"{command} show {quoted(file)}", "all episodes"))
             lines.append((f"{command} show {quoted(file)} {quoted(example)}", "one of them, to the last token"))

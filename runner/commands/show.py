@@ -13,6 +13,7 @@ from rich.text import Text
 
 from runner.commands.report import make_console, summary_table
 from runner.store.reader import EpisodeRow, RunFile
+from runner.trajectory import Trajectory
 from runner.transcript import decoder, printable, transcript
 
 __all__ = ["show_command"]
@@ -92,11 +93,21 @@ def _transcript(
     decode = decoder(run_file.header.engine)
     for line in transcript(trajectory, decode, brief=brief, tokens=tokens):
         console.print(line, soft_wrap=not console.is_terminal)
+    others = ", ".join(_other_agents(run_file, trajectory))
+    if others:
+        console.print(Text(f"Other agents of this episode: {others}. --agent NAME shows one.", "dim"), soft_wrap=True)
     if decode is None:
         model = run_file.header.engine.get("model", "the engine")
         console.print(
             f"The vocabulary of {model} is not here: messages are shown, and nothing of the template.", style="dim"
         )
+
+
+def _other_agents(run_file: RunFile, shown: Trajectory) -> Iterator[str]:
+    """Those who spoke in the same episode, with how often."""
+    for row in run_file.rows(task_id=shown.task.id, trained=None, superseded=None):
+        if (row.id, row.attempt) == (shown.id, shown.attempt) and row.agent != shown.agent:
+            yield f"{printable(row.agent)} ({row.turns} {'turn' if row.turns == 1 else 'turns'})"
 
 
 def _meant(run_file: RunFile, episode: str) -> EpisodeRow | str:

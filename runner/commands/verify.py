@@ -18,6 +18,9 @@ from runner.differences import Difference, Kind
 from runner.errors import BadModel, DeltarunnerError, RunFileError
 from runner.models import resolve_model
 from runner.options import History
+from runner.records import first_contradiction
+from runner.store.audit import first_misfit, launch_difference
+from runner.store.codec import episode_row
 from runner.store.header import Header
 from runner.store.plain import encode_standard_json
 from runner.store.reader import EpisodeRow, RunFile
@@ -97,6 +100,7 @@ def _verdict(run_file: RunFile, models: Sequence[str]) -> Verdict:
             verdict.ids += row.tokens
             verdict.differing += found is not None
             verdict.difference = verdict.difference or found
+        verdict.difference = verdict.difference or first_misfit(run_file.path, header)
     return verdict
 
 
@@ -105,7 +109,7 @@ def _header_difference(run_file: RunFile) -> Difference | None:
     noted = run_file.first_launch()
     changes = [] if noted is None else noted.changes(run_file.header)
     if not changes:
-        return None
+        return launch_difference(run_file.path, run_file.header)
     return Difference(
         kind=Kind.HEADER,
         explanation=f"the run's header is not the one that it was begun with: {changes[0].path}",
@@ -121,24 +125,30 @@ def _text(value: Any) -> str:
 def _difference(run_file: RunFile, row: EpisodeRow, chats: Chats) -> Difference | None:
     try:
         trajectory = run_file.trajectory(row)
-    except (ValueError, TypeError, LookupError) as error:
+    except RunFileError as error:
+        cause = error.__cause__ or error
         return Difference(
             kind=Kind.UNREADABLE,
-            explanation=f"its rows hold no trajectory: {type(error).__name__}: {error}",
+            explanation=f"its rows hold no trajectory: {type(cause).__name__}: {cause}",
             episode=row.id,
             agent=row.agent,
             attempt=row.attempt,
         )
-    counted, held = (row.turns, row.sampled), (len(trajectory.turns), trajectory.sampled)
-    if counted != held:
+    counted = {name: getattr(row, name) for name in _COUNTS}
+    held = episode_row(trajectory)
+    wrong = next((name for name in _COUNTS if counted[name] != held[name]), None)
+    if wrong is not None:
         return Difference(
             kind=Kind.LAYOUT,
-            explanation="its row counts {} turns and {} sampled ids, and it holds {} and {}".format(*counted, *held),
+            explanation=f"its row counts {counted[wrong]} ({wrong}), and it holds {held[wrong]}",
             episode=row.id,
             agent=row.agent,
             attempt=row.attempt,
         )
-    return first_difference(trajectory, chats.of(row.agent))
+    return first_difference(trajectory, chats.of(row.agent)) or first_contradiction(trajectory, run_file.header)
+
+
+_COUNTS = ("turns", "segments", "tokens", "sampled", "prompted", "cached")
 
 
 # --- what the run spoke with
@@ -221,13 +231,17 @@ def _print(console: Console, file: Path, verdict: Verdict) -> None:
     if found is None:
         say(f"{file}: {looked_at}: all of it follows from the messages and the sampled ids")
         return
-    if found.kind is not Kind.HEADER:
+    if found.kind is Kind.HEADER:
+        say(f"{file}: its trajectories were not looked at")
+    elif verdict.differing:
         say(f"{file}: {looked_at}: trajectories that do not follow: {verdict.differing}, first of them")
         say(_place(found), "bold")
     else:
-        say(f"{file}: its trajectories were not looked at")
+        say(f"{file}: {looked_at}: each follows, and together they are not what the run left")
+        say(found.episode, "bold")
     say(f"{found.kind.value}: {found.explanation}", "red")
-    for name, text, ids in (("stored", found.stored, found.stored_ids), ("derived", found.derived, found.derived_ids)):
+    sides = (("stored", found.stored, found.stored_ids), ("derived", found.derived, found.derived_ids))
+    for name, text, ids in sides if found.stored or found.derived else ():
         say(f"  {name:8} {text!r}")
         if ids:
             say(f"           {' '.join(map(str, ids))}", "dim")

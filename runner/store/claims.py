@@ -16,7 +16,7 @@ from runner.trajectory import Outcome
 __all__ = ["Claimed", "Claims"]
 
 
-_EPISODES_OF_TASK = "SELECT group_index, attempt, outcome FROM episodes WHERE task_id = ? AND visit = ?"
+_EPISODES_OF_TASK = "SELECT group_index, attempt, outcome, superseded FROM episodes WHERE task_id = ? AND visit = ?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,9 @@ class Claims:
         _require_same(row["task"], task)
         attempts: dict[int, int] = {}
         finished: set[int] = set()
-        for index, attempt, outcome in stored.execute(_EPISODES_OF_TASK, key):
+        for index, attempt, outcome, superseded in stored.execute(_EPISODES_OF_TASK, key):
             attempts[index] = max(attempts.get(index, 0), attempt + 1)
-            if not Outcome(outcome).cut_short:
+            if not superseded and not Outcome(outcome).cut_short:
                 finished.add(index)
         return Claimed(visit, frozenset(finished), attempts, bool(row["group_scored"]))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from runner.engines.base import FinishReason
+from runner.errors import RunFileError
 from runner.messages import ToolCall
 from runner.options import Constraint, ConstraintKind, Sampling
 from runner.store.plain import TaskDecoder, decode_json, decode_text, encode_json, encode_text
@@ -20,7 +21,16 @@ from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
 from runner.tokens.log import Source, TokenLog, VersionSpan
 from runner.trajectory import Outcome, Segment, Timings, Trajectory, Turn
 
-__all__ = ["Rows", "decode_trajectory", "encode_trajectory", "load_trajectory", "pack", "source_spans", "unpack"]
+__all__ = [
+    "Rows",
+    "decode_trajectory",
+    "encode_trajectory",
+    "episode_row",
+    "load_trajectory",
+    "pack",
+    "source_spans",
+    "unpack",
+]
 
 Row: TypeAlias = dict[str, Any]
 """The values of one row by column."""
@@ -46,13 +56,14 @@ class Rows:
 def encode_trajectory(trajectory: Trajectory) -> Rows:
     """The rows of `trajectory`."""
     return Rows(
-        episode=_episode_row(trajectory),
+        episode=episode_row(trajectory),
         segments=[_segment_row(number, segment) for number, segment in enumerate(trajectory.segments)],
         turns=[_turn_row(position, turn) for position, turn in enumerate(trajectory.turns)],
     )
 
 
-def _episode_row(trajectory: Trajectory) -> Row:
+def episode_row(trajectory: Trajectory) -> Row:
+    """The values of its row of `episodes` that follow from the trajectory."""
     cached = [turn.cached_tokens for turn in trajectory.turns if turn.cached_tokens is not None]
     return {
         "id": encode_text(trajectory.id),
@@ -178,9 +189,12 @@ def _segment(row: StoredRow) -> Segment:
     sources = array("b")
     for source, length in decode_json(row["sources"]):
         sources.extend(array("b", [source]) * length)
+    ids = unpack("i", row["ids"])
+    if len(ids) != len(sources):
+        raise ValueError(f"segment {row['number']} has {len(ids)} ids and the sources of {len(sources)}")
     log = TokenLog(
-        ids=unpack("i", row["ids"]),
-        logprobs=_unpacked_logprobs(row["logprobs"], sources),
+        ids=ids,
+        logprobs=_unpacked_logprobs(row, sources),
         sources=sources,
         versions=[VersionSpan(*span) for span in decode_json(row["versions"])],
     )
@@ -283,13 +297,16 @@ def _packed_logprobs(log: TokenLog) -> bytes | None:
     return None if data == pack(_NAN * len(sampled)) else data
 
 
-def _unpacked_logprobs(data: bytes | None, sources: array[int]) -> array[float]:
+def _unpacked_logprobs(row: StoredRow, sources: array[int]) -> array[float]:
     logprobs = _NAN * len(sources)
-    if data is None:
+    if row["logprobs"] is None:
         return logprobs
-    sampled = unpack("f", data)
+    sampled, places = unpack("f", row["logprobs"]), list(_sampled_slices(sources))
+    ids = sum(place.stop - place.start for place in places)
+    if len(sampled) != ids:
+        raise ValueError(f"segment {row['number']} has {len(sampled)} log-probabilities of {ids} sampled ids")
     taken = 0
-    for place in _sampled_slices(sources):
+    for place in places:
         length = place.stop - place.start
         logprobs[place] = sampled[taken : taken + length]
         taken += length
@@ -321,12 +338,29 @@ _SEGMENTS_1 = "SELECT *, NULL AS schemas FROM segments WHERE episode = ? ORDER B
 
 
 def load_trajectory(connection: sqlite3.Connection, episode: StoredRow, decode_task: TaskDecoder) -> Trajectory:
-    """The trajectory of a row of `episodes`."""
-    key = episode["key"]
-    (task,) = connection.execute(
+    """The trajectory of a row of `episodes`.
+
+    Raises:
+        RunFileError: the rows hold none; the message names the episode and what is damaged.
+    """
+    task = connection.execute(
         "SELECT task FROM tasks WHERE id = ? AND visit = ?", (episode["task_id"], episode["visit"])
     ).fetchone()
+    try:
+        if task is None:
+            raise LookupError("its task is not there")
+        return _decoded(connection, episode, decode_task(task[0]))
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        (_, _, path) = connection.execute("PRAGMA database_list").fetchone()
+        raise RunFileError(
+            f"run file {path}: episode {decode_text(episode['id'])!r} of agent {decode_text(episode['agent'])!r} is "
+            f"damaged, its rows hold no trajectory ({type(error).__name__}: {error}). Play it again, in another file."
+        ) from error
+
+
+def _decoded(connection: sqlite3.Connection, episode: StoredRow, task: Task) -> Trajectory:
+    key = episode["key"]
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     segments = connection.execute(_SEGMENTS if version > 1 else _SEGMENTS_1, (key,)).fetchall()
     turns = connection.execute({1: _TURNS_1, 2: _TURNS_2}.get(version, _TURNS), (key,)).fetchall()
-    return decode_trajectory(episode, decode_task(task), segments, turns)
+    return decode_trajectory(episode, task, segments, turns)

@@ -20,6 +20,7 @@ from runner.options import Constraint
 from runner.store.codec import encode_trajectory
 from runner.store.database import storage_failed, transaction
 from runner.store.plain import class_name, encode_json, encode_task, encode_text
+from runner.store.reopening import UNSUCCEEDED
 from runner.tasks import Task
 from runner.threads import soon_on_this_loop
 from runner.trajectory import Trajectory
@@ -248,7 +249,11 @@ class FinishCommit(Commit):
         self._complete = complete
 
     def pack(self, batch: Batch, packer: Packer) -> None:
-        batch.update("UPDATE run SET summary = ?, complete = ?", encode_json(self._summary), int(self._complete))
+        batch.update(_FINISH, encode_json(self._summary), int(self._complete))
+
+
+# What is to be played again, and was not since its task was not given, is left to do.
+_FINISH = f"UPDATE run SET summary = ?, complete = ? AND NOT EXISTS ({UNSUCCEEDED})"
 
 
 class CommitThread:

@@ -14,14 +14,20 @@ from runner.store.reader import RunFile
 __all__ = ["next_run_file", "run_files"]
 
 
-def next_run_file(folder: Path, environment_name: str, header: Header) -> Path:
+def next_run_file(folder: Path, environment_name: str, header: Header, *, also_complete: bool = False) -> Path:
     """The newest file of the same configuration whose run is not complete, or else a new file with the next number.
 
     A file that another process is writing, or that cannot be read, is passed over.
+
+    Args:
+        folder: where the files are.
+        environment_name: what is played.
+        header: the configuration.
+        also_complete: take the newest file of the configuration, whether its run is complete or not.
     """
     numbered = list(run_files(folder, environment_name))
     for _, path in reversed(numbered):
-        if _can_be_resumed(path, header):
+        if _can_be_resumed(path, header, also_complete):
             return path
     last = numbered[-1][0] if numbered else 0
     return folder / f"{_stem(environment_name)}-{last + 1:03d}.db"
@@ -39,9 +45,10 @@ def _stem(environment_name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", environment_name.rpartition(":")[2]).strip("-.") or "run"
 
 
-def _can_be_resumed(path: Path, header: Header) -> bool:
+def _can_be_resumed(path: Path, header: Header, also_complete: bool) -> bool:
     try:
         with RunFile(path) as run_file:
-            return not run_file.complete and not run_file.header.refused(header) and not FileLock(path).held()
+            left = also_complete or not run_file.complete
+            return left and not run_file.header.refused(header) and not FileLock(path).held()
     except RunFileError:
         return False

@@ -94,7 +94,7 @@ class GroupRow:
         visit: which visit of it.
         agent: whose trajectories these are.
         rows: by index; failed ones are among them, with reward None.
-        complete: as many as the run's group size, none of them to be played again.
+        complete: as many episodes as the run's group size were played, none of them is to be played again.
         scored: its group rewards are in the file.
     """
 
@@ -181,8 +181,9 @@ class RunFile:
         return None if summary is None else decode_json(summary)
 
     def outcomes(self) -> dict[Outcome, int]:
-        """How many of the trained trajectories ended how."""
-        counts = self._all("SELECT outcome, count(*) FROM trajectories GROUP BY outcome")
+        """How many episodes ended how, each counted once, however many agents it has."""
+        episodes = "SELECT DISTINCT task_id, visit, group_index, outcome FROM episodes WHERE NOT superseded"
+        counts = self._all(f"SELECT outcome, count(*) FROM ({episodes}) GROUP BY outcome")
         return {Outcome(outcome): count for outcome, count in counts}
 
     # --- summaries
@@ -231,11 +232,14 @@ class RunFile:
 
     def _groups_of(self, task: sqlite3.Row) -> Iterator[GroupRow]:
         agents: dict[str, list[EpisodeRow]] = {}
-        for row in map(_episode_row, self._all(_ROWS_OF_TASK, task["id"], task["visit"])):
-            agents.setdefault(row.agent, []).append(row)
+        every = [_episode_row(row) for row in self._all(_ROWS_OF_TASK, task["id"], task["visit"])]
+        for row in every:
+            if row.trained:
+                agents.setdefault(row.agent, []).append(row)
+        played = len({row.index for row in every}) == self.header.group_size
+        complete = played and not any(row.outcome.cut_short for row in every)
+        scored = bool(task["group_scored"])
         for agent, rows in agents.items():
-            complete = len(rows) == self.header.group_size and not any(row.outcome.cut_short for row in rows)
-            scored = bool(task["group_scored"])
             yield GroupRow(decode_text(task["id"]), task["visit"], agent, tuple(rows), complete, scored)
 
     # --- trajectories
@@ -250,9 +254,10 @@ class RunFile:
         Raises:
             RunFileError: there is no such episode or agent in the file.
         """
-        if isinstance(episode, EpisodeRow):
+        if isinstance(episode, EpisodeRow) and agent in (None, episode.agent):
+            agent, rows = episode.agent, self._all("SELECT * FROM episodes WHERE key = ?", episode.key)
+        elif isinstance(episode, EpisodeRow):
             rows = self._all(_ROWS_OF_ATTEMPT, encode_text(episode.id), episode.attempt)
-            agent = agent or episode.agent
         else:
             rows = self._all(_ROWS_OF_EPISODE, encode_text(episode))
         for row in rows:
@@ -306,7 +311,7 @@ class RunFile:
 
 
 _ROWS_OF_TASK = """
-    SELECT * FROM trajectories WHERE task_id = ? AND visit = ? ORDER BY group_index, agent
+    SELECT * FROM episodes WHERE task_id = ? AND visit = ? AND NOT superseded ORDER BY group_index, agent
 """
 _ROWS_OF_ATTEMPT = "SELECT * FROM episodes WHERE id = ? AND attempt = ? ORDER BY trained DESC, key"
 _ROWS_OF_EPISODE = "SELECT * FROM episodes WHERE id = ? ORDER BY attempt DESC, trained DESC, key"

@@ -31,7 +31,8 @@ from runner.store.database import (
     write_ahead,
 )
 from runner.store.header import Header, OnChange
-from runner.store.plain import TaskDecoder, encode_text
+from runner.store.plain import TaskDecoder, decode_text, encode_text
+from runner.store.reopening import UNSUCCEEDED, reopen_failed
 from runner.store.schema import APPLICATION_ID, FORMAT, TABLES
 from runner.tasks import Task
 from runner.trajectory import Trajectory
@@ -54,6 +55,7 @@ class RunWriter:
         path: the file; made with its folder if it is not there. None keeps no trajectories, only the tasks' ids.
         header: of this run.
         task_class: what stored tasks are read back as.
+        retry_failed: what failed in the file is no result any more, and is claimed again.
         durable: every commit also survives a power cut (`synchronous=FULL`); without it they survive the death of
             the process in any way, `kill -9` included.
 
@@ -61,6 +63,7 @@ class RunWriter:
         header: of the file: the one that it was begun with.
         resumed: the file held this run already.
         warnings: what is not as it was when the file was begun, and does not stand in the way.
+        reopened: (task, visit) of the groups of which an episode is to be played again that was a result before.
 
     Raises (when it is entered):
         ConfigurationChanged: the file holds a run of another configuration; the message lists what differs.
@@ -69,13 +72,21 @@ class RunWriter:
     """
 
     def __init__(
-        self, path: Path | None, header: Header, *, task_class: type[Task] = Task, durable: bool = False
+        self,
+        path: Path | None,
+        header: Header,
+        *,
+        task_class: type[Task] = Task,
+        retry_failed: bool = False,
+        durable: bool = False,
     ) -> None:
         self.path = path
         self.header = header
         self.resumed = False
         self.warnings: tuple[str, ...] = ()
+        self.reopened: frozenset[tuple[str, int]] = frozenset()
         self._given = header
+        self._retry_failed = retry_failed
         self._decode_task = TaskDecoder(task_class)
         self._durable = durable
         self._lock: FileLock | None = None
@@ -132,6 +143,10 @@ class RunWriter:
                 migrate(connection, found)
             else:
                 self._create(connection)
+            if self.resumed and self._retry_failed:
+                reopen_failed(connection)
+            if self.resumed:
+                self.reopened = frozenset((decode_text(id), visit) for id, visit in connection.execute(UNSUCCEEDED))
             launch = self._note_launch(connection)
             (last,) = connection.execute("SELECT coalesce(max(key), 0) FROM episodes").fetchone()
             self._stored_until = last

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,9 @@ import numpy as np
 from runner.edge import collector_settings, on_event_loop
 from runner.engines.base import GenerationRequest
 from runner.engines.vllm import VllmEngine
+from runner.engines.vllm_adapters import VllmAdapters
+from runner.engines.vllm_start import VllmProcess
+from runner.models import ModelSource
 from runner.options import Sampling
 from runner.sampling import Sample, sample
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -112,7 +116,7 @@ class Frontend:
 
         AsyncLLM._run_output_handler(self)
 
-    async def add_request(self, name: str, prompt: Any, parameters: Any) -> Any:
+    async def add_request(self, name: str, prompt: Any, parameters: Any, *, lora_request: Any) -> Any:
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -123,7 +127,7 @@ class Frontend:
             sampling_params=parameters,
             pooling_params=None,
             arrival_time=0.0,
-            lora_request=None,
+            lora_request=lora_request,
             cache_salt=None,
             data_parallel_rank=None,
             external_req_id=name,
@@ -137,15 +141,22 @@ def _engine(frontend: Frontend, stream_interval: int) -> VllmEngine:
     """An engine of ours that was not started: its core is not there."""
     engine = VllmEngine("smollm2-135m", stream_interval=stream_interval)
     engine._llm = frontend
+    source = ModelSource("none", "", Path())
+    engine._process = VllmProcess(source, {})
+    engine._adapters = VllmAdapters(frontend, source, _nothing_is_asked)
     engine._use(
         SimpleNamespace(
-            model_config=SimpleNamespace(max_model_len=4096),
+            model_config=SimpleNamespace(max_model_len=4096, get_vocab_size=lambda: TOKENIZER.size),
             scheduler_config=SimpleNamespace(max_num_seqs=STREAMS),
             cache_config=SimpleNamespace(num_gpu_blocks=1_000_000, block_size=16),
         )
     )
     engine.running = True
     return engine
+
+
+async def _nothing_is_asked(what: str, call: Awaitable[Any]) -> Any:
+    raise AssertionError(f"no adapter is added here: {what} {call}")
 
 
 Reader = Callable[[VllmEngine, GenerationRequest, TokenLog], Coroutine[Any, Any, None]]

@@ -44,6 +44,16 @@ def test_the_newest_incomplete_run_of_the_same_configuration_is_resumed(tmp_path
     assert next_run_file(tmp_path, "sums", header(seed=6)) == tmp_path / "sums-005.db"
 
 
+def test_the_newest_run_of_the_configuration_is_taken_also_where_it_is_complete_if_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "sums-001.db", complete=False)
+    write(tmp_path / "sums-002.db", complete=True)
+    write(tmp_path / "sums-003.db", complete=True, seed=5)
+    assert next_run_file(tmp_path, "sums", header(), also_complete=True) == tmp_path / "sums-002.db"
+    assert next_run_file(tmp_path, "sums", header(seed=6), also_complete=True) == tmp_path / "sums-004.db"
+
+
 def test_numbers_past_999_are_counted_as_numbers(tmp_path: Path) -> None:
     write(tmp_path / "sums-999.db", complete=True)
     write(tmp_path / "sums-1000.db", complete=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -198,3 +200,52 @@ async def test_a_reader_that_stays_keeps_the_file_readable_when_the_writer_leave
         async with RunWriter(path, header()) as again:
             await again.commit_episode([played(index=1)])
             assert len(run_file) == 2
+
+
+DAMAGES = {
+    "log-probabilities are short": (
+        "UPDATE segments SET logprobs = substr(logprobs, 5)",
+        "segment 0 has 7 log-probabilities of 8 sampled ids",
+    ),
+    "log-probabilities are long": (
+        "UPDATE segments SET logprobs = CAST(logprobs || substr(logprobs, 5) AS BLOB)",
+        "segment 0 has 15 log-probabilities of 8 sampled ids",
+    ),
+    "half a log-probability": ("UPDATE segments SET logprobs = substr(logprobs, 3)", "ValueError: bytes length"),
+    "ids are short": ("UPDATE segments SET ids = substr(ids, 5)", "segment 0 has 23 ids and the sources of 24"),
+    "sources are short": (
+        "UPDATE segments SET sources = '[[0, 8], [2, 4]]', logprobs = NULL",
+        "segment 0 has 24 ids and the sources of 12",
+    ),
+    "an unknown source": ("UPDATE segments SET sources = '[[1000, 24]]'", "OverflowError"),
+    "messages are no JSON": ("UPDATE segments SET messages = '['", "JSONDecodeError"),
+    "a segment is gone": ("DELETE FROM segments", "IndexError"),
+    "the task is gone": ("DELETE FROM tasks", "its task is not there"),
+    "an outcome that there is not": ("UPDATE episodes SET outcome = 'fine'", "'fine' is not a valid Outcome"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_an_episode_that_is_damaged_is_refused_by_name(path: Path, damage: str) -> None:
+    write(path, [played("a", 0)])
+    statement, said = DAMAGES[damage]
+    with RunFile(path) as run_file:
+        (row,) = run_file
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute(statement).rowcount == 1
+        connection.commit()
+
+    async def resumed() -> list[Trajectory]:
+        async with RunWriter(path, header()) as writer:
+            return list(writer.stored())
+
+    with RunFile(path) as run_file:
+        for read in (
+            lambda: run_file.trajectory(row),
+            lambda: list(run_file.trajectories()),
+            lambda: anyio.run(resumed),
+        ):
+            with pytest.raises(RunFileError, match="episode 'a-0-0' of agent 'main' is damaged") as refused:
+                read()
+            assert str(path) in str(refused.value)
+            assert said in str(refused.value)

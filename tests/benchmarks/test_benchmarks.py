@@ -1,0 +1,56 @@
+"""Every benchmark runs through, in sizes at which its figures mean nothing."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+import pytest
+
+from tests.benchmarks.__main__ import NAMES
+
+SMALL: dict[str, dict[str, Any]] = {
+    "start": {"ROUNDS": 1},
+    "parts": {"ROUNDS": 1, "TIMES": 2},
+    "fixup": {"ROUNDS": 1, "TIMES": 1, "EPISODES": 2, "LENGTHS": {"1k": 1_000, "10k": 1_500, "125k": 2_000}},
+    "kit": {"ROUNDS": 1},
+    "scripted": {"ROUNDS": 1, "TURNS": 1},
+    "turns": {"ROUNDS": 1, "EPISODES": 4},
+    "live": {"EPISODES": 8, "SPOKEN": 20, "TICK": 0.01, "SECONDS": 0.05},
+    "streams": {"ROUNDS": 1, "STREAMS": 4, "STEPS": 10},
+    "parity": {"ROUNDS": 1, "EPISODES": 2, "TURNS": 2},
+}
+
+
+VLLM = ("streams", "parity")
+"""Those that load vLLM."""
+
+
+def figures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(f"tests.benchmarks.{name}")
+    for constant, value in SMALL[name].items():
+        monkeypatch.setattr(module, constant, value)
+    if hasattr(module, "on_one_core"):  # the tests that follow may have all of them
+        monkeypatch.setattr(module, "on_one_core", lambda: None)
+    measured = list(module.measure())
+    assert measured
+    for figure in measured:
+        assert figure.values
+        assert all(map(math.isfinite, figure.values)), figure
+
+
+def test_none_is_left_out() -> None:
+    assert set(SMALL) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in VLLM])
+def test_a_benchmark_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures(name, monkeypatch)
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own parts, by torch
+@pytest.mark.parametrize("name", VLLM)
+def test_a_benchmark_of_vllm_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures(name, monkeypatch)

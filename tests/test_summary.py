@@ -1,0 +1,114 @@
+"""What is summed up of a run, and how it is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from runner import Conversation, Run, RunFile, reward, run
+from runner.commands.report import summary_table
+from runner.display import Gauge, live_view, plain_parts
+from runner.summary import Mean, Summary
+from runner.testing import ScriptedEngine
+from tests.playing import Plain, recording, tasks
+
+
+class Duel(Plain):
+    """Two trained agents, each with a reward of its own."""
+
+    async def rollout(self, conversation: Conversation) -> None:
+        black = self.episode.conversation("black", prompt="You are black.", train=True)
+        await conversation.generate()
+        await black.generate()
+        await self.episode.conversation("crowd", prompt="Look!").generate()
+
+    @reward
+    def correct(self) -> dict[str, float]:
+        return {"main": 1.0, "black": -0.5}
+
+
+class Judged(Plain):
+    @reward
+    def correct(self) -> bool:
+        raise ConnectionError("503")
+
+
+def printed(table: Any) -> str:
+    out = io.StringIO()
+    Console(file=out, width=160).print(table)
+    return out.getvalue()
+
+
+def test_a_mean_of_nothing_is_no_number() -> None:
+    mean = Mean()
+    assert math.isnan(mean.mean)
+    assert mean.as_dict() == {"mean": None, "standard_error": None, "count": 0}
+    for value in (-2.0, 4.0, 7.0):
+        mean.add(value)
+    assert mean.mean == 3.0
+    assert mean.standard_error == pytest.approx(math.sqrt(7))
+
+
+def test_where_nothing_was_scored_no_consumer_of_the_summary_says_zero(tmp_path: Path) -> None:
+    file = tmp_path / "run.db"
+    summary = run(Judged, ScriptedEngine("Yes"), tasks=tasks(3), breaker=1, file=file, quiet=True)
+    assert f"{summary.outcomes} {summary.reward.mean}" == "Counter({<Outcome.ENV_ERROR: 'env_error'>: 3}) nan"
+    with RunFile(file) as stored:
+        kept = stored.summary()
+    for told in (summary.as_dict(), kept):
+        assert told is not None
+        assert json.loads(json.dumps(told, allow_nan=False))["reward"]["mean"] is None
+        assert re.search(r"^reward +none was scored", printed(summary_table(told)), re.MULTILINE)
+
+
+@pytest.mark.anyio
+async def test_each_trained_agent_has_a_mean_reward_of_its_own_also_after_resuming(tmp_path: Path) -> None:
+    for _ in range(2):  # the second time everything is in the file
+        async with Run(Duel, recording(lambda turn: "e4"), tasks=tasks(3), file=tmp_path / "run.db") as duels:
+            async for _trajectory in duels:
+                pass
+        summary = duels.summary
+        assert {agent: (mean.mean, mean.count) for agent, mean in summary.agents.items()} == {
+            "main": (1.0, 3),
+            "black": (-0.5, 3),
+        }
+        assert (summary.episodes, summary.turns, summary.reward.mean) == (3, 9, 1.0)
+        table = printed(summary_table(summary.as_dict()))
+        assert re.search(
+            r"^reward of main +1\.000.*\n  correct +1\.000.*\nreward of black +-0\.500", table, re.MULTILINE
+        )
+        figures = Gauge(duels).read()
+        assert "mean reward of main 1.000" in list(plain_parts(figures))
+        assert "reward of main 1.000" in printed(live_view(figures, "duel", width=80, height=20))
+
+
+def test_one_trained_agent_is_told_without_its_name() -> None:
+    summary = run(Plain, ScriptedEngine("Yes"), quiet=True)
+    assert list(summary.agents) == ["main"]
+    assert re.search(r"^reward +1\.000", printed(summary_table(summary.as_dict())), re.MULTILINE)
+    older = {name: value for name, value in Summary().as_dict().items() if name != "agents"}
+    assert "none was scored" in printed(summary_table(older))
+
+
+@pytest.mark.anyio
+async def test_replacing_the_prompt_before_the_first_turn_is_no_fork() -> None:
+    class Foreign(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            conversation.replace("Something else?", tools=[])
+            await conversation.generate()
+            conversation.replace("Once more?")
+            await conversation.generate()
+
+    async with Run(Foreign, recording(lambda turn: "Yes")) as foreign:
+        (trajectory,) = [t async for t in foreign]
+    assert [segment.cause for segment in trajectory.segments] == ["start", "environment"]
+    first, second = (turn.junction for turn in trajectory.turns)
+    assert (first, second is not None) == (None, True)
+    assert sum(foreign.summary.junctions.values()) == foreign.summary.junction_causes["environment"] == 1
