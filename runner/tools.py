@@ -325,8 +325,9 @@ def _is_async(call: Callable[..., Any], where: str) -> bool:
 
 
 def result_text(value: Any) -> str:
-    """A tool's result as the model reads it: strings as they are, nothing as "null", everything else as JSON.
+    """A tool's result as the model reads it: strings as they are, everything else as JSON, so None as "null".
 
+    The empty string is told as "(empty)", since templates drop a message whose content is empty.
     Sets are sorted, so that the text is the same in every process.
 
     Raises:

@@ -149,7 +149,14 @@ async def test_a_turn_of_nothing_but_a_broken_call_is_answered_and_not_taken_for
 
 @pytest.mark.parametrize(
     ("value", "read"),
-    [("", "null"), (None, "null"), ({"ü": 1}, '{"ü": 1}'), ([1, 2.5], "[1, 2.5]"), (True, "true"), ("as is", "as is")],
+    [
+        ("", "(empty)"),
+        (None, "null"),
+        ({"ü": 1}, '{"ü": 1}'),
+        ([1, 2.5], "[1, 2.5]"),
+        (True, "true"),
+        ("as is", "as is"),
+    ],
 )
 async def test_a_tools_result_becomes_text_and_never_an_empty_content(value: Any, read: str) -> None:
     class Gives(Plain):
