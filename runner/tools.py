@@ -362,6 +362,6 @@ _JSON = json.JSONEncoder(ensure_ascii=False, default=_plain)
 def _jsonable(value: Any) -> Any:
     try:
         return to_jsonable_python(value)
-    except PydanticSerializationError:
+    except (PydanticSerializationError, UnicodeDecodeError):
         kind = type(value).__name__
         raise TypeError(f"a tool returned a {kind}, which has no JSON form: return a string instead") from None
