@@ -3,6 +3,7 @@
 import gc
 import os
 import socket
+import subprocess
 import threading
 import warnings
 from collections.abc import Iterator
@@ -55,6 +56,16 @@ def test_an_open_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(Leaked, match="left open"), no_leaks():
         descriptor = os.open(path, os.O_CREAT)
     os.close(descriptor)
+
+
+def test_a_process_that_is_left_running_is_named_and_one_that_has_ended_is_none() -> None:
+    with no_leaks(settle=0), subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    left: list[subprocess.Popen[bytes]] = []
+    with pytest.raises(Leaked, match=r"process \d+ \(sleep 600\)"), no_leaks(settle=0):
+        left.append(subprocess.Popen(["sleep", "600"]))
+    left[0].kill()
+    left[0].wait()
 
 
 @pytest.mark.anyio
