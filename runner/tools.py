@@ -314,7 +314,9 @@ def _explicit_spec(
 
 def _check_callable_with(call: Callable[..., Any], names: Iterable[str], where: str) -> None:
     """What it is bound to already may be called as one of its arguments, which shows only in the function itself."""
-    function, given, by_name = call, (), {}
+    function: Any = call
+    given: tuple[Any, ...] = ()
+    by_name: dict[str, Any] = {}
     while isinstance(function, partial):
         given, by_name = (*function.args, *given), {**function.keywords, **by_name}
         function = function.func

@@ -29,6 +29,7 @@ from runner.commands.report import make_console
 from runner.commands.selection import own_tasks, select
 from runner.commands.slowing import slowed
 from runner.commands.values import pairs
+from runner.conversation import Conversation
 from runner.edge import on_event_loop
 from runner.engines.script import ModelCall
 from runner.engines.scripted import ScriptedEngine
@@ -206,7 +207,7 @@ def _tools(environments: Sequence[Environment[Any]], later_first: bool | None, c
     """What the agent that is asked may call now; where calls run together, one of them is held back."""
     for environment in reversed(environments):
         if environment.episode.id == call.episode:
-            conversation = environment.episode.conversations[call.agent]
+            conversation: Conversation = environment.episode.conversations[call.agent]
             if later_first is not None and call.turn == 0:
                 conversation.tools[:] = slowed(conversation.tools, later_first=later_first)
             return conversation.tools
