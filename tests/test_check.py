@@ -289,7 +289,7 @@ def test_an_environment_without_a_mistake_is_ok(folder: Path) -> None:
     result = check(folder, GOOD + "\nclass Env(Good):\n    pass\n", "--set", "faces=[1, 2]")
     assert (result.exit_code, findings(result)) == (0, [])
     assert result.output.endswith("ok\n")
-    assert "played   twice, on a scripted engine: completed 8; 64 turns" in result.output
+    assert "played   in groups of two, on a scripted engine: completed 8; 64 turns" in result.output
 
 
 # The mistakes that are planted here leave files behind.

@@ -286,7 +286,7 @@ def _print(environment: Environment[Any], findings: Sequence[Finding], played: P
     rows = (
         ("tools", ", ".join(tools) or "none"),
         ("scores", ", ".join(scorers)),
-        ("played", f"twice, on a scripted engine: {outcomes or 'nothing'}; {played.turns} turns"),
+        ("played", f"in groups of two, on a scripted engine: {outcomes or 'nothing'}; {played.turns} turns"),
         ("checked", CHECKED),
     )
     for label, text in rows:
