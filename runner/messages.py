@@ -139,29 +139,29 @@ def _checked(index: int, message: Any) -> Message:
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "user", "assistant", "tool"):
         raise BadMessage(f"message {index}: a message's role is system, user, assistant or tool, got {role!r}")
-    if isinstance(content, list | tuple):
-        content = _joined(content, f"message {index} ({role})")
-    if not isinstance(content, str | type(None)):
-        raise BadMessage(f"message {index} ({role}): a message's content is a string, got {type(content).__name__}")
-    checked = {**message, "content": content or ""}
+    if not isinstance(content, str):
+        content = _text_of(content, f"message {index} ({role})")
+    checked = {**message, "content": content}
     if message.get("tool_calls"):
         checked["tool_calls"] = [_with_object_arguments(index, call) for call in message["tool_calls"]]
     return checked  # type: ignore[return-value]  # checked above
 
 
-def _joined(parts: Sequence[Any], where: str) -> str:
-    """The text of content parts, with nothing between them, as chat templates write them."""
-    texts = []
-    for number, part in enumerate(parts):
-        kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else ("text", part)
-        if not isinstance(text, str) or kind != "text":
-            at = f"{where}: part {number} of its content is"
-            what = f"of type {kind!r}" if isinstance(kind, str) and kind != "text" else f"{part!r:.60}"
-            raise BadMessage(
-                f"{at} {what}: only text can be put before a model; give {{'type': 'text', 'text': '...'}}"
-            )
-        texts.append(text)
-    return "".join(texts)
+def _text_of(content: Any, where: str) -> str:
+    """Nothing is an empty text; parts are joined with nothing between them, as chat templates write them."""
+    if content is None:
+        return ""
+    if not isinstance(content, list | tuple):
+        raise BadMessage(f"{where}: a message's content is a string, got {type(content).__name__}")
+    return "".join(_text_of_part(part, f"{where}: part {number} of its content") for number, part in enumerate(content))
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else ("text", part)
+    if isinstance(text, str) and kind == "text":
+        return text
+    what = f"of type {kind!r}" if isinstance(kind, str) and kind != "text" else f"{part!r:.60}"
+    raise BadMessage(f"{where} is {what}: only text can be put before a model; give {{'type': 'text', 'text': '...'}}")
 
 
 def _with_object_arguments(index: int, call: Any) -> Any:

@@ -23,7 +23,7 @@ _MOST_SWALLOWED: Final = 1_000
 """One run may be given so many cancellations, one for each `await` of a long unwinding; then somebody swallows them."""
 
 _REASON: Final = "cancel_everywhere"
-_ENDLESS: Final[list[object]] = []
+_ENDLESS: Final[list[Coroutine[Any, Any, object]]] = []
 """Coroutines that end by nothing, kept so that Python does not try to close them."""
 
 _EVENT_LOOPS: Final = frozenset({"anyio", "asyncio", "trio"})
