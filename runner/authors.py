@@ -111,6 +111,8 @@ def describe_error(error: BaseException) -> str:
     The place is the innermost of the author's own code, and beside it the innermost of a library that it called.
     """
     error = unwrapped(error)
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
+        error = error.__cause__  # Python lets none out of a coroutine, and says no more than that there was one
     text = _text_of(error)
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     origin = error.__cause__ if isinstance(error, AuthorExit) and error.__cause__ else error
@@ -123,10 +125,16 @@ def describe_error(error: BaseException) -> str:
 
 def _text_of(error: BaseException) -> str:
     try:
-        text = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        text = "; ".join([_own_text(error), *getattr(error, "__notes__", ())])
     except Exception as broken:
         return f"its text cannot be made ({type(broken).__name__})"
     return text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}... ({len(text)} characters)"
+
+
+def _own_text(error: BaseException) -> str:
+    if not isinstance(error, BaseExceptionGroup):
+        return str(error)
+    return f"{error}: {'; '.join(map(describe_error, error.exceptions))}"
 
 
 def _what_left(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -125,9 +126,15 @@ async def _call_async(tool: Tool, arguments: dict[str, object]) -> str:
 def _text(tool: Tool, result: object) -> str:
     try:
         return result_text(result)
-    except TypeError as error:
-        error.add_note(f"it was tool {tool.name}()")
+    except Exception as error:
+        error.add_note(f"it was tool {tool.name}(){_place(tool.call)}")
         raise
+
+
+def _place(call: Callable[..., object]) -> str:
+    """Where a tool was written: what it returned is told when its own frame is gone."""
+    code = getattr(inspect.unwrap(call), "__code__", None)
+    return f", {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 
 def _between_barriers(calls: Sequence[ToolCall], tools: dict[str, Tool]) -> Iterator[list[ToolCall]]:

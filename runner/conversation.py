@@ -466,6 +466,10 @@ def _checked_tools(tools: Sequence[Tool]) -> list[Tool]:
     for tool in tools:
         if not isinstance(tool, Tool):
             raise TypeError(f"{tool!r:.60} is no Tool: write Tool(function) for a function with hints and a docstring")
+    names = [tool.name for tool in tools]
+    for name in names if len(set(names)) < len(names) else ():
+        if names.count(name) > 1:
+            raise ValueError(f"two tools are called {name!r}: give one another name, Tool(..., name=)")
     return list(tools)
 
 

@@ -57,17 +57,19 @@ class LagMonitor:
     """Measures the lag of the event loop while it is entered, and names who caused it.
 
     A task on the loop leaves a mark every 20 ms; a thread beside it looks at the mark, and where it is more than
-    50 ms late, at what the loop and the run's worker threads are executing.
+    50 ms late, at what the loop and the run's worker threads are executing. With another `tick` both change with it.
 
     Attributes:
         on_stuck: called in the watching thread when the loop stood still for a minute; gets who keeps it.
         stuck_seconds: how long that is.
     """
 
-    def __init__(self, workers: Workers, *, stuck_seconds: float = STUCK_SECONDS) -> None:
+    def __init__(self, workers: Workers, *, stuck_seconds: float = STUCK_SECONDS, tick: float = TICK) -> None:
         self.on_stuck: Callable[[Blocker], None] | None = None
         self.stuck_seconds = stuck_seconds
         self._workers = workers
+        self._tick_seconds = tick
+        self._late = tick * LATE / TICK
         self._lags: deque[float] = deque(maxlen=3000)
         self._seconds: dict[tuple[str, bool, bool], float] = {}
         self._mark = 0.0
@@ -109,14 +111,14 @@ class LagMonitor:
         while True:
             began = time.monotonic()
             self._mark = began
-            await anyio.sleep(TICK)
-            self._lags.append(max(0.0, time.monotonic() - began - TICK))
+            await anyio.sleep(self._tick_seconds)
+            self._lags.append(max(0.0, time.monotonic() - began - self._tick_seconds))
 
     def _look(self) -> None:
         told = False
-        while not self._stop.wait(TICK):
-            late = time.monotonic() - self._mark - TICK
-            if late < LATE:
+        while not self._stop.wait(self._tick_seconds):
+            late = time.monotonic() - self._mark - self._tick_seconds
+            if late < self._late:
                 told = False
                 continue
             self._blame()
@@ -139,7 +141,7 @@ class LagMonitor:
 
     def _add(self, where: str, *, thread: bool = False, leaving: bool = False) -> None:
         key = where, thread, leaving
-        self._seconds[key] = self._seconds.get(key, 0.0) + TICK
+        self._seconds[key] = self._seconds.get(key, 0.0) + self._tick_seconds
 
     def _who_keeps_the_loop(self, seconds: float) -> Blocker:
         frame = sys._current_frames().get(self._loop_thread)

@@ -81,10 +81,11 @@ class ToolCall:
 
 
 def as_messages(prompt: Prompt) -> list[Message]:
-    """The messages that `prompt` stands for.
+    """The messages that `prompt` stands for; every content is a string, several parts of text are joined to one.
 
     Raises:
-        BadMessage: it is neither a string, a message nor a sequence of messages, or one of them has a wrong shape.
+        BadMessage: it is neither a string, a message nor a sequence of messages, or one of them has a wrong shape, or
+            holds what is no text.
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
@@ -138,12 +139,29 @@ def _checked(index: int, message: Any) -> Message:
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "user", "assistant", "tool"):
         raise BadMessage(f"message {index}: a message's role is system, user, assistant or tool, got {role!r}")
-    if not isinstance(content, str | type(None)):
-        raise BadMessage(f"message {index} ({role}): a message's content is a string, got {type(content).__name__}")
-    checked = {**message, "content": content or ""}
+    if not isinstance(content, str):
+        content = _text_of(content, f"message {index} ({role})")
+    checked = {**message, "content": content}
     if message.get("tool_calls"):
         checked["tool_calls"] = [_with_object_arguments(index, call) for call in message["tool_calls"]]
     return checked  # type: ignore[return-value]  # checked above
+
+
+def _text_of(content: Any, where: str) -> str:
+    """Nothing is an empty text; parts are joined with nothing between them, as chat templates write them."""
+    if content is None:
+        return ""
+    if not isinstance(content, list | tuple):
+        raise BadMessage(f"{where}: a message's content is a string, got {type(content).__name__}")
+    return "".join(_text_of_part(part, f"{where}: part {number} of its content") for number, part in enumerate(content))
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else ("text", part)
+    if isinstance(text, str) and kind == "text":
+        return text
+    what = f"of type {kind!r}" if isinstance(kind, str) and kind != "text" else f"{part!r:.60}"
+    raise BadMessage(f"{where} is {what}: only text can be put before a model; give {{'type': 'text', 'text': '...'}}")
 
 
 def _with_object_arguments(index: int, call: Any) -> Any:

@@ -88,7 +88,12 @@ def scripted_engine(request: pytest.FixtureRequest) -> Iterator[QueuedEngine]:
     engine.to_add = "Add one with scripted_engine.say(...)"
     engine.to_drop = "forget them with scripted_engine.clear()"
     yield engine
-    _complain(request, engine.problems, engine.leftovers())
+    leftovers = engine.leftovers()
+    if leftovers:
+        from runner.testing.report import endings
+
+        leftovers += f"\n{endings(trajectory for trajectory, other in _played() if other is engine)}"
+    _complain(request, engine.problems, leftovers.rstrip())
 
 
 @pytest.fixture(scope="session")

@@ -82,6 +82,7 @@ def function_schema(
         listed = ", ".join(known) or "none"
         raise BadEnvironment(f"{where}: its docstring describes {name!r}, but its parameters are: {listed}. Rename it.")
     adapter = _arguments_adapter(parameters, hints, where)
+    _check_defaults(parameters, adapter, where)
     return FunctionSchema(
         description=text,
         parameters=_parameters_schema(adapter, parameters, notes),
@@ -147,6 +148,35 @@ def _arguments_adapter(
             _check_supported(hints[parameter.name], f"{where}, parameter {parameter.name!r}:")
         raise
     return adapter
+
+
+def _check_defaults(parameters: Iterable[inspect.Parameter], adapter: TypeAdapter[dict[str, Any]], where: str) -> None:
+    """A model is shown the default, so it must be one that it may write."""
+    for parameter in parameters:
+        name, shown = parameter.name, {} if parameter.default is parameter.empty else _default(parameter.default)
+        problems = _unfit(name, shown["default"], adapter) if shown else []
+        if problems:
+            raise BadEnvironment(
+                f"{where}, parameter {name!r}: its default {parameter.default!r:.60} does not fit its type: "
+                f"{problems[0]}. A model is shown it, and could not write it: allow it in the type"
+                + (f", such as {_optional(parameter)}." if parameter.default is None else ", or take another default.")
+            )
+
+
+def _unfit(name: str, value: Any, adapter: TypeAdapter[dict[str, Any]]) -> list[str]:
+    try:
+        adapter.validate_json(json.dumps({name: value}, allow_nan=False), strict=True)
+    except ValueError as error:  # of pydantic, or of JSON, which has no infinity: a default all the same
+        errors = error.errors(include_url=False) if isinstance(error, ValidationError) else []
+        return _problems(
+            [one for one in errors if one["loc"][:1] == (name,) and one["type"] != "missing"], {name: value}
+        )
+    return []
+
+
+def _optional(parameter: inspect.Parameter) -> str:
+    kind = getattr(parameter.annotation, "__name__", None) or str(parameter.annotation)
+    return f"{parameter.name}: {kind} | None = None"
 
 
 def _check_supported(hint: Any, at: str) -> None:

@@ -172,7 +172,12 @@ def _task_of(line: bytes, build: TaskBuilder, where: str) -> Task:
 def _checked(task: Any) -> Task:
     if not isinstance(task, Task):
         raise BadTask(f"a source gave {task!r:.80}, which is no Task: give Task(id=..., prompt=...).")
-    if not isinstance(task.id, str) or not task.id:
+    if not isinstance(task.id, str):
+        raise BadTask(
+            f"a task has the id {task.id!r:.60}, of type {type(task.id).__name__}: give each task a string that is "
+            f"unique in the run, such as Task(id={str(task.id)!r:.60})."
+        )
+    if not task.id:
         raise BadTask(
             f"a task has no id (prompt {task.prompt!r:.60}): give each task a string that is unique in the run."
         )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, overload
@@ -114,7 +115,8 @@ class Tool:
     """Something that a model may call.
 
     `Tool(function)` reads type hints and docstring, as `@tool` does. `Tool(call, name=, description=, parameters=)`
-    takes a JSON schema instead and gives `call` the arguments as they came.
+    takes a JSON schema instead and gives `call` the arguments as they came, by name; with `raw=True` as one mapping,
+    whatever they are called. `returns=` is a JSON schema of the result.
 
     Attributes:
         call: the function, sync or async; called with `**tool.arguments(raw)`.
@@ -136,17 +138,23 @@ class Tool:
         name: str | None = None,
         description: str | None = None,
         parameters: JsonSchema | None = None,
+        returns: JsonSchema | None = None,
+        raw: bool = False,
         seconds: float | None = UNSET,
         parallel: bool = True,
         eager: bool = False,
     ) -> None:
         where = f"Tool {name or getattr(call, '__name__', type(call).__name__)}"
         mark = _Mark(name, seconds, parallel, eager)
-        if parameters is None:
-            spec = _spec(call, where, mark, description=description)
+        if parameters is not None:
+            spec = _explicit_spec(call, where, mark, description, parameters, raw=raw)
+        elif raw:
+            raise BadEnvironment(f"{where}: raw=True: give parameters=, a JSON schema of the mapping that it gets.")
         else:
-            spec = _explicit_spec(call, where, mark, description, parameters)
-        self._set(spec, call)
+            spec = _spec(call, where, mark, description=description)
+        if returns is not None:
+            spec = dataclasses.replace(spec, returns=returns)
+        self._set(spec, _taking_one_mapping(call) if raw else call)
 
     def _set(self, spec: ToolSpec, call: Callable[..., Any]) -> None:
         self.spec = spec
@@ -279,13 +287,18 @@ def _spec(
 
 
 def _explicit_spec(
-    call: Callable[..., Any], where: str, mark: _Mark, description: str | None, parameters: JsonSchema
+    call: Callable[..., Any], where: str, mark: _Mark, description: str | None, parameters: JsonSchema, *, raw: bool
 ) -> ToolSpec:
     if not description:
         raise BadEnvironment(f"{where}: give it a description=, which tells the model what it does.")
     kinds = {parameter.kind for parameter in inspect.signature(call).parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD not in kinds:  # an argument that the function does not take is the model's mistake
+    if (
+        not raw and inspect.Parameter.VAR_KEYWORD not in kinds
+    ):  # an argument that the function does not take is the model's mistake
         parameters = {"additionalProperties": False, **parameters}
+    check = check_by_schema(parameters, where)
+    if not raw:
+        _check_callable_with(call, parameters.get("properties", {}), where)
     return ToolSpec(
         name=_name(mark, call, where),
         description=description,
@@ -295,8 +308,35 @@ def _explicit_spec(
         parallel=mark.parallel,
         eager=mark.eager,
         is_async=_is_async(call, where),
-        check=check_by_schema(parameters, where),
+        check=check,
     )
+
+
+def _check_callable_with(call: Callable[..., Any], names: Iterable[str], where: str) -> None:
+    """What it is bound to already may be called as one of its arguments, which shows only in the function itself."""
+    function: Any = call
+    given: tuple[Any, ...] = ()
+    by_name: dict[str, Any] = {}
+    while isinstance(function, partial):
+        given, by_name = (*function.args, *given), {**function.keywords, **by_name}
+        function = function.func
+    function = function if inspect.isroutine(function) else type(function).__call__.__get__(function)
+    if inspect.ismethod(function):
+        function, given = function.__func__, (function.__self__, *given)
+    try:
+        inspect.signature(function).bind(*given, **{**by_name, **dict.fromkeys(names)})
+    except TypeError as error:
+        raise BadEnvironment(
+            f"{where}: its function cannot be called with the arguments of its parameters= ({error}): give raw=True, "
+            "and it gets them all as one mapping."
+        ) from None
+
+
+def _taking_one_mapping(call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(**arguments: Any) -> Any:
+        return call(arguments)
+
+    return functools.wraps(call)(called)
 
 
 def _name(mark: _Mark, function: Callable[..., Any], where: str) -> str:
@@ -325,8 +365,9 @@ def _is_async(call: Callable[..., Any], where: str) -> bool:
 
 
 def result_text(value: Any) -> str:
-    """A tool's result as the model reads it: strings as they are, nothing as "null", everything else as JSON.
+    """A tool's result as the model reads it: strings as they are, everything else as JSON, so None as "null".
 
+    The empty string is told as "(empty)", since templates drop a message whose content is empty.
     Sets are sorted, so that the text is the same in every process.
 
     Raises:
@@ -361,6 +402,6 @@ _JSON = json.JSONEncoder(ensure_ascii=False, default=_plain)
 def _jsonable(value: Any) -> Any:
     try:
         return to_jsonable_python(value)
-    except PydanticSerializationError:
+    except (PydanticSerializationError, UnicodeDecodeError):
         kind = type(value).__name__
         raise TypeError(f"a tool returned a {kind}, which has no JSON form: return a string instead") from None

@@ -15,11 +15,11 @@ __all__ = [
     "wrong_arguments",
 ]
 
-WORDING_VERSION: Final = 1
+WORDING_VERSION: Final = 2
 """Kept in the header of every run."""
 
-EMPTY_RESULT: Final = "null"
-"""What a tool returned that returned nothing: templates drop a message whose content is empty."""
+EMPTY_RESULT: Final = "(empty)"
+"""What a tool returned that returned the empty string: templates drop a message whose content is empty."""
 
 
 def unknown_tool(name: str, known: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from typing import Any
 
@@ -149,7 +150,14 @@ async def test_a_turn_of_nothing_but_a_broken_call_is_answered_and_not_taken_for
 
 @pytest.mark.parametrize(
     ("value", "read"),
-    [("", "null"), (None, "null"), ({"ü": 1}, '{"ü": 1}'), ([1, 2.5], "[1, 2.5]"), (True, "true"), ("as is", "as is")],
+    [
+        ("", "(empty)"),
+        (None, "null"),
+        ({"ü": 1}, '{"ü": 1}'),
+        ([1, 2.5], "[1, 2.5]"),
+        (True, "true"),
+        ("as is", "as is"),
+    ],
 )
 async def test_a_tools_result_becomes_text_and_never_an_empty_content(value: Any, read: str) -> None:
     class Gives(Plain):
@@ -256,3 +264,48 @@ async def test_finish_of_a_turn_with_calls_is_the_stop_that_was_sampled() -> Non
     assert trajectory.turns[0].junction is None
     assert trajectory.turns[1].junction is not None
     assert trajectory.turns[1].junction.result == "appended"
+
+
+class Fails(Plain):
+    @tool
+    def raw_bytes(self) -> bytes:
+        """Give bytes."""
+        return b"\xff\xfe"
+
+    @tool
+    async def itself(self) -> list[Any]:
+        """Give a list that holds itself."""
+        circle: list[Any] = []
+        circle.append(circle)
+        return circle
+
+    @tool
+    def drained(self) -> str:
+        """Give the next one."""
+        return next(iter(()))
+
+    @tool
+    async def drained_async(self) -> str:
+        """Give the next one."""
+        return next(iter(()))
+
+    @tool
+    async def both(self) -> str:
+        """Fail twice."""
+        raise ExceptionGroup("two", [ValueError("one"), ExceptionGroup("one more", [KeyError("other")])])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("raw_bytes", "TypeError: a tool returned a bytes, which has no JSON form: return a string"),
+        ("itself", "ValueError: Circular reference detected"),
+        ("drained", "StopIteration"),
+        ("drained_async", "StopIteration"),
+        ("both", "ExceptionGroup: two (2 sub-exceptions): ValueError: one; KeyError: 'other'"),
+    ],
+)
+async def test_whatever_a_tool_does_wrong_the_error_names_it_and_its_line(name: str, kind: str) -> None:
+    error = (await play(Fails, [call(name)])).error
+    assert error.startswith(kind)
+    assert re.search(rf"\b{name}\b.*{re.escape(__file__)}:\d+", error), error

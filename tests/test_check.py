@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import re
 import sys
@@ -10,58 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from runner.cli import app
 from runner.commands.babbler import _arguments
 from runner.tools import Tool
-
-GOOD = '''
-import asyncio, contextlib, itertools, random, threading, time
-from runner import Environment, Group, Limits, Task, Tool, ToolError, group_reward, metric, reward, tool
-
-class Good(Environment):
-    """Everything an environment may do, and nothing that it may not."""
-
-    FACES = (1, 2, 3, 4, 5, 6)
-
-    def __init__(self, count: int = 4, faces: list[int] | None = None):
-        self.count = count
-        self.faces = list(faces or self.FACES)
-        self.rolled = []
-
-    def tasks(self):
-        return [Task(id=f"t-{n}", prompt=f"Roll a {n + 1}.", answer=str(n + 1)) for n in range(self.count)]
-
-    @contextlib.contextmanager
-    def lifespan(self):
-        yield {"lifted": True}
-
-    async def setup(self):
-        self.lock = self.episode.exit_stack.enter_context(open(__file__))
-
-    @tool
-    async def roll(self, times: int) -> list[int]:
-        """Roll the die."""
-        rolls = [self.episode.rng.choice(self.faces) for _ in range(times)]
-        self.rolled += rolls
-        await asyncio.sleep(0)
-        return rolls
-
-    def step(self, turn):
-        return None if self.rolled else "Roll first."
-
-    @reward
-    def right(self) -> bool:
-        return int(self.task.answer) in self.rolled
-
-    @metric
-    def rolls(self) -> float:
-        return len(self.rolled)
-
-    def close(self):
-        self.rolled.clear()
-'''
+from tests.checking import GOOD, check, findings, folder_of_modules
 
 BAD = {
     # --- schemas
@@ -151,7 +102,7 @@ BAD = {
     roll = None
     limits = Limits(turns=4)
     def step(self, turn):
-        return None if next(CALLS) > 20 else "Go on."
+        return None if random.Random(next(CALLS)).random() < 0.4 else "Go on."
 """,
     # --- what episodes share
     "class attribute": """
@@ -331,27 +282,14 @@ SAYS = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield tmp_path
-    sys.modules.pop("mine", None)
-    gc.collect()
-
-
-def check(folder: Path, source: str, *options: str) -> Result:
-    (folder / "mine.py").write_text(source)
-    return CliRunner().invoke(app, ["check", "mine.py:Env", *options])
-
-
-def findings(result: Result) -> list[str]:
-    return [line for line in result.output.splitlines() if re.match("error|warning|deltarunner: ", line)]
+    yield from folder_of_modules(tmp_path, monkeypatch)
 
 
 def test_an_environment_without_a_mistake_is_ok(folder: Path) -> None:
     result = check(folder, GOOD + "\nclass Env(Good):\n    pass\n", "--set", "faces=[1, 2]")
     assert (result.exit_code, findings(result)) == (0, [])
     assert result.output.endswith("ok\n")
-    assert "played   twice, on a scripted engine: completed 4; 32 turns" in result.output
+    assert "played   in groups of two, on a scripted engine: completed 8; 64 turns" in result.output
 
 
 # The mistakes that are planted here leave files behind.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runner import BadMessage, Conversation, Outcome
+from runner import BadMessage, Conversation, Outcome, Turn
 from runner.messages import Message, as_messages, check_answers
 from tests.playing import Plain, play, recording
 
@@ -16,6 +16,7 @@ CALL: Message = {
     "content": "",
     "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 17}}}],
 }
+TEXT = {"type": "text", "text": "What is "}
 RESULT: Message = {"role": "tool", "content": "42", "tool_call_id": "call00000", "name": "add"}
 
 
@@ -28,13 +29,51 @@ RESULT: Message = {"role": "tool", "content": "42", "tool_call_id": "call00000",
         ),
         ([QUESTION, {"content": "x"}], "message 1: .*got None"),
         ([QUESTION, "words"], "message 1: a message is a dict with role and content, got str"),
-        ([{"role": "user", "content": ["x"]}], r"message 0 \(user\): a message's content is a string, got list"),
+        ([{"role": "user", "content": 5}], r"message 0 \(user\): a message's content is a string, got int"),
+        (
+            [QUESTION, {"role": "user", "content": [TEXT, {"type": "image_url", "image_url": {"url": "x"}}]}],
+            r"message 1 \(user\): part 1 of its content is of type 'image_url': only text .*; give \{'type': 'text'",
+        ),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], r"part 0 of its content is \{'type'"),
+        ([{"role": "user", "content": [TEXT, 3]}], "part 1 of its content is 3"),
         (42, "expected a string, a message or a list of messages, got int"),
     ],
 )
 def test_a_message_of_a_wrong_shape_is_refused_by_its_place(given: Any, says: str) -> None:
     with pytest.raises(BadMessage, match=says):
         as_messages(given)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([TEXT], "What is "),
+        ([TEXT, {"type": "text", "text": "17?"}], "What is 17?"),
+        ([TEXT, "it?"], "What is it?"),
+        ([], ""),
+    ],
+    ids=["one", "two", "a string among them", "none"],
+)
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_parts_that_are_all_text_are_joined_as_templates_join_them(role: str, content: Any, text: str) -> None:
+    given: Any = {"role": role, "content": content}
+    assert as_messages(given) == [{"role": role, "content": text}]
+    assert given["content"] is content
+
+
+@pytest.mark.anyio
+async def test_a_conversation_holds_text_whatever_parts_it_was_given() -> None:
+    parts: Any = [{"role": "user", "content": [TEXT, {"type": "text", "text": "17?"}]}]
+
+    class Parts(Plain):
+        def prompt(self) -> Any:
+            return parts
+
+        def step(self, turn: Turn) -> Any:
+            return None if turn.number else parts
+
+    trajectory = await play(Parts, recording(["21", "42"]))
+    assert [message["content"] for message in trajectory.messages] == ["What is 17?", "21", "What is 17?", "42"]
 
 
 def test_no_content_is_an_empty_one() -> None:

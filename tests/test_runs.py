@@ -97,9 +97,10 @@ async def test_a_line_that_is_no_task_is_refused_by_file_and_line(tmp_path: Path
     [
         (Task(id="t0", prompt="?"), "task 2 has the id 't0', which task 1 has as well"),
         (Task(id="", prompt="?"), "a task has no id"),
+        (Task(id=3, prompt="?"), r"a task has the id 3, of type int: .* such as Task\(id='3'\)"),  # type: ignore[arg-type]
         ("not a task", "which is no Task"),
     ],
-    ids=["twice", "no id", "no task"],
+    ids=["twice", "no id", "a number", "no task"],
 )
 async def test_what_is_no_task_ends_the_run_and_what_was_played_is_kept(second: Any, said: str) -> None:
     got: list[Trajectory] = []

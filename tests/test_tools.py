@@ -431,8 +431,9 @@ def test_a_schema_that_is_none_is_refused(parameters: dict[str, Any], message: s
     ("value", "text"),
     [
         ("as it is", "as it is"),
-        ("", "null"),
+        ("", "(empty)"),
         (None, "null"),
+        (" \n", " \n"),
         (42, "42"),
         (True, "true"),
         (1.5, "1.5"),
@@ -465,7 +466,8 @@ def test_a_result_without_a_json_form_is_the_authors_error() -> None:
 
 
 def test_the_wordings_are_fixed() -> None:
-    assert wording.WORDING_VERSION == 1
+    assert wording.WORDING_VERSION == 2
+    assert wording.EMPTY_RESULT == "(empty)"
     assert wording.unknown_tool("div", ["add", "sub"]) == "There is no tool named div. The tools are: add, sub."
     assert wording.unknown_tool("div", []) == "There is no tool named div. There are no tools."
     assert wording.took_longer("add", 30.0) == "add took longer than 30 s."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from runner.engines.script import ModelCall, Reply
@@ -18,18 +18,38 @@ TURNS = 8
 
 
 class Babbler:
-    """Plays the model: calls the tools in turn with arguments that fit, and says something at the end."""
+    """Plays the model: calls the tools in turn with arguments that fit, and says something at the end.
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        self._tools = tools
+    What it says follows from the task, the agent and the turn alone: episodes of a group are told the same.
+
+    Args:
+        tools_of: what the agent that is asked may call now.
+        together: call two asynchronous tools in one turn.
+
+    Attributes:
+        known: the tools that it could have called, by name.
+    """
+
+    def __init__(self, tools_of: Callable[[ModelCall], Sequence[Tool]], *, together: bool = False) -> None:
+        self.known: dict[str, Tool] = {}
+        self._tools_of = tools_of
+        self._together = together
 
     def __call__(self, call: ModelCall) -> Reply:
-        rng = call.rng
-        if self._tools and call.turn < TURNS - 1:
-            # Every tool has its turn, from episode to episode another one first.
-            tool = self._tools[(call.turn + random.Random(call.episode).randrange(len(self._tools))) % len(self._tools)]
-            return Reply(calls=(ToolCall("", tool.name, _arguments(tool.parameters, rng)),))
-        return Reply(rng.choice(("42", "7", "yes", "I do not know.", "hello")))
+        task = call.episode.rpartition("#")[0]
+        rng = random.Random(f"{task} {call.agent} {call.turn}")
+        tools = self._tools_of(call)
+        self.known |= {tool.name: tool for tool in tools if tool.name not in self.known}
+        if not tools or call.turn >= TURNS - 1:
+            return Reply(rng.choice(("42", "7", "yes", "I do not know.", "hello")))
+        # Every tool has its turn, from task to task another one first.
+        first = call.turn + random.Random(task).randrange(len(tools))
+        chosen = [tools[first % len(tools)]]
+        beside = [tool for tool in tools if tool.is_async and tool.parallel] if self._together else []
+        if beside:
+            one = first - call.turn + call.turn // 2  # with itself at one turn, with the next tool at the other
+            chosen = [beside[number % len(beside)] for number in (one, one + call.turn % 2)]
+        return Reply(calls=tuple(ToolCall("", tool.name, _arguments(tool.parameters, rng)) for tool in chosen))
 
 
 def _arguments(schema: JsonSchema, rng: random.Random) -> dict[str, Any]:
@@ -50,11 +70,12 @@ def _value(schema: Mapping[str, Any], definitions: Mapping[str, Any], rng: rando
     for key in ("anyOf", "oneOf"):
         if key in schema:
             return _value(schema[key][0], definitions, rng)
-    match schema.get("type"):
+    kind = schema.get("type")
+    match kind[0] if isinstance(kind, list) else kind:
         case "integer":
-            return rng.randint(schema.get("minimum", 1), schema.get("maximum", 9))
+            return rng.randint(*map(int, _bounds(schema, 1, 9)))
         case "number":
-            return round(rng.uniform(schema.get("minimum", 0), schema.get("maximum", 9)), 2)
+            return round(rng.uniform(*_bounds(schema, 0, 9)), 2)
         case "boolean":
             return rng.random() < 0.5
         case "array":
@@ -64,3 +85,11 @@ def _value(schema: Mapping[str, Any], definitions: Mapping[str, Any], rng: rando
         case "null":
             return None
     return rng.choice(("a", "word", "2"))
+
+
+def _bounds(schema: Mapping[str, Any], least: float, most: float) -> tuple[float, float]:
+    """The schema's where it has them, and else near the one that it has."""
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is None:
+        low = least if high is None else min(least, high)
+    return low, max(low, most) if high is None else high

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-import anyio
 from rich.text import Text
 
 from runner.commands.babbler import TURNS, Babbler
-from runner.commands.findings import Differences, Finding, Seen, SharedState, of_hooks, of_lifespan
+from runner.commands.findings import (
+    AFTER_OTHERS,
+    AGAIN,
+    IN_GROUPS,
+    TOGETHER,
+    Differences,
+    Finding,
+    Seen,
+    SharedState,
+    of_hooks,
+    of_lifespan,
+)
+from runner.commands.leftovers import TemporaryFiles, unawaited, watched
 from runner.commands.report import make_console
 from runner.commands.selection import own_tasks, select
+from runner.commands.slowing import slowed
 from runner.commands.values import pairs
+from runner.conversation import Conversation
 from runner.edge import on_event_loop
+from runner.engines.script import ModelCall
 from runner.engines.scripted import ScriptedEngine
 from runner.environment import Environment, check_playable
 from runner.environments import construct, find_environment
@@ -26,8 +40,7 @@ from runner.options import Concurrency, Limits
 from runner.runs import Run
 from runner.scoring import Scorer, ScorerKind
 from runner.sources import Tasks
-from runner.testing.leaks import UNCLOSED, Leaked, no_leaks
-from runner.testing.watchdog import LoopWatchdog
+from runner.tools import Tool
 from runner.trajectory import Outcome, Trajectory
 from runner.transcript import printable
 
@@ -35,12 +48,11 @@ __all__ = ["check_command"]
 
 CHECKED = (
     "tool schemas, rewards that raise, are no numbers, or differ when the same is played twice, "
-    "random numbers without a seed, what episodes share, what blocks the event loop, what is left open, "
-    "lifespan(), hooks, exit_stack"
+    "random numbers without a seed, what episodes share, what differs within a group, tools of a turn that hang on one "
+    "another, what blocks the event loop or is not awaited, what is left open, lifespan(), hooks, exit_stack"
 )
-SECONDS = 30.0
-LISTED: Final = 3
-"""So many of the same kind are named; of the rest there is a number."""
+SECONDS: Final = 30.0
+ONE_AT_A_TIME: Final = Concurrency(episodes=1)
 
 
 @dataclass(slots=True)
@@ -50,13 +62,17 @@ class Played:
     Attributes:
         seen: what each agent of each episode saw and was given, by name.
         turns: of all episodes.
+        tools: what could be called, by name.
         findings: what went wrong.
+        was_cut: the run ended before all was played.
         environments: that played, kept alive so that nothing they hold is closed by being forgotten.
     """
 
     seen: dict[str, Seen] = field(default_factory=dict)
     turns: int = 0
+    tools: dict[str, Tool] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    was_cut: bool = False
     environments: list[Environment[Any]] = field(default_factory=list)
 
 
@@ -77,7 +93,10 @@ def check_command(name: str, settings: tuple[str, ...], *, episodes: int) -> int
 
 
 class Checking:
-    """Plays an environment twice, all episodes at once and then one at a time in the opposite order, and looks.
+    """Plays an environment again and again, and looks.
+
+    First all episodes at once, in groups of two; then one at a time in the opposite order; and where something may hang
+    on it, once more in that order, or with tools of one turn that end in another one.
 
     Attributes:
         environment: one that is not played; it is looked at.
@@ -91,36 +110,77 @@ class Checking:
         self.environment = self._made()
         self.first = Played()
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> list[Finding]:
         """Everything that is wrong, what is wrong for certain in the class itself first."""
-        yield from of_hooks(self.environment)
-        all_at_once = Concurrency(episodes=self._episodes)
-        self.first, shared = self._play(all_at_once)
-        again, shared_again = self._play(Concurrency(episodes=1), backwards=True, watched=True)
+        with TemporaryFiles() as temporary, unawaited() as forgotten:
+            found = [*of_hooks(self.environment), *self._of_plays(temporary)]
+        return [*found, *forgotten]
+
+    def _of_plays(self, temporary: TemporaryFiles) -> Iterator[Finding]:
+        self.first, shared = self._play(Concurrency(episodes=self._episodes), group_size=2)
+        of_the_first_time = list(temporary.findings())  # as with all that is opened only once
+        again, shared_again = self._play(ONE_AT_A_TIME, is_watched=True)
         yield from _without_repeats([*shared, *shared_again])
         yield from self.first.findings
         yield from again.findings
+        if of_the_first_time:
+            yield from temporary.findings()
+        if not self.first.was_cut and not again.was_cut:
+            yield from self._of_differences(again)
+
+    def _of_differences(self, again: Played) -> Iterator[Finding]:
         differences = Differences.between(self.first.seen, again.seen, self.environment)
         if differences.counts:
-            third, _ = self._play(Concurrency(episodes=1), backwards=True)
+            third, _ = self._play(ONE_AT_A_TIME)
             unlike = Differences.between(again.seen, third.seen, self.environment)
-            yield from differences.findings(by_order=not unlike.counts)
+            yield from differences.findings(AGAIN if unlike.counts else AFTER_OTHERS)
+        in_groups = Differences.within_groups(self.first.seen, self.environment)
+        yield from in_groups.without(differences).findings(IN_GROUPS)
+        if not differences.counts and any(tool.is_async and tool.parallel for tool in self.first.tools.values()):
+            in_order, _ = self._play(ONE_AT_A_TIME, later_first=False)
+            overtaken, _ = self._play(ONE_AT_A_TIME, later_first=True)
+            yield from Differences.between(in_order.seen, overtaken.seen, self.environment).findings(TOGETHER)
 
     def _made(self) -> Environment[Any]:
         return construct(self._cls, pairs(self._settings, "--set"))
 
     def _play(
-        self, concurrency: Concurrency, *, backwards: bool = False, watched: bool = False
+        self,
+        concurrency: Concurrency,
+        *,
+        group_size: int = 1,
+        is_watched: bool = False,
+        later_first: bool | None = None,
     ) -> tuple[Played, list[Finding]]:
-        """What came of it, and what episodes share."""
+        """What came of it, and what episodes share.
+
+        Args:
+            concurrency: of several episodes at once the first one is played first, of one at a time the last one.
+            group_size: 1 is 2 all the same where there are group rewards: with one there is nothing to compare.
+            is_watched: look at the event loop, and at what is left.
+            later_first: call two tools in a turn, of which the first ends first, or the second one.
+        """
         environment, played = self._made(), Played()
         shared = SharedState(environment)
         _keep(environment, played.environments)
-        play = partial(_play, partial(_run, environment, self._episodes, concurrency, backwards), played)
-        if watched:
-            played.findings += _watched(play, played.environments)
+        babbler = Babbler(partial(_tools, played.environments, later_first), together=later_first is not None)
+        tasks = select(own_tasks(environment), environment.task_class(), most=self._episodes)
+        run = partial(
+            Run,
+            environment,
+            ScriptedEngine(babbler, context=1 << 20),
+            tasks=_backwards(tasks) if concurrency is ONE_AT_A_TIME else tasks,
+            group_size=2 if _has_group_rewards(environment) else group_size,
+            limits=Limits(turns=min(TURNS, environment.limits.turns or TURNS), seconds=SECONDS),
+            concurrency=concurrency,
+            breaker=1,
+        )
+        play = partial(_play, run, played)
+        if is_watched:
+            played.findings += watched(play, played.environments)
         else:
             on_event_loop(play)
+        played.tools = babbler.known
         return played, list(shared.findings())
 
 
@@ -136,8 +196,22 @@ def _keep(environment: Environment[Any], played: list[Environment[Any]]) -> None
 
 
 def _of_any_episode(finding: Finding) -> str:
-    """What findings have in common that say the same of several episodes."""
-    return re.sub(r"task '[^']*'", "task", finding.text)
+    """What findings have in common that say the same of several episodes: all but their numbers and addresses."""
+    if not finding.of_episode:
+        return finding.text
+    text, _, place = finding.text.partition(" (in ")
+    return re.sub(r"0x[0-9a-f]+|\d+", "", re.sub(r"task '[^']*'", "task", text)) + place
+
+
+def _tools(environments: Sequence[Environment[Any]], later_first: bool | None, call: ModelCall) -> Sequence[Tool]:
+    """What the agent that is asked may call now; where calls run together, one of them is held back."""
+    for environment in reversed(environments):
+        if environment.episode.id == call.episode:
+            conversation: Conversation = environment.episode.conversations[call.agent]
+            if later_first is not None and call.turn == 0:
+                conversation.tools[:] = slowed(conversation.tools, later_first=later_first)
+            return conversation.tools
+    return ()  # whoever speaks in a group reward
 
 
 def _without_repeats(findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -148,19 +222,6 @@ def _without_repeats(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 # --- playing
-
-
-def _run(environment: Environment[Any], episodes: int, concurrency: Concurrency, backwards: bool) -> Run:
-    tasks = select(own_tasks(environment), environment.task_class(), most=episodes)
-    return Run(
-        environment,
-        ScriptedEngine(Babbler(environment.bound_tools()), context=1 << 20),
-        tasks=_backwards(tasks) if backwards else tasks,
-        group_size=2 if _has_group_rewards(environment) else 1,  # with one there is nothing to compare
-        limits=Limits(turns=min(TURNS, environment.limits.turns or TURNS), seconds=SECONDS),
-        concurrency=concurrency,
-        breaker=1,
-    )
 
 
 def _backwards(tasks: Tasks) -> Tasks:
@@ -183,6 +244,7 @@ async def _play(make_run: Callable[[], Run], played: Played) -> None:
             async for trajectory in run:
                 _note(played, trajectory)
     except DeltarunnerError as error:
+        played.was_cut = True
         played.findings.append(Finding(str(error)))
     if not played.seen and not played.findings:
         played.findings.append(Finding("tasks() gives no task."))
@@ -193,7 +255,7 @@ def _note(played: Played, trajectory: Trajectory) -> None:
     played.turns += len(trajectory.turns)
     played.seen[f"{trajectory.id} {trajectory.agent}"] = Seen.of(trajectory)
     if trajectory.outcome.failed:
-        played.findings.append(Finding(f"{trajectory.outcome.value}: {trajectory.error}"))
+        played.findings.append(Finding(f"{trajectory.outcome.value}: {trajectory.error}", of_episode=True))
     elif trajectory.outcome is Outcome.TIME_LIMIT:
         text = f"an episode of {TURNS} turns or less took longer than {SECONDS:g} s, with an engine that takes none"
         played.findings.append(Finding(text, fatal=False))
@@ -202,91 +264,13 @@ def _note(played: Played, trajectory: Trajectory) -> None:
 def _of_fault(fault: str) -> Finding:
     # What a group reward does is told with its task, everything else with its episode.
     if fault.startswith(ScorerKind.GROUP_REWARD):
-        return Finding(fault)
+        return Finding(fault, of_episode=True)
     text = fault.partition(": ")[2] or fault
-    return Finding(text, fatal=text.startswith(f"{ScorerKind.REWARD} "))
+    return Finding(text, fatal=text.startswith(f"{ScorerKind.REWARD} "), of_episode=True)
 
 
 def _has_group_rewards(environment: Environment[Any]) -> bool:
     return any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in environment.scorers)
-
-
-# --- what holds up the loop, and what is left open
-
-
-def _watched(play: Callable[[], Awaitable[None]], environments: Sequence[Environment[Any]]) -> list[Finding]:
-    """Play once more, when what is loaded and opened only once has been: what is left now is left by every episode."""
-    watchdog = LoopWatchdog()
-    tasks: set[str] = set()
-
-    async def watched() -> None:
-        before = set(anyio.get_running_tasks())
-        async with watchdog:
-            await play()
-        tasks.update(_of_coroutine(task) for task in anyio.get_running_tasks() if task not in before)
-
-    leaks: tuple[str, ...] = ()
-    on_event_loop(_nothing)  # the first event loop of a process opens a pipe for all that follow
-    try:
-        with no_leaks():
-            on_event_loop(watched)
-    except Leaked as leaked:
-        leaks = leaked.leaks
-    return [
-        *(Finding(complaint) for complaint in watchdog.complaints()),
-        *_of_leaks(leaks, environments),
-        *(_left(f"a task of {name}()") for name in tasks),
-    ]
-
-
-async def _nothing() -> None:
-    """Wait for nothing."""
-
-
-def _of_coroutine(task: anyio.TaskInfo) -> str:
-    return str(getattr(task.coro, "__qualname__", task.name))
-
-
-def _of_leaks(leaks: Sequence[str], environments: Sequence[Environment[Any]]) -> Iterator[Finding]:
-    """By attribute where one holds it; what each episode left is told once, and of many things the first few."""
-    yield from (_unclosed(leak.removeprefix(UNCLOSED)) for leak in leaks if leak.startswith(UNCLOSED))
-    named: dict[str, str] = {}
-    for leak in (leak for leak in leaks if not leak.startswith(UNCLOSED)):
-        held = next((name for one in environments for name, value in vars(one).items() if _holds(value, leak)), "")
-        plain = _plain(leak)
-        named.setdefault(held or plain, f"self.{held} ({plain})" if held else plain)
-    for what in list(named.values())[:LISTED]:
-        yield _left(what)
-    if len(named) > LISTED:
-        yield _left(f"{len(named) - LISTED} more of them")
-
-
-def _plain(leak: str) -> str:
-    """A leak without the numbers that differ from one episode to the next."""
-    leak = re.sub(r"^file \d+ \((.*)\)$", r"file \1", leak)
-    return re.sub(r"-\d+( \(.*\))?('?) \(\d+\)$", r"\1\2", leak)
-
-
-def _holds(value: Any, leak: str) -> bool:
-    """An attribute's value is the file or the thread that was left, or a pool that has the thread."""
-    kind, _, rest = leak.partition(" ")
-    if kind == "file":
-        try:
-            return bool(value.fileno() == int(rest.partition(" ")[0]))
-        except Exception:  # no file, or a closed one; an author's object may do anything
-            return False
-    threads = getattr(value, "_threads", None) or (value,)
-    return any(f"({getattr(thread, 'ident', None)})" in rest for thread in threads)
-
-
-def _unclosed(what: str) -> Finding:
-    return Finding(f"{UNCLOSED}{what}. Close it, or open it with `with`.", fatal=False)
-
-
-def _left(what: str) -> Finding:
-    return Finding(
-        f"still open after close(): {what}. Close it in close(), or open it in setup() with self.episode.exit_stack."
-    )
 
 
 # --- for people
@@ -294,14 +278,15 @@ def _left(what: str) -> Finding:
 
 def _print(environment: Environment[Any], findings: Sequence[Finding], played: Played) -> None:
     console = make_console()
-    tools = [f"{tool.name}({', '.join(tool.parameters.get('properties', {}))})" for tool in environment.bound_tools()]
+    known = {tool.name: tool for tool in environment.bound_tools()} | played.tools
+    tools = [f"{tool.name}({', '.join(tool.parameters.get('properties', {}))})" for tool in known.values()]
     scorers = [f"{s.name} ({s.kind.replace('_', ' ')}{_weight(s)})" for s in environment.scorers]
     counts = Counter(seen.outcome for seen in played.seen.values())
     outcomes = ", ".join(f"{outcome.value} {count}" for outcome, count in counts.items())
     rows = (
         ("tools", ", ".join(tools) or "none"),
         ("scores", ", ".join(scorers)),
-        ("played", f"twice, on a scripted engine: {outcomes or 'nothing'}; {played.turns} turns"),
+        ("played", f"in groups of two, on a scripted engine: {outcomes or 'nothing'}; {played.turns} turns"),
         ("checked", CHECKED),
     )
     for label, text in rows:

@@ -6,15 +6,29 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from types import ModuleType
 from typing import Any, Final
 
 from runner.environment import HOOKS, Environment
+from runner.episode import MAIN
+from runner.messages import as_messages
+from runner.scoring import ScorerKind
 from runner.trajectory import Outcome, Trajectory
 
-__all__ = ["Differences", "Finding", "Seen", "SharedState", "of_hooks", "of_lifespan"]
+__all__ = [
+    "AFTER_OTHERS",
+    "AGAIN",
+    "IN_GROUPS",
+    "TOGETHER",
+    "Differences",
+    "Finding",
+    "Seen",
+    "SharedState",
+    "of_hooks",
+    "of_lifespan",
+]
 
 _CONTAINERS: Final = (list, dict, set, bytearray)
 _PLAIN: Final = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
@@ -32,10 +46,12 @@ class Finding:
     Attributes:
         text: what, and what to do about it.
         fatal: episodes fail, or their results are wrong.
+        of_episode: several episodes may say the same, each with numbers of its own.
     """
 
     text: str
     fatal: bool = True
+    of_episode: bool = False
 
 
 # --- the class
@@ -105,12 +121,26 @@ class SharedState:
         for parameter in inspect.signature(cls.__init__).parameters.values():
             if isinstance(parameter.default, _CONTAINERS):
                 yield f"{cls.__name__}({parameter.name}=), a default,", parameter.default, True
+        for base in bases:
+            yield from _defaults(base)
         for name, value in self._environment.construction().items():
             if isinstance(value, _CONTAINERS):
                 yield f"{cls.__name__}({name}=)", value, True
         for module in {base.__module__: sys.modules.get(base.__module__) for base in bases}.values():
             for name, value in _variables(module):
                 yield f"{module.__name__}.{name}" if module else name, value, False
+
+
+def _defaults(cls: type) -> Iterator[tuple[str, Any, bool]]:
+    """The defaults of methods, which all calls share."""
+    for name, value in vars(cls).items():
+        function = (
+            inspect.unwrap(getattr(value, "__func__", value)) if callable(value) or hasattr(value, "__func__") else 0
+        )
+        if inspect.isfunction(function) and name != "__init__":
+            for parameter in inspect.signature(function).parameters.values():
+                if isinstance(parameter.default, _CONTAINERS):
+                    yield f"{cls.__name__}.{name}({parameter.name}=), a default,", parameter.default, True
 
 
 def _variables(module: ModuleType | None) -> Iterator[tuple[str, Any]]:
@@ -142,19 +172,36 @@ def _frozen(value: Any, depth: int = 0) -> Any:
 
 # --- the same, played again
 
+AGAIN: Final = "when the same was played again: draw from self.episode.rng, and let episodes share nothing"
+AFTER_OTHERS: Final = (
+    "when they were played after other ones: they share something. Keep state on self, made in __init__() or setup()"
+)
+IN_GROUPS: Final = (
+    "when another one of the group played the same task: draw what makes the world from self.episode.rng, which a "
+    "group shares, not from self.episode.seed or index"
+)
+TOGETHER: Final = (
+    "when two calls of one turn ended in another order: asynchronous tools of a turn run together. Mark those that "
+    "hang on one another @tool(parallel=False)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What one agent of an episode saw and was given.
 
     Attributes:
+        agent: who.
         messages: all of them.
+        given: how many of them stood in the task, with the system message.
         spoken: how many of the assistant's were sampled; those before them stood in the prompt.
         rewards: and metrics, by name.
         outcome: how it ended.
     """
 
+    agent: str
     messages: Sequence[Mapping[str, Any]]
+    given: int
     spoken: int
     rewards: Mapping[str, float | None]
     outcome: Outcome
@@ -162,8 +209,11 @@ class Seen:
     @classmethod
     def of(cls, trajectory: Trajectory) -> Seen:
         """What a trajectory shows of it."""
+        messages, prompt = trajectory.messages, as_messages(trajectory.task.prompt)
+        system = [message["role"] == "system" for message in (*messages[:1], *prompt[:1])] == [True, False]
         scores = {**trajectory.rewards, **trajectory.metrics}
-        return cls(trajectory.messages, len(trajectory.turns), scores, trajectory.outcome)
+        spoken = len(trajectory.turns)
+        return cls(trajectory.agent, messages, len(prompt) + system, spoken, scores, trajectory.outcome)
 
 
 Episodes = Mapping[str, Seen]
@@ -175,7 +225,7 @@ class Differences:
 
     Attributes:
         counts: in how many episodes.
-        episodes: how many there were.
+        episodes: how many were compared.
     """
 
     counts: Counter[str]
@@ -185,26 +235,37 @@ class Differences:
     def between(cls, first: Episodes, again: Episodes, environment: Environment[Any]) -> Differences:
         """Compare two plays; where what was said differs, what was earned is not looked at."""
         counts: Counter[str] = Counter()
-        for name in first.keys() & again.keys():
+        names = first.keys() & again.keys()
+        for name in names:
             said = _said_differently(first[name], again[name], environment)
             counts.update([said] if said else _scored_differently(first[name], again[name]))
-        return cls(counts, len(first))
+        return cls(counts, len(names))
 
-    def findings(self, *, by_order: bool) -> Iterator[Finding]:
+    @classmethod
+    def within_groups(cls, seen: Episodes, environment: Environment[Any]) -> Differences:
+        """Compare the two episodes of each group; what a group reward makes of them may differ."""
+        groups: tuple[dict[str, Seen], dict[str, Seen]] = {}, {}
+        of_groups = {scorer.name for scorer in environment.scorers if scorer.kind == ScorerKind.GROUP_REWARD}
+        for name, one in seen.items():
+            episode, _, agent = name.rpartition(" ")
+            task, _, index = episode.rpartition("#")
+            rewards = {name: value for name, value in one.rewards.items() if name not in of_groups}
+            groups[int(index)][f"{task} {agent}"] = replace(one, rewards=rewards)
+        return cls.between(*groups, environment)
+
+    def without(self, other: Differences) -> Differences:
+        """Those that the other ones do not tell of."""
+        counts = Counter({cause: number for cause, number in self.counts.items() if cause not in other.counts})
+        return Differences(counts, self.episodes)
+
+    def findings(self, when: str) -> Iterator[Finding]:
         """One for each cause.
 
         Args:
-            by_order: played twice in one order it came out the same.
+            when: it was different, and what to do about that.
         """
         for cause, number in sorted(self.counts.items()):
-            if by_order:
-                when = (
-                    "played after other ones: they share something. Keep state on self, made in __init__() or setup()"
-                )
-            else:
-                when = "the same was played again: draw from self.episode.rng, and let episodes share nothing"
-            many = f"{number} of {self.episodes} episodes"
-            yield Finding(f"{cause} in {many} when {'they were ' if by_order else ''}{when}.")
+            yield Finding(f"{cause} in {number} of {self.episodes} episodes {when}.")
 
 
 def _scored_differently(first: Seen, again: Seen) -> list[str]:
@@ -216,25 +277,36 @@ def _said_differently(first: Seen, again: Seen, environment: Environment[Any]) -
     """Whose words differ first; "" if none do."""
     for index, (one, other) in enumerate(zip(first.messages, again.messages, strict=False)):
         if one != other:
-            return _author(first.messages, index, first.spoken, environment)
+            return _author(first, index, environment)
     if len(first.messages) != len(again.messages) or first.outcome is not again.outcome:
         return f"{_loop(environment)} ended it elsewhere"
     return ""
 
 
-def _author(messages: Sequence[Mapping[str, Any]], index: int, spoken: int, environment: Environment[Any]) -> str:
+def _author(seen: Seen, index: int, environment: Environment[Any]) -> str:
+    messages, spoken = seen.messages, seen.spoken
     role = messages[index]["role"]
     if role == "system":
         return "the system prompt was another one"
     said = [number for number, message in enumerate(messages) if message["role"] == "assistant"][-spoken:]
     if not spoken or not said or index < said[0]:
-        return "prompt() gave another one" if environment.overrides("prompt") else "tasks() gave another prompt"
+        return _author_of_prompt(seen, index, environment)
     match role:
         case "tool":
             return f"tool {_tool_of(messages, index)}() gave another result"
         case "assistant":
             return "setup() gave the model other tools"
     return f"{_loop(environment)} gave another answer"
+
+
+def _author_of_prompt(seen: Seen, index: int, environment: Environment[Any]) -> str:
+    if seen.agent != MAIN:
+        return f"what agent {seen.agent!r} was asked first was another one"
+    if environment.overrides("prompt"):
+        return f"prompt(){' or rollout()' if environment.overrides('rollout') else ''} gave another one"
+    if index >= seen.given and environment.overrides("rollout"):
+        return "rollout() added another message"
+    return "tasks() gave another prompt"
 
 
 def _tool_of(messages: Sequence[Mapping[str, Any]], index: int) -> str:

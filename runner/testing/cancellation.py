@@ -19,7 +19,13 @@ __all__ = ["cancel_everywhere"]
 __tracebackhide__ = True
 
 _MOST: Final = 100_000
+_MOST_SWALLOWED: Final = 1_000
+"""One run may be given so many cancellations, one for each `await` of a long unwinding; then somebody swallows them."""
+
 _REASON: Final = "cancel_everywhere"
+_ENDLESS: Final[list[Coroutine[Any, Any, object]]] = []
+"""Coroutines that end by nothing, kept so that Python does not try to close them."""
+
 _EVENT_LOOPS: Final = frozenset({"anyio", "asyncio", "trio"})
 
 
@@ -43,7 +49,8 @@ async def cancel_everywhere(
         How many suspension points were cancelled: all that an undisturbed run has.
 
     Raises:
-        AssertionError: the scenario swallowed its cancellation, by the name of the function that did.
+        AssertionError: the scenario swallowed its cancellation, by the name of the function that did; one that does so
+            for ever is given up.
         BadOption: it is no function that gives a coroutine.
         RuntimeError: the scenario never ended undisturbed.
         BaseException: what the scenario or the check raised, with a note that says where it had been cancelled.
@@ -66,7 +73,11 @@ async def cancel_everywhere(
             raise
         if not run.cancelled_in:
             return at - 1
-    raise RuntimeError(f"the scenario still ran after {_MOST} suspension points: it has to end")
+    raise _endless()
+
+
+def _endless() -> RuntimeError:
+    return RuntimeError(f"the scenario still ran after {_MOST} suspension points: it has to end")
 
 
 def _coroutine(made: Any) -> Coroutine[Any, Any, object]:
@@ -117,10 +128,31 @@ class _Run:
             except StopIteration:
                 return
             suspensions += 1
+            if suspensions > self.at + _MOST:
+                raise self._given_up(_endless())
+            if len(self.delivered) > _MOST_SWALLOWED:
+                raise self._given_up(self._swallowed_for_ever())
             if suspensions == self.at:
                 self.cancelled_in = _place(coroutine)
                 scope.cancel(_REASON)
             resume = yield from self._suspended(awaited)
+
+    def _swallowed_for_ever(self) -> AssertionError:
+        who = _swallower(self.delivered[-1]) or "the scenario"
+        return AssertionError(
+            f"cancelled in {self.cancelled_in}, and it never ends: {who} swallowed the cancellation {_MOST_SWALLOWED} "
+            f"times over. Clean up in `finally`, or raise it again."
+        )
+
+    def _given_up(self, error: Exception) -> Exception:
+        """End the coroutine by an error that nobody expects, so that it still leaves what it entered; else leave it."""
+        for _ in range(_MOST_SWALLOWED):
+            try:
+                self.coroutine.throw(error)
+            except BaseException:
+                return error
+        _ENDLESS.append(self.coroutine)
+        return error
 
     def _suspended(self, awaited: Any) -> Generator[Any, Any, Callable[[], Any]]:
         """Suspend in the coroutine's stead; gives how to go on with it."""

@@ -42,8 +42,9 @@ def play_cancelled(
 ) -> int:
     """Play an episode again and again, cancelled when it suspends for the 1st, the 2nd, the 3rd ... time.
 
-    After each time no request, session, task, thread or file may be left. The last time it is not cancelled, and must
-    not fail. Time that tools wait is waited each time: play them on little.
+    After each time no request, session, task, thread or file may be left. The first and the last time it is not
+    cancelled, and must not fail; what is opened once for all episodes, the first one opens. Time that tools wait is
+    waited each time: play them on little.
 
     Args:
         environment: the environment, or its class.
@@ -107,12 +108,13 @@ async def _everywhere(
             if check is not None:
                 check(last[0]._environment)
 
+        await episode()  # whatever is loaded and opened only once: what is left after that, every episode leaves
+        trajectory = last[0].trajectories()[0]
+        if trajectory.outcome.failed:
+            raise AssertionError(f"undisturbed, the episode fails: {trajectory.outcome.value}: {trajectory.error}")
+        nothing_is_left()
         with no_leaks(engine):
-            points = await cancel_everywhere(episode, check=nothing_is_left)
-    trajectory = last[0].trajectories()[0]
-    if trajectory.outcome.failed:
-        raise AssertionError(f"undisturbed, the episode fails: {trajectory.outcome.value}: {trajectory.error}")
-    return points
+            return await cancel_everywhere(episode, check=nothing_is_left)
 
 
 def _context(environment: Environment[Any], engine: ScriptedEngine, limits: Limits | None) -> RunContext:

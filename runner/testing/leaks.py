@@ -1,7 +1,8 @@
-"""Finds what a block of code left behind: threads, tasks, open files and requests, by name."""
+"""Finds what a block of code left behind: threads, processes, tasks, open files and requests, by name."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import re
@@ -11,6 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import anyio
@@ -32,6 +34,8 @@ _PASSES: Final = 5
 # Idle threads that anyio and trio keep for the next call; they carry these names only while they have no work.
 _POOLED: Final = re.compile(r"Trio thread \d+")
 
+# Processes that Python's multiprocessing and anyio start once and keep.
+_KEPT: Final = re.compile(r"\bmultiprocessing\.(resource_tracker|forkserver)\b|-m anyio\.to_process\b")
 
 UNCLOSED: Final = "closed by the garbage collector alone: "
 """How a leak begins that is gone by now, but only since nobody held it any more."""
@@ -54,14 +58,14 @@ class Leaked(AssertionError):
 
 @contextmanager
 def no_leaks(*engines: Engine, settle: float = 5.0) -> Iterator[None]:
-    """Fail if the block leaves a thread, a task, an open file or an open request behind.
+    """Fail if the block leaves a thread, a process, a task, an open file or an open request behind.
 
     What is closed only because the garbage collector came by counts as left open. Works inside and outside an event
     loop. An exception that leaves the block passes, with a note of what leaked.
 
     Args:
         engines: whose open and waiting requests and live sessions are counted.
-        settle: seconds that threads which are about to end get to do so.
+        settle: seconds that threads and processes which are about to end get to do so.
 
     Raises:
         BadOption: what is given is no engine.
@@ -126,15 +130,21 @@ def _other_tasks() -> list[anyio.TaskInfo]:
 
 def _leaks(engines: tuple[Engine, ...], before: set[str], settle: float) -> list[str]:
     deadline = time.monotonic() + settle
-    while leaks := _inventory(engines) - before:
-        if time.monotonic() >= deadline or not all(leak.startswith("thread ") for leak in leaks):
+    while leaks := _inventory(engines) - before - _kept_by_event_loop(before):
+        if time.monotonic() >= deadline or not all(leak.startswith(("thread ", "process ")) for leak in leaks):
             break
         time.sleep(0.01)
     return sorted(leaks)
 
 
 def _inventory(engines: tuple[Engine, ...]) -> set[str]:
-    counters: tuple[Callable[[], Iterator[str]], ...] = (_threads, _tasks, _files, lambda: _requests(engines))
+    counters: tuple[Callable[[], Iterator[str]], ...] = (
+        _threads,
+        _processes,
+        _tasks,
+        _files,
+        lambda: _requests(engines),
+    )
     return {item for counter in counters for item in counter()}
 
 
@@ -147,6 +157,22 @@ def _threads() -> Iterator[str]:
 def _is_pooled(thread: threading.Thread) -> bool:
     idle = getattr(thread, "idle_workers", None)  # of anyio's worker threads on asyncio
     return thread in idle if idle is not None else _POOLED.fullmatch(thread.name) is not None
+
+
+def _processes() -> Iterator[str]:
+    """Those that run and were started here; of one that has ended only the number is left."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        for process in _read(children).split():
+            command = _read(Path("/proc") / process / "cmdline").replace("\0", " ").strip()
+            if command and not _KEPT.search(command):
+                yield f"process {process} ({command:.60})"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # it has ended meanwhile
+        return ""
 
 
 def _tasks() -> Iterator[str]:
@@ -171,6 +197,17 @@ def _files() -> Iterator[str]:
         except OSError:  # the descriptor of this very listing
             continue
         yield f"file {descriptor} ({target})"
+
+
+def _kept_by_event_loop(before: set[str]) -> set[str]:
+    """The descriptor that libuv opens beside a loop's first stream, to a socket or a process, and keeps in reserve."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return set()
+    if not type(loop).__module__.startswith("uvloop"):
+        return set()
+    return set(sorted(file for file in _files() if file not in before and file.endswith(f"({os.devnull})"))[:1])
 
 
 def _requests(engines: tuple[Engine, ...]) -> Iterator[str]:

@@ -32,6 +32,7 @@ from runner.testing.assertions import assert_exact
 from runner.testing.clock import VirtualClock
 from runner.testing.leaks import noting_left_tasks
 from runner.testing.queued import CheckedEngine, QueuedEngine, Saying, show_reply
+from runner.testing.report import endings
 from runner.testing.watchdog import LoopWatchdog
 from runner.trajectory import Trajectory
 
@@ -80,6 +81,7 @@ def play(
     engine: Said,
     *,
     task: Task | str | None = None,
+    agent: str = MAIN,
     clock: VirtualClock | None = None,
     **options: Unpack[PlayOptions],
 ) -> Trajectory:
@@ -90,21 +92,22 @@ def play(
 
     Args:
         environment: the environment, or its class.
-        engine: an engine; or what to say: a list of replies, each said once and in order, one text or function that
-            answers every turn, or a dict of these by agent.
+        engine: an engine; or what to say: a list of replies, each said once and in order (none: `[]`), one text or
+            function that answers every turn of `main`, or a dict of these by agent.
         task: the task or its id; by default the first one.
+        agent: whose trajectory is wanted, where several are trained; `play_many(..., tasks=1)` gives all of them.
         clock: a virtual clock, on which limits of minutes pass at once.
         options: those of `Run`.
 
     Returns:
-        The trajectory of the agent `main`.
+        The trajectory of the agent.
 
     Raises:
         AssertionError: replies were missing or left over, or the trajectory is not exact.
         BadInput: something given cannot be used; the message names it and the fix.
     """
     __tracebackhide__ = True
-    return at_once("play", partial(play_async, environment, engine, task=task, **options), engine, clock)
+    return at_once("play", partial(play_async, environment, engine, task=task, agent=agent, **options), engine, clock)
 
 
 def play_many(
@@ -138,12 +141,17 @@ def play_many(
 
 
 async def play_async(
-    environment: Played, engine: Said, *, task: Task | str | None = None, **options: Unpack[PlayOptions]
+    environment: Played,
+    engine: Said,
+    *,
+    task: Task | str | None = None,
+    agent: str = MAIN,
+    **options: Unpack[PlayOptions],
 ) -> Trajectory:
     """`play`, for an `async def` test."""
     __tracebackhide__ = True
     try:
-        return await _one(environment, engine, task, options)
+        return await _one(environment, engine, task, agent, options)
     except (AssertionError, DeltarunnerError) as error:
         # It says what to do: where in the kit it was noticed is nobody's business.
         raise error.with_traceback(None) from error.__cause__
@@ -165,23 +173,34 @@ def chosen_task(environment: Played, task: Task | str | None) -> Task:
     raise BadTask("the environment has no task. Give one: task=Task(id='one', prompt='...').")
 
 
-async def _one(environment: Played, engine: Said, task: Task | str | None, options: PlayOptions) -> Trajectory:
+async def _one(
+    environment: Played, engine: Said, task: Task | str | None, agent: str, options: PlayOptions
+) -> Trajectory:
     if options.get("group_size", 1) != 1:
         raise BadOption(f"play(group_size={options['group_size']!r}): it plays one episode; play_many() plays groups.")
     speaker = _queue_of(engine)
     chosen = [task] if isinstance(task, Task) else _chosen(environment, 1, task)
     trajectories = await _played(environment, speaker, chosen, options)
     if not trajectories and options.get("file"):
-        raise BadOption(f"play(file='{options['file']}'): it holds this episode already. Give another file, or none.")
-    if isinstance(speaker, QueuedEngine) and speaker is not engine:
-        _check_nothing_left(speaker.leftovers())
-    if not trajectories and options.get("file"):
         raise BadOption(
             f"play(file={str(options['file'])!r}): it holds this episode already. Give another file, or none."
         )
+    if isinstance(speaker, QueuedEngine) and speaker is not engine:
+        _check_nothing_left(speaker.leftovers(), trajectories)
     if not trajectories:
         raise BadTask("play(): the environment has no task. Give one: play(..., task=Task(id='one', prompt='...')).")
-    return next((t for t in trajectories if t.agent == MAIN), trajectories[0])
+    return _of_agent(trajectories, agent)
+
+
+def _of_agent(trajectories: Sequence[Trajectory], agent: str) -> Trajectory:
+    """That agent's; where `main` is not trained, the first one stands for it."""
+    for trajectory in trajectories:
+        if trajectory.agent == agent:
+            return trajectory
+    if agent == MAIN:
+        return trajectories[0]
+    agents = ", ".join(repr(trajectory.agent) for trajectory in trajectories)
+    raise BadOption(f"play(agent={agent!r}): no trained agent of that name; these are: {agents}.")
 
 
 async def play_many_async(
@@ -205,7 +224,7 @@ async def _many(environment: Played, engine: Said, tasks: int | Tasks | None, op
     order: dict[str, int] = {}
     trajectories = await _played(environment, speaker, _noting_order(chosen, order), options)
     if speaker is not engine:
-        _check_nothing_left(_unsaid(engine, speaker))
+        _check_nothing_left(_unsaid(engine, speaker), trajectories)
     if not order:  # a source that hears of results: it gives no order beforehand
         return trajectories
     return sorted(trajectories, key=lambda t: (order[t.task.id], t.visit, t.index, t.agent != MAIN, t.agent))
@@ -289,12 +308,12 @@ def _queue_of(given: Said) -> Engine:
     queued.to_add, queued.to_drop = "Add one to what play() is given", "give play() fewer"
     by_agent: Any = given if isinstance(given, Mapping) else {MAIN: given}
     for agent, own in by_agent.items():
-        if isinstance(own, list | tuple) and own:
-            queued.say(*own, agent=agent)
-        elif own:
+        if not isinstance(own, list | tuple):
+            if not own:
+                raise BadOption(f"play({{{agent!r}: {own!r}}}): give what it says; [] is nothing.")
             queued.always(own, agent=agent)
-        else:
-            raise BadOption(f"play({{{agent!r}: {own!r}}}): give at least one reply.")
+        elif own:
+            queued.say(*own, agent=agent)
     return queued
 
 
@@ -304,6 +323,8 @@ def engine_of(given: Said) -> Engine:
             return given
         case str() | Reply():
             return _answering(given)
+        case [] | ():
+            return _queue_of([])
         case list() | tuple() | Mapping() | Path() | RunFile():
             return ScriptedEngine(given, record=True)
     if callable(given) and not isinstance(given, type):
@@ -319,9 +340,9 @@ def _answering(what: Any) -> QueuedEngine:
     return QueuedEngine().always(what)
 
 
-def _check_nothing_left(leftovers: str) -> None:
+def _check_nothing_left(leftovers: str, trajectories: Sequence[Trajectory]) -> None:
     if leftovers:
-        raise AssertionError(leftovers)
+        raise AssertionError(f"{leftovers}\n{endings(trajectories)}".rstrip())
 
 
 def _unsaid(replies: Any, engine: Engine) -> str:

@@ -163,8 +163,7 @@ class QueuedEngine(CheckedEngine):
         count = "1 reply was" if len(left) == 1 else f"{len(left)} replies were"
         return (
             f"{count} never said:{listed}\n"
-            f"The episode ended before (look at its outcome), or too many were given: take them out, or "
-            f"{self.to_drop}."
+            f"The episode ended before, or too many were given: take them out, or {self.to_drop}."
         )
 
     @staticmethod

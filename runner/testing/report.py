@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
@@ -12,7 +13,7 @@ from runner.engines.base import Engine
 from runner.trajectory import Trajectory
 from runner.transcript import transcript
 
-__all__ = ["episodes"]
+__all__ = ["endings", "episodes"]
 
 _MOST: Final = 3
 _WIDTH: Final = 120
@@ -29,3 +30,18 @@ def episodes(played: Iterable[tuple[Trajectory, Engine]]) -> str:
         for line in transcript(trajectory, engine.tokenizer.decode, brief=True):
             console.print(line, soft_wrap=True)
     return out.getvalue().rstrip()
+
+
+def endings(trajectories: Iterable[Trajectory]) -> str:
+    """How episodes ended, one line for each way, the most frequent first; agents of an episode share one."""
+    by_episode = {trajectory.id: _ending(trajectory) for trajectory in trajectories}
+    lines = []
+    for ending, count in Counter(by_episode.values()).most_common(_MOST):
+        who = next(name for name, other in by_episode.items() if other == ending) if count == 1 else f"{count} episodes"
+        lines.append(f"{who} ended {ending}")
+    return "\n".join(lines)
+
+
+def _ending(trajectory: Trajectory) -> str:
+    limit = f" ({trajectory.limit})" if trajectory.limit else ""
+    return f"{trajectory.outcome.value}{limit}" + (f": {trajectory.error}" if trajectory.error else "")

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from runner.errors import BadOption
-from runner.lag import Blocker, LagMonitor
+from runner.lag import TICK, Blocker, LagMonitor
 from runner.threads import Workers
 
 __all__ = ["LoopWatchdog"]
@@ -17,14 +17,16 @@ class LoopWatchdog:
 
     Args:
         seconds: how long the loop may stand still in all, in one piece of code; under 0.1 nothing is noticed.
+        tick: how often is looked; what is over within four of them is not noticed at all.
 
     Attributes:
         blockers: who held it up for longer than that, so far, the worst first.
     """
 
-    def __init__(self, seconds: float = 0.2) -> None:
+    def __init__(self, seconds: float = 0.2, *, tick: float = TICK) -> None:
         self.seconds = seconds
         self.blockers: list[Blocker] = []
+        self._tick = tick
         self._depth = 0
         self._monitor: LagMonitor
 
@@ -33,7 +35,7 @@ class LoopWatchdog:
             raise BadOption(f"loop_watchdog.seconds = {self.seconds!r}: give a number of seconds above 0.")
         self._depth += 1
         if self._depth == 1:
-            self._monitor = await LagMonitor(Workers(1)).__aenter__()
+            self._monitor = await LagMonitor(Workers(1), tick=self._tick).__aenter__()
         return self
 
     async def __aexit__(

@@ -313,7 +313,8 @@ def _xgrammar() -> Any:
     try:
         import xgrammar
     except ImportError as error:
-        raise BadInput(f"token masks of grammars need xgrammar ({error}): pip install xgrammar") from error
+        what = "token masks of grammars need xgrammar"
+        raise BadInput(f"{what} ({error}): pip install 'deltarunner[grammars]'") from error
     return xgrammar
 
 

@@ -1,6 +1,7 @@
 """Cancelling at every suspension point: all of them, each once, and what the check finds is told with its place."""
 
 import contextlib
+import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -8,7 +9,7 @@ import anyio
 import pytest
 from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint
 
-from runner.testing import cancel_everywhere
+from runner.testing import cancel_everywhere, cancellation
 
 pytestmark = pytest.mark.anyio
 
@@ -153,6 +154,51 @@ async def test_whoever_swallows_the_cancellation_is_named(
     assert text.startswith(f"cancelled in swallows ({__file__}:")
     assert f"and {told} as if it were not: swallows ({__file__}:" in text
     assert "cancelled at suspension point" in caught.value.__notes__[0]
+
+
+async def swallows_for_ever() -> None:
+    while True:
+        with contextlib.suppress(anyio.get_cancelled_exc_class()):
+            await checkpoint()
+            return
+
+
+OVER: list[bool] = []
+
+
+async def swallows_everything_for_ever() -> None:
+    while not OVER:
+        with contextlib.suppress(BaseException):
+            await checkpoint()
+            return
+
+
+@pytest.mark.parametrize("scenario", [swallows_for_ever, swallows_everything_for_ever])
+async def test_whoever_swallows_it_again_and_again_is_named_and_not_waited_for(
+    scenario: Callable[[], Coroutine[Any, Any, None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = rf"{scenario.__name__} \(.*test_cancellation\.py:\d+\) swallowed the cancellation 1000 times over"
+    with anyio.fail_after(60), pytest.raises(AssertionError, match=said):
+        await cancel_everywhere(scenario)
+    # Python would complain of one that cannot be closed, so it is kept; here it can be.
+    monkeypatch.setattr(sys.modules[__name__], "OVER", [True])
+    while cancellation._ENDLESS:
+        cancellation._ENDLESS.pop().close()
+
+
+async def test_a_shield_that_is_never_left_is_told_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.testing.cancellation._MOST", 1_000)
+
+    async def shielded() -> None:
+        with anyio.CancelScope(shield=True):
+            while True:
+                await checkpoint()
+
+    with (
+        anyio.fail_after(60),
+        pytest.raises(RuntimeError, match="still ran after 1000 suspension points: it has to end"),
+    ):
+        await cancel_everywhere(shielded)
 
 
 async def test_a_deadline_that_fires_in_a_shield_is_no_swallowing() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import socket
+from typing import IO, Any
 
+import anyio
+import anyio.abc
 import anyio.lowlevel
 import pytest
 
-from runner import BadOption, BadTask, Environment, Sampling, ScriptedEngine, Task, Turn, reward, tool
+from runner import BadOption, BadTask, Conversation, Environment, Sampling, ScriptedEngine, Task, Turn, reward, tool
 from runner.engines.base import GenerationRequest
 from runner.testing import QueuedEngine, call, play_cancelled
 
@@ -108,3 +111,49 @@ def test_a_queue_is_refused_and_so_is_what_cannot_be_played() -> None:
 async def test_it_is_for_plain_tests() -> None:
     with pytest.raises(RuntimeError, match=r"play_cancelled\(\) is for a plain"):
         play_cancelled(Closes, SAYS)
+
+
+def test_an_environment_that_starts_a_process_or_opens_a_connection_leaves_nothing() -> None:
+    class Runs(Closes):
+        async def setup(self) -> None:
+            await super().setup()
+            await anyio.run_process(["true"])
+            near, far = socket.socketpair()
+            far.close()
+            stream = await anyio.abc.SocketStream.from_socket(near)
+            await stream.aclose()
+
+    assert play_cancelled(Runs, "hm", check=is_closed) > 5
+
+
+def opened() -> IO[str]:
+    return open(__file__)
+
+
+def test_what_is_opened_once_for_all_episodes_is_no_leak() -> None:
+    once: list[IO[str]] = []
+
+    class Opened(Closes):
+        async def setup(self) -> None:
+            await super().setup()
+            if not once:
+                once.append(opened())
+
+    assert play_cancelled(Opened, "hm", check=is_closed)
+    once[0].close()
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["for ever", "once"])
+def test_a_rollout_that_swallows_cancellations_is_named(again: bool) -> None:
+    class Swallows(Closes):
+        async def rollout(self, conversation: Conversation) -> None:
+            while True:
+                try:
+                    await conversation.generate()
+                    return
+                except anyio.get_cancelled_exc_class():
+                    if not again:
+                        return
+
+    with pytest.raises(AssertionError, match=r"Swallows\.rollout \(.*test_cancelling\.py:\d+\) swallowed the"):
+        play_cancelled(Swallows, "hm")

@@ -2,12 +2,16 @@
 
 import gc
 import os
+import socket
+import subprocess
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import anyio
+import anyio.abc
 import pytest
 from anyio import to_thread
 from anyio.lowlevel import checkpoint
@@ -52,6 +56,16 @@ def test_an_open_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(Leaked, match="left open"), no_leaks():
         descriptor = os.open(path, os.O_CREAT)
     os.close(descriptor)
+
+
+def test_a_process_that_is_left_running_is_named_and_one_that_has_ended_is_none() -> None:
+    with no_leaks(settle=0), subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    left: list[subprocess.Popen[bytes]] = []
+    with pytest.raises(Leaked, match=r"process \d+ \(sleep 600\)"), no_leaks(settle=0):
+        left.append(subprocess.Popen(["sleep", "600"]))
+    left[0].kill()
+    left[0].wait()
 
 
 @pytest.mark.anyio
@@ -143,3 +157,22 @@ def test_what_others_left_to_the_garbage_collector_is_not_the_blocks() -> None:
         with no_leaks():
             gc.collect()
     assert [one.category for one in told] == [ResourceWarning]
+
+
+def test_what_uvloop_keeps_from_its_first_stream_on_is_no_leak_and_a_second_one_is() -> None:
+    async def connects() -> None:
+        near, far = socket.socketpair()
+        far.close()
+        await (await anyio.abc.SocketStream.from_socket(near)).aclose()
+
+    async def watched(opened: int) -> None:
+        with ExitStack() as stack, no_leaks(settle=0):
+            await connects()
+            for _ in range(opened):
+                stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+
+    anyio.run(watched, 0, backend_options={"use_uvloop": True})
+    with pytest.raises(Leaked, match=r"file \d+ \(/dev/null\)"):
+        anyio.run(watched, 1, backend_options={"use_uvloop": True})
+    with pytest.raises(Leaked, match=r"file \d+ \(/dev/null\)"):
+        anyio.run(watched, 1)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from runner import BadOption, BadTask, Environment, Limits, Outcome, Sampling, Task, Turn, reward
+from runner import BadOption, BadTask, Conversation, Environment, Limits, Outcome, Sampling, Task, Turn, reward
 from runner.engines.script import ModelCall
 from runner.testing import (
     Fault,
@@ -129,6 +130,69 @@ def test_replies_that_are_left_over_are_listed() -> None:
         play(Sums, ["stop", "5", call("f", a=1)])
 
 
+class Ends(Sums):
+    def step(self, turn: Turn) -> str | None:
+        if turn.text == "break":
+            raise ZeroDivisionError("mine")
+        return super().step(turn)
+
+
+@pytest.mark.parametrize(
+    ("says", "limits", "ending"),
+    [
+        (["break", "5"], None, r"b#0 ended env_error: ZeroDivisionError: mine \(in step, .*:\d+\)"),
+        (["1", "1", "5"], Limits(turns=2), r"b#0 ended turn_limit \(turns\)"),
+        (["stop", "5"], None, "b#0 ended completed"),
+    ],
+    ids=["env_error", "turn_limit", "completed"],
+)
+@pytest.mark.parametrize("door", [play, partial(play_many, tasks=1)], ids=["play", "play_many"])
+def test_replies_that_are_left_over_are_told_with_how_the_episode_ended(
+    door: Callable[..., object], says: list[str], limits: Limits | None, ending: str
+) -> None:
+    with pytest.raises(AssertionError, match=ending):
+        door(Ends, says, limits=limits)
+
+
+def test_of_many_episodes_each_ending_is_told_once_with_how_many_had_it() -> None:
+    with pytest.raises(AssertionError, match=r"3 episodes ended env_error: ZeroDivisionError: mine"):
+        play_many(Ends, ["break", "5"])
+
+
+def test_the_fixture_tells_of_replies_left_over_with_how_the_episode_ended(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester, "def test_it(scripted_engine):\n    play(Calculator, scripted_engine.say('42', 'more'), task='6')"
+    )
+    result.stdout.fnmatch_lines(["*1 reply was never said:*", "*6#0 ended completed*"])
+
+
+def test_nothing_may_be_said_where_nobody_is_asked() -> None:
+    class Silent(Sums):
+        async def rollout(self, conversation: Conversation) -> None:
+            self.total = 3
+
+    for door in (play, play_many):
+        assert door(Silent, [])
+    with pytest.raises(AssertionError, match=r"none is left \(0 said so far\)"):
+        play(Sums, [])
+
+
+def test_each_of_several_trained_agents_can_be_had() -> None:
+    class Two(Sums):
+        async def rollout(self, conversation: Conversation) -> None:
+            other = self.episode.conversation("other", prompt="And you?", train=True)
+            await conversation.generate()
+            await other.generate()
+
+    says = {"main": ["1"], "other": ["2"]}
+    assert [play(Two, says, agent=agent).text for agent in ("main", "other")] == ["1", "2"]
+    assert {t.agent: t.text for t in play_many(Two, says, tasks=1)} == {"main": "1", "other": "2"}
+    with pytest.raises(
+        BadOption, match=r"play\(agent='third'\): no trained agent of that name; these are: 'main', 'other'"
+    ):
+        play(Two, says, agent="third")
+
+
 def test_a_missing_reply_says_what_was_asked() -> None:
     with pytest.raises(
         AssertionError, match=r"^b#0/main/1: .* none is left \(1 said so far\)\. Add one .*1\..*assistant"
@@ -182,7 +246,8 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no environment": (lambda: ANY(int, "x"), BadOption, r"play\(<class 'int'>, ...\): give an environment"),
     "an engine's class": (lambda: ANY(Sums, ScriptedEngine), BadOption, "ScriptedEngine.: give an engine"),
     "a number": (lambda: ANY(Sums, 5), BadOption, r"play\(\.\.\., 5\): give an engine, .* or what to say"),
-    "no replies": (lambda: play(Sums, []), BadOption, "give at least one reply"),
+    "nothing of an agent": (lambda: ANY(Sums, {"main": None}), BadOption, "'main': None}.: give what it says"),
+    "no such agent": (lambda: play(Sums, "x", agent="judge"), BadOption, "agent='judge'.: .* these are: 'main'"),
     "a number among replies": (lambda: ANY(Sums, ["1", 5]), BadOption, "5 is no reply: give a text"),
     "a function's number": (lambda: ANY(Sums, lambda asked: 5), AssertionError, "lambda.* gave 5, a int: return a"),
     "a function's error": (lambda: ANY(Sums, lambda asked: 1 / 0), AssertionError, "raised ZeroDivisionError"),

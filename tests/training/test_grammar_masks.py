@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from runner import ScriptedEngine, Trajectory
 from runner.engines.vllm_settings import choose_settings, constraint_arguments
-from runner.errors import BadBatch, BadModel, BadOption
+from runner.errors import BadBatch, BadInput, BadModel, BadOption
 from runner.messages import ToolCall
 from runner.options import Constraint, ConstraintKind, Sampling
 from runner.parsing.base import ToolFormat
@@ -478,3 +479,9 @@ def test_an_engine_of_ours_enforces_every_constraint_with_the_library_of_the_mas
     assert chosen["structured_outputs_config"] == {"backend": "xgrammar"}
     theirs = choose_settings({"reasoning_parser": "qwen3"}, cpu=True, known=known).arguments
     assert "structured_outputs_config" not in theirs
+
+
+def test_without_xgrammar_the_extra_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(BadInput, match=r"pip install 'deltarunner\[grammars\]'"):
+        GrammarMasks("smollm2-135m")

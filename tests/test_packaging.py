@@ -1,0 +1,65 @@
+"""What `pip install deltarunner` and its extras bring along, by what is installed here; nothing is downloaded."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+HEAVY = ("torch", "triton", "nvidia", "cuda", "vllm", "xgrammar", "transformers")
+
+
+def requirements(name: str, extras: frozenset[str]) -> list[str]:
+    """Of this project as its tree says, whatever of it is installed."""
+    if name != canonicalize_name(PROJECT["name"]):
+        return distribution(name).requires or []
+    optional = PROJECT["optional-dependencies"]
+    return [*PROJECT["dependencies"], *(one for extra in extras for one in optional[extra])]
+
+
+def closure(requirement: str) -> set[str]:
+    """The names of all distributions that installing it installs; an optional one that is not here is a failure."""
+    found: set[tuple[str, frozenset[str]]] = set()
+    waiting = [Requirement(requirement)]
+    while waiting:
+        one = waiting.pop()
+        place = canonicalize_name(one.name), frozenset(one.extras)
+        if place in found:
+            continue
+        found.add(place)
+        name, extras = place
+        for text in requirements(name, extras):
+            needed = Requirement(text)
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras or {""}):
+                waiting.append(needed)
+    return {name for name, _ in found} - {canonicalize_name(PROJECT["name"])}
+
+
+def megabytes(name: str) -> float:
+    installed: Distribution = distribution(name)
+    paths = [Path(str(file.locate())) for file in installed.files or ()]
+    return sum(path.stat().st_size for path in paths if path.is_file()) / 1e6
+
+
+@pytest.mark.parametrize("extra", ["", "[testing]"], ids=["alone", "testing"])
+def test_no_model_library_comes_along_and_it_all_has_less_than_400_megabytes(extra: str) -> None:
+    names = closure(f"deltarunner{extra}")
+    assert {"numpy", "pyarrow", "tokenizers"} <= names
+    assert [name for name in sorted(names) if name.startswith(HEAVY)] == []
+    assert sum(map(megabytes, names)) < 400
+
+
+def test_the_closure_follows_extras_of_this_project_and_of_others() -> None:
+    assert {"xgrammar", "torch"} <= closure("deltarunner[grammars]")
+    assert closure("deltarunner[grammars]") < closure("deltarunner[training]")
+    assert closure("deltarunner[testing]") | closure("deltarunner[training]") < closure("deltarunner[dev]")
+
+
+def test_a_distribution_that_is_not_here_is_named() -> None:
+    with pytest.raises(PackageNotFoundError, match="no-such-thing"):
+        closure("no-such-thing")
