@@ -45,7 +45,8 @@ class VllmEngine(Engine):
     async with VllmEngine("Qwen/Qwen3-0.6B", max_num_seqs=128) as engine: ...
 
     One event loop, the one that entered it, owns the engine. Every process of vLLM ends with the block, and within
-    seconds of this process if that is killed; none of them sees the terminal's Ctrl-C.
+    seconds of this process if that is killed; none of them sees the terminal's Ctrl-C. vLLM's log goes to stderr;
+    its variable `VLLM_LOGGING_LEVEL`, set before Python starts, says how much of it.
 
     Args:
         model: a folder, a Hugging Face id, or `smollm2-135m`, the demo model.
