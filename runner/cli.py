@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar
+from typing import Annotated, NoReturn, TextIO, TypeVar
 
 import typer
 
@@ -17,9 +18,13 @@ __all__ = ["app", "ending", "main"]
 
 Command = TypeVar("Command", bound=Callable[..., int])
 
+NOBODY_READS = 128 + signal.SIGPIPE
+"""What a shell sees of a Unix tool whose reader left."""
+
 EPILOG = """
 Exit codes: 0 done · 1 anything unforeseen · 2 an option · 3 the environment · 4 a task · 5 the model · 6 the chat
-template · 7 the run file · 8 the disk · 9 the engine · 10 too many episodes failed · 11 the run was stuck · 130 Ctrl-C.
+template · 7 the run file · 8 the disk · 9 the engine · 10 too many episodes failed · 11 the run was stuck · 130 Ctrl-C
+· 141 nobody reads the output any more.
 """
 
 app = typer.Typer(
@@ -71,25 +76,37 @@ def command(name: str) -> Callable[[Command], Command]:
 def ending(body: Callable[[], int]) -> int:
     """The exit code of a command; what it raises is printed as one message."""
     try:
-        return body()
+        code = body()
+        sys.stdout.flush()  # now: at its end Python would complain of a reader who left
+        return code
     except DeltarunnerError as error:
-        print(f"deltarunner: {error}", file=sys.stderr)
+        _tell(f"deltarunner: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        print("deltarunner: interrupted", file=sys.stderr)
+        _tell("deltarunner: interrupted")
         return 130
     except BrokenPipeError:
-        # Whoever read our output has enough of it; without this Python complains at its end.
-        sys.stdout = None
-        return 0
+        _discard(sys.stdout)
+        return NOBODY_READS
     except Exception as error:
-        traceback.print_exc()
-        print(
-            f"deltarunner: {type(error).__name__}: {error}\n"
-            f"This was not foreseen; please report it with the lines above.",
-            file=sys.stderr,
+        _tell(
+            f"{traceback.format_exc()}deltarunner: {type(error).__name__}: {error}\n"
+            f"This was not foreseen; please report it with the lines above."
         )
         return 1
+
+
+def _tell(text: str) -> None:
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    from runner.console import discard
+
+    discard(stream)
 
 
 @command("run")

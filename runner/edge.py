@@ -66,7 +66,12 @@ class Reporter:
 
     def say(self, line: str) -> None:
         """Something that a person must know."""
-        print(line, file=sys.stderr, flush=True)
+        try:
+            print(line, file=sys.stderr, flush=True)
+        except BrokenPipeError:
+            from runner.console import discard
+
+            discard(sys.stderr)
 
     def restore(self) -> None:
         """Leave the terminal as it was found: the process is about to end at once."""
@@ -110,12 +115,11 @@ def run(
 
 
 async def _watched(made: Run) -> signal.Signals | None:
-    from rich.console import Console
-
+    from runner.console import LastingConsole
     from runner.display import PlainDisplay
 
     # Plain lines, also on a terminal: what else is printed there is not ours to hold back.
-    display = PlainDisplay(Console(stderr=True, highlight=False), type(made.environment).__name__)
+    display = PlainDisplay(LastingConsole(stderr=True, highlight=False), type(made.environment).__name__)
     return await display.supervise(made)
 
 

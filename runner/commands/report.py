@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from runner.console import LastingConsole, PipedConsole
 from runner.display import LATE_SECONDS, as_time
 from runner.lag import LagMonitor
 from runner.transcript import printable
@@ -25,9 +26,15 @@ NOTABLE_SECONDS = 1.0
 PIPED_WIDTH = 200
 
 
-def make_console(file: TextIO | None = None) -> Console:
-    """The console on `file`, or stdout; what is piped is not broken into lines of eighty."""
-    return Console(file=file, highlight=False, width=None if (file or sys.stdout).isatty() else PIPED_WIDTH)
+def make_console(file: TextIO | None = None, *, lasting: bool = False) -> Console:
+    """The console on `file`, or stdout; what is piped is not broken into lines of eighty.
+
+    Args:
+        file: where.
+        lasting: a reader who leaves is not missed; by default it is a `BrokenPipeError`.
+    """
+    kind = LastingConsole if lasting else PipedConsole
+    return kind(file=file, highlight=False, width=None if (file or sys.stdout).isatty() else PIPED_WIDTH)
 
 
 def summary_table(summary: Mapping[str, Any], *, earlier: int = 0) -> Table:

@@ -21,6 +21,7 @@ from runner.commands.report import lag_lines, make_console, own_command, quoted,
 from runner.commands.resuming import check_resumable
 from runner.commands.selection import at_once, own_tasks, select
 from runner.commands.values import limits_of, pairs, plain_value
+from runner.console import discard
 from runner.display import Display, PlainDisplay, display_for
 from runner.edge import Reporter, on_event_loop
 from runner.engines.base import Engine
@@ -105,7 +106,7 @@ def _play(settings: RunSettings, make_engine: Callable[[RunSettings], Engine], t
         terminal = None if settings.debug else output.enter_context(quiet_output(told.log))
         stdout = terminal.stdout if terminal else sys.stdout
         stderr = terminal.stderr if terminal else sys.stderr
-        show = told.show = Show(plan, make_console(stderr if settings.json else stdout), told.log)
+        show = told.show = Show(plan, make_console(stderr if settings.json else stdout, lasting=True), told.log)
         try:
             code = show.play()
         except DeltarunnerError as error:
@@ -133,7 +134,10 @@ class Told:
         """Print it, if it was asked for."""
         if self._settings.json:
             line = orjson.dumps(self._as_dict(failure), option=orjson.OPT_NON_STR_KEYS)
-            print(line.decode(), flush=True)
+            try:
+                print(line.decode(), flush=True)
+            except BrokenPipeError:  # a reader who left changes nothing of what the run came to
+                discard(sys.stdout)
 
     def _as_dict(self, failure: DeltarunnerError | None) -> dict[str, Any]:
         run = self.show.run if self.show else None
