@@ -17,7 +17,7 @@ from rich.text import Text
 from runner.console import LastingConsole, PipedConsole
 from runner.display import LATE_SECONDS, as_time
 from runner.lag import LagMonitor
-from runner.transcript import printable
+from runner.transcript import one_line, printable
 
 __all__ = ["lag_lines", "make_console", "own_command", "quoted", "summary_table"]
 
@@ -58,12 +58,12 @@ def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, Rende
     yield "episodes", Text(f"{played} in {as_time(summary['seconds'])}{pace}", style="bold")
     yield "reward", Text(_mean(summary["reward"]), style="bold")
     for name, mean in summary["rewards"].items():
-        yield f"  {name}", Text(_mean(mean))
+        yield f"  {one_line(name)}", Text(_mean(mean))
     if len(summary["pass_at"]) > 1:
         shown = (f"pass@{k} {value:.3f}" for k, value in summary["pass_at"].items() if value is not None)
         yield "solved", Text(" · ".join(shown))
     for name, mean in summary["metrics"].items():
-        yield f"  {name} (metric)", Text(_mean(mean))
+        yield f"  {one_line(name)} (metric)", Text(_mean(mean))
     yield "outcomes", Text(" · ".join(f"{name} {count} of {episodes}" for name, count in summary["outcomes"].items()))
     yield "turns", Text(" · ".join([str(summary["turns"]), *(f"{n} {c}" for n, c in summary["finishes"].items())]))
     yield "tokens", Text(_tokens(summary["tokens"]))
