@@ -7,10 +7,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, NoReturn, TextIO, TypeVar
+from typing import Annotated, Any, NoReturn, TextIO, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from runner.errors import DeltarunnerError
 
@@ -27,7 +29,21 @@ template · 7 the run file · 8 the disk · 9 the engine · 10 too many episodes
 · 141 nobody reads the output any more.
 """
 
+
+class Commands(TyperGroup):
+    """The commands; one that is not there is answered with those that are."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-"):
+            close = get_close_matches(args[0], known, 1)
+            meant = f" Did you mean {close[0]!r}?" if close else ""
+            ctx.fail(f"No such command {args[0]!r}.{meant} There are {', '.join(known)}.")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=Commands,
     name="deltarunner",
     help="Play many multi-turn agent episodes at once against vLLM in this process, and keep the exact token ids.",
     epilog=EPILOG,
@@ -44,6 +60,23 @@ ENVIRONMENT = typer.Argument(
     show_default=False,
 )
 SETTINGS = typer.Option("--set", metavar="NAME=VALUE", help="An argument of the environment's constructor.")
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        import runner
+
+        print(f"deltarunner {runner.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Say which version this is.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of no command."""
 
 
 def main() -> NoReturn:
@@ -219,7 +252,9 @@ def show(
 def export(
     file: Annotated[Path, typer.Argument(help="A run file.")],
     format: Annotated[str, typer.Option(help="jsonl or parquet.")] = "jsonl",
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Default: beside the run file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Default: beside the run file; - is stdout.")
+    ] = None,
 ) -> int:
     """Write the trajectories of a run file as JSONL or Parquet."""
     from runner.commands.export import export_command

@@ -87,7 +87,7 @@ def run(
     """Play a run to its end, on an event loop of its own: the one synchronous door.
 
     Ctrl-C lets the episodes in flight finish; a second one stops them, and they are kept as partial; a third one ends
-    the process.
+    the process. SIGTERM does what the second one does.
 
     Args:
         environment: the environment, or its class.
@@ -101,6 +101,7 @@ def run(
     Raises:
         DeltarunnerError: as `Run` does.
         KeyboardInterrupt: after Ctrl-C, when everything is recorded.
+        SystemExit: after SIGTERM, when everything is recorded; its code is 143, as of a process that the signal ended.
     """
 
     async def play() -> tuple[Summary, signal.Signals | None]:
@@ -109,6 +110,8 @@ def run(
         return made.summary, received
 
     summary, received = on_event_loop(play)
+    if received is signal.SIGTERM:
+        raise SystemExit(128 + received)
     if received is not None:
         raise KeyboardInterrupt
     return summary

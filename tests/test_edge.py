@@ -180,6 +180,14 @@ def test_a_second_interrupt_or_a_termination_keeps_partial_episodes(
         assert not run_file.complete
 
 
+def test_a_termination_is_no_interrupt_and_ends_a_script_with_its_code(tmp_path: Path) -> None:
+    file = tmp_path / "run.db"
+    with pytest.raises(SystemExit) as ending:
+        run(Terminated(100), ScriptedEngine("hi"), file=file, concurrency=Concurrency(episodes=4))
+    assert ending.value.code == 143
+    assert outcomes(file) == {Outcome.CANCELLED: 4}
+
+
 # --- what only a process of its own can show
 
 PREAMBLE = """

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from runner.commands.report import lag_lines, make_console, own_command, quoted, summary_table
-from runner.commands.resuming import check_resumable
+from runner.commands.resuming import check_resumable, is_begun
 from runner.commands.selection import at_once, own_tasks, select
 from runner.commands.values import limits_of, pairs, plain_value
 from runner.console import discard
@@ -303,7 +303,7 @@ class Show(Reporter):
 
     def _name_file(self, header: Header) -> Path:
         path = self._settings.file or next_run_file(FOLDER, short_name(self._settings.environment), header)
-        if not path.exists():
+        if not is_begun(path):
             self.say(f"file  {path}")
             return path
         with RunFile(path) as stored:
