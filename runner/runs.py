@@ -24,7 +24,7 @@ from runner.checks import check_engines, check_file, check_numbers, check_object
 from runner.context import RunContext
 from runner.engines.base import Engine
 from runner.engines.sharing import running
-from runner.environment import Environment, as_environment, check_playable, check_tools
+from runner.environment import Environment, as_environment, check_playable, check_tools, common_system_prompt
 from runner.episode import MAIN, Place
 from runner.errors import BadTask, DeltarunnerError, EngineDead, unwrapped
 from runner.freshness import Freshness
@@ -352,7 +352,7 @@ class Run:
             self.fail(BadTask(f"tasks() raised {describe_error(error)}"))
 
     def _check_system_prompt(self, task: Task) -> None:
-        if self.environment.system_prompt is None or self.environment.overrides("prompt"):
+        if common_system_prompt(self.environment) is None or self.environment.overrides("prompt"):
             return
         messages = as_messages(task.prompt)
         if messages and messages[0]["role"] == "system":
