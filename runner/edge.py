@@ -35,6 +35,7 @@ __all__ = ["Reporter", "RunOptions", "end_process", "exit_now", "on_event_loop",
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
+FAULTS = 3
 FLUSH_SECONDS = 10.0
 THREAD_SECONDS = 0.2
 
@@ -123,7 +124,10 @@ async def _watched(made: Run) -> signal.Signals | None:
 
     # Plain lines, also on a terminal: what else is printed there is not ours to hold back.
     display = PlainDisplay(LastingConsole(stderr=True, highlight=False), type(made.environment).__name__)
-    return await display.supervise(made)
+    received = await display.supervise(made)
+    for fault in list(made.summary.faults)[-FAULTS:]:
+        display.say(f"fault: {fault}")
+    return received
 
 
 def on_event_loop(function: Callable[[*Arguments], Awaitable[T]], *arguments: *Arguments) -> T:

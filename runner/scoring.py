@@ -194,7 +194,8 @@ def scores_by_agent(value: Any, name: str, trained: Sequence[str]) -> dict[str, 
         if agent not in trained:
             raise ValueError(
                 f"{name} rewards {agent!r}, which is no trained agent; these are: {', '.join(trained)}. For scores "
-                f"with names of their own write a @reward for each, or one number here and a @metric that returns the dict"
+                f"with names of their own write a @reward for each, or one number here and a @metric that returns the "
+                f"dict"
             )
     return {agent: as_score(score, name) for agent, score in by_agent.items()}
 
