@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import TextIO
+from typing import IO
 
 from rich.console import Console
 
 __all__ = ["LastingConsole", "PipedConsole", "discard"]
 
 
-def discard(stream: TextIO) -> None:
+def discard(stream: IO[str]) -> None:
     """Send to nowhere what is written to `stream` from here on, what it holds back included."""
     with suppress(OSError, ValueError):  # a stream without a descriptor has no reader who could leave
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from runner import Concurrency, Environment, Outcome, Run, ScriptedEngine, reward
-from runner.testing import call
+from runner.testing import Replies, call
 from tests import reference
 
 PAGE = (Path(__file__).parents[1] / "docs" / "environments.md").read_text()
@@ -82,7 +82,7 @@ async def test_a_task_with_fields_of_its_own_and_a_source_that_hears_play(tmp_pa
 @pytest.mark.anyio
 async def test_the_episode_of_the_page_has_tools_of_its_setup_and_is_compared_in_its_group(tmp_path: Path) -> None:
     hunt = names_of(4, tmp_path)["Hunt"]
-    looks = [[call("look", place="barn")], "Nowhere.", [call("look", place="well")], [call("look", place="barn")]]
+    looks: Replies = [[call("look", place="barn")], "Nowhere.", [call("look", place="well")], [call("look", place="barn")]]
     async with Run(hunt, ScriptedEngine(looks), group_size=2) as run:
         (group,) = [group async for group in run.groups()]
     for trajectory in group.trajectories:
