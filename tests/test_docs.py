@@ -82,7 +82,8 @@ async def test_a_task_with_fields_of_its_own_and_a_source_that_hears_play(tmp_pa
 @pytest.mark.anyio
 async def test_the_episode_of_the_page_has_tools_of_its_setup_and_is_compared_in_its_group(tmp_path: Path) -> None:
     hunt = names_of(4, tmp_path)["Hunt"]
-    looks: Replies = [[call("look", place="barn")], "Nowhere.", [call("look", place="well")], [call("look", place="barn")]]
+    barn, well = call("look", place="barn"), call("look", place="well")
+    looks: Replies = [[barn], "Nowhere.", [well], [barn]]
     async with Run(hunt, ScriptedEngine(looks), group_size=2) as run:
         (group,) = [group async for group in run.groups()]
     for trajectory in group.trajectories:
