@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 import traceback
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TextIO, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from runner.errors import DeltarunnerError
 
@@ -17,12 +20,30 @@ __all__ = ["app", "ending", "main"]
 
 Command = TypeVar("Command", bound=Callable[..., int])
 
+NOBODY_READS = 128 + signal.SIGPIPE
+"""What a shell sees of a Unix tool whose reader left."""
+
 EPILOG = """
 Exit codes: 0 done · 1 anything unforeseen · 2 an option · 3 the environment · 4 a task · 5 the model · 6 the chat
-template · 7 the run file · 8 the disk · 9 the engine · 10 too many episodes failed · 11 the run was stuck · 130 Ctrl-C.
+template · 7 the run file · 8 the disk · 9 the engine · 10 too many episodes failed · 11 the run was stuck · 130 Ctrl-C
+· 141 nobody reads the output any more.
 """
 
+
+class Commands(TyperGroup):
+    """The commands; one that is not there is answered with those that are."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-"):
+            close = get_close_matches(args[0], known, 1)
+            meant = f" Did you mean {close[0]!r}?" if close else ""
+            ctx.fail(f"No such command {args[0]!r}.{meant} There are {', '.join(known)}.")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=Commands,
     name="deltarunner",
     help="Play many multi-turn agent episodes at once against vLLM in this process, and keep the exact token ids.",
     epilog=EPILOG,
@@ -39,6 +60,23 @@ ENVIRONMENT = typer.Argument(
     show_default=False,
 )
 SETTINGS = typer.Option("--set", metavar="NAME=VALUE", help="An argument of the environment's constructor.")
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        import runner
+
+        print(f"deltarunner {runner.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Say which version this is.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of no command."""
 
 
 def main() -> NoReturn:
@@ -71,25 +109,37 @@ def command(name: str) -> Callable[[Command], Command]:
 def ending(body: Callable[[], int]) -> int:
     """The exit code of a command; what it raises is printed as one message."""
     try:
-        return body()
+        code = body()
+        sys.stdout.flush()  # now: at its end Python would complain of a reader who left
+        return code
     except DeltarunnerError as error:
-        print(f"deltarunner: {error}", file=sys.stderr)
+        _tell(f"deltarunner: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        print("deltarunner: interrupted", file=sys.stderr)
+        _tell("deltarunner: interrupted")
         return 130
     except BrokenPipeError:
-        # Whoever read our output has enough of it; without this Python complains at its end.
-        sys.stdout = None
-        return 0
+        _discard(sys.stdout)
+        return NOBODY_READS
     except Exception as error:
-        traceback.print_exc()
-        print(
-            f"deltarunner: {type(error).__name__}: {error}\n"
-            f"This was not foreseen; please report it with the lines above.",
-            file=sys.stderr,
+        _tell(
+            f"{traceback.format_exc()}deltarunner: {type(error).__name__}: {error}\n"
+            f"This was not foreseen; please report it with the lines above."
         )
         return 1
+
+
+def _tell(text: str) -> None:
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    from runner.console import discard
+
+    discard(stream)
 
 
 @command("run")
@@ -206,7 +256,9 @@ def show(
 def export(
     file: Annotated[Path, typer.Argument(help="A run file.")],
     format: Annotated[str, typer.Option(help="jsonl or parquet.")] = "jsonl",
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Default: beside the run file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Default: beside the run file; - is stdout.")
+    ] = None,
 ) -> int:
     """Write the trajectories of a run file as JSONL or Parquet."""
     from runner.commands.export import export_command

@@ -309,7 +309,10 @@ class LiveDisplay(Display):
     @contextmanager
     def _shown(self) -> Iterator[None]:
         # Refreshed by us: a thread of its own would compete with the event loop for the interpreter.
-        with Live(console=self.console, auto_refresh=False, transient=True) as self._live:
+        # And sys.stdout is let be: who meets it now and keeps it, as a logger does, would write over the display.
+        with Live(
+            console=self.console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+        ) as self._live:
             yield
 
     def restore(self) -> None:

@@ -37,6 +37,7 @@ __all__ = ["Reporter", "RunOptions", "end_process", "exit_now", "on_event_loop",
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
+FAULTS = 3
 FLUSH_SECONDS = 10.0
 THREAD_SECONDS = 0.2
 
@@ -69,7 +70,12 @@ class Reporter:
 
     def say(self, line: str) -> None:
         """Something that a person must know."""
-        print(line, file=sys.stderr, flush=True)
+        try:
+            print(line, file=sys.stderr, flush=True)
+        except BrokenPipeError:
+            from runner.console import discard
+
+            discard(sys.stderr)
 
     def restore(self) -> None:
         """Leave the terminal as it was found: the process is about to end at once."""
@@ -85,7 +91,7 @@ def run(
     """Play a run to its end, on an event loop of its own: the one synchronous door.
 
     Ctrl-C lets the episodes in flight finish; a second one stops them, and they are kept as partial; a third one ends
-    the process.
+    the process. SIGTERM does what the second one does.
 
     Args:
         environment: the environment, or its class.
@@ -99,6 +105,7 @@ def run(
     Raises:
         DeltarunnerError: as `Run` does.
         KeyboardInterrupt: after Ctrl-C, when everything is recorded.
+        SystemExit: after SIGTERM, when everything is recorded; its code is 143, as of a process that the signal ended.
     """
 
     async def play() -> tuple[Summary, signal.Signals | None]:
@@ -107,19 +114,23 @@ def run(
         return made.summary, received
 
     summary, received = on_event_loop(play)
+    if received is signal.SIGTERM:
+        raise SystemExit(128 + received)
     if received is not None:
         raise KeyboardInterrupt
     return summary
 
 
 async def _watched(made: Run) -> signal.Signals | None:
-    from rich.console import Console
-
+    from runner.console import LastingConsole
     from runner.display import PlainDisplay
 
     # Plain lines, also on a terminal: what else is printed there is not ours to hold back.
-    display = PlainDisplay(Console(stderr=True, highlight=False), type(made.environment).__name__)
-    return await display.supervise(made)
+    display = PlainDisplay(LastingConsole(stderr=True, highlight=False), type(made.environment).__name__)
+    received = await display.supervise(made)
+    for fault in list(made.summary.faults)[-FAULTS:]:
+        display.say(f"fault: {fault}")
+    return received
 
 
 def on_event_loop(function: Callable[[*Arguments], Awaitable[T]], *arguments: *Arguments) -> T:

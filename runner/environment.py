@@ -33,19 +33,22 @@ Reply = Prompt | None
 HOOKS = ("tasks", "lifespan", "setup", "prompt", "step", "rollout", "close")
 
 
-class _OfAnEpisode:
-    """What the runner sets on an episode's own object, where it is not set."""
+class _NotYet(BadEnvironment, AttributeError):
+    """What only an episode has was asked of an environment that plays none."""
+
+
+class _OfEpisode:
+    """Stands for an attribute until an episode sets it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, instance: object, owner: type) -> Any:
-        if instance is None:
+    def __get__(self, environment: Environment[Any] | None, owner: type) -> Any:
+        if environment is None:
             return self
-        raise AttributeError(
-            f"self.{self._name} is not set on this {owner.__name__}: the runner sets it on the fresh object of each "
-            f"episode, before setup(). The object that you construct, whose tasks(), lifespan() and group rewards are "
-            f"called, plays no episode."
+        raise _NotYet(
+            f"{owner.__name__}.{self._name} is there in an episode, from setup() on. The object that you construct "
+            f"plays none: __init__(), tasks(), lifespan(), limits and sampling have to do without it."
         )
 
 
@@ -56,7 +59,8 @@ class Environment(Generic[TaskT]):
     episode a fresh object is made by the same call with the same arguments, so state lives on `self`.
 
     Attributes:
-        system_prompt: the system message of every episode.
+        system_prompt: the system message of every episode. One that depends on the task is assigned in `setup()`, or
+            is a property that reads `self.task`.
         tool_choice: whether the model may ("auto"), must ("required") or must not ("none") call a tool, or the name of
             the tool it must call. Read before every turn; may be assigned.
         limits: the environment's own limits; a run's win, field by field. May be assigned in `setup()`.
@@ -72,10 +76,10 @@ class Environment(Generic[TaskT]):
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
 
-    task: TaskT = cast("TaskT", _OfAnEpisode())
-    episode: Episode = cast("Episode", _OfAnEpisode())
-    shared: Any = _OfAnEpisode()
-    tools: list[Tool] = cast("list[Tool]", _OfAnEpisode())
+    task: TaskT = cast("Any", _OfEpisode())
+    episode: Episode = cast("Any", _OfEpisode())
+    shared: Any = _OfEpisode()
+    tools: list[Tool] = cast("Any", _OfEpisode())
 
     tool_specs: ClassVar[tuple[ToolSpec, ...]] = ()
     scorers: ClassVar[tuple[Scorer, ...]] = ()
@@ -167,6 +171,14 @@ class Environment(Generic[TaskT]):
         bound = inspect.signature(type(self).__init__).bind(self, *args, **kwargs)
         bound.apply_defaults()
         return dict(list(bound.arguments.items())[1:])
+
+
+def common_system_prompt(environment: Environment[Any]) -> str | None:
+    """The system prompt that all episodes have; None where there is none, or where it depends on the episode."""
+    try:
+        return environment.system_prompt
+    except _NotYet:
+        return None
 
 
 def check_playable(environment: Environment[Any]) -> None:

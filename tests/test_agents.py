@@ -320,8 +320,12 @@ async def test_one_reward_that_is_none_makes_the_sum_none() -> None:
         (math.nan, "nan"),
         ([1], r"\[1\]"),
         ({"nobody": 1.0}, "'nobody', which is no trained"),
+        (
+            {"style": 1.0},
+            "scores with names of their own write a @reward for each, or .* a @metric that returns the dict",
+        ),
     ],
-    ids=["string", "nan", "list", "unknown agent"],
+    ids=["string", "nan", "list", "unknown agent", "a name of its own"],
 )
 async def test_what_is_no_reward_is_env_error(value: Any, said: str) -> None:
     class Odd(Plain):
@@ -348,6 +352,33 @@ async def test_a_metric_that_raises_is_absent_and_counted() -> None:
         (trajectory,) = [t async for t in run]
     assert (trajectory.reward, trajectory.metrics) == (1.0, {"other": 1.0})
     assert "metric length(): ZeroDivisionError: nothing there" in run.summary.faults[0]
+
+
+async def test_a_metric_of_several_numbers_is_as_many_metrics() -> None:
+    class Judged(Plain):
+        @metric
+        def scores(self) -> dict[str, float | bool | None]:
+            return {"style": 0.5, "polite": True, "unknown": None}
+
+        @metric
+        async def nothing(self) -> dict[str, float]:
+            return {}
+
+        @metric
+        def by_number(self) -> dict[int, float]:
+            return {1: 0.5}
+
+        @metric
+        def nested(self) -> dict[str, Any]:
+            return {"style": {"clear": 1.0}}
+
+    async with Run(Judged, recording("Yes")) as run:
+        (trajectory,) = [t async for t in run]
+    assert (trajectory.reward, trajectory.metrics) == (1.0, {"scores.style": 0.5, "scores.polite": 1.0})
+    assert run.summary.metrics["scores.style"].mean == 0.5
+    by_number, nested = run.summary.faults
+    assert re.search(r"metric by_number\(\): TypeError: by_number returned names that are no strings: \[1\]", by_number)
+    assert re.search(r"metric nested\(\): TypeError: nested\.style returned \{'clear': 1\.0\}", nested)
 
 
 class Raises(Plain):

@@ -271,6 +271,19 @@ def test_every_error_is_one_message_and_an_exit_code(
     assert "Traceback" not in done.stderr
 
 
+def test_an_unknown_command_is_answered_with_those_that_are(folder: Path) -> None:
+    output = " ".join(re.sub(r"[│╭╮╰╯─]", " ", deltarunner("frobnicate").output).split())
+    assert (
+        "No such command 'frobnicate'. There are run, list, show, export, verify, check-template, new, check." in output
+    )
+    assert "Did you mean 'show'?" in deltarunner("shoe").output
+
+
+def test_the_version_is_said() -> None:
+    said = deltarunner("--version")
+    assert (said.exit_code, said.output) == (0, f"deltarunner {runner.__version__}\n")
+
+
 def test_a_read_only_folder_is_named(folder: Path) -> None:
     (folder / "runs").write_text("a file where the folder should be")
     with pytest.raises(DeltarunnerError, match=r"runs/Greeting\.log cannot be written") as caught:

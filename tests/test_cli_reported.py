@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pyarrow.parquet as parquet
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -121,6 +125,31 @@ def test_an_export_replaces_only_what_was_named(run_file: Path) -> None:
     assert tasks.read_text() == "these are the tasks\n"
     assert deltarunner("export", str(run_file), "-o", "w.jsonl").exit_code == 0
     assert len(tasks.read_text().splitlines()) == 2
+
+
+def test_an_export_to_stdout_is_the_export_and_nothing_else(run_file: Path) -> None:
+    command = [sys.executable, "-m", "runner.cli", "export", str(run_file), "-o", "-"]
+    lines = subprocess.run(command, capture_output=True, check=True)
+    assert lines.stderr == b""
+    assert {json.loads(line)["id"] for line in lines.stdout.splitlines()} == {"t-0#0", "t-1#0"}
+    table = subprocess.run([*command, "--format", "parquet"], capture_output=True, check=True)
+    assert parquet.read_table(io.BytesIO(table.stdout)).column("id").to_pylist() == ["t-0#0", "t-1#0"]
+    assert not Path("-").exists()
+
+
+# --- run files
+
+
+@pytest.mark.parametrize("kind", ["mktemp", "killed at its beginning"])
+def test_a_file_that_is_empty_is_begun(folder: Path, kind: str) -> None:
+    file = folder / "empty.db"
+    file.touch()
+    if kind != "mktemp":
+        with closing(sqlite3.connect(file)) as connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+    assert play(environment="mine.py:Greeting", file=file) == 0
+    with RunFile(file) as stored:
+        assert (len(stored), stored.complete) == (2, True)
 
 
 # --- refused before anything is shown

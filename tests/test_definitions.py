@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runner import BadEnvironment, Environment, Run, ScriptedEngine, Task, metric, reward
+from runner import BadEnvironment, Environment, Limits, Message, Outcome, Run, ScriptedEngine, Task, metric, reward
 
 
 class Base(Environment):
@@ -97,3 +97,55 @@ async def test_an_episode_whose_setup_failed_after_an_agent_spoke_is_announced_a
     async with Run(Broken(), ScriptedEngine("Hello.")) as run:
         (trajectory,) = [trajectory async for trajectory in run]
     assert (trajectory.agent, trajectory.outcome, trajectory.reward) == ("main", "env_error", None)
+
+
+def by_assignment() -> type[Environment[Any]]:
+    class Assigned(Base):
+        def setup(self) -> None:
+            self.system_prompt = f"You play {self.task.id}."
+
+    return Assigned
+
+
+def by_property() -> type[Environment[Any]]:
+    class Told(Base):
+        @property
+        def system_prompt(self) -> str:  # type: ignore[override]  # read only, which is all that is asked of it
+            return f"You play {self.task.id}."
+
+    return Told
+
+
+def by_message() -> type[Environment[Any]]:
+    class Messages(Base):
+        def prompt(self) -> list[Message]:
+            return [{"role": "system", "content": f"You play {self.task.id}."}, {"role": "user", "content": "Hello."}]
+
+    return Messages
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("define", [by_assignment, by_property, by_message])
+async def test_a_system_prompt_may_depend_on_the_task(define: Callable[[], type[Environment[Any]]]) -> None:
+    async with Run(define(), ScriptedEngine("Hello.")) as run:
+        (trajectory,) = [trajectory async for trajectory in run]
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
+    assert [message["content"] for message in trajectory.segments[0].messages] == ["You play one.", "Hello.", "Hello."]
+
+
+def test_what_only_an_episode_has_is_said_where_it_is_asked_for_too_early() -> None:
+    class Limited(Base):
+        @property
+        def limits(self) -> Limits:  # type: ignore[override]
+            return Limits(turns=len(self.task.id))
+
+    class Sharing(Base):
+        def tasks(self) -> list[Task]:
+            return list(self.shared)
+
+    with pytest.raises(BadEnvironment, match=r"Limited\.task is there in an episode, from setup\(\) on"):
+        Run(Limited(), ScriptedEngine("Hello."))
+    with pytest.raises(BadEnvironment, match=r"Sharing\.shared is there in an episode"):
+        Sharing().tasks()
+    for name in ("task", "episode", "shared", "tools"):
+        assert not hasattr(Base(), name)

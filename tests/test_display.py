@@ -2,6 +2,7 @@
 
 import io
 import math
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -154,3 +155,11 @@ async def test_a_run_is_shown_from_its_start_to_its_end(terminal: bool) -> None:
     assert "4 of 4" in text
     assert "\\x1b[2J" in text
     assert "\x1b[2J" not in text
+
+
+def test_what_keeps_stdout_while_the_display_is_shown_does_not_write_over_it() -> None:
+    screen = io.StringIO()
+    shown = LiveDisplay(Console(file=screen, force_terminal=True), "Waiting")
+    before = sys.stdout, sys.stderr
+    with shown._shown():
+        assert (sys.stdout, sys.stderr) == before

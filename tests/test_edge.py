@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,10 +21,12 @@ from runner import (
     ConfigurationChanged,
     Conversation,
     Environment,
+    Group,
     Outcome,
     RunFile,
     ScriptedEngine,
     Task,
+    group_reward,
     reward,
     run,
 )
@@ -83,6 +86,18 @@ def test_run_plays_to_the_end_and_returns_the_summary(tmp_path: Path) -> None:
     summary = run(Greeting(), ScriptedEngine("hi"), file=file)
     assert (summary.episodes, summary.reward.mean) == (8, 1.0)
     assert outcomes(file) == {Outcome.COMPLETED: 8}
+
+
+def test_what_went_wrong_beside_the_episodes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    class Ranked(Greeting):
+        @group_reward
+        def rank(self, group: Group) -> list[float]:
+            return [1.0 for trajectory in group]  # type: ignore[attr-defined]  # that is the point
+
+    summary = run(Ranked(), ScriptedEngine("hi"))
+    assert summary.reward.count == 0
+    said = capsys.readouterr().err
+    assert re.search(r"fault: group_reward rank\(\) of task '\d': TypeError: 'Group' object is not iterable", said)
 
 
 def test_run_takes_what_the_run_takes() -> None:
@@ -178,6 +193,14 @@ def test_a_second_interrupt_or_a_termination_keeps_partial_episodes(
         assert run_file.outcomes() == {Outcome.CANCELLED: 4}
         assert {trajectory.text for trajectory in run_file.trajectories()} == {"hi"}
         assert not run_file.complete
+
+
+def test_a_termination_is_no_interrupt_and_ends_a_script_with_its_code(tmp_path: Path) -> None:
+    file = tmp_path / "run.db"
+    with pytest.raises(SystemExit) as ending:
+        run(Terminated(100), ScriptedEngine("hi"), file=file, concurrency=Concurrency(episodes=4))
+    assert ending.value.code == 143
+    assert outcomes(file) == {Outcome.CANCELLED: 4}
 
 
 # --- what only a process of its own can show

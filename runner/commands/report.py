@@ -14,9 +14,10 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from runner.console import LastingConsole, PipedConsole
 from runner.display import LATE_SECONDS, as_time
 from runner.lag import LagMonitor
-from runner.transcript import printable
+from runner.transcript import one_line, printable
 
 __all__ = ["lag_lines", "make_console", "own_command", "quoted", "summary_table"]
 
@@ -25,9 +26,15 @@ NOTABLE_SECONDS = 1.0
 PIPED_WIDTH = 200
 
 
-def make_console(file: TextIO | None = None) -> Console:
-    """The console on `file`, or stdout; what is piped is not broken into lines of eighty."""
-    return Console(file=file, highlight=False, width=None if (file or sys.stdout).isatty() else PIPED_WIDTH)
+def make_console(file: TextIO | None = None, *, lasting: bool = False) -> Console:
+    """The console on `file`, or stdout; what is piped is not broken into lines of eighty.
+
+    Args:
+        file: where.
+        lasting: a reader who leaves is not missed; by default it is a `BrokenPipeError`.
+    """
+    kind = LastingConsole if lasting else PipedConsole
+    return kind(file=file, highlight=False, width=None if (file or sys.stdout).isatty() else PIPED_WIDTH)
 
 
 def summary_table(summary: Mapping[str, Any], *, earlier: int = 0) -> Table:
@@ -52,14 +59,14 @@ def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, Rende
     first, *others = _by_agent(summary)
     yield first[0], Text(_mean(first[1]), style="bold")
     for name, mean in summary["rewards"].items():
-        yield f"  {name}", Text(_mean(mean))
+        yield f"  {one_line(name)}", Text(_mean(mean))
     for name, mean in others:
-        yield name, Text(_mean(mean), style="bold")
+        yield one_line(name), Text(_mean(mean), style="bold")
     if len(summary["pass_at"]) > 1:
         shown = (f"pass@{k} {value:.3f}" for k, value in summary["pass_at"].items() if value is not None)
         yield "solved", Text(" · ".join(shown))
     for name, mean in summary["metrics"].items():
-        yield f"  {name} (metric)", Text(_mean(mean))
+        yield f"  {one_line(name)} (metric)", Text(_mean(mean))
     yield "outcomes", Text(" · ".join(f"{name} {count} of {episodes}" for name, count in summary["outcomes"].items()))
     yield "turns", Text(" · ".join([str(summary["turns"]), *(f"{n} {c}" for n, c in summary["finishes"].items())]))
     yield "tokens", Text(_tokens(summary["tokens"]))

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import os
+import sqlite3
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from runner.edge import on_event_loop
 from runner.engines.scripted import ScriptedEngine
 from runner.environment import Environment
 from runner.errors import ConfigurationChanged
 from runner.runs import Run
+from runner.store.database import storage_faults, tables_in
 from runner.store.header import Header
 from runner.store.reader import RunFile
 
-__all__ = ["check_resumable"]
+__all__ = ["check_resumable", "is_begun"]
+
+
+def is_begun(path: Path) -> bool:
+    """The file holds a run; one that is not there, or that is empty as `mktemp` makes it, can be begun.
+
+    Raises:
+        RunFileError: it is no run file.
+        StorageFailed: it cannot be read.
+    """
+    if not path.is_file():
+        return path.exists()
+    with (
+        storage_faults(path),
+        closing(sqlite3.connect(f"file:{quote(os.path.abspath(path))}?mode=ro", uri=True)) as file,
+    ):
+        return tables_in(file)
 
 
 def check_resumable(path: Path, environment: Environment[Any], options: Mapping[str, Any], *, model: str) -> None:
     """Compare a file with the run that is to go on with it, in all but what only a running engine can say.
 
     Args:
-        path: the file; one that is not there yet can be begun.
+        path: the file; one that is not begun can be.
         environment: what is to be played.
         options: those of `Run`.
         model: what is to speak.
@@ -32,7 +53,7 @@ def check_resumable(path: Path, environment: Environment[Any], options: Mapping[
         ConfigurationChanged: the file holds a run of another configuration; the message lists what differs.
         RunFileError: it is no run file.
     """
-    if not path.exists():
+    if not is_begun(path):
         return
     with RunFile(path) as run_file:
         stored = run_file.header

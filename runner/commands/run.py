@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.text import Text
 
 from runner.commands.report import lag_lines, make_console, own_command, quoted, summary_table
-from runner.commands.resuming import check_resumable
+from runner.commands.resuming import check_resumable, is_begun
 from runner.commands.selection import at_once, own_tasks, select
 from runner.commands.values import limits_of, pairs, plain_value
+from runner.console import discard
 from runner.display import Display, PlainDisplay, display_for
 from runner.edge import Reporter, on_event_loop
 from runner.engines.base import Engine
@@ -72,7 +73,9 @@ class RunSettings:
 def vllm_engine(settings: RunSettings) -> Engine:
     """The real engine on the model that was asked for."""
     from runner.engines.vllm import VllmEngine
+    from runner.engines.vllm_start import require_vllm
 
+    require_vllm()
     arguments = {name: plain_value(value) for name, value in pairs(settings.engine_options, "--engine-option").items()}
     for name in arguments.keys() & {"model", "template"}:
         raise BadOption(f"--engine-option {name}=...: give --{name}.")
@@ -106,7 +109,7 @@ def _play(settings: RunSettings, make_engine: Callable[[RunSettings], Engine], t
         terminal = None if settings.debug else output.enter_context(quiet_output(told.log))
         stdout = terminal.stdout if terminal else sys.stdout
         stderr = terminal.stderr if terminal else sys.stderr
-        show = told.show = Show(plan, make_console(stderr if settings.json else stdout), told.log)
+        show = told.show = Show(plan, make_console(stderr if settings.json else stdout, lasting=True), told.log)
         try:
             code = show.play()
         except DeltarunnerError as error:
@@ -134,7 +137,10 @@ class Told:
         """Print it, if it was asked for."""
         if self._settings.json:
             line = orjson.dumps(self._as_dict(failure), option=orjson.OPT_NON_STR_KEYS)
-            print(line.decode(), flush=True)
+            try:
+                print(line.decode(), flush=True)
+            except BrokenPipeError:  # a reader who left changes nothing of what the run came to
+                discard(sys.stdout)
 
     def _as_dict(self, failure: DeltarunnerError | None) -> dict[str, Any]:
         run = self.show.run if self.show else None
@@ -304,7 +310,7 @@ class Show(Reporter):
     def _name_file(self, header: Header) -> Path:
         name, again = short_name(self._settings.environment), self._settings.retry_failed
         path = self._settings.file or next_run_file(FOLDER, name, header, also_complete=again)
-        if not path.exists():
+        if not is_begun(path):
             self.say(f"file  {path}")
             return path
         with RunFile(path) as stored:

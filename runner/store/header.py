@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from runner.environment import Environment, common_system_prompt
 from runner.store.plain import class_name, decode_json, encode_json
 from runner.store.schema import FORMAT
 from runner.store.secrets import hide_secrets
@@ -24,7 +25,6 @@ from runner.wording import WORDING_VERSION
 
 if TYPE_CHECKING:
     from runner.engines.base import Engine
-    from runner.environment import Environment
     from runner.runs import Run
 
 __all__ = ["Change", "Header", "OnChange"]
@@ -193,7 +193,7 @@ class Header:
             environment=class_name(type(environment)),
             arguments=_without_secrets(arguments),
             unrecorded=tuple(sorted(unrecorded)),
-            system_prompt=environment.system_prompt,
+            system_prompt=common_system_prompt(environment),
             tool_choice=environment.tool_choice,
             tools={tool.name: tool.as_openai() for tool in environment.bound_tools()},
             engine=_described(run.engine),

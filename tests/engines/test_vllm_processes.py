@@ -24,6 +24,7 @@ from runner.options import Sampling
 pytestmark = pytest.mark.engine
 
 WATCHDOG = 100.0
+ROOT = Path(__file__).parents[2]
 
 RUNNER = """
 import dataclasses, os, signal, sys
@@ -126,6 +127,40 @@ def test_after_kill_9_in_the_middle_of_a_start_no_engine_process_is_alive(runner
     runner.kill()
     runner.wait()
     assert_gone(processes)
+
+
+SCRIPT = """
+import anyio
+from runner.engines.vllm import VllmEngine
+
+async def main():
+    async with VllmEngine(max_num_seqs=4, max_model_len=512):
+        print("ready")
+
+if __name__ == "__main__":
+    anyio.run(main)
+    print("done")
+"""
+
+
+def test_stdout_is_the_programs_and_an_end_that_was_asked_for_warns_of_nothing(
+    demo_model_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_STREAM"}
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=2 * WATCHDOG,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "ready\ndone\n")
+    assert "EngineCore" in done.stderr, "the log goes there"
+    for alarming in ("force killing", "EngineDeadError", "Traceback", "leaked shared_memory"):
+        assert alarming not in done.stderr
 
 
 def generation() -> GenerationRequest:
