@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import cast
 
-from runner.messages import Message, canonical_json
+from runner.messages import Message, ToolCallMessage, canonical_json
 from runner.tokens.lookback.proof import Lookback, Proofs
 from runner.tokens.marking import absent, words
 from runner.tokens.refusal import Property, Unbridgeable
@@ -324,11 +324,13 @@ def _example_turn(shape: Shape, tools: Sequence[ToolSchema]) -> Message:
     if shape.reasoning:
         turn["reasoning_content"] = "A thought."
     if shape.calls:
-        function = {"name": name, "arguments": {}}
-        # Mistral's templates want ids of nine letters and digits.
-        calls = [{"id": f"probe{number:04}", "type": "function", "function": function} for number in range(shape.calls)]
-        turn["tool_calls"] = cast("list", calls)
+        turn["tool_calls"] = [_example_call(name, number) for number in range(shape.calls)]
     return turn
+
+
+def _example_call(name: str, number: int) -> ToolCallMessage:
+    # Mistral's templates want ids of nine letters and digits.
+    return {"id": f"probe{number:04}", "type": "function", "function": {"name": name, "arguments": {}}}
 
 
 def _example_new(shape: Shape, turn: Message, markers: Sequence[str]) -> list[Message]:

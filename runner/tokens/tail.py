@@ -383,14 +383,12 @@ def located(
     names: Callable[[str], Iterable[str]],
 ) -> list[Span] | None:
     """Where the control text of these fields stands in a render, or None where that cannot be told; see `locate`."""
-    for find in (
-        lambda: locate(text, render, messages, wanted, stem),
-        lambda: locate_disguised(text, render, messages, wanted, names),
-    ):
-        with suppress(Unbridgeable):
-            spans = find()
-            if spans is not None:
-                return spans
+    with suppress(Unbridgeable):
+        spans = locate(text, render, messages, wanted, stem)
+        if spans is not None:
+            return spans
+    with suppress(Unbridgeable):
+        return locate_disguised(text, render, messages, wanted, names)
     return None
 
 

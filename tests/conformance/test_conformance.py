@@ -145,8 +145,11 @@ def test_a_bridge_that_is_not_the_templates_is_called_wrong(monkeypatch: pytest.
 
 def test_real_vocabularies_give_the_templates_own_ids(tallies: list[Tally]) -> None:
     assert [tally.wrong for tally in tallies if tally.wrong] == []
-    assert {str(tally.pair): dict(tally.refused) for tally in tallies if tally.refused} == {}
-    assert sum(sum(tally.anchors.values()) for tally in tallies) == 200 * len(PAIRS)
+    refused = {tally.pair.template: dict(tally.refused) for tally in tallies if tally.refused}
+    # Codestral's template writes the system message before the last user message, wherever that is.
+    assert {name: [*why] for name, why in refused.items()} == {"mistralai-Codestral-22B-v0.1": ["system_moves"]}
+    said = sum(sum(tally.anchors.values()) for tally in tallies) + sum(sum(why.values()) for why in refused.values())
+    assert said == 200 * len(PAIRS)
 
 
 def test_the_published_page_is_what_a_fresh_sweep_gives(outcomes: list[Outcome], tallies: list[Tally]) -> None:

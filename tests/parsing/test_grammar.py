@@ -280,8 +280,8 @@ def test_equal_reference_names_of_two_tools_are_not_mixed_up() -> None:
         }
 
     tools = [
-        Tool(print, name="one", description="One.", parameters=schema("integer")),
-        Tool(print, name="two", description="Two.", parameters=schema("boolean")),
+        Tool(print, name="one", description="One.", parameters=schema("integer"), raw=True),
+        Tool(print, name="two", description="Two.", parameters=schema("boolean"), raw=True),
     ]
     grammar = grammar_of(Pythonic(), tools)
     assert accepts(grammar, "[one(x=1), two(x=True)]")
@@ -291,7 +291,7 @@ def test_equal_reference_names_of_two_tools_are_not_mixed_up() -> None:
 
 def test_names_and_values_that_need_escapes_are_written_exactly() -> None:
     parameters = {"type": "object", "properties": {'sa"y\\': {"enum": ['"', "\\", "\n", "'"]}}}
-    tool = Tool(print, name="odd", description="Odd.", parameters=parameters)
+    tool = Tool(print, name="odd", description="Odd.", parameters=parameters, raw=True)
     hermes = Hermes()
     for value in ('"', "\\", "\n", "'"):
         assert accepts(grammar_of(hermes, [tool]), hermes.render([ToolCall("", "odd", {'sa"y\\': value})]))

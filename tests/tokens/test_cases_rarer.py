@@ -127,7 +127,8 @@ async def test_what_gpt_oss_says_in_one_episode_marks_and_ends_no_other() -> Non
 
 
 def test_gpt_oss_is_checked_as_it_speaks() -> None:
-    made, heard = model("gpt-oss"), []
+    made = model("gpt-oss")
+    heard: list[str] = []
     bridger = made.bridger()
     tail = bridger.tail
 

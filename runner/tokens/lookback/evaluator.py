@@ -117,7 +117,7 @@ class Evaluator(ABC):
 
     # --- expressions
 
-    def _value(self, node: nodes.Expr) -> Value:
+    def _value(self, node: nodes.Node) -> Value:
         self._step()
         value = getattr(self, "_value_of_" + type(node).__name__.lower(), None)
         if value is not None:

@@ -115,7 +115,7 @@ class Interpreter(Evaluator):
         branches = [(node.test, node.body), *((each.test, each.body) for each in node.elif_)]
         self._branch(branches, otherwise)
 
-    def _branch(self, branches: Sequence[tuple[nodes.Expr, Sequence[nodes.Node]]], otherwise: list[nodes.Node]) -> None:
+    def _branch(self, branches: Sequence[tuple[nodes.Node, Sequence[nodes.Node]]], otherwise: list[nodes.Node]) -> None:
         if not branches:
             self._run(otherwise)
             return
