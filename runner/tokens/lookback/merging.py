@@ -92,7 +92,7 @@ def _merged_text(condition: Given | Unknown, one: Value, other: Value, symbols: 
     rests = [
         each.rest if mark else "" if isinstance(each, Unknown) else each for mark, each in zip(marks, both, strict=True)
     ]
-    return Text((MAYBE, *_parts(merged(condition, *rests, symbols))))
+    return Text((MAYBE, *_parts(merged(condition, _behind_mark(one), _behind_mark(other), symbols))))
 
 
 def _parts(value: Value) -> tuple[Value, ...]:
