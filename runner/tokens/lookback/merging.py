@@ -89,10 +89,14 @@ def _merged_text(condition: Given | Unknown, one: Value, other: Value, symbols: 
         return Text((marks[0], *_parts(rest)), ("if", condition, *heads) if known else None)
     if isinstance(condition, Unknown) or any(isinstance(each, Unknown) and each.ends for each in both):
         return Unknown(ends=True, text=True)
-    rests = [
-        each.rest if mark else "" if isinstance(each, Unknown) else each for mark, each in zip(marks, both, strict=True)
-    ]
     return Text((MAYBE, *_parts(merged(condition, _behind_mark(one), _behind_mark(other), symbols))))
+
+
+def _behind_mark(text: Value) -> Value:
+    """What of a text stands behind its mark; nothing where it is unknown and no words end in it."""
+    if isinstance(text, Text) and text.is_marked:
+        return text.rest
+    return "" if isinstance(text, Unknown) else text
 
 
 def _parts(value: Value) -> tuple[Value, ...]:
