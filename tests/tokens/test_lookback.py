@@ -234,6 +234,16 @@ def test_a_template_that_looks_for_the_last_question_from_behind_writes_the_same
         "{{ messages[-6].content if messages | length > 5 }}",
         "{% for m in messages[::-1] %}{% if loop.index == 5 %}{{ m.role }}{% endif %}{% endfor %}",
         "{{ cycler('a', 'b').next() }}",
+        "{% if cycler is defined %}{{ '(long)' if messages | length > 5 }}{% endif %}",
+        "{{ messages[-1].content | trim if messages | length > 5 else messages[-1].content | lower }}",
+        "{{ messages[-1].content.lstrip() if messages | length > 5 else messages[-1].content.rstrip() }}",
+        "{{ messages[1:] | join(attribute='role') }}",
+        "{{ messages[-5] | default(boolean=true) }}",
+        "{% macro told(ns) %}{% set ns.long = messages | length > 5 %}{% endmacro %}"
+        "{% set ns = namespace(long=false) %}{{ told(ns) }}{{ '(long)' if ns.long }}",
+        "{% macro deep(n) %}{{ deep(n + messages | length) if n < 9 }}{% set outer.x = n %}{% endmacro %}"
+        "{% set outer = namespace(x=0) %}{{ deep(messages | length) }}{{ outer.x }}",
+        "{% for m in messages %}{% set x = loop.index %}{% if loop.last %}{{ x }}{% endif %}{% endfor %}",
     ],
 )
 def test_what_looks_back_is_never_proven(expression: str) -> None:
@@ -256,8 +266,11 @@ def test_what_only_looks_at_the_beginning_the_turn_and_what_is_new_is_proven(exp
     assert past(behind(expression)) is Lookback.NONE
 
 
-def test_a_past_that_makes_a_template_raise_is_told_from_one_that_changes_a_tail() -> None:
-    assert past(behind("{{ raise_exception('long') if messages | length > 22 }}")) is Lookback.REFUSES
+@pytest.mark.parametrize(
+    "condition", ["messages | length > 22", "raise_exception is defined and messages | length > 22"]
+)
+def test_a_past_that_makes_a_template_raise_is_told_from_one_that_changes_a_tail(condition: str) -> None:
+    assert past(behind(f"{{{{ raise_exception('long') if {condition} }}}}")) is Lookback.REFUSES
 
 
 def test_a_template_that_is_not_followed_is_not_proven() -> None:

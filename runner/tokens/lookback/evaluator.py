@@ -218,9 +218,9 @@ class Evaluator(ABC):
     # --- calls
 
     def _value_of_call(self, node: nodes.Call) -> Value:
-        if isinstance(node.node, nodes.Name) and node.node.name == "raise_exception":
-            raise Raised("the template raised")
         callee = self._value(node.node)
+        if callee is _RAISE:
+            raise Raised("the template raised")
         arguments, keywords = self._arguments(node)
         if isinstance(callee, Macro):
             return self._call_macro(callee, arguments, keywords)
@@ -230,6 +230,8 @@ class Evaluator(ABC):
             found = places(arguments)
             if found is not None:
                 return found
+        if callee is _OTHER:
+            raise GaveUp("a function that keeps a state of its own")
         if callee is _NAMESPACE:
             return self._new_namespace(arguments, keywords)
         everything = (*arguments, *keywords.values())
@@ -298,8 +300,14 @@ class _Function:
     """A function that is followed here, and called by nobody."""
 
 
-_NAMESPACE = _Function()
-_FUNCTIONS: dict[str, Value] = {"namespace": _NAMESPACE, "range": range, "dict": dict}
+_NAMESPACE, _RAISE, _OTHER = _Function(), _Function(), _Function()
+_FUNCTIONS: dict[str, Value] = {
+    "namespace": _NAMESPACE,
+    "raise_exception": _RAISE,
+    "range": range,
+    "dict": dict,
+    **dict.fromkeys(("cycler", "joiner", "lipsum"), _OTHER),
+}
 
 
 @lru_cache(maxsize=256)
@@ -311,6 +319,5 @@ def _keeps_to_itself(macro: nodes.Macro) -> bool:
     others = {node.name for node in called if isinstance(node, nodes.Name)} - {
         macro.name,
         *_FUNCTIONS,
-        "raise_exception",
     }
     return not others and all(each.name in own for each in macro.find_all(nodes.NSRef))

@@ -214,7 +214,7 @@ class Operations:
         if isinstance(value, PastMessage):
             return value.get(key) if isinstance(key, str) else Unknown()
         if isinstance(value, dict) and is_concrete(key) and all(map(is_concrete, value)):
-            return value[key] if key in value else jinja2.Undefined(name=str(key))
+            return value[key] if key in value else self.attribute(value, str(key))
         if isinstance(value, list | tuple) and type(key) is int:
             return value[key] if -len(value) <= key < len(value) else jinja2.Undefined(name=str(key))
         if isinstance(value, Loop) and isinstance(key, str):

@@ -52,52 +52,53 @@ class Filters(Operations):
                     )
                 )
             )
-        if name in ("trim", "safe", "string", "lower"):
-            if is_text(value) and name == "lower":
-                return (
-                    self._method_of_words(value, name, ())
-                    if isinstance(value, Text) and value.is_marked
-                    else self._lost(value)
-                )
-            if is_text(value):
-                return self.method(value, "strip", arguments) if name == "trim" else value
-            return self.written(value) if name in ("string", "safe") else self._lost(value)
-        if name in ("default", "d"):
-            return self._default(value, [*arguments, *keywords.values()])
-        if name in ("length", "count"):
-            return self.length(value)
-        if name == "tojson":
-            return self._as_json(value, keywords)
-        if name in ("items", "dictsort") and isinstance(value, dict | Arguments):
-            return value.pairs if isinstance(value, Arguments) else list(value.items())
-        if name in ("list", "first", "last") and isinstance(value, list | tuple | Past | Split):
-            return value if name == "list" else self.item(value, 0 if name == "first" else -1)
-        if name in ("selectattr", "rejectattr") and isinstance(value, Past | list):
-            return self._selected(value, name == "selectattr", arguments)
-        if name == "map" and isinstance(value, Past | list) and set(keywords) == {"attribute"}:
-            return mapped(value, lambda each: self._dotted(each, keywords["attribute"]))
-        if name == "join" and isinstance(value, list) and len(arguments) <= 1:
-            return self._joined(value, arguments[0] if arguments else "")
-        if name == "replace":
-            return self.method(value, "replace", arguments)
+        known = self._followed(name, value, arguments, keywords)
+        if known is not None:
+            return known
         return self.of("filter " + name, *everything, *keywords, text=name in _TEXT_FILTERS)
 
-    def _lost(self, value: Value) -> Value:
-        return self.of("text", value, text=True)
+    def _followed(
+        self, name: str, value: Value, arguments: Sequence[Value], keywords: Mapping[str, Value]
+    ) -> Value | None:
+        """What a filter makes of a value that is partly known; None where nothing of it is followed."""
+        match name:
+            case "default" | "d":
+                given = dict(zip(("default_value", "boolean"), arguments, strict=False)) | keywords
+                return self._default(value, given.get("default_value", ""), given.get("boolean", False))
+            case "tojson":
+                return self._as_json(value, keywords) if not arguments else None
+            case "map" if isinstance(value, Past | list) and not arguments and set(keywords) == {"attribute"}:
+                return mapped(value, lambda each: self._dotted(each, keywords["attribute"]))
+        if keywords:
+            return None
+        match name:
+            case "trim" | "lower" | "replace" if is_text(value):
+                return self.method(value, "strip" if name == "trim" else name, arguments)
+            case "string" | "safe":
+                return self.written(value)
+            case "length" | "count":
+                return self.length(value)
+            case "list" if isinstance(value, list | tuple | Past | Split):
+                return value
+            case "first" | "last" if isinstance(value, list | tuple | Past | Split):
+                return self.item(value, 0 if name == "first" else -1)
+            case "selectattr" | "rejectattr" if isinstance(value, Past | list):
+                return self._selected(value, name == "selectattr", arguments)
+            case "join" if isinstance(value, list) and len(arguments) <= 1:
+                return self._joined(value, arguments[0] if arguments else "")
+            case "items" | "dictsort" if not arguments:
+                return _pairs(value, in_order=name == "dictsort")
+        return None
 
-    def _default(self, value: Value, arguments: Sequence[Value]) -> Value:
-        """Of values that are not wholly known only the undefined ones are, and those are never of a message."""
-        otherwise, falsy = (*arguments, "", False)[:2] if arguments else ("", False)
-        if isinstance(value, Unknown | Given) and not value.text:
-            return self.of("default", value, *arguments)
+    def _default(self, value: Value, otherwise: Value, falsy: Value) -> Value:
         if isinstance(value, jinja2.Undefined):
             return otherwise
-        if not falsy:
-            return value
-        truth = self.truth(value)
+        if not isinstance(falsy, bool) or (isinstance(value, Unknown | Given) and not value.text):
+            return self.of("default", value, otherwise, falsy)  # it may be undefined
+        truth = self.truth(value) if falsy else True
         if isinstance(truth, bool):
             return value if truth else otherwise
-        return self.of("default", value, *arguments, text=is_text(value) and is_text(otherwise))
+        return self.of("default", value, otherwise, falsy, text=is_text(value) and is_text(otherwise))
 
     def length(self, value: Value) -> Value:
         if isinstance(value, Past):
@@ -116,7 +117,7 @@ class Filters(Operations):
             return self.of("tojson", value, *keywords, *keywords.values(), text=True)
         leaf = behind[0]
         head = self._symbols.of("tojson", value, *keywords, *keywords.values()) if is_given(value) else None
-        if isinstance(leaf, Text) and leaf is value and leaf.has_end and isinstance(leaf.rest, str):
+        if isinstance(leaf, Text) and leaf is value and leaf.has_end and isinstance(leaf.rest, str) and not keywords:
             return Text((END, json.dumps(leaf.rest, ensure_ascii=False)[1:]), head)
         rest = leaf.name if isinstance(leaf, Arguments) else leaf.rest if _has_end(leaf) else Unknown()
         if not is_given(rest):
@@ -210,6 +211,19 @@ class Filters(Operations):
         elif name in ("strip", "rstrip") and is_given(rest) and all(map(is_given, arguments)):
             return Text((MAYBE, self._symbols.of("rstrip", rest, *arguments, text=True)))
         return self.of("method " + name, value, *arguments, text=name in _TEXT_METHODS)
+
+
+def _pairs(value: Value, *, in_order: bool) -> Value | None:
+    """Keys and values of a mapping; in the order of the keys where that is asked for, which then must be known."""
+    if isinstance(value, Arguments):
+        return value.pairs
+    if not isinstance(value, dict):
+        return None
+    if not in_order:
+        return list(value.items())
+    return (
+        sorted(value.items(), key=lambda pair: pair[0].lower()) if all(isinstance(key, str) for key in value) else None
+    )
 
 
 def _has_end(value: Value) -> bool:

@@ -332,6 +332,8 @@ class Interpreter(Evaluator):
 
     def _forget(self, number: int) -> None:
         """Forget the namespaces made after the first `number`, so that the next pass makes the same ones."""
+        if self._leaving[-1].loops:  # some of them may live on where the loop was left
+            return
         held = namespaces_in(
             [*self._state.scopes, *(self._state.namespaces.get(each, {}) for each in range(1, number + 1))]
         )

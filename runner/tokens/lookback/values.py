@@ -399,7 +399,7 @@ def _normal(kept: list[Value], head: Any) -> Value:
     parts: list[Value] = []
     for part in kept:
         if isinstance(part, str) and parts and isinstance(parts[-1], str):
-            parts[-1] += part
+            parts[-1] = "".join((parts[-1], part))  # markup would escape what is added to it
         else:
             parts.append(part)
     if not parts:
