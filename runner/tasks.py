@@ -67,12 +67,23 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
     if kind is tuple:
         return tuple(_copied(each, known) for each in value)
     with contextlib.suppress(Exception):  # whatever its class makes of being copied
-        if hasattr(value, "__dict__") and dataclasses.is_dataclass(kind) and not hasattr(kind, "__deepcopy__"):
+        if _is_plain(kind) and hasattr(value, "__dict__"):
             made = known[id(value)] = copy.copy(value)
             vars(made).update((name, _copied(each, known)) for name, each in vars(value).items())
             return made
-        return copy.deepcopy(value, known)
-    return known.setdefault(id(value), value)
+        # With a memo of its own: a copy that fails half way leaves what it has made so far in its memo.
+        copies: dict[int, Any] = {}
+        made = copy.deepcopy(value, copies)
+        known.update((key, each) for key, each in copies.items() if key != id(copies))
+        return made
+    known[id(value)] = value
+    return value
+
+
+def _is_plain(kind: type) -> bool:
+    """Its objects are what their attributes are: the class says nothing of its own about being copied."""
+    own = ("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+    return all(getattr(kind, name, None) is getattr(object, name, None) for name in own)
 
 
 class TaskBuilder:

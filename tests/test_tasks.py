@@ -130,3 +130,37 @@ def test_what_cannot_be_copied_is_shared_and_the_rest_is_not() -> None:
     assert own.info["tuple"][1] is not task.info["tuple"][1]
     assert own.info["loop"] is not loop
     assert own.info["loop"][1] is own.info["loop"]
+
+
+class World:
+    """What an author's own class may hold: things that can be copied beside one that cannot."""
+
+    def __init__(self) -> None:
+        self.deck = [1, 2, 3]
+        self.lock = threading.Lock()
+        self.cards = (card for card in self.deck)
+
+
+def test_an_object_that_holds_what_cannot_be_copied_is_copied_but_for_that() -> None:
+    world = World()
+    copied = own_copy({"world": world, "same": world})
+    assert copied["world"] is copied["same"]
+    assert copied["world"] is not world
+    assert copied["world"].lock is world.lock
+    assert copied["world"].cards is world.cards
+    copied["world"].deck.pop()
+    assert (world.deck, copied["world"].deck) == ([1, 2, 3], [1, 2])
+
+
+def test_an_object_whose_class_refuses_to_be_copied_is_shared_whole() -> None:
+    class Refusing:
+        def __init__(self) -> None:
+            self.deck = [1]
+
+        def __deepcopy__(self, memo: object) -> object:
+            raise TypeError("no copies")
+
+    refusing = Refusing()
+    copied = own_copy([refusing, refusing])
+    assert copied[0] is copied[1] is refusing
+    assert refusing.deck == [1]

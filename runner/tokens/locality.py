@@ -142,6 +142,8 @@ class Locality:
             return False
         if not (all(map(is_plain, history)) if plain is None else plain) or not all(map(is_plain, new)):
             return False
+        if "name" in history[-1]:
+            return False
         # An answer to an earlier call is looked up by its id in the history.
         ids = {call["id"] for call in history[-1].get("tool_calls") or ()}
         return all(message.get("tool_call_id") in ids for message in new if message["role"] == "tool")

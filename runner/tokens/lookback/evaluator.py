@@ -10,12 +10,15 @@ from typing import Any, cast
 import jinja2
 from jinja2 import nodes
 
-from runner.tokens.lookback.expressions import GaveUp, Left, Raised, Stopped
+from runner.tokens.lookback.expressions import Left, Raised, Stopped
 from runner.tokens.lookback.filters import Filters
 from runner.tokens.lookback.merging import Symbols, merged
 from runner.tokens.lookback.places import places
 from runner.tokens.lookback.state import State
 from runner.tokens.lookback.values import (
+    UNTOLD,
+    Function,
+    GaveUp,
     Given,
     Macro,
     Method,
@@ -27,6 +30,7 @@ from runner.tokens.lookback.values import (
     is_concrete,
     is_given,
 )
+from runner.tokens.template import environment
 
 __all__ = ["Condition", "Evaluator"]
 
@@ -43,7 +47,7 @@ class Evaluator(ABC):
     """The state of one render, and the values of expressions in it.
 
     Args:
-        environment: jinja's.
+        jinja: its environment.
         names: what the template is given.
         symbols: numbers for given values.
         words: the last turn's, where they may be any; else they are given.
@@ -54,7 +58,7 @@ class Evaluator(ABC):
 
     def __init__(
         self,
-        environment: jinja2.Environment,
+        jinja: jinja2.Environment,
         names: dict[str, Value],
         symbols: Symbols,
         *,
@@ -62,7 +66,7 @@ class Evaluator(ABC):
     ) -> None:
         self.refuses = False
         self._symbols = symbols
-        self._operations = Filters(environment, symbols, words)
+        self._operations = Filters(jinja, symbols, words)
         self._state = State([{**_FUNCTIONS, **names}, {}])
         self._conditions: list[Condition] = []
         self._steps = 0
@@ -113,7 +117,8 @@ class Evaluator(ABC):
         return self._either(truth, one, other)
 
     def _note(self, stopped: Stopped, condition: Condition) -> None:
-        self.refuses = self.refuses or (isinstance(stopped, Raised) and isinstance(condition, Unknown))
+        unknown = any(isinstance(each, Unknown) for each in (*self._conditions, condition))
+        self.refuses = self.refuses or (isinstance(stopped, Raised) and unknown)
 
     # --- expressions
 
@@ -133,7 +138,12 @@ class Evaluator(ABC):
         return node.data
 
     def _value_of_name(self, node: nodes.Name) -> Value:
-        return self._state.lookup(node.name)
+        value = self._state.lookup(node.name)
+        if node.name in _OF_JINJA and isinstance(value, jinja2.Undefined):
+            raise GaveUp(f"{node.name} is jinja's own")
+        if value is UNTOLD:
+            raise GaveUp(f"{node.name} is one of two macros or namespaces, or none")
+        return value
 
     def _value_of_list(self, node: nodes.List) -> Value:
         return [self._value(item) for item in node.items]
@@ -168,13 +178,14 @@ class Evaluator(ABC):
         return reduce(concatenated, written, "")
 
     def _value_of_compare(self, node: nodes.Compare) -> Value:
-        one, result = self._value(node.expr), None
-        for operand in node.ops:
-            other = self._value(operand.expr)
-            found = self._operations.compared(operand.op, one, other)
-            result = found if result is None else self._operations.of("and", result, found)
-            one = other
-        return result
+        return self._compared(self._value(node.expr), node.ops)
+
+    def _compared(self, one: Value, operands: Sequence[nodes.Operand]) -> Value:
+        """A chain of comparisons, which ends at the first that does not hold."""
+        operand, *rest = operands
+        other = self._value(operand.expr)
+        found = self._operations.compared(operand.op, one, other)
+        return self._by_truth(found, lambda: self._compared(other, rest), lambda: found) if rest else found
 
     def _value_of_not(self, node: nodes.Not) -> Value:
         return self._operations.negated(self._value(node.node))
@@ -200,9 +211,20 @@ class Evaluator(ABC):
         return self._operations.tested(node.name, self._value(node.node), [self._value(arg) for arg in node.args])
 
     def _value_of_filter(self, node: nodes.Filter) -> Value:
+        if node.name in _LAZY:
+            raise GaveUp("a generator that is kept, which is true and can be read once")
+        return self._filtered(node)
+
+    def _filtered(self, node: nodes.Filter) -> Value:
+        """The value of a filter that something reads at once."""
         if node.node is None:
             raise GaveUp("a filter of nothing")
-        return self._filter(node, self._value(node.node))
+        lazy = isinstance(node.node, nodes.Filter) and node.node.name in _LAZY and node.name in _READS
+        return self._filter(node, self._read(node.node) if lazy else self._value(node.node))
+
+    def _read(self, node: nodes.Node) -> Value:
+        """The value of an expression whose elements are read at once, and nothing else of it."""
+        return self._filtered(node) if isinstance(node, nodes.Filter) else self._value(node)
 
     def _filter(self, node: nodes.Filter, value: Value) -> Value:
         if isinstance(node.node, nodes.Filter):
@@ -269,7 +291,7 @@ class Evaluator(ABC):
         self._calling.append(node)
         hidden, self._state.scopes[macro.depth :] = self._state.scopes[macro.depth :], []
         given = {**dict(zip(names, arguments, strict=False)), **keywords}
-        self._state.scopes.append({"caller": jinja2.Undefined(name="caller")})
+        self._state.scopes.append({})
         try:
             without = names[len(names) - len(node.defaults) :]
             for name in names:
@@ -285,6 +307,14 @@ class Evaluator(ABC):
             self._state.scopes[macro.depth :] = hidden
 
 
+_LAZY = frozenset(
+    {"map", "select", "reject", "selectattr", "rejectattr", "batch", "slice", "unique", "items", "reverse"}
+)
+"""Filters that give generators."""
+
+_READS = _LAZY | {"list", "first", "join", "sort", "sum", "unique", "min", "max"}
+"""Filters that read what they are given once, from its beginning."""
+
 _SIGNS: dict[type[nodes.Node], str] = {
     nodes.Add: "+",
     nodes.Sub: "-",
@@ -296,28 +326,32 @@ _SIGNS: dict[type[nodes.Node], str] = {
 }
 
 
-class _Function:
-    """A function that is followed here, and called by nobody."""
-
-
-_NAMESPACE, _RAISE, _OTHER = _Function(), _Function(), _Function()
+_NAMESPACE, _RAISE, _OTHER = Function(), Function(), Function()
 _FUNCTIONS: dict[str, Value] = {
+    **dict.fromkeys(environment().globals, _OTHER),
     "namespace": _NAMESPACE,
     "raise_exception": _RAISE,
     "range": range,
     "dict": dict,
-    **dict.fromkeys(("cycler", "joiner", "lipsum"), _OTHER),
 }
+_OF_JINJA = frozenset({"self", "kwargs", "varargs", "caller"})
+"""Names that jinja gives a meaning where nobody has assigned them."""
 
 
 @lru_cache(maxsize=256)
 def _keeps_to_itself(macro: nodes.Macro) -> bool:
-    """It calls itself and jinja's functions only, and sets attributes of its own namespaces only."""
-    stored = (name for each in macro.find_all(nodes.Assign) for name in each.find_all(nodes.Name))
-    own = {name.name for name in stored if name.ctx == "store"}
+    """It calls itself and jinja's functions only, and sets attributes of namespaces only that it makes itself."""
+    stored: dict[str, list[nodes.Node]] = {}
+    for each in macro.find_all(nodes.Assign):
+        for name in each.target.find_all(nodes.Name):
+            stored.setdefault(name.name, []).append(each.node)
+        if isinstance(each.target, nodes.Name):
+            stored.setdefault(each.target.name, []).append(each.node)
+    own = {name for name, values in stored.items() if all(map(_makes_a_namespace, values))}
     called = (each.node for each in macro.find_all(nodes.Call))
-    others = {node.name for node in called if isinstance(node, nodes.Name)} - {
-        macro.name,
-        *_FUNCTIONS,
-    }
-    return not others and all(each.name in own for each in macro.find_all(nodes.NSRef))
+    named = {node.name for node in called if isinstance(node, nodes.Name)}
+    return named <= {macro.name, *_FUNCTIONS} and all(each.name in own for each in macro.find_all(nodes.NSRef))
+
+
+def _makes_a_namespace(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == "namespace"

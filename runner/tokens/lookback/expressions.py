@@ -14,6 +14,7 @@ from runner.tokens.lookback.places import item_of_past, moved, slice_of_past, to
 from runner.tokens.lookback.values import (
     END,
     Arguments,
+    GaveUp,
     Given,
     Loop,
     Macro,
@@ -26,6 +27,7 @@ from runner.tokens.lookback.values import (
     Text,
     Unknown,
     Value,
+    acts,
     concatenated,
     holds_end,
     is_concrete,
@@ -34,11 +36,7 @@ from runner.tokens.lookback.values import (
     joined,
 )
 
-__all__ = ["GaveUp", "Left", "Operations", "Raised", "Stopped"]
-
-
-class GaveUp(Exception):
-    """The template does something that is not followed here."""
+__all__ = ["Left", "Operations", "Raised", "Stopped"]
 
 
 class Stopped(Exception):
@@ -72,7 +70,13 @@ class Operations:
     # --- in general
 
     def of(self, operation: str, *operands: Value, text: bool = False) -> Given | Unknown:
-        """A value of which nothing is known but what it is made of."""
+        """A value of which nothing is known but what it is made of.
+
+        Raises:
+            GaveUp: that is a macro, a namespace or a function, whose effects would be lost.
+        """
+        if any(map(acts, operands)):
+            raise GaveUp(f"{operation} of what acts")
         if all(map(is_given, operands)):
             return self._symbols.of(operation, *operands, text=text)
         return Unknown(ends=any(map(holds_end, operands)), text=text)
@@ -193,17 +197,16 @@ class Operations:
             return self.concrete(lambda: self._environment.getattr(value, name))
         if isinstance(value, Loop):
             return value.values.get(name, Unknown(ends=True))
-        if isinstance(value, dict):
-            if name in value and not hasattr(dict, name):
-                return value[name]
-            return Method(value, name) if hasattr(dict, name) else jinja2.Undefined(name=name)
-        if isinstance(value, PastMessage):
-            return Method(value, name) if hasattr(dict, name) else value.get(name)
-        if is_text(value) and not hasattr(str, name):
-            return jinja2.Undefined(name=name)
+        if isinstance(value, dict) and name in value and not hasattr(dict, name):
+            return value[name]
+        if isinstance(value, PastMessage) and not hasattr(dict, name):
+            return value.get(name)
         if isinstance(value, Unknown | Given) and not value.text:
             return self.of("attribute", value, name)
-        return Method(value, name)
+        kind = str if is_text(value) else _PYTHON.get(type(value))
+        if kind is None or (isinstance(value, Arguments) and not hasattr(dict, name)):
+            raise GaveUp(f"an attribute of {type(value).__name__}")
+        return Method(value, name) if hasattr(kind, name) else jinja2.Undefined(name=name)
 
     def item(self, value: Value, key: Value) -> Value:
         """`value[key]`."""
@@ -288,6 +291,14 @@ _KINDS_KNOWN = frozenset(
 )
 _KINDS_OF_TEXT = frozenset({"string", "iterable", "sequence"})
 _MAPPING, _LISTED = frozenset({"mapping", "iterable", "sequence"}), frozenset({"iterable", "sequence"})
+_PYTHON: Mapping[type, type] = {
+    **{kind: kind for kind in (dict, list, tuple)},
+    PastMessage: dict,
+    Arguments: dict,
+    Past: list,
+    Split: list,
+    Position: int,
+}
 _KINDS: Mapping[type, frozenset[str]] = {
     dict: _MAPPING,
     PastMessage: _MAPPING,

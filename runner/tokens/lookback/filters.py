@@ -9,12 +9,13 @@ from typing import Any
 
 import jinja2
 
-from runner.tokens.lookback.expressions import GaveUp, Operations, Raised
+from runner.tokens.lookback.expressions import Operations, Raised
 from runner.tokens.lookback.places import mapped
 from runner.tokens.lookback.values import (
     END,
     MAYBE,
     Arguments,
+    GaveUp,
     Given,
     Past,
     PastMessage,
@@ -198,6 +199,8 @@ class Filters(Operations):
         if name == "lstrip":
             return dataclasses.replace(value, head=head)
         plain = isinstance(rest, str) and all(map(is_concrete, arguments))
+        if self._words is not None and name in ("replace", "split") and rest != "":
+            return Unknown(ends=True, text=name == "replace")  # what is looked for may begin in the words
         if plain and value.has_end:
             if name in ("strip", "rstrip") and not _eats_letters(arguments):
                 return joined((Text((END,), head), rest.rstrip(*arguments)))
@@ -207,7 +210,8 @@ class Filters(Operations):
                 return joined((Text((END,), head), rest.replace(*arguments)))
             if name == "split" and len(arguments) == 1 and _is_no_word(arguments[0]):
                 behind = rest.split(*arguments)
-                return Split(joined((Text((END,), head), behind[0])) if len(behind) == 1 else behind[-1])
+                last = joined((Text((END,), head), behind[0])) if len(behind) == 1 else behind[-1]
+                return Split(last, given=value.head is not None)
         elif name in ("strip", "rstrip") and is_given(rest) and all(map(is_given, arguments)):
             return Text((MAYBE, self._symbols.of("rstrip", rest, *arguments, text=True)))
         return self.of("method " + name, value, *arguments, text=name in _TEXT_METHODS)

@@ -6,17 +6,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import cast
 
 import jinja2
 from jinja2 import nodes
 
 from runner.tokens.lookback.evaluator import Condition, Evaluator
-from runner.tokens.lookback.expressions import GaveUp, Left, Stopped
+from runner.tokens.lookback.expressions import Left, Stopped
 from runner.tokens.lookback.merging import Symbols
 from runner.tokens.lookback.places import backwards_head_loop, backwards_loop, head_loop, known_loop
 from runner.tokens.lookback.state import State
 from runner.tokens.lookback.values import (
     Arguments,
+    GaveUp,
     Loop,
     Macro,
     NamespaceOf,
@@ -28,6 +30,7 @@ from runner.tokens.lookback.values import (
     Text,
     Unknown,
     Value,
+    acts,
     concatenated,
     holds_end,
     is_concrete,
@@ -62,7 +65,7 @@ class Interpreter(Evaluator):
     """One render.
 
     Args:
-        environment: jinja's.
+        jinja: its environment.
         names: what the template is given.
         symbols: numbers for given values.
         words: the last turn's, where they may be any; else they are given.
@@ -71,14 +74,14 @@ class Interpreter(Evaluator):
 
     def __init__(
         self,
-        environment: jinja2.Environment,
+        jinja: jinja2.Environment,
         names: dict[str, Value],
         symbols: Symbols,
         *,
         words: Text | None = None,
         null_content: bool = False,
     ) -> None:
-        super().__init__(environment, names, symbols, words=words)
+        super().__init__(jinja, names, symbols, words=words)
         self._leaving: list[_Leaving] = []
         self._null_content = null_content
 
@@ -198,30 +201,21 @@ class Interpreter(Evaluator):
     def _run_for(self, node: nodes.For) -> None:
         if node.recursive:
             raise GaveUp("a recursive loop")
-        values = self._value(node.iter)
-        if isinstance(values, jinja2.Undefined):
-            values = []
-        if is_concrete(values):
-            values = self._operations.concrete(lambda: list(values))
-        if isinstance(values, dict):
-            values = list(values)
-        if isinstance(values, Arguments):
-            values = [values.name]
-        if isinstance(values, Split):
-            values = Past((values.last,), Root(0), 0, (), messages=False)
+        values = self._chosen(node, self._elements(self._read(node.iter)))
         before = len(self._state.scopes)
         self._leaving.append(_Leaving(len(self._conditions)))
         try:
             if isinstance(values, list | tuple):
-                self._loop_known(node, self._kept(node, list(values)))
+                self._loop_known(node, values)
             elif isinstance(values, Past):
                 self._loop_past(node, values)
             else:
                 text = is_text(values)
                 self._loop_unknown(node, [Unknown(ends=holds_end(values), text=text, filled=text)], Loop({}))
-        except Stopped:
+        except Stopped as stopped:
             if not self._leaving[-1].loops:
                 raise
+            self._note_left(stopped)
             self._state = self._leaving[-1].loops.pop()
         finally:
             leaving = self._leaving.pop()
@@ -230,9 +224,9 @@ class Interpreter(Evaluator):
             del state.scopes[before:]
         self._state = self._one_of([self._state, *leaving.loops], leaving.conditions)
         if node.else_:
-            self._run_else(node, values, leaving)
+            self._run_else(node, values)
 
-    def _run_else(self, node: nodes.For, values: Value, leaving: _Leaving) -> None:
+    def _run_else(self, node: nodes.For, values: Value) -> None:
         """What is done where there was nothing to go through."""
         if isinstance(values, list | tuple):
             if not values:
@@ -240,19 +234,45 @@ class Interpreter(Evaluator):
         elif not isinstance(values, Past) or not values.items:
             self._either(Unknown(), lambda: self._run(node.else_), lambda: None)
 
-    def _kept(self, node: nodes.For, values: list[Value]) -> list[Value]:
-        """The values that the loop's own condition lets through."""
+    def _elements(self, values: Value) -> Value:
+        """What a loop over `values` goes through."""
+        if isinstance(values, jinja2.Undefined):
+            return []
+        if is_concrete(values):
+            return self._operations.concrete(lambda: list(values))
+        if isinstance(values, dict):
+            return list(values)
+        if isinstance(values, Arguments):
+            return [values.name]
+        return Past((values.last,), Root(0), 0, (), messages=False) if isinstance(values, Split) else values
+
+    def _chosen(self, node: nodes.For, values: Value) -> Value:
+        """The elements that the loop's own condition lets through, looked at one by one as the loop goes on."""
         if node.test is None:
             return values
+        if any(map(acts, map(self._state.lookup, _read_by_condition(node)))):
+            raise GaveUp("a loop whose condition reads what its passes may change")
+        if isinstance(values, list | tuple):
+            return self._kept(node, list(values))
+        if isinstance(values, Past):
+            return Past(tuple(self._kept(node, list(values.items))), Root(0), 0, (), values.messages, values.backwards)
+        return values
+
+    def _kept(self, node: nodes.For, values: list[Value]) -> list[Value]:
         kept = []
         for value in values:
             with self._scope():
                 self._assign(node.target, value)
-                truth = self._operations.truth(self._value(node.test))
+                truth = self._operations.truth(self._value(cast("nodes.Expr", node.test)))
             if not isinstance(truth, bool):
                 raise GaveUp("a loop that leaves out what cannot be told")
             kept += [value] * truth
         return kept
+
+    def _note_left(self, stopped: Stopped) -> None:
+        """A render ended beside one that had left the loop before: the conditions of that one decided which."""
+        for condition in self._leaving[-1].conditions or [Unknown()]:
+            self._note(stopped, condition)
 
     def _loop_known(
         self, node: nodes.For, values: Sequence[Value], first: int | Position = 0, whole: Past | None = None
@@ -261,9 +281,6 @@ class Interpreter(Evaluator):
             self._pass(node, value, known_loop(values, number, first, whole))
 
     def _loop_past(self, node: nodes.For, values: Past) -> None:
-        if node.test is not None:
-            kept = tuple(self._kept(node, list(values.items)))
-            values = Past(kept, Root(0), 0, (), values.messages, values.backwards)
         if values.backwards:
             items = values.items[::-1]
             for number, value in enumerate(items):
@@ -321,9 +338,10 @@ class Interpreter(Evaluator):
             self._assign(node.target, value)
             self._run(node.body)
             ends = [self._state]
-        except Stopped:
+        except Stopped as stopped:
             if not leaving.passes:
                 raise
+            self._note_left(stopped)
         ends += leaving.passes
         for state in ends:
             del state.scopes[depth:]
@@ -349,3 +367,13 @@ class Interpreter(Evaluator):
         unknown = any(isinstance(condition, Unknown) for condition in conditions)
         condition: Condition = Unknown() if unknown else self._symbols.fresh()
         return reduce(lambda one, other: one.merged(condition, other, self._symbols), states)
+
+
+def _read_by_condition(node: nodes.For) -> set[str]:
+    """The names beside the element that the loop's condition reads; those that it calls are among them."""
+    test = cast("nodes.Expr", node.test)
+    targets, names = (
+        {name.name for name in (*part.find_all(nodes.Name), part) if isinstance(name, nodes.Name)}
+        for part in (node.target, test)
+    )
+    return names - targets

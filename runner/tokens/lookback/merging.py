@@ -9,6 +9,7 @@ import jinja2
 
 from runner.tokens.lookback.values import (
     MAYBE,
+    UNTOLD,
     Given,
     Past,
     Position,
@@ -16,6 +17,7 @@ from runner.tokens.lookback.values import (
     Text,
     Unknown,
     Value,
+    acts,
     holds_end,
     is_given,
     is_text,
@@ -63,6 +65,8 @@ def merged(condition: Given | Unknown, one: Value, other: Value, symbols: Symbol
     if same(one, other):
         return one
     both = (one, other)
+    if any(map(acts, both)):
+        return UNTOLD
     if all(isinstance(each, Past) for each in both) and same(one.items, other.items):  # noqa: SIM102
         if (one.messages, one.backwards) == (other.messages, other.backwards):
             return Past(one.items, Root(min(one.least, other.least)), 0, (), one.messages, one.backwards)

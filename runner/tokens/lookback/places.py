@@ -44,7 +44,7 @@ def told_by_least(sign: str, least: int, number: int) -> bool | Unknown:
 
 
 def item_of_past(past: Past, key: Value) -> Value:
-    between = PastMessage() if past.messages else Unknown(ends=True)
+    between = PastMessage(null_content=True) if past.messages else Unknown(ends=True)
     if isinstance(key, Position) and key.root is past.root and not past.backwards:
         place = key.offset - past.offset
         if place >= len(past.items):
@@ -114,7 +114,7 @@ def known_loop(values: Sequence[Value], number: int, first: int | Position, whol
     unknown_before = whole is not None and number == 0
     before: Value = values[number - 1] if number else jinja2.Undefined(name="previtem")
     if unknown_before:
-        before = PastMessage() if whole and whole.messages and whole.least else Unknown(ends=True)
+        before = PastMessage(null_content=True) if whole and whole.messages and whole.least else Unknown(ends=True)
     is_first: Value = number == 0
     if whole is not None:
         is_first = False if number or whole.least else Unknown()
@@ -144,7 +144,7 @@ def head_loop(whole: Past, number: int) -> Loop:
             "index0": number,
             "index": number + 1,
             "first": number == 0,
-            "last": False,
+            "last": False if number + 1 < len(heads) or _more_than_heads(whole) else Unknown(),
             "length": whole.length,
             "previtem": before,
             "nextitem": after,
@@ -178,7 +178,7 @@ def backwards_head_loop(whole: Past, number: int) -> Loop:
         {
             "index0": index,
             "index": _plus(index, 1),
-            "first": False,
+            "first": False if number + 1 < len(whole.heads) or _more_than_heads(whole) else Unknown(),
             "last": last,
             "length": whole.length,
             "revindex0": number,
@@ -190,3 +190,8 @@ def backwards_head_loop(whole: Past, number: int) -> Loop:
 
 def _plus(place: int | Position, number: int) -> int | Position:
     return Position(place.root, place.offset + number) if isinstance(place, Position) else place + number
+
+
+def _more_than_heads(whole: Past) -> bool:
+    """Something follows the first messages for certain."""
+    return bool(whole.items) or whole.least > len(whole.heads)

@@ -16,7 +16,6 @@ from typing import Any
 
 from jinja2 import nodes
 
-from runner.tokens.lookback.expressions import GaveUp, Stopped
 from runner.tokens.lookback.interpreter import Interpreter
 from runner.tokens.lookback.merging import Symbols
 from runner.tokens.lookback.values import END, Arguments, Given, Past, Root, Text, Unknown, Value, is_given
@@ -97,7 +96,7 @@ class Proofs:
         interpreter = Interpreter(environment(), names, symbols, null_content=null_content, words=words)
         try:
             output = interpreter.output(_parsed(self.renderer.template.text))
-        except (GaveUp, Stopped, RecursionError):
+        except Exception:  # whatever a template does that is not followed, or raises: then nothing is proven
             return None, False
         return (output if isinstance(output, Text) else None), interpreter.refuses
 
@@ -138,7 +137,8 @@ def _thought(shape: Shape, thought: Value) -> dict[str, Value]:
 def _arguments(renderer: Renderer, number: int, last: bool, symbols: Symbols) -> Value:
     if last:
         return Text((END, '"}'), ("arguments",)) if renderer.text_arguments else Arguments(_filled(symbols, "argument"))
-    return replace(_filled(symbols, "arguments", number), text=renderer.text_arguments)
+    # A call may have no arguments at all.
+    return replace(_filled(symbols, "arguments", number), text=renderer.text_arguments, filled=renderer.text_arguments)
 
 
 def _call(number: int, arguments: Value, symbols: Symbols) -> dict[str, Value]:

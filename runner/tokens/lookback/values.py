@@ -14,7 +14,10 @@ from runner.messages import Role
 __all__ = [
     "END",
     "MAYBE",
+    "UNTOLD",
     "Arguments",
+    "Function",
+    "GaveUp",
     "Given",
     "Loop",
     "Macro",
@@ -28,6 +31,7 @@ __all__ = [
     "Text",
     "Unknown",
     "Value",
+    "acts",
     "concatenated",
     "holds_end",
     "is_concrete",
@@ -40,6 +44,10 @@ __all__ = [
 
 Value: TypeAlias = Any
 """A plain value, which is what it is, or one of the classes below; lists and dicts may hold those."""
+
+
+class GaveUp(Exception):
+    """The template does something that is not followed here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,6 +237,14 @@ class Macro:
     depth: int
 
 
+class Function:
+    """A function of jinja's that is followed by who calls it."""
+
+
+UNTOLD: Final = Function()
+"""One of two macros or namespaces, or none: whoever uses it gives up."""
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """A method of a value."""
@@ -239,9 +255,15 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The pieces of a text in which the turn's words end, of which only the last is known."""
+    """The pieces of a text in which the turn's words end, of which only the last is known.
+
+    Attributes:
+        last: that piece.
+        given: the whole text is.
+    """
 
     last: Value
+    given: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +303,18 @@ _ABSTRACT = (
     Macro,
     Method,
     Loop,
+    Function,
     _Mark,
 )
+
+
+def acts(value: Value) -> bool:
+    """It is a macro, a namespace or a function, or holds one: what becomes of it has to be followed."""
+    if isinstance(value, list | tuple):
+        return any(map(acts, value))
+    if isinstance(value, dict):
+        return any(map(acts, value.values()))
+    return isinstance(value, Macro | NamespaceOf | Function | Loop)
 
 
 def is_given(value: Value) -> bool:
@@ -292,7 +324,7 @@ def is_given(value: Value) -> bool:
     if isinstance(value, dict):
         return all(is_given(key) and is_given(each) for key, each in value.items())
     if isinstance(value, Split):
-        return is_given(value.last)
+        return value.given and is_given(value.last)
     if isinstance(value, Text):
         known = value.head is not None if value.has_end else not value.is_marked
         return known and all(map(is_given, value.parts[value.is_marked :]))
@@ -342,7 +374,7 @@ def same(one: Value, other: Value, *, settled: bool = False) -> bool:
     if isinstance(one, Loop):
         return alike(dict(one.values), dict(other.values))
     if isinstance(one, Split):
-        return alike(one.last, other.last)
+        return one.given == other.given and alike(one.last, other.last)
     if isinstance(one, Past):
         flags = [(past.least, past.messages, past.backwards) for past in (one, other)]
         rooted = settled or (one.root is other.root and one.offset == other.offset)
