@@ -73,10 +73,10 @@ def _case(length: int, tokenizer: VocabularyTokenizer) -> _Case:
 
     def bridge() -> list[int]:
         """As a conversation does it: what is compared with a full render is made in another thread."""
-        tail = bridger.tail_at_once(history, new, [ADD], turn=turn)
+        tail = bridger.tail_at_once(history, new, [ADD], turn=turn, plain=True)
         if tail is None:
             made: list[Any] = []
-            thread = Thread(target=lambda: made.append(bridger.tail(history, new, [ADD], turn=turn)))
+            thread = Thread(target=lambda: made.append(bridger.tail(history, new, [ADD], turn=turn, plain=True)))
             thread.start()
             thread.join()
             (tail,) = made
