@@ -64,7 +64,7 @@ class Filters(Operations):
         """What a filter makes of a value that is partly known; None where nothing of it is followed."""
         match name:
             case "default" | "d":
-                given = dict(zip(("default_value", "boolean"), arguments, strict=False)) | keywords
+                given = dict(zip(("default_value", "boolean"), arguments, strict=False)) | dict(keywords)
                 return self._default(value, given.get("default_value", ""), given.get("boolean", False))
             case "tojson":
                 return self._as_json(value, keywords) if not arguments else None
