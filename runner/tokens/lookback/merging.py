@@ -67,9 +67,8 @@ def merged(condition: Given | Unknown, one: Value, other: Value, symbols: Symbol
     both = (one, other)
     if any(map(acts, both)):
         return UNTOLD
-    if all(isinstance(each, Past) for each in both) and same(one.items, other.items):  # noqa: SIM102
-        if (one.messages, one.backwards) == (other.messages, other.backwards):
-            return Past(one.items, Root(min(one.least, other.least)), 0, (), one.messages, one.backwards)
+    if isinstance(one, Past) and isinstance(other, Past) and _end_alike(one, other):
+        return Past(one.items, Root(min(one.least, other.least)), 0, (), one.messages, one.backwards)
     ends, text = any(map(holds_end, both)), is_text(one) and is_text(other)
     if isinstance(condition, Given):
         if all(map(is_given, both)) and not all(isinstance(each, Text) and each.has_end for each in both):
@@ -80,6 +79,11 @@ def merged(condition: Given | Unknown, one: Value, other: Value, symbols: Symbol
     if text and ends:
         return _merged_text(condition, one, other, symbols)
     return Unknown(ends=ends, text=text)
+
+
+def _end_alike(one: Past, other: Past) -> bool:
+    alike = (one.messages, one.backwards) == (other.messages, other.backwards)
+    return alike and same(one.items, other.items)
 
 
 def _merged_text(condition: Given | Unknown, one: Value, other: Value, symbols: Symbols) -> Value:
