@@ -136,7 +136,7 @@ async def test_a_system_prompt_may_depend_on_the_task(define: Callable[[], type[
 def test_what_only_an_episode_has_is_said_where_it_is_asked_for_too_early() -> None:
     class Limited(Base):
         @property
-        def limits(self) -> Limits:  # type: ignore[override]
+        def limits(self) -> Limits:  # type: ignore[override]  # read only, as above
             return Limits(turns=len(self.task.id))
 
     class Sharing(Base):

@@ -116,11 +116,11 @@ class Colour(enum.Enum):
     RED = "red"
 
 
-def none(limit: int = None) -> None:  # type: ignore[assignment]  # noqa: RUF013
+def none(limit: int = None) -> None:  # type: ignore[assignment]  # noqa: RUF013  # what is refused
     """List."""
 
 
-def text(limit: int = "ten") -> None:  # type: ignore[assignment]
+def text(limit: int = "ten") -> None:  # type: ignore[assignment]  # what is refused
     """List."""
 
 
@@ -128,7 +128,7 @@ def below(limit: Annotated[int, Field(ge=1)] = 0) -> None:
     """List."""
 
 
-def another(order: Literal["up", "down"] = "side") -> None:  # type: ignore[assignment]
+def another(order: Literal["up", "down"] = "side") -> None:  # type: ignore[assignment]  # what is refused
     """List."""
 
 
@@ -156,7 +156,7 @@ def test_defaults_that_a_model_can_write_are_taken_however_python_has_them() -> 
     def many(
         number: float = 1,
         words: Sequence[str] = (),
-        several: set[int] = frozenset(),  # type: ignore[assignment]
+        several: set[int] = frozenset(),  # type: ignore[assignment]  # what is refused
         colour: Colour = Colour.RED,
         unlimited: float = float("inf"),
         nothing: int | None = None,

@@ -42,7 +42,7 @@ class Shares(Plain):
 
 class SharesAsynchronously(Shares):
     @asynccontextmanager
-    async def lifespan(self) -> AsyncIterator[None]:  # type: ignore[override]
+    async def lifespan(self) -> AsyncIterator[None]:  # type: ignore[override]  # either colour may be given
         async with anyio.create_task_group():  # as a client of a service has one
             self.enter()
             yield

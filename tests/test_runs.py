@@ -97,7 +97,7 @@ async def test_a_line_that_is_no_task_is_refused_by_file_and_line(tmp_path: Path
     [
         (Task(id="t0", prompt="?"), "task 2 has the id 't0', which task 1 has as well"),
         (Task(id="", prompt="?"), "a task has no id"),
-        (Task(id=3, prompt="?"), r"a task has the id 3, of type int: .* such as Task\(id='3'\)"),  # type: ignore[arg-type]
+        (Task(id=3, prompt="?"), r"a task has the id 3, of type int: .* such as Task\(id='3'\)"),  # type: ignore[arg-type]  # refused
         ("not a task", "which is no Task"),
     ],
     ids=["twice", "no id", "a number", "no task"],

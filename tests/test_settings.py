@@ -88,7 +88,7 @@ async def test_the_clocks_that_setup_gives_run(name: str) -> None:
             await self.work("tool")
             return "used"
 
-        async def step(self, turn: Turn) -> None:  # type: ignore[override]
+        async def step(self, turn: Turn) -> None:  # type: ignore[override]  # either colour may be given
             await self.work("step")
 
         @reward

@@ -42,12 +42,10 @@ class Bridge:
     Attributes:
         ids: appended to prompt and sampled ids, with loss mask 0.
         junction: how it was found.
-        local: the tail is that of a stand-in for the history.
     """
 
     ids: list[int]
     junction: Junction
-    local: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +236,7 @@ class Bridger:
             raise Unbridgeable(Property.TURN_STAYS_BEHIND, "the template repeats what was said after the turn's end")
         seam = self._seam(sampled, start.ids) if located else Seam.UNVERIFIED
         junction = Junction(Result.APPENDED, start.anchor, start.close, seam, len(start.ids), cause=start.cause)
-        return Bridge(start.ids, junction, made.local)
+        return Bridge(start.ids, junction)
 
     def _after_stop(self, tail: TailIds, sampled: Sequence[int], stop: int) -> _Start:
         index = tail.find_in_close({stop})

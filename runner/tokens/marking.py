@@ -14,7 +14,6 @@ from runner.tokens.template import ToolSchema
 
 __all__ = [
     "FIELDS",
-    "SWITCHES",
     "Field",
     "Span",
     "absent",

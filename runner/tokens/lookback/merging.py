@@ -35,9 +35,9 @@ class Symbols:
         self._kept: list[Any] = []  # so that no other object gets its identity
         self._fresh = itertools.count(-1, -1)
 
-    def fresh(self, *, text: bool = False, filled: bool = False) -> Given:
+    def fresh(self) -> Given:
         """A given value like no other."""
-        return Given(next(self._fresh), text, filled)
+        return Given(next(self._fresh))
 
     def of(self, operation: str, *operands: Value, text: bool = False, root: Root | None = None) -> Given:
         """What an operation makes of given operands."""
