@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.calculator import Calculator, Question, question
 from runner import Concurrency, Group, Limits, Run, Sampling, VllmEngine
-from runner.engines.output import quiet_output
+from runner.cli.quiet_output import quiet_output
 from runner.models import resolve_model
 from runner.training import GrammarMasks, Saving, Selection, TokenMasks, TokenTree, grpo
 from runner.training.progress import Stopwatch, TrainingProgress, TrainingRecord, TrainingStep

@@ -9,15 +9,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from runner.conversation import Conversation
-    from runner.edge import run
     from runner.engines.base import Engine, EngineStats, FinishReason
     from runner.engines.control import EngineState, PauseMode, WeightUpdate
-    from runner.engines.scripted import ScriptedEngine
-    from runner.engines.vllm import VllmEngine
+    from runner.engines.scripted.engine import ScriptedEngine
+    from runner.engines.vllm.engine import VllmEngine
     from runner.engines.weights import LocalTransfer, WeightTransfer
-    from runner.environment import Environment, Reply
-    from runner.episode import Episode
+    from runner.environment.environment import Environment, Reply
+    from runner.environment.task_feed import TaskSource
+    from runner.episode.conversation import Conversation
+    from runner.episode.episode import Episode
     from runner.errors import (
         BadBatch,
         BadControl,
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     )
     from runner.messages import Message, Prompt, ToolCall
     from runner.options import Concurrency, History, HistoryPolicy, Limits, Sampling
-    from runner.runs import Run
+    from runner.runs.process import run
+    from runner.runs.run import Run
+    from runner.runs.summary import Summary
     from runner.scoring import group_reward, metric, reward
-    from runner.sources import TaskSource
     from runner.store.reader import RunFile
-    from runner.summary import Summary
     from runner.tasks import Task
-    from runner.tokens.prefix import PrefixReplacement, PrefixResult, replace_prefix_tokens
-    from runner.tools import Tool, tool
+    from runner.tokens.prefix_replacement import PrefixReplacement, PrefixResult, replace_prefix_tokens
+    from runner.tools.tool import Tool, tool
     from runner.trajectory import Group, Outcome, Segment, Trajectory, Turn
 
     __version__: str
@@ -129,25 +129,25 @@ __all__ = [
 ]
 
 _HOMES = {
-    "runner.conversation": ("Conversation",),
-    "runner.edge": ("run",),
+    "runner.episode.conversation": ("Conversation",),
+    "runner.runs.process": ("run",),
     "runner.engines.base": ("Engine", "EngineStats", "FinishReason"),
     "runner.engines.control": ("EngineState", "PauseMode", "WeightUpdate"),
-    "runner.engines.scripted": ("ScriptedEngine",),
-    "runner.engines.vllm": ("VllmEngine",),
+    "runner.engines.scripted.engine": ("ScriptedEngine",),
+    "runner.engines.vllm.engine": ("VllmEngine",),
     "runner.engines.weights": ("LocalTransfer", "WeightTransfer"),
-    "runner.environment": ("Environment", "Reply"),
-    "runner.episode": ("Episode",),
+    "runner.environment.environment": ("Environment", "Reply"),
+    "runner.episode.episode": ("Episode",),
     "runner.messages": ("Message", "Prompt", "ToolCall"),
     "runner.options": ("Concurrency", "History", "HistoryPolicy", "Limits", "Sampling"),
-    "runner.runs": ("Run",),
+    "runner.runs.run": ("Run",),
     "runner.scoring": ("group_reward", "metric", "reward"),
-    "runner.sources": ("TaskSource",),
+    "runner.environment.task_feed": ("TaskSource",),
     "runner.store.reader": ("RunFile",),
-    "runner.summary": ("Summary",),
+    "runner.runs.summary": ("Summary",),
     "runner.tasks": ("Task",),
-    "runner.tokens.prefix": ("PrefixReplacement", "PrefixResult", "replace_prefix_tokens"),
-    "runner.tools": ("Tool", "tool"),
+    "runner.tokens.prefix_replacement": ("PrefixReplacement", "PrefixResult", "replace_prefix_tokens"),
+    "runner.tools.tool": ("Tool", "tool"),
     "runner.trajectory": ("Group", "Outcome", "Segment", "Trajectory", "Turn"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -99,9 +99,11 @@ def scripted_engine(request: pytest.FixtureRequest) -> Iterator[QueuedEngine]:
 @pytest.fixture(scope="session")
 def real_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
     """`real_engine(**options)`: vLLM on the demo model, or `real_engine(model=...)`; one is alive at a time."""
-    from runner.testing import home
+    from runner.testing import engine_pool
 
-    pool = home.EnginePool(lambda **options: home.make_engine(**options), lambda: request.session.stash[_running])
+    pool = engine_pool.EnginePool(
+        lambda **options: engine_pool.make_engine(**options), lambda: request.session.stash[_running]
+    )
     workers = getattr(request.config, "workerinput", {}).get("workercount", 1)  # what pytest-xdist tells its workers
 
     def started(**options: Any) -> Engine:
@@ -190,7 +192,7 @@ def loop_watchdog(request: pytest.FixtureRequest) -> Iterator[LoopWatchdog]:
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails the test if it leaves threads, tasks, files, or open requests of `scripted_engine` behind."""
-    from runner.edge import on_event_loop
+    from runner.runs.process import on_event_loop
     from runner.testing.leaks import LEFT_TASKS, Leaked
     from runner.testing.leaks import no_leaks as watched
 

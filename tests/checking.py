@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from runner.cli import app
+from runner.cli.app import app
 
 GOOD = '''
 import asyncio, contextlib, itertools, random, threading, time

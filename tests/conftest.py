@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.engines.vllm import VllmEngine
+from runner.engines.vllm.engine import VllmEngine
 from runner.models import demo_model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runner import Environment, Run, Task, Trajectory, reward
-from runner.engines.replies import Replies
+from runner.engines.scripted.replies import Replies
 from runner.testing import ScriptedEngine, play_many_async
 
 __all__ = ["Plain", "play", "play_all", "recording", "tasks", "until_end"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runner.authors import describe_error
+from runner.concurrency.user_code import describe_error
 
 
 def failing(file: str, source: str, **names: Any) -> BaseException:

@@ -12,8 +12,8 @@ from envs.calculator import Calculator, question, solved
 from envs.guess_number import GuessNumber
 from envs.reasoning import Reasoning
 from runner import BadEnvironment, Outcome, Run, ScriptedEngine, Task, Trajectory
-from runner.engines.replies import Replies
-from runner.environment import Environment
+from runner.engines.scripted.replies import Replies
+from runner.environment.environment import Environment
 from runner.testing import ModelCall, call
 
 pytestmark = pytest.mark.anyio

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.commands.babbler import _arguments
-from runner.tools import Tool
+from runner.cli.random_model import _arguments
+from runner.tools.tool import Tool
 from tests.checking import GOOD, check, findings, folder_of_modules
 
 BAD = {

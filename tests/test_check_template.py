@@ -13,20 +13,20 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from runner import Run, ScriptedEngine
-from runner.cli import app
-from runner.commands import check_template as command
+from runner.cli import check_template as command
+from runner.cli.app import app
 from runner.errors import BadModel
 from runner.models import resolve_model, stop_ids
-from runner.tokens.appends import Append, Exactness, Verdict, example, verdicts
-from runner.tokens.bridge import Bridger
+from runner.tokens.bridging.bridge import Bridger
+from runner.tokens.bridging.refusal import Property
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.control_text import lacking
-from runner.tokens.probe import UnusableTemplate, in_process, request_of
-from runner.tokens.profile import Trait
-from runner.tokens.refusal import Property
+from runner.tokens.probing.appends import Append, Exactness, Verdict, example, verdicts
+from runner.tokens.probing.probe import UnusableTemplate, in_process, request_of
+from runner.tokens.probing.profile import Trait
+from runner.tokens.probing.traits import profile_of
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import load_tokenizer
-from runner.tokens.traits import profile_of
 from tests.conformance.corpus import corpus
 from tests.playing import Plain
 from tests.tokens.families import FAMILIES, model
@@ -113,7 +113,7 @@ def test_a_template_without_tools_says_so(check: Check, tmp_path: Path) -> None:
 
 
 def test_a_process_of_its_own_prints_the_same(check: Check, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "runner.cli", "check-template", "hermes"]
+    command = [sys.executable, "-m", "runner.cli.app", "check-template", "hermes"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, check("hermes").stdout)
 

@@ -13,11 +13,11 @@ from typer.testing import CliRunner, Result
 
 import runner.errors
 from runner import BadOption, BadTask, RunFile, ScriptedEngine, TooManyFailures
-from runner.cli import EPILOG, app
-from runner.commands.run import RunSettings, run_command
-from runner.commands.values import limits_of, pairs, plain_value
+from runner.cli.app import EPILOG, app
+from runner.cli.run import RunSettings, run_command
+from runner.cli.values import limits_of, pairs, plain_value
 from runner.engines.base import Engine
-from runner.engines.script import call
+from runner.engines.scripted.script import call
 from runner.errors import DeltarunnerError
 
 ROOT = Path(__file__).parents[1]
@@ -109,8 +109,8 @@ def in_a_process(**options: Any) -> subprocess.CompletedProcess[str]:
     script = """
 import json, sys
 from runner import ScriptedEngine
-from runner.cli import ending
-from runner.commands.run import RunSettings, run_command
+from runner.cli.app import ending
+from runner.cli.run import RunSettings, run_command
 
 settings = RunSettings(**json.loads(sys.argv[1]))
 sys.exit(ending(lambda: run_command(settings, lambda _: ScriptedEngine("hi"))))
@@ -265,7 +265,9 @@ def test_bad_input_is_named_with_its_fix(
 def test_every_error_is_one_message_and_an_exit_code(
     folder: Path, arguments: list[str], code: int, message: str
 ) -> None:
-    done = subprocess.run([sys.executable, "-m", "runner.cli", *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "runner.cli.app", *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == code, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -292,7 +294,7 @@ def test_a_read_only_folder_is_named(folder: Path) -> None:
 
 
 def test_the_command_line_is_there_before_anything_heavy_is_loaded() -> None:
-    script = "import sys, runner.cli; print(*sys.modules)"
+    script = "import sys, runner.cli.app; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert {"torch", "transformers", "vllm", "anyio", "pyarrow", "tokenizers"}.isdisjoint(done.stdout.split())
 
@@ -358,7 +360,10 @@ def test_show_without_the_vocabulary_shows_the_messages(run_file: str) -> None:
 
 def test_show_of_an_unknown_episode_names_one_that_is_there(run_file: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "runner.cli", "show", run_file, "nowhere"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "runner.cli.app", "show", run_file, "nowhere"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 7
     assert "no episode 'nowhere'; there is, for example, 'calculator-0#0'" in done.stderr

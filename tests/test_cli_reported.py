@@ -21,9 +21,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from runner import BadTask, ConfigurationChanged, Run, RunFile, RunFileError, ScriptedEngine
-from runner.cli import app
-from runner.commands.run import RunSettings, run_command
-from runner.engines.script import ModelCall, call
+from runner.cli.app import app
+from runner.cli.run import RunSettings, run_command
+from runner.engines.scripted.script import ModelCall, call
 from runner.errors import DeltarunnerError
 from runner.training import TrainingTensors
 
@@ -128,7 +128,7 @@ def test_an_export_replaces_only_what_was_named(run_file: Path) -> None:
 
 
 def test_an_export_to_stdout_is_the_export_and_nothing_else(run_file: Path) -> None:
-    command = [sys.executable, "-m", "runner.cli", "export", str(run_file), "-o", "-"]
+    command = [sys.executable, "-m", "runner.cli.app", "export", str(run_file), "-o", "-"]
     lines = subprocess.run(command, capture_output=True, check=True)
     assert lines.stderr == b""
     assert {json.loads(line)["id"] for line in lines.stdout.splitlines()} == {"t-0#0", "t-1#0"}
@@ -172,7 +172,7 @@ def test_a_file_that_is_empty_is_begun(folder: Path, kind: str) -> None:
     ],
 )
 def test_every_refused_run_ends_with_a_line_of_json(folder: Path, arguments: list[str], kind: str, code: int) -> None:
-    command = [sys.executable, "-m", "runner.cli", "run", *arguments, "--json"]
+    command = [sys.executable, "-m", "runner.cli.app", "run", *arguments, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     (line,) = done.stdout.splitlines()
@@ -183,7 +183,7 @@ def test_every_refused_run_ends_with_a_line_of_json(folder: Path, arguments: lis
 
 def test_what_an_environment_prints_while_it_is_loaded_is_not_among_the_json(folder: Path) -> None:
     (folder / "loud.py").write_text("print('loading')\n")
-    command = [sys.executable, "-m", "runner.cli", "run", "loud.py", "--json"]
+    command = [sys.executable, "-m", "runner.cli.app", "run", "loud.py", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert json.loads(done.stdout)["summary"] is None
     assert "loading" in done.stderr

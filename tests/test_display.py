@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from runner import Concurrency, Conversation, Environment, Run, ScriptedEngine, Task, reward
-from runner.display import Figures, Gauge, LiveDisplay, PlainDisplay, Stuck, as_time, display_for, live_view
-from runner.lag import Blocker
+from runner.cli.display import Figures, Gauge, LiveDisplay, PlainDisplay, Stuck, as_time, display_for, live_view
+from runner.concurrency.loop_lag import Blocker
 
 FIGURES = Figures(
     total=64,

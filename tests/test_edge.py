@@ -30,8 +30,8 @@ from runner import (
     reward,
     run,
 )
-from runner.edge import Reporter, on_event_loop, supervise
-from runner.runs import Run
+from runner.runs.process import Reporter, on_event_loop, supervise
+from runner.runs.run import Run
 
 WATCHDOG = 20.0
 
@@ -103,7 +103,7 @@ def test_what_went_wrong_beside_the_episodes_is_said(capsys: pytest.CaptureFixtu
 def test_run_takes_what_the_run_takes() -> None:
     import inspect
 
-    from runner.edge import RunOptions
+    from runner.runs.process import RunOptions
 
     parameters = inspect.signature(Run.__init__).parameters
     assert list(RunOptions.__annotations__) == [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -209,8 +209,8 @@ PREAMBLE = """
 import os, signal, sys, threading, time
 import anyio
 from runner import Concurrency, Environment, Limits, ScriptedEngine, Task, reward, run
-from runner.edge import Reporter, end_process, on_event_loop, supervise
-from runner.runs import Run
+from runner.runs.process import Reporter, end_process, on_event_loop, supervise
+from runner.runs.run import Run
 
 class Base(Environment):
     def tasks(self):

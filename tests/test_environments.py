@@ -10,7 +10,7 @@ import pytest
 
 from envs.calculator import Calculator
 from runner import BadEnvironment, BadOption, Environment
-from runner.environments import bundled_environments, construct, find_environment, short_name
+from runner.environment.loading import bundled_environments, construct, find_environment, short_name
 
 MINIMAL = """
 from runner import Environment, reward

@@ -14,9 +14,9 @@ from anyio.lowlevel import checkpoint
 from runner import BadOption, Conversation, FinishReason, Outcome, Run, RunFile, Task, Trajectory, reward
 from runner.engines.base import GenerationRequest
 from runner.engines.control import EngineState, PauseMode
-from runner.engines.script import Latency, ModelCall, Reply
-from runner.freshness import oldest_version
+from runner.engines.scripted.script import Latency, ModelCall, Reply
 from runner.options import Limits
+from runner.runs.staleness import oldest_version
 from runner.testing import ScriptedEngine, assert_exact
 from tests.playing import Plain, recording, tasks
 

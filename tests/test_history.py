@@ -19,7 +19,7 @@ from runner import (
     Tool,
     tool,
 )
-from runner.commands.report import summary_table
+from runner.cli.report import summary_table
 from runner.testing import Reply, call
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.junction import Anchor, Close, Result, Seam

@@ -18,8 +18,8 @@ import pytest
 from runner import models
 from runner.errors import BadModel, BadTemplate
 from runner.models import ModelSource, chat_template, demo_model, resolve_model, stop_ids
+from runner.tokens.probing.traits import profile_of
 from runner.tokens.template import ChatTemplate, missing_tool_property
-from runner.tokens.traits import profile_of
 from tests.conformance.corpus import corpus
 
 
@@ -98,7 +98,7 @@ import sys
 sys.modules["vllm"] = None
 sys.prefix = {str(tmp_path)!r}
 sys.argv = ["deltarunner", "run", "calculator"]
-from runner.cli import main
+from runner.cli.app import main
 main()
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(models.__file__).parents[1])}

@@ -15,9 +15,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from runner import BadOption, StorageFailed
-from runner.cli import app
-from runner.commands import new
-from runner.commands.new import Names, write_project
+from runner.cli import new
+from runner.cli.app import app
+from runner.cli.new import Names, write_project
 
 ROOT = Path(__file__).parents[1]
 SKELETON = ROOT / "templates" / "environment"

@@ -31,7 +31,7 @@ from runner import (
     group_reward,
     tool,
 )
-from runner.authors import describe_error
+from runner.concurrency.user_code import describe_error
 from runner.testing import Fault, Latency, call
 from tests.playing import Plain, play, play_all, tasks, until_end
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from runner import BadOption, Conversation, Environment, Group, Outcome, Run, RunFile, Task, group_reward, reward
-from runner.cli import app
-from runner.commands.run import RunSettings, run_command
+from runner.cli.app import app
+from runner.cli.run import RunSettings, run_command
 from runner.options import Concurrency
 from runner.store.reader import EpisodeRow
 from runner.testing import ScriptedEngine, assert_exact

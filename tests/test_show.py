@@ -8,7 +8,7 @@ import anyio
 import pytest
 from typer.testing import CliRunner
 
-from runner.cli import app
+from runner.cli.app import app
 from tests.playing import Plain, play_all
 from tests.verifying import play
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from runner import BadTemplate, Concurrency, Conversation, Message, Outcome, Run, Task
-from runner.cli import app
+from runner.cli.app import app
 from runner.tokens.junction import Result, Seam
 from runner.tokens.template import Renderer
 from tests.histories import COUNTING, HIDDEN, OPENER, PLAIN, Twice, talked, template

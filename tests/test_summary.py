@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from runner import Conversation, Run, RunFile, reward, run
-from runner.commands.report import summary_table
-from runner.display import Gauge, live_view, plain_parts
-from runner.summary import Mean, Summary
+from runner.cli.display import Gauge, live_view, plain_parts
+from runner.cli.report import summary_table
+from runner.runs.summary import Mean, Summary
 from runner.testing import ScriptedEngine
 from tests.playing import Plain, recording, tasks
 

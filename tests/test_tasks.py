@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from runner import Environment, Group, Outcome, Run, RunFile, Task, Turn, group_reward, reward
-from runner.engines.script import Fault
+from runner.engines.scripted.script import Fault
 from runner.tasks import own_copy
 from runner.testing import Reply
 from tests.playing import play_all, recording

@@ -12,7 +12,7 @@ import anyio.from_thread
 import anyio.lowlevel
 import pytest
 
-from runner.threads import Job, Workers, busy_threads
+from runner.concurrency.threads import Job, Workers, busy_threads
 
 pytestmark = pytest.mark.anyio
 

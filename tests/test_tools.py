@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from runner import wording
 from runner.errors import BadEnvironment, ToolError, WrongArguments
 from runner.options import UNSET
-from runner.tools import Tool, collect_tools, result_text, tool
+from runner.tools.tool import Tool, collect_tools, result_text, tool
 
 
 class Calculator:

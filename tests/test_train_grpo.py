@@ -206,7 +206,7 @@ async def test_two_steps_move_the_weights_of_the_engine_and_leave_a_folder_that_
     ours, first = (difference(folder, grammar, played) for folder in (settings.out, demo_model()))
     assert ours < first / 2, "the engine sampled with what the trainer learnt"
 
-    command = [sys.executable, "-m", "runner.cli", "run", "calculator", "--model", str(settings.out)]
+    command = [sys.executable, "-m", "runner.cli.app", "run", "calculator", "--model", str(settings.out)]
     done = await anyio.run_process([*command, "--episodes", "2"], check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr.decode()
 

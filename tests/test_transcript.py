@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from runner import ScriptedEngine
-from runner.cli import app
-from runner.commands.run import RunSettings, run_command
-from runner.engines.script import call
+from runner.cli.app import app
+from runner.cli.run import RunSettings, run_command
+from runner.engines.scripted.script import call
 from runner.transcript import one_line, printable
 
 AUTHOR = r'''

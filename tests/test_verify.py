@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from envs.calculator import Calculator
 from runner import Conversation, Environment, Run, RunFile, Sampling, Task, VllmEngine, reward
-from runner.cli import app
+from runner.cli.app import app
 from runner.engines.base import FinishReason
 from runner.options import History
 from runner.store.header import Header
@@ -29,7 +29,7 @@ from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.log import Source
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import load_tokenizer
-from runner.verification import first_difference, stored_chat
+from runner.verify.rebuild import first_difference, stored_chat
 from tests.verifying import (
     OF_ONE,
     bridges,

@@ -12,7 +12,7 @@ from typing import Any
 from typer.testing import CliRunner, Result
 
 from runner import Conversation, Environment, Run, RunFile, Sampling, Task, Tool, Turn, reward, tool
-from runner.cli import app
+from runner.cli.app import app
 from runner.testing import Reply, ScriptedEngine, call
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from anyio.lowlevel import current_token
 
-from runner.clocks import Standstill
+from runner.concurrency.clocks import Standstill
 from runner.engines.control import EngineControl, EngineState, PauseMode, WeightUpdate
 from runner.errors import BadControl
 from runner.options import Constraint, Sampling

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import anyio
 
-from runner.cancellation import to_its_end
-from runner.clocks import Standstill
+from runner.concurrency.cancellation import to_its_end
+from runner.concurrency.clocks import Standstill
 from runner.engines.adapters import AdapterBook, base_and_adapter
 from runner.errors import BadControl, BadOption
 

@@ -13,12 +13,12 @@ from typing import Self
 import anyio
 import anyio.lowlevel
 
+from runner.concurrency.threads import soon_on_this_loop
 from runner.engines.base import Engine, FinishReason, GenerationRequest
+from runner.episode.sampling import Sample, sample
 from runner.errors import EngineDead, EngineError, RequestRejected
 from runner.options import Sampling
-from runner.sampling import Sample, sample
 from runner.seeds import derive_seed
-from runner.threads import soon_on_this_loop
 from runner.tokens.log import Source, TokenLog
 
 __all__ = ["Row", "RowSetting", "RunningRows", "SampledRow", "sample_row"]

@@ -13,7 +13,7 @@ from typing import ClassVar, TypeAlias
 from runner.errors import BadOption
 from runner.messages import ToolCall
 from runner.options import Constraint, ConstraintKind, ToolChoice
-from runner.tools import Tool
+from runner.tools.tool import Tool
 
 __all__ = ["CallParameters", "Parsed", "ToolFormat"]
 

@@ -1,0 +1,1 @@
+"""Run files: trajectories in SQLite, written in groups and read lazily."""

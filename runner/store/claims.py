@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tempfile import gettempdir
 
 from runner.errors import BadTask, ConfigurationChanged, StorageFailed
-from runner.store.plain import decode_json, encode_task, encode_text
+from runner.store.json_values import decode_json, encode_task, encode_text
 from runner.tasks import Task
 from runner.trajectory import Outcome
 

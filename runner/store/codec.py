@@ -15,7 +15,7 @@ from runner.engines.base import FinishReason
 from runner.errors import RunFileError
 from runner.messages import ToolCall
 from runner.options import Constraint, ConstraintKind, Sampling
-from runner.store.plain import TaskDecoder, decode_json, decode_text, encode_json, encode_text
+from runner.store.json_values import TaskDecoder, decode_json, decode_text, encode_json, encode_text
 from runner.tasks import Task
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
 from runner.tokens.log import Source, TokenLog, VersionSpan

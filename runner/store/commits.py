@@ -15,14 +15,14 @@ from typing import Any, Final, TypeAlias
 
 import anyio
 
+from runner.concurrency.threads import soon_on_this_loop
 from runner.errors import StorageFailed
 from runner.options import Constraint
 from runner.store.codec import encode_trajectory
 from runner.store.database import storage_failed, transaction
-from runner.store.plain import class_name, encode_json, encode_task, encode_text
+from runner.store.json_values import class_name, encode_json, encode_task, encode_text
 from runner.store.reopening import UNSUCCEEDED
 from runner.tasks import Task
-from runner.threads import soon_on_this_loop
 from runner.trajectory import Trajectory
 
 __all__ = ["Commit", "CommitThread", "EpisodeCommit", "FinishCommit", "RewardCommit"]

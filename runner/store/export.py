@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias
 
 from runner.errors import BadOption, StorageFailed
-from runner.store.plain import decode_json, encode_json, encode_standard_json, encode_task
+from runner.store.json_values import decode_json, encode_json, encode_standard_json, encode_task
 from runner.store.reader import RunFile
 from runner.trajectory import Segment, Trajectory, Turn
 

@@ -16,8 +16,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from runner.environment import Environment, common_system_prompt
-from runner.store.plain import class_name, decode_json, encode_json
+from runner.environment.environment import Environment, common_system_prompt
+from runner.store.json_values import class_name, decode_json, encode_json
 from runner.store.schema import FORMAT
 from runner.store.secrets import hide_secrets
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -25,7 +25,7 @@ from runner.wording import WORDING_VERSION
 
 if TYPE_CHECKING:
     from runner.engines.base import Engine
-    from runner.runs import Run
+    from runner.runs.run import Run
 
 __all__ = ["Change", "Header", "OnChange"]
 

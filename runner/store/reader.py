@@ -13,7 +13,7 @@ from runner.errors import RunFileError
 from runner.store.codec import load_trajectory
 from runner.store.database import open_reader, storage_faults
 from runner.store.header import Header
-from runner.store.plain import TaskDecoder, decode_json, decode_text, encode_text
+from runner.store.json_values import TaskDecoder, decode_json, decode_text, encode_text
 from runner.tasks import Task
 from runner.trajectory import Outcome, Trajectory
 

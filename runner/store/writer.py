@@ -31,7 +31,7 @@ from runner.store.database import (
     write_ahead,
 )
 from runner.store.header import Header, OnChange
-from runner.store.plain import TaskDecoder, decode_text, encode_text
+from runner.store.json_values import TaskDecoder, decode_text, encode_text
 from runner.store.reopening import UNSUCCEEDED, reopen_failed
 from runner.store.schema import APPLICATION_ID, FORMAT, TABLES
 from runner.tasks import Task

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from runner.engines.replies import Replies
-from runner.engines.script import Fault, Latency, ModelCall, Reply, call
-from runner.engines.scripted import RecordedCall, ScriptedEngine
+from runner.engines.scripted.engine import RecordedCall, ScriptedEngine
+from runner.engines.scripted.replies import Replies
+from runner.engines.scripted.script import Fault, Latency, ModelCall, Reply, call
 from runner.testing.assertions import assert_exact
 from runner.testing.cancellation import cancel_everywhere
 from runner.testing.cancelling import play_cancelled

@@ -9,9 +9,9 @@ from itertools import pairwise
 from typing import Any, Final
 
 from runner.engines.base import Engine, FinishReason
+from runner.episode.prompting import REENCODED
 from runner.errors import BadOption
 from runner.messages import Message
-from runner.prompting import REENCODED
 from runner.tokens.log import Source
 from runner.tokens.tokenizer import Tokenizer
 from runner.trajectory import Outcome, Segment, Trajectory, Turn

@@ -8,22 +8,22 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
-from runner.chat import ChatModel
-from runner.context import RunContext
-from runner.engines.script import Latency
-from runner.engines.scripted import ScriptedEngine
-from runner.environment import Environment, as_environment, check_playable
-from runner.episode import Place
+from runner.concurrency.threads import Workers
+from runner.engines.scripted.engine import ScriptedEngine
+from runner.engines.scripted.script import Latency
+from runner.environment.environment import Environment, as_environment, check_playable
+from runner.environment.lifespan import lifespan_of
+from runner.episode.context import RunContext
+from runner.episode.episode import Place
+from runner.episode.lifecycle import Play
+from runner.episode.model import ChatModel
 from runner.errors import BadOption
 from runner.options import Concurrency, Limits, Sampling
-from runner.play import Play
-from runner.provisions import lifespan_of
 from runner.tasks import Task
 from runner.testing.cancellation import cancel_everywhere
 from runner.testing.leaks import no_leaks
 from runner.testing.playing import Played, Said, at_once, chosen_task, engine_of
 from runner.testing.queued import QueuedEngine
-from runner.threads import Workers
 
 __all__ = ["play_cancelled"]
 

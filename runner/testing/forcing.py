@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeAlias
 
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, GenerationRequest
-from runner.engines.script import ModelCall
-from runner.engines.scripted import RecordedCall
+from runner.engines.scripted.engine import RecordedCall
+from runner.engines.scripted.script import ModelCall
 from runner.engines.sharing import running
-from runner.engines.vllm import VllmEngine
+from runner.engines.vllm.engine import VllmEngine
 from runner.engines.wrapping import WrappedEngine
 from runner.errors import BadOption, RequestRejected
 

@@ -14,18 +14,18 @@ import anyio.to_thread
 from anyio.from_thread import BlockingPortal
 from typing_extensions import Unpack
 
-from runner.commands.selection import own_tasks, select
-from runner.edge import on_event_loop
 from runner.engines.base import Engine
-from runner.engines.replies import Replies
-from runner.engines.script import Reply
-from runner.engines.scripted import ScriptedEngine
-from runner.environment import Environment, as_environment
-from runner.episode import MAIN
+from runner.engines.scripted.engine import ScriptedEngine
+from runner.engines.scripted.replies import Replies
+from runner.engines.scripted.script import Reply
+from runner.environment.environment import Environment, as_environment
+from runner.environment.task_feed import Tasks
+from runner.environment.task_selection import own_tasks, select
+from runner.episode.episode import MAIN
 from runner.errors import BadOption, BadTask, DeltarunnerError
 from runner.options import Concurrency, History, Limits, Sampling
-from runner.runs import Run
-from runner.sources import Tasks
+from runner.runs.process import on_event_loop
+from runner.runs.run import Run
 from runner.store.reader import RunFile
 from runner.tasks import Task
 from runner.testing.assertions import assert_exact

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Self, TypeAlias
 
-from runner.authors import describe_error
-from runner.engines.replies import Speller
-from runner.engines.script import Answer, Chunks, Fault, Latency, ModelCall, Reply, as_reply
-from runner.engines.scripted import ScriptedEngine
-from runner.episode import MAIN
+from runner.concurrency.user_code import describe_error
+from runner.engines.scripted.engine import ScriptedEngine
+from runner.engines.scripted.replies import Speller
+from runner.engines.scripted.script import Answer, Chunks, Fault, Latency, ModelCall, Reply, as_reply
+from runner.episode.episode import MAIN
 from runner.errors import BadOption, RequestRejected
 from runner.testing.chunking import Inside
 from runner.testing.vocabulary import AwkwardTokenizer

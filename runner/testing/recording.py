@@ -15,7 +15,7 @@ from runner.engines.base import (
     FinishReason,
     GenerationRequest,
 )
-from runner.engines.script import ModelCall, Reply
+from runner.engines.scripted.script import ModelCall, Reply
 from runner.engines.wrapping import WrappedEngine
 from runner.errors import BadInput, BadOption, RequestRejected
 from runner.testing.queued import CheckedEngine

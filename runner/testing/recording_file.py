@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from runner.engines.base import Delta, Engine, Finish, FinishReason
-from runner.engines.script import Reply
+from runner.engines.scripted.script import Reply
 from runner.errors import BadInput, DeltarunnerError
 from runner.testing.vocabulary import AwkwardTokenizer, PlainTokenizer
 from runner.tokens.byte_tokenizer import ByteTokenizer

@@ -12,11 +12,11 @@ from typing import Any, Final
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from runner.engines.script import Chunks
+from runner.engines.scripted.script import Chunks
 from runner.errors import BadOption
 from runner.messages import Message, ToolCall
-from runner.schema import JsonSchema
-from runner.tools import Tool
+from runner.tools.schema import JsonSchema
+from runner.tools.tool import Tool
 
 __all__ = ["awkward_text", "chunkings", "conversations", "tool_calls"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
+from runner.concurrency.loop_lag import TICK, Blocker, LagMonitor
+from runner.concurrency.threads import Workers
 from runner.errors import BadOption
-from runner.lag import TICK, Blocker, LagMonitor
-from runner.threads import Workers
 
 __all__ = ["LoopWatchdog"]
 

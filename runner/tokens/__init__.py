@@ -1,1 +1,1 @@
-"""The token layer: templates, vocabularies, the token log and the bridge between turns."""
+"""Token ids: vocabularies, chat templates, and the log of what was sampled."""

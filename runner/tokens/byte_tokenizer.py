@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 
-from runner.tokens.added import Borders, Content, blotted
+from runner.tokens.content_encoding import Borders, Content, blotted
 from runner.tokens.pieces import Words
 from runner.tokens.tokenizer import without_surrogates
 

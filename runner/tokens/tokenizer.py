@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from runner.errors import BadModel
-from runner.tokens.added import AddedTokens, Content, check_content, deaf_model, learnt_words, written
+from runner.tokens.content_encoding import AddedTokens, Content, check_content, deaf_model, learnt_words, written
 from runner.tokens.pieces import Words, byte_pieces, words
 from runner.tokens.vocabulary_files import VocabularyFiles, read_vocabulary_files
 

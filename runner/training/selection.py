@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.errors import BadBatch, BadOption
-from runner.groups import by_agent
+from runner.runs.groups import by_agent
 from runner.tasks import Task
 from runner.training.advantages import without_spread
 from runner.training.rows import TrainingRow, rows_of, version_table

@@ -13,9 +13,9 @@ import renderers.qwen3
 from transformers import PreTrainedTokenizerFast
 
 from runner import Concurrency, Environment, Message, Run, Task, reward, tool
-from runner.edge import collector_settings, on_event_loop
+from runner.runs.process import collector_settings, on_event_loop
 from runner.testing import ScriptedEngine
-from runner.tokens.bridge import Bridger
+from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import VocabularyTokenizer
 from tests.benchmarks.environments import REPLIES

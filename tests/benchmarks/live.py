@@ -11,7 +11,7 @@ import anyio.lowlevel
 import psutil
 
 from runner import Concurrency, Run
-from runner.edge import collector_settings, on_event_loop
+from runner.runs.process import collector_settings, on_event_loop
 from runner.testing import Latency, ScriptedEngine
 from tests.benchmarks.environments import AsyncSums
 from tests.benchmarks.figures import Figure, main, on_one_core

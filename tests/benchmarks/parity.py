@@ -11,9 +11,9 @@ from typing import Any
 import anyio
 
 from runner import Concurrency, Conversation, Environment, Run, Sampling, Task, reward
-from runner.edge import collector_settings, on_event_loop
-from runner.engines.output import quiet_output
-from runner.engines.vllm import VllmEngine
+from runner.cli.quiet_output import quiet_output
+from runner.engines.vllm.engine import VllmEngine
+from runner.runs.process import collector_settings, on_event_loop
 from tests.benchmarks.figures import Figure, main
 
 EPISODES = 16

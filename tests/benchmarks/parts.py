@@ -9,8 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from runner import Concurrency, Message, Run, Trajectory
-from runner.chat import ChatModel
-from runner.edge import on_event_loop
+from runner.episode.model import ChatModel
+from runner.runs.process import on_event_loop
 from runner.store.commits import Batch, Packer
 from runner.store.database import connect_writer, transaction, write_ahead
 from runner.store.schema import TABLES

@@ -19,14 +19,14 @@ import anyio
 import anyio.lowlevel
 import numpy as np
 
-from runner.edge import collector_settings, on_event_loop
 from runner.engines.base import GenerationRequest
-from runner.engines.vllm import VllmEngine
-from runner.engines.vllm_adapters import VllmAdapters
-from runner.engines.vllm_start import VllmProcess
+from runner.engines.vllm.adapters import VllmAdapters
+from runner.engines.vllm.engine import VllmEngine
+from runner.engines.vllm.start import VllmProcess
+from runner.episode.sampling import Sample, sample
 from runner.models import ModelSource
 from runner.options import Sampling
-from runner.sampling import Sample, sample
+from runner.runs.process import collector_settings, on_event_loop
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.log import Source, TokenLog
 from tests.benchmarks.figures import Figure, main, on_one_core

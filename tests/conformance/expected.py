@@ -1,4 +1,4 @@
-"""What must stand between two turns, read off full renders of the real conversation; nothing of `runner.tokens.bridge`.
+"""What must stand between two turns, read off full renders of the real conversation, without the bridger.
 
 Every content of a case ends with a word that stands nowhere else, so the end of the last turn and the beginning of
 what follows are found in the render itself, with the model's real words in it. Three renders are compared: the

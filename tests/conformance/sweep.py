@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from runner.tokens.bridge import Bridge, Bridger, Unbridgeable
+from runner.tokens.bridging.bridge import Bridge, Bridger, Unbridgeable
 from runner.tokens.template import Renderer, TemplateRaised
 from runner.tokens.tokenizer import VocabularyTokenizer
 from tests.conformance.corpus import Entry, corpus

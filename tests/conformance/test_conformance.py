@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.tokens.bridge import Bridge, Bridger, Property
+from runner.tokens.bridging.bridge import Bridge, Bridger, Property
 from tests.conformance.corpus import Entry, corpus
 from tests.conformance.expected import expected
 from tests.conformance.real import PAIRS, Tally, play_all

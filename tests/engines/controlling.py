@@ -14,7 +14,7 @@ from anyio.lowlevel import checkpoint
 
 from runner.engines.base import Engine, Finish, GenerationRequest
 from runner.engines.control import PauseMode
-from runner.engines.script import Latency
+from runner.engines.scripted.script import Latency
 from runner.options import Sampling
 from runner.testing import ScriptedEngine
 

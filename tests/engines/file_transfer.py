@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
-from runner.engines.weight_worker import WeightWorker
+from runner.engines.vllm.worker.extension import WeightWorker
 
 BACKEND = "file"
 

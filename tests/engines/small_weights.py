@@ -12,12 +12,12 @@ import anyio
 import torch
 from safetensors.torch import save_file
 
-from runner.engines.weight_loading import VllmWeights
-from runner.engines.weight_worker import WeightWorker
+from runner.engines.vllm.weight_loading import VllmWeights
+from runner.engines.vllm.worker.extension import WeightWorker
 
 __all__ = ["EMBEDDING", "NORM", "OURS", "UP", "Llm", "Tensors", "llm_of", "load", "same", "saved", "tensors", "without"]
 
-OURS = "runner.engines.weight_worker.WeightWorker"
+OURS = "runner.engines.vllm.worker.extension.WeightWorker"
 EMBEDDING, UP, NORM = "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
 
 Tensors = dict[str, torch.Tensor]

@@ -12,7 +12,7 @@ import pytest
 from runner import Conversation, Run, Sampling, Task, Trajectory
 from runner.engines.base import Engine, GenerationRequest
 from runner.engines.control import EngineControl
-from runner.engines.scripted import ScriptedEngine
+from runner.engines.scripted.engine import ScriptedEngine
 from runner.errors import BadControl, BadOption, RequestRejected
 from runner.testing import Latency, ModelCall
 from runner.trajectory import Outcome

@@ -14,9 +14,9 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from runner.engines.adapter_masking import mask_kernels
 from runner.engines.adapters import AdapterBook, base_and_adapter
-from runner.engines.vllm_adapters import VllmAdapters
+from runner.engines.vllm.adapters import VllmAdapters
+from runner.engines.vllm.worker.masking import mask_kernels
 from runner.errors import BadOption, BadWeights, EngineDead, EngineError, RequestRejected
 from runner.models import ModelSource
 from tests.engines.lora import adapter_config, adapter_tensors, save_adapter

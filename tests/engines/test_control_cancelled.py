@@ -10,9 +10,9 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from runner.cancellation import to_its_end
+from runner.concurrency.cancellation import to_its_end
 from runner.engines.control import EngineState, PauseMode
-from runner.engines.scripted_driver import ScriptedDriver
+from runner.engines.scripted.driver import ScriptedDriver
 from runner.testing import ScriptedEngine
 from tests.playing import recording
 

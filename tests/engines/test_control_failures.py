@@ -14,7 +14,7 @@ from anyio.lowlevel import checkpoint
 from runner import EngineDead, Outcome, Run, Trajectory
 from runner.engines.base import Engine
 from runner.engines.control import EngineState, PauseMode
-from runner.engines.scripted_driver import ScriptedDriver
+from runner.engines.scripted.driver import ScriptedDriver
 from runner.errors import EngineError
 from runner.testing import ScriptedEngine, cancel_everywhere
 from tests.engines.controlling import ask, saying, slow

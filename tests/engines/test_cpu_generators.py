@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runner.engines.cpu_generators import mend_generators, rewinding
+from runner.engines.vllm.worker.generators import mend_generators, rewinding
 
 torch = pytest.importorskip("torch")
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from runner.engines import orphans
+from runner.engines.vllm.worker import parent_watch
 
 WATCHDOG = 60.0
 
 CHILD = """
 import sys, threading
-from runner.engines.orphans import watch_parent
+from runner.engines.vllm.worker.parent_watch import watch_parent
 
 watch_parent()
 watch_parent()
@@ -27,16 +27,16 @@ sys.stdin.read()
 
 
 def child_of(parent: str | None) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if name != orphans.PARENT}
+    environment = {name: value for name, value in os.environ.items() if name != parent_watch.PARENT}
     if parent is not None:
-        environment[orphans.PARENT] = parent
+        environment[parent_watch.PARENT] = parent
     return subprocess.Popen(
         [sys.executable, "-c", CHILD], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
 
 def name_of(pid: int) -> str:
-    return f"{pid}:{orphans._stat(pid)[orphans._STARTED]}"
+    return f"{pid}:{parent_watch._stat(pid)[parent_watch._STARTED]}"
 
 
 def test_a_process_ends_when_its_parent_is_killed_even_before_anybody_reaped_it() -> None:
@@ -60,7 +60,7 @@ def test_another_process_that_took_the_id_is_not_the_parent() -> None:
         assert child.wait(WATCHDOG) == 1
 
 
-@pytest.mark.parametrize("parent", [None, orphans.own_name()], ids=["not ours", "parent alive"])
+@pytest.mark.parametrize("parent", [None, parent_watch.own_name()], ids=["not ours", "parent alive"])
 def test_a_process_with_nothing_to_fear_ends_by_itself_only(parent: str | None) -> None:
     with child_of(parent) as child:
         assert child.stdout is not None
@@ -69,43 +69,44 @@ def test_a_process_with_nothing_to_fear_ends_by_itself_only(parent: str | None) 
         assert child.returncode == 0
 
 
-@pytest.mark.parametrize("parent", [None, orphans.own_name()], ids=["not ours", "the parent itself"])
+@pytest.mark.parametrize("parent", [None, parent_watch.own_name()], ids=["not ours", "the parent itself"])
 def test_no_thread_where_there_is_nothing_to_watch(parent: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(orphans.PARENT, raising=False)
+    monkeypatch.delenv(parent_watch.PARENT, raising=False)
     if parent is not None:
-        monkeypatch.setenv(orphans.PARENT, parent)
+        monkeypatch.setenv(parent_watch.PARENT, parent)
     before = threading.enumerate()
-    orphans.watch_parent()
+    parent_watch.watch_parent()
     assert threading.enumerate() == before
 
 
 def test_the_first_failure_of_a_process_is_noted_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "failures"
     logger = logging.Logger("vllm of this test")
-    logger.addHandler(orphans._FailureNotes(str(path)))
+    logger.addHandler(parent_watch._FailureNotes(str(path)))
     for cause, words in [("out of\nmemory", "WorkerProc failed to start."), ("later", "EngineCore failed to start.")]:
         try:
             raise ValueError(cause)
         except ValueError:
             logger.exception(words)
     logger.error("EngineCore, without an exception")
-    assert orphans.read_failure(path) == "ValueError: out of memory"
+    assert parent_watch.read_failure(path) == "ValueError: out of memory"
     assert len(path.read_text().splitlines()) == 2
 
 
 def test_no_failure_is_noted_where_none_was(tmp_path: Path) -> None:
-    assert orphans.read_failure(tmp_path / "none") is None
+    assert parent_watch.read_failure(tmp_path / "none") is None
     (tmp_path / "empty").touch()
-    assert orphans.read_failure(tmp_path / "empty") is None
+    assert parent_watch.read_failure(tmp_path / "empty") is None
 
 
 def test_importing_the_watch_is_light() -> None:
-    code = "import sys, runner.engines.orphans; print(sorted({'vllm', 'torch', 'anyio', 'jinja2'} & set(sys.modules)))"
+    heavy = "{'vllm', 'torch', 'anyio', 'jinja2'}"
+    code = f"import sys, runner.engines.vllm.worker.parent_watch; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("group", ["vllm.general_plugins", "vllm.platform_plugins"])
 def test_vllm_knows_the_watch_by_its_name(group: str) -> None:
-    (entry_point,) = entry_points(group=group, name=orphans.ENTRY_POINT)
-    assert entry_point.load() is orphans.watch_parent
+    (entry_point,) = entry_points(group=group, name=parent_watch.ENTRY_POINT)
+    assert entry_point.load() is parent_watch.watch_parent

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.engines.output import quiet_output
+from runner.cli.quiet_output import quiet_output
 from runner.errors import StorageFailed
 
 

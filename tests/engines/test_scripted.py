@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.engines.base import FinishReason, GenerationRequest
-from runner.engines.script import Chunks, cut_points
+from runner.engines.scripted.script import Chunks, cut_points
 from runner.errors import BadOption, RequestRejected
 from runner.testing import Latency, ModelCall, Reply, ScriptedEngine, call
 from tests.engines.asking import END, STOP, converse, request, say

@@ -17,10 +17,10 @@ import pytest
 
 from runner import Conversation, Sampling, Task, Trajectory
 from runner.engines.base import Finish, GenerationRequest
-from runner.engines.vllm import VllmEngine
+from runner.engines.vllm.engine import VllmEngine
 from runner.errors import BadOption, BadWeights, RequestRejected
 from runner.testing import play_many
-from runner.testing.home import EngineAtHome
+from runner.testing.engine_pool import EngineAtHome
 from tests.engines.changed_weights import changed_weights
 from tests.engines.lora import adapter_config, adapter_tensors, save_adapter
 from tests.playing import Plain

@@ -18,11 +18,11 @@ import pytest
 from runner import BadControl, Conversation, EngineDead, Limits, Outcome, Run, Sampling, Trajectory
 from runner.engines.base import Finish, FinishReason, GenerationRequest
 from runner.engines.control import EngineState, PauseMode
-from runner.engines.vllm import VllmEngine
-from runner.engines.weight_loading import CheckedWeights
+from runner.engines.vllm.engine import VllmEngine
+from runner.engines.vllm.weight_loading import CheckedWeights
 from runner.models import demo_model
 from runner.testing import assert_exact, cancel_everywhere
-from runner.testing.home import EngineAtHome
+from runner.testing.engine_pool import EngineAtHome
 from runner.tokens.log import VersionSpan
 from tests.engines import controlling
 from tests.engines.changed_weights import changed_weights

@@ -15,11 +15,11 @@ from runner.engines.adapters import AdapterBook
 from runner.engines.base import Delta, GenerationRequest
 from runner.engines.control import EngineControl, EngineState, PauseMode
 from runner.engines.gate import AdmissionGate
-from runner.engines.vllm import VllmEngine
-from runner.engines.vllm_driver import VllmDriver
-from runner.engines.vllm_settings import choose_settings
-from runner.engines.vllm_start import VllmProcess
-from runner.engines.vllm_stream import VllmStream
+from runner.engines.vllm.driver import VllmDriver
+from runner.engines.vllm.engine import VllmEngine
+from runner.engines.vllm.settings import choose_settings
+from runner.engines.vllm.start import VllmProcess
+from runner.engines.vllm.stream import VllmStream
 from runner.errors import BadControl, BadWeights, EngineDead, EngineError
 from runner.options import Sampling
 from runner.testing import cancel_everywhere

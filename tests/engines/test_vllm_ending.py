@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from runner.engines.vllm_ending import expected_end
+from runner.engines.vllm.ending import expected_end
 
 
 class EngineDeadError(Exception):
@@ -53,7 +53,7 @@ def test_shared_memory_of_a_process_that_was_killed_is_freed_without_a_warning()
     script = """
     import multiprocessing, os
     from multiprocessing.shared_memory import SharedMemory
-    from runner.engines.vllm_ending import release, shared_memory_of
+    from runner.engines.vllm.ending import release, shared_memory_of
 
     def hold(pipe):
         memory = SharedMemory(create=True, size=64)

@@ -15,9 +15,9 @@ import anyio.from_thread
 import psutil
 import pytest
 
-from runner.engines import orphans
 from runner.engines.base import GenerationRequest
-from runner.engines.vllm import VllmEngine
+from runner.engines.vllm.engine import VllmEngine
+from runner.engines.vllm.worker import parent_watch
 from runner.errors import BadModel, BadOption, EngineDead
 from runner.options import Sampling
 
@@ -31,8 +31,8 @@ import dataclasses, os, signal, sys
 from pathlib import Path
 import anyio, anyio.to_thread
 from runner.engines.base import GenerationRequest
-from runner.engines.output import quiet_output
-from runner.engines.vllm import VllmEngine
+from runner.cli.quiet_output import quiet_output
+from runner.engines.vllm.engine import VllmEngine
 from runner.options import Sampling
 from multiprocessing.process import BaseProcess
 
@@ -83,12 +83,12 @@ def _session(pid: int) -> int | None:
 
 def assert_no_engine_process_is_left() -> None:
     """Those that an engine of ours started name us in their environment."""
-    assert_gone([process for process in psutil.process_iter() if _parent(process) == orphans.own_name()])
+    assert_gone([process for process in psutil.process_iter() if _parent(process) == parent_watch.own_name()])
 
 
 def _parent(process: psutil.Process) -> str | None:
     try:
-        return process.environ().get(orphans.PARENT)
+        return process.environ().get(parent_watch.PARENT)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return None
 
@@ -131,7 +131,7 @@ def test_after_kill_9_in_the_middle_of_a_start_no_engine_process_is_alive(runner
 
 SCRIPT = """
 import anyio
-from runner.engines.vllm import VllmEngine
+from runner.engines.vllm.engine import VllmEngine
 
 async def main():
     async with VllmEngine(max_num_seqs=4, max_model_len=512):

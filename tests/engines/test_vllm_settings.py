@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from runner.engines.base import GenerationRequest
-from runner.engines.vllm import VllmEngine
-from runner.engines.vllm_settings import choose_settings, constraint_arguments, sampling_arguments
+from runner.engines.vllm.engine import VllmEngine
+from runner.engines.vllm.settings import choose_settings, constraint_arguments, sampling_arguments
 from runner.errors import BadModel, BadOption
 from runner.options import Constraint, ConstraintKind, Sampling
 

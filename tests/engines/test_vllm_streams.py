@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from runner.engines.base import Delta, DeltaStream, Finish, FinishReason, GenerationRequest, Session
-from runner.engines.vllm import VllmEngine
+from runner.engines.vllm.engine import VllmEngine
 from runner.errors import EngineDead, RequestRejected
 from runner.options import Constraint, ConstraintKind, Sampling
 

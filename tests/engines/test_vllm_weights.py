@@ -16,9 +16,9 @@ import pytest
 
 from runner import Outcome, Run, Trajectory
 from runner.engines.base import GenerationRequest
-from runner.engines.vllm import VllmEngine
-from runner.engines.weight_loading import VllmWeights
-from runner.engines.weight_memory import open_memories
+from runner.engines.vllm.engine import VllmEngine
+from runner.engines.vllm.weight_loading import VllmWeights
+from runner.engines.vllm.weight_memory import open_memories
 from runner.engines.weights import LocalTransfer, WeightTransfer
 from runner.errors import BadWeights, EngineDead
 from runner.models import demo_model

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.engines.weight_loading import VllmWeights
+from runner.engines.vllm.weight_loading import VllmWeights
 from runner.engines.weights import LocalTransfer, WeightTransfer
 from runner.errors import BadWeights, EngineError
 from tests.engines.small_weights import EMBEDDING, NORM, UP, Llm, load, saved, tensors, without

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runner.engines.vllm_settings import choose_settings
-from runner.engines.weight_loading import VllmWeights
-from runner.engines.weight_memory import open_memories
-from runner.engines.weight_worker import WeightWorker
+from runner.engines.vllm.settings import choose_settings
+from runner.engines.vllm.weight_loading import VllmWeights
+from runner.engines.vllm.weight_memory import open_memories
+from runner.engines.vllm.worker.extension import WeightWorker
 from runner.errors import BadWeights, EngineError
 from tests.engines.small_weights import (
     EMBEDDING,
@@ -339,7 +339,7 @@ async def test_no_memory_is_one_clear_refusal(weights: VllmWeights, monkeypatch:
         raise OSError(28, "No space left on device")
 
     await weights.prepare()
-    monkeypatch.setattr("runner.engines.weight_memory.open", full, raising=False)
+    monkeypatch.setattr("runner.engines.vllm.weight_memory.open", full, raising=False)
     with pytest.raises(BadWeights, match=r"kept in memory a second time: .*No space left"):
         await weights.check(tensors())
 

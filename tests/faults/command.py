@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from runner import ScriptedEngine, cli
-from runner.commands import run
+from runner import ScriptedEngine
+from runner.cli import app as cli
+from runner.cli import run
 from runner.engines.base import Engine
 
 

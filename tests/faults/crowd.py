@@ -28,8 +28,8 @@ from runner import (
     reward,
     tool,
 )
-from runner.edge import on_event_loop
-from runner.engines.script import Answer, Latency, ModelCall, call
+from runner.engines.scripted.script import Answer, Latency, ModelCall, call
+from runner.runs.process import on_event_loop
 
 GROUP_SIZE = 4
 

@@ -13,7 +13,7 @@ import anyio
 import anyio.lowlevel
 
 from runner import Conversation, Environment, Task, Turn, metric, reward, tool
-from runner.engines.script import Answer, ModelCall, call
+from runner.engines.scripted.script import Answer, ModelCall, call
 
 BAD = "13"
 EPISODES = 64

@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from runner import Concurrency, Environment, Outcome, Run, ScriptedEngine, Task, Trajectory, Turn, reward, tool
-from runner.engines.script import Answer, Latency, ModelCall, call
-from runner.lag import Blocker
+from runner.concurrency.loop_lag import Blocker
+from runner.engines.scripted.script import Answer, Latency, ModelCall, call
 
 pytestmark = pytest.mark.anyio
 

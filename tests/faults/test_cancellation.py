@@ -7,14 +7,14 @@ from datetime import UTC, datetime
 import pytest
 
 from runner import Concurrency, Environment, Run, ScriptedEngine
-from runner.chat import ChatModel
-from runner.context import RunContext
-from runner.engines.script import Latency
-from runner.episode import Place
+from runner.concurrency.threads import Workers
+from runner.engines.scripted.script import Latency
+from runner.episode.context import RunContext
+from runner.episode.episode import Place
+from runner.episode.lifecycle import Play
+from runner.episode.model import ChatModel
 from runner.options import Limits, Sampling
-from runner.play import Play
 from runner.testing import cancel_everywhere, no_leaks
-from runner.threads import Workers
 from runner.trajectory import Outcome
 from tests.faults.crowd import Crowd, talk
 from tests.faults.suspects import AsyncPupils, SyncPupils, speak

@@ -83,7 +83,7 @@ def folder(tmp_path: Path) -> Path:
 def deltarunner(
     folder: Path, *arguments: str, engine: str = "scripted", before: Callable[[], None] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    module = "tests.faults.command" if engine == "scripted" else "runner.cli"
+    module = "tests.faults.command" if engine == "scripted" else "runner.cli.app"
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=folder,

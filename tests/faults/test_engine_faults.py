@@ -25,8 +25,8 @@ from runner import (
     Trajectory,
     reward,
 )
-from runner.engines.script import Fault, Latency, ModelCall
-from runner.engines.vllm import VllmEngine
+from runner.engines.scripted.script import Fault, Latency, ModelCall
+from runner.engines.vllm.engine import VllmEngine
 from tests.faults.clocks import ASYNCIO, TRIO, put_forward
 from tests.faults.comparing import by_place
 from tests.faults.suspects import AsyncPupils, Pupils, SyncPupils, speak

@@ -10,8 +10,8 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from runner import Environment, Limits, Outcome, Run, RunFile, RunStuck, ScriptedEngine, Task, Turn, reward, tool
-from runner.engines.script import Answer, Fault, ModelCall, Reply, call
-from runner.watching import STUCK_SECONDS
+from runner.engines.scripted.script import Answer, Fault, ModelCall, Reply, call
+from runner.runs.watchdogs import STUCK_SECONDS
 from tests.faults.clocks import ASYNCIO, TRIO, put_forward
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from runner import Concurrency, EngineDead, Environment, Run, ScriptedEngine
-from runner.engines.script import Fault
+from runner.engines.scripted.script import Fault
 from tests.faults.comparing import by_place, stored
 from tests.faults.crowd import GROUP_SIZE, Crowd, Rollouts, engine
 from tests.faults.suspects import AsyncPupils, SyncPupils, speak

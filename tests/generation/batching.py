@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
-from runner.engines.replies import Replies
+from runner.engines.scripted.replies import Replies
 from runner.generation import BatchResults, Generation
 from runner.testing import ModelCall, ScriptedEngine
 

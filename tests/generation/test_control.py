@@ -12,7 +12,7 @@ import pytest
 
 from runner import BadControl, BadOption, RequestRejected
 from runner.engines.control import EngineState
-from runner.engines.scripted_driver import ScriptedDriver
+from runner.engines.scripted.driver import ScriptedDriver
 from runner.generation import Generation
 from runner.testing import Latency, ScriptedEngine
 from runner.tokens.log import VersionSpan

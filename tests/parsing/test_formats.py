@@ -19,7 +19,7 @@ from runner.parsing import ToolFormat, detect_format
 from runner.parsing.detect import Render
 from runner.parsing.hermes import Hermes
 from runner.parsing.pythonic import Pythonic
-from runner.tools import Tool
+from runner.tools.tool import Tool
 
 TEMPLATES = Path(__file__).parents[2] / "templates"
 
@@ -133,6 +133,6 @@ def test_requiring_a_tool_that_is_not_there_is_refused_by_name(tools: list[Tool]
 
 
 def test_parsing_loads_no_engine() -> None:
-    code = "import runner.parsing, runner.tools, sys; print(*sys.modules)"
+    code = "import runner.parsing, runner.tools.tool, sys; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert not {"torch", "vllm", "transformers", "xgrammar", "jsonschema"} & set(modules.stdout.split())

@@ -17,7 +17,7 @@ from runner.messages import ToolCall
 from runner.parsing.base import ToolFormat
 from runner.parsing.hermes import Hermes
 from runner.parsing.pythonic import Pythonic
-from runner.tools import Tool
+from runner.tools.tool import Tool
 
 FORMATS: list[ToolFormat] = [Pythonic(), Hermes()]
 

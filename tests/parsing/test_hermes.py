@@ -5,7 +5,7 @@ import pytest
 from runner.messages import ToolCall
 from runner.parsing import Parsed
 from runner.parsing.hermes import Hermes
-from runner.tools import Tool
+from runner.tools.tool import Tool
 
 
 def add(a: int, b: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 from runner.messages import ToolCall
 from runner.parsing import Parsed
 from runner.parsing.pythonic import Pythonic
-from runner.tools import Tool
+from runner.tools.tool import Tool
 
 
 def add(a: int, b: int) -> int:

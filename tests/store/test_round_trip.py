@@ -22,7 +22,7 @@ from runner.errors import RunFileError
 from runner.messages import ToolCall
 from runner.options import Constraint, ConstraintKind
 from runner.store.codec import pack, source_spans, unpack
-from runner.store.plain import TaskDecoder, decode_json, encode_json, encode_task
+from runner.store.json_values import TaskDecoder, decode_json, encode_json, encode_task
 from runner.store.reader import RunFile
 from runner.store.writer import RunWriter
 from runner.tasks import Task

@@ -9,7 +9,7 @@ import pytest
 
 # Here, since modules that are first imported in an inner run are forgotten after it, and would be loaded again.
 import runner.testing.cassette
-import runner.testing.home
+import runner.testing.engine_pool
 import runner.testing.playing
 import runner.testing.report
 import runner.testing.strategies  # noqa: F401  # all of them are used in inner runs only

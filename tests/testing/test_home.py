@@ -8,7 +8,7 @@ import pytest
 
 from runner import BadOption, ScriptedEngine, VllmEngine
 from runner.testing import VirtualClock, play, play_async
-from runner.testing.home import EngineAtHome, EnginePool
+from runner.testing.engine_pool import EngineAtHome, EnginePool
 from tests.testing.inner import run, run_apart
 from tests.testing.test_playing import Sums
 
@@ -17,7 +17,7 @@ pytest_plugins = ["pytester"]
 # Stands for the model in tests of what surrounds it.
 STAND_IN = """
 import pytest
-import runner.testing.home as home
+import runner.testing.engine_pool as home
 from runner import ScriptedEngine
 
 patch = pytest.MonkeyPatch()

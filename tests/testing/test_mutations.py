@@ -17,12 +17,12 @@ import anyio.lowlevel
 import pytest
 
 from runner import Conversation, Environment, Message, Outcome, Task, Trajectory, Turn, reward, tool
-from runner import episode as episodes
-from runner.calls import answer_calls
-from runner.commands.check import Checking
-from runner.commands.findings import Finding
+from runner.cli.check import Checking
+from runner.cli.findings import Finding
 from runner.engines.base import GenerationRequest
-from runner.play import Play
+from runner.episode import episode as episodes
+from runner.episode.lifecycle import Play
+from runner.episode.tool_calls import answer_calls
 from runner.testing import (
     AwkwardTokenizer,
     Leaked,

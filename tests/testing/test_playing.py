@@ -11,7 +11,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from runner import BadOption, BadTask, Conversation, Environment, Limits, Outcome, Sampling, Task, Turn, reward
-from runner.engines.script import ModelCall
+from runner.engines.scripted.script import ModelCall
 from runner.testing import (
     Fault,
     QueuedEngine,

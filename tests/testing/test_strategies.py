@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner import BadOption, Environment, Message, ToolCall, reward, tool
-from runner.engines.script import check_chunks
-from runner.schema import check_by_schema
+from runner.engines.scripted.script import check_chunks
 from runner.testing.strategies import awkward_text, chunkings, conversations, tool_calls
 from runner.tokens.template import ChatTemplate
+from runner.tools.schema import check_by_schema
 
 
 class Colour(enum.Enum):

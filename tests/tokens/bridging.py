@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from runner.messages import Message
-from runner.tokens.bridge import Bridge, Bridger
+from runner.tokens.bridging.bridge import Bridge, Bridger
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.junction import Result
 from runner.tokens.template import ChatTemplate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from runner.tokens.splice import AlignmentKind, compare
+from runner.tokens.bridging.history import AlignmentKind, compare
 
 Dict = dict[str, Any]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.messages import Message
-from runner.tokens.bridge import Bridge, Bridger
+from runner.tokens.bridging.bridge import Bridge, Bridger
 from runner.tokens.junction import Result
 from runner.tokens.template import ChatTemplate, Renderer, ToolSchema
 from runner.tokens.tokenizer import VocabularyTokenizer

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from runner.tokens.profile import TemplateProfile, Trait, TraitValue
+from runner.tokens.probing.profile import TemplateProfile, Trait, TraitValue
+from runner.tokens.probing.traits import profile_of
+from runner.tokens.probing.usable import Fault, UnusableTemplate, usable_renderer
 from runner.tokens.template import ChatTemplate
-from runner.tokens.traits import profile_of
-from runner.tokens.usable import Fault, UnusableTemplate, usable_renderer
 from tests.conformance.corpus import CLOCK, VARIABLES, Entry, corpus
 
 PAGE = Path(__file__).parents[2] / "docs" / "chat-templates.md"

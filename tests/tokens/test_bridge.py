@@ -3,10 +3,10 @@
 import pytest
 
 from runner.messages import Message
-from runner.tokens.bridge import Bridger, Unbridgeable
+from runner.tokens.bridging.bridge import Bridger, Unbridgeable
+from runner.tokens.bridging.markers import absent
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.junction import Anchor, Close, Seam
-from runner.tokens.marking import absent
 from runner.tokens.template import ChatTemplate, Renderer
 from runner.tokens.tokenizer import Tokenizer, VocabularyTokenizer
 from tests.tokens.bridging import ADD, MORE, QUESTION, answer, bridger, chatml, result, says

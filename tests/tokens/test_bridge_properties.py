@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.messages import Message
-from runner.tokens.bridge import Bridger
+from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.junction import Result, Seam
 from runner.tokens.template import Renderer
 from runner.tokens.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from runner.messages import Message
-from runner.tokens.bridge import Bridger, Unbridgeable
+from runner.tokens.bridging.bridge import Bridger, Unbridgeable
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.junction import Anchor, Close
 from runner.tokens.template import ChatTemplate, Renderer

@@ -10,7 +10,7 @@ import pytest
 from runner import Conversation, FinishReason, History, Outcome, Sampling
 from runner.messages import Message
 from runner.testing import Reply
-from runner.tokens.bridge import Unbridgeable
+from runner.tokens.bridging.bridge import Unbridgeable
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from tests.playing import play
 from tests.tokens.episodes import CHATML, GLM, SUM, Adds, bridges, speaking, talked, twice

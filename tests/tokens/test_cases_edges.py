@@ -13,9 +13,9 @@ import pytest
 from runner import Conversation, FinishReason, Limits, Outcome, Sampling
 from runner.messages import Message
 from runner.testing import Reply
-from runner.tokens.bridge import Unbridgeable
+from runner.tokens.bridging.bridge import Unbridgeable
+from runner.tokens.bridging.history import AlignmentKind, compare
 from runner.tokens.junction import Close, Result, Seam
-from runner.tokens.splice import AlignmentKind, compare
 from tests.playing import play
 from tests.tokens.episodes import SUM, Adds, bridges, speaking, talked, twice
 from tests.tokens.families import ADD, FAMILIES, MORE, QUESTION, QWEN_CALL, TOOLS_MOVE, called, model, result, says

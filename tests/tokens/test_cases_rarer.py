@@ -13,12 +13,12 @@ import pytest
 from runner import Conversation, Outcome, Run, tool
 from runner.messages import Message
 from runner.testing import Reply
-from runner.tokens.appends import Append, Exactness, verdicts
-from runner.tokens.bridge import Bridger, Property, Unbridgeable
+from runner.tokens.bridging.bridge import Bridger, Property, Unbridgeable
+from runner.tokens.bridging.history import AlignmentKind, compare, normalize, same_tools
 from runner.tokens.junction import Anchor, Close, Result, Seam
-from runner.tokens.probe import probe
-from runner.tokens.profile import SystemPlace
-from runner.tokens.splice import AlignmentKind, compare, normalize, same_tools
+from runner.tokens.probing.appends import Append, Exactness, verdicts
+from runner.tokens.probing.probe import probe
+from runner.tokens.probing.profile import SystemPlace
 from runner.tokens.template import ChatTemplate
 from tests.conformance.corpus import corpus
 from tests.playing import Plain, play, tasks

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-import runner.runs
+import runner.runs.run
 from runner import Conversation, ScriptedEngine, tool
 from runner.testing import Reply
-from runner.tokens.bridge import Bridger
+from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.junction import Anchor, Close
 from runner.tokens.tokenizer import VocabularyTokenizer
 from tests.conformance.corpus import control_tokens, corpus
@@ -344,7 +344,7 @@ async def test_midnight_changes_no_prompt_of_a_run(name: str, monkeypatch: pytes
         def now(cls, tz: Any = None) -> Clock:
             return cls(2026, 1, cls.days.pop(0), 23, 59, 59)
 
-    monkeypatch.setattr(runner.runs, "datetime", Clock)
+    monkeypatch.setattr(runner.runs.run, "datetime", Clock)
     engine = speaking(name, ["42", "84"])
     trajectory = await talked(twice, engine)
     assert bridges(trajectory, engine)[0]

@@ -7,7 +7,7 @@ import pytest
 from runner import Conversation, Outcome
 from runner.messages import Message
 from runner.testing import ScriptedEngine
-from runner.tokens.bridge import Bridger, Property, Unbridgeable
+from runner.tokens.bridging.bridge import Bridger, Property, Unbridgeable
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate
 from tests.conformance.corpus import corpus

@@ -16,10 +16,10 @@ from runner.messages import Message
 from runner.parsing.base import ToolFormat
 from runner.parsing.detect import detect_format
 from runner.parsing.reasoning import is_open, split_reasoning
-from runner.tokens.bridge import Bridger
+from runner.tokens.bridging.bridge import Bridger
+from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.junction import Junction, Result
-from runner.tokens.refusal import Property, Unbridgeable
 from runner.tokens.template import ChatTemplate, Renderer
 from runner.tokens.tokenizer import Tokenizer
 from tests.conformance.corpus import CLOCK, control_tokens

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from runner.chat import ChatModel
-from runner.engines.scripted import ScriptedEngine
+from runner.engines.scripted.engine import ScriptedEngine
+from runner.episode.model import ChatModel
 from runner.messages import Message
-from runner.tokens.bridge import Bridger
+from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.template import ChatTemplate, Renderer
 from runner.tokens.tokenizer import VocabularyTokenizer, for_template
 from tests.conformance.corpus import CLOCK, corpus

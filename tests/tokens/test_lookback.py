@@ -13,11 +13,11 @@ import jinja2.nodes
 import pytest
 
 from runner.messages import Message
-from runner.tokens.locality import Locality
+from runner.tokens.bridging.locality import Locality
+from runner.tokens.bridging.refusal import Unbridgeable
+from runner.tokens.bridging.tail import Tail, TailMaker
 from runner.tokens.lookback.proof import Lookback, Proofs
-from runner.tokens.refusal import Unbridgeable
 from runner.tokens.shape import Arrival, Shape
-from runner.tokens.tail import Tail, TailMaker
 from runner.tokens.template import ChatTemplate, Renderer, ToolSchema, environment
 from tests.conformance.corpus import Entry, corpus
 from tests.conformance.sweep import is_tool_capable

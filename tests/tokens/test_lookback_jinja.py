@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from runner.messages import Message
-from runner.tokens.locality import Locality
+from runner.tokens.bridging.locality import Locality
+from runner.tokens.bridging.refusal import Unbridgeable
+from runner.tokens.bridging.tail import TailMaker
 from runner.tokens.lookback.proof import Proofs
-from runner.tokens.refusal import Unbridgeable
 from runner.tokens.shape import Arrival, Shape
-from runner.tokens.tail import TailMaker
 from runner.tokens.template import ChatTemplate
 from tests.tokens.bridging import ADD, chatml
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from runner.errors import BadOption
 from runner.tokens.log import Source, TokenLog
-from runner.tokens.prefix import PrefixReplacement, PrefixResult, replace_prefix_tokens
+from runner.tokens.prefix_replacement import PrefixReplacement, PrefixResult, replace_prefix_tokens
 from runner.tokens.template import ChatTemplate, TemplateRaised
 
 EOS = 2

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from runner.messages import Message
-from runner.tokens.bridge import Bridge, Bridger
+from runner.tokens.bridging.bridge import Bridge, Bridger
 from runner.tokens.junction import Close
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import VocabularyTokenizer

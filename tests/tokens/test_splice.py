@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from runner.messages import Message
-from runner.tokens import splice
-from runner.tokens.splice import AlignmentKind, MessageIndex, compare, normalize, same_tools
+from runner.tokens.bridging import history as splice
+from runner.tokens.bridging.history import AlignmentKind, MessageIndex, compare, normalize, same_tools
 from tests.tokens.client_messages import (
     ANSWER,
     CALLS,

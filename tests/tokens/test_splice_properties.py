@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from runner.messages import Message
-from runner.tokens.splice import AlignmentKind, MessageIndex, compare, normalize
+from runner.tokens.bridging.history import AlignmentKind, MessageIndex, compare, normalize
 from tests.tokens.client_messages import ANSWER, Dict, call, is_same, result
 
 TEXT = st.text(max_size=6)

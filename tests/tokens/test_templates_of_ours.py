@@ -3,7 +3,7 @@
 import pytest
 
 from runner.messages import Message
-from runner.tokens.bridge import Bridger, Unbridgeable
+from runner.tokens.bridging.bridge import Bridger, Unbridgeable
 from runner.tokens.junction import Result
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import VocabularyTokenizer

@@ -10,7 +10,7 @@ import pytest
 
 from runner.errors import BadModel
 from runner.models import ModelSource, chat_template
-from runner.tokens.bridge import Bridger
+from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.tokenizer import VocabularyTokenizer, load_tokenizer
 from tests.tokens.vocabularies import NAMES, spoken, vocabulary
 

@@ -24,7 +24,7 @@ from runner.errors import RequestRejected, unwrapped
 from runner.options import Constraint, ConstraintKind
 from runner.parsing.hermes import Hermes
 from runner.testing import play, play_many
-from runner.tools import Tool
+from runner.tools.tool import Tool
 from runner.training.batch import TrainingBatch
 from runner.training.grammar import UNCONSTRAINED, GrammarMasks, TokenMasks
 from tests.training.making import made, prompt, said

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner import ScriptedEngine, Trajectory
-from runner.engines.vllm_settings import choose_settings, constraint_arguments
+from runner.engines.vllm.settings import choose_settings, constraint_arguments
 from runner.errors import BadBatch, BadInput, BadModel, BadOption
 from runner.messages import ToolCall
 from runner.options import Constraint, ConstraintKind, Sampling
@@ -26,7 +26,7 @@ from runner.parsing.base import ToolFormat
 from runner.parsing.hermes import Hermes
 from runner.parsing.pythonic import Pythonic
 from runner.tokens.tokenizer import load_tokenizer
-from runner.tools import Tool
+from runner.tools.tool import Tool
 from runner.training import grammar as module
 from runner.training.batch import TrainingBatch
 from runner.training.grammar import UNCONSTRAINED, GrammarMasks, TokenMasks

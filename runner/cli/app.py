@@ -1,0 +1,329 @@
+"""The command line: `deltarunner`. Only names and help texts; what a command does is in the module of its name."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TextIO, TypeVar
+
+import typer
+from typer.core import TyperGroup
+
+from runner.errors import DeltarunnerError
+
+__all__ = ["app", "ending", "main"]
+
+Command = TypeVar("Command", bound=Callable[..., int])
+
+NOBODY_READS = 128 + signal.SIGPIPE
+"""What a shell sees of a Unix tool whose reader left."""
+
+EPILOG = """
+Exit codes: 0 done · 1 anything unforeseen · 2 an option · 3 the environment · 4 a task · 5 the model · 6 the chat
+template · 7 the run file · 8 the disk · 9 the engine · 10 too many episodes failed · 11 the run was stuck · 130 Ctrl-C
+· 141 nobody reads the output any more.
+"""
+
+
+class Commands(TyperGroup):
+    """The commands; one that is not there is answered with those that are."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-"):
+            close = get_close_matches(args[0], known, 1)
+            meant = f" Did you mean {close[0]!r}?" if close else ""
+            ctx.fail(f"No such command {args[0]!r}.{meant} There are {', '.join(known)}.")
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="deltarunner",
+    help="Play many multi-turn agent episodes at once against vLLM in this process, and keep the exact token ids.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ENVIRONMENT = typer.Argument(
+    metavar="ENV",
+    help="A bundled environment (`deltarunner list`), path.py:Class, or module:Class.",
+    show_default=False,
+)
+SETTINGS = typer.Option("--set", metavar="NAME=VALUE", help="An argument of the environment's constructor.")
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        import runner
+
+        print(f"deltarunner {runner.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Say which version this is.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of no command."""
+
+
+def main() -> NoReturn:
+    """The console script."""
+    try:
+        app()
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    if "runner.runs.process" in sys.modules:
+        from runner.runs.process import end_process
+
+        end_process(code)
+    sys.exit(code)
+
+
+def command(name: str) -> Callable[[Command], Command]:
+    """A command that returns its exit code; what it raises becomes one message and an exit code."""
+
+    def register(function: Command) -> Command:
+        @functools.wraps(function)
+        def shown(*arguments: object, **options: object) -> NoReturn:
+            sys.exit(ending(functools.partial(function, *arguments, **options)))
+
+        app.command(name)(shown)
+        return function
+
+    return register
+
+
+def ending(body: Callable[[], int]) -> int:
+    """The exit code of a command; what it raises is printed as one message."""
+    try:
+        code = body()
+        sys.stdout.flush()  # now: at its end Python would complain of a reader who left
+        return code
+    except DeltarunnerError as error:
+        _tell(f"deltarunner: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        _tell("deltarunner: interrupted")
+        return 130
+    except BrokenPipeError:
+        _discard(sys.stdout)
+        return NOBODY_READS
+    except Exception as error:
+        _tell(
+            f"{traceback.format_exc()}deltarunner: {type(error).__name__}: {error}\n"
+            f"This was not foreseen; please report it with the lines above."
+        )
+        return 1
+
+
+def _tell(text: str) -> None:
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    from runner.runs.console import discard
+
+    discard(stream)
+
+
+@command("run")
+def run(
+    environment: Annotated[str, ENVIRONMENT],
+    episodes: Annotated[
+        int | None, typer.Option("--episodes", "-n", min=1, help="How many to play; default all of its tasks.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="smollm2-135m, a folder, or a Hugging Face id.")] = "smollm2-135m",
+    template: Annotated[
+        str | None, typer.Option(help="Chat template: pythonic, hermes, or a file; default the model's own.")
+    ] = None,
+    template_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="A name that the template reads (enable_thinking=false)."),
+    ] = None,
+    engine_option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of vLLM's engine (max_num_seqs=64).")
+    ] = None,
+    settings: Annotated[list[str] | None, SETTINGS] = None,
+    tasks: Annotated[
+        Path | None, typer.Option(help="Tasks from a JSONL file instead of the environment's own.")
+    ] = None,
+    group_size: Annotated[int, typer.Option(min=1, help="Episodes of each task.")] = 1,
+    seed: Annotated[int, typer.Option(help="All random numbers follow from it.")] = 0,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="The most tokens of one turn.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Only the k likeliest tokens.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest one.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends a turn.")] = None,
+    limit: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A limit of an episode (turns=8, seconds=60).")
+    ] = None,
+    history: Annotated[
+        str, typer.Option(help="Where the chat template rewrites the past: append, fork or refuse.")
+    ] = "append",
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Episodes alive at once.")] = None,
+    file: Annotated[Path | None, typer.Option(help="The run file; default runs/ENV-NNN.db.")] = None,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Play the failed episodes of the file again.")
+    ] = False,
+    task: Annotated[str | None, typer.Option(help="Play only the task of this id; shown, not kept.")] = None,
+    index: Annotated[int | None, typer.Option(min=0, help="Of the task's group, only this episode.")] = None,
+    show: Annotated[int, typer.Option(min=0, help="Show so many transcripts at the end.")] = 0,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Clocks off and one episode at a time, for breakpoint().")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="One line of JSON on stdout, everything else on stderr.")
+    ] = False,
+) -> int:
+    """Play an environment's episodes and keep them in a run file. The same command again resumes what was cut short."""
+    from runner.cli.run import RunSettings, run_command
+
+    return run_command(
+        RunSettings(
+            environment=environment,
+            episodes=episodes,
+            model=model,
+            template=template,
+            template_options=tuple(template_option or ()),
+            engine_options=tuple(engine_option or ()),
+            settings=tuple(settings or ()),
+            tasks=tasks,
+            group_size=group_size,
+            seed=seed,
+            sampling={
+                "temperature": temperature,
+                "max_tokens": max_tokens,
+                "top_p": top_p,
+                "top_k": top_k,
+                "min_p": min_p,
+                "stop": tuple(stop) if stop else None,
+            },
+            limits=tuple(limit or ()),
+            history=history,
+            concurrency=concurrency,
+            file=file,
+            retry_failed=retry_failed,
+            task=task,
+            index=index,
+            show=show,
+            debug=debug,
+            json=json,
+        )
+    )
+
+
+@command("list")
+def list_environments() -> int:
+    """The environments that are installed."""
+    from runner.cli.list import list_command
+
+    return list_command()
+
+
+@command("show")
+def show(
+    file: Annotated[Path, typer.Argument(help="A run file.")],
+    episode: Annotated[str | None, typer.Argument(help="An episode's id, such as calculator-0#0.")] = None,
+    agent: Annotated[str | None, typer.Option(help="Of an episode with several agents.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="The token ids too.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="Leave out what the chat template wrote.")] = False,
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="Rows of the table.")] = 50,
+) -> int:
+    """What is in a run file: a table of its episodes, or the transcript of one."""
+    from runner.cli.show import show_command
+
+    return show_command(file, episode, agent=agent, tokens=tokens, brief=brief, limit=limit)
+
+
+@command("export")
+def export(
+    file: Annotated[Path, typer.Argument(help="A run file.")],
+    format: Annotated[str, typer.Option(help="jsonl or parquet.")] = "jsonl",
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Default: beside the run file; - is stdout.")
+    ] = None,
+) -> int:
+    """Write the trajectories of a run file as JSONL or Parquet."""
+    from runner.cli.export import export_command
+
+    return export_command(file, format=format, output=output)
+
+
+@command("verify")
+def verify(
+    file: Annotated[Path, typer.Argument(help="A run file.")],
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="FOLDER", help="The run's model, where it is not where it was.")
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="One line of JSON on stdout, everything else on stderr.")
+    ] = False,
+) -> int:
+    """Make every prompt of a run file again from its messages and sampled ids, and say what differs."""
+    from runner.cli.verify import verify_command
+
+    return verify_command(file, models=tuple(model or ()), json=json)
+
+
+@command("check-template")
+def check_template(
+    name: Annotated[str, typer.Argument(metavar="MODEL|FILE", help="A model, its folder, a .jinja file, or a name.")],
+    template: Annotated[
+        str | None, typer.Option(help="Check the model with this chat template: pythonic, hermes, or a file.")
+    ] = None,
+    template_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="A name that the template reads (enable_thinking=false)."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> int:
+    """What a chat template does, and what may be appended to a sampled turn with it."""
+    from runner.cli.check_template import check_template_command
+
+    return check_template_command(name, template=template, options=tuple(template_option or ()), as_json=json)
+
+
+@command("new")
+def new(
+    name: Annotated[str, typer.Argument(help="What it is called, such as word-game.", show_default=False)],
+    folder: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Where to write it; default a folder of that name.")
+    ] = None,
+) -> int:
+    """Begin a project: an environment that works, its tests, pyproject.toml and CI."""
+    from runner.cli.new import new_command
+
+    return new_command(name, folder)
+
+
+@command("check")
+def check(
+    environment: Annotated[str, ENVIRONMENT],
+    settings: Annotated[list[str] | None, SETTINGS] = None,
+    episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="Tasks to try.")] = 4,
+) -> int:
+    """Try an environment without a model and say what is wrong with it."""
+    from runner.cli.check import check_command
+
+    return check_command(environment, tuple(settings or ()), episodes=episodes)
+
+
+if __name__ == "__main__":
+    main()

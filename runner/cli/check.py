@@ -1,0 +1,302 @@
+"""`deltarunner check`: what is wrong with an environment, found out without a model."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from rich.text import Text
+
+from runner.cli.findings import (
+    AFTER_OTHERS,
+    AGAIN,
+    IN_GROUPS,
+    TOGETHER,
+    Differences,
+    Finding,
+    Seen,
+    SharedState,
+    of_hooks,
+    of_lifespan,
+)
+from runner.cli.leftovers import TemporaryFiles, unawaited, watched
+from runner.cli.random_model import TURNS, Babbler
+from runner.cli.report import make_console
+from runner.cli.slowing import slowed
+from runner.cli.values import pairs
+from runner.engines.scripted.engine import ScriptedEngine
+from runner.engines.scripted.script import ModelCall
+from runner.environment.environment import Environment, check_playable
+from runner.environment.loading import construct, find_environment
+from runner.environment.task_feed import Tasks
+from runner.environment.task_selection import own_tasks, select
+from runner.episode.conversation import Conversation
+from runner.errors import BadEnvironment, DeltarunnerError
+from runner.options import Concurrency, Limits
+from runner.runs.process import on_event_loop
+from runner.runs.run import Run
+from runner.scoring import Scorer, ScorerKind
+from runner.tools.tool import Tool
+from runner.trajectory import Outcome, Trajectory
+from runner.transcript import printable
+
+__all__ = ["check_command"]
+
+CHECKED = (
+    "tool schemas, rewards that raise, are no numbers, or differ when the same is played twice, "
+    "random numbers without a seed, what episodes share, what differs within a group, tools of a turn that hang on one "
+    "another, what blocks the event loop or is not awaited, what is left open, lifespan(), hooks, exit_stack"
+)
+SECONDS: Final = 30.0
+ONE_AT_A_TIME: Final = Concurrency(episodes=1)
+
+
+@dataclass(slots=True)
+class Played:
+    """What came of playing the environment once.
+
+    Attributes:
+        seen: what each agent of each episode saw and was given, by name.
+        turns: of all episodes.
+        tools: what could be called, by name.
+        findings: what went wrong.
+        was_cut: the run ended before all was played.
+        environments: that played, kept alive so that nothing they hold is closed by being forgotten.
+    """
+
+    seen: dict[str, Seen] = field(default_factory=dict)
+    turns: int = 0
+    tools: dict[str, Tool] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    was_cut: bool = False
+    environments: list[Environment[Any]] = field(default_factory=list)
+
+
+def check_command(name: str, settings: tuple[str, ...], *, episodes: int) -> int:
+    """Check, print what was found, and return the exit code: that of `BadEnvironment` where something is fatal.
+
+    Raises:
+        BadInput: the environment cannot be found or constructed.
+    """
+    checked = Checking(find_environment(name), settings, episodes)
+    check_playable(checked.environment)
+    unlike: dict[str, Finding] = {}
+    for finding in checked.findings():
+        unlike.setdefault(_of_any_episode(finding), finding)
+    findings = list(unlike.values())
+    _print(checked.environment, findings, checked.first)
+    return BadEnvironment.exit_code if any(finding.fatal for finding in findings) else 0
+
+
+class Checking:
+    """Plays an environment again and again, and looks.
+
+    First all episodes at once, in groups of two; then one at a time in the opposite order; and where something may hang
+    on it, once more in that order, or with tools of one turn that end in another one.
+
+    Attributes:
+        environment: one that is not played; it is looked at.
+        first: what came of the first play.
+    """
+
+    def __init__(self, cls: type[Environment[Any]], settings: tuple[str, ...], episodes: int) -> None:
+        self._cls = cls
+        self._settings = settings
+        self._episodes = episodes
+        self.environment = self._made()
+        self.first = Played()
+
+    def findings(self) -> list[Finding]:
+        """Everything that is wrong, what is wrong for certain in the class itself first."""
+        with TemporaryFiles() as temporary, unawaited() as forgotten:
+            found = [*of_hooks(self.environment), *self._of_plays(temporary)]
+        return [*found, *forgotten]
+
+    def _of_plays(self, temporary: TemporaryFiles) -> Iterator[Finding]:
+        self.first, shared = self._play(Concurrency(episodes=self._episodes), group_size=2)
+        of_the_first_time = list(temporary.findings())  # as with all that is opened only once
+        again, shared_again = self._play(ONE_AT_A_TIME, is_watched=True)
+        yield from _without_repeats([*shared, *shared_again])
+        yield from self.first.findings
+        yield from again.findings
+        if of_the_first_time:
+            yield from temporary.findings()
+        if not self.first.was_cut and not again.was_cut:
+            yield from self._of_differences(again)
+
+    def _of_differences(self, again: Played) -> Iterator[Finding]:
+        differences = Differences.between(self.first.seen, again.seen, self.environment)
+        if differences.counts:
+            third, _ = self._play(ONE_AT_A_TIME)
+            unlike = Differences.between(again.seen, third.seen, self.environment)
+            yield from differences.findings(AGAIN if unlike.counts else AFTER_OTHERS)
+        in_groups = Differences.within_groups(self.first.seen, self.environment)
+        yield from in_groups.without(differences).findings(IN_GROUPS)
+        if not differences.counts and any(tool.is_async and tool.parallel for tool in self.first.tools.values()):
+            in_order, _ = self._play(ONE_AT_A_TIME, later_first=False)
+            overtaken, _ = self._play(ONE_AT_A_TIME, later_first=True)
+            yield from Differences.between(in_order.seen, overtaken.seen, self.environment).findings(TOGETHER)
+
+    def _made(self) -> Environment[Any]:
+        return construct(self._cls, pairs(self._settings, "--set"))
+
+    def _play(
+        self,
+        concurrency: Concurrency,
+        *,
+        group_size: int = 1,
+        is_watched: bool = False,
+        later_first: bool | None = None,
+    ) -> tuple[Played, list[Finding]]:
+        """What came of it, and what episodes share.
+
+        Args:
+            concurrency: of several episodes at once the first one is played first, of one at a time the last one.
+            group_size: 1 is 2 all the same where there are group rewards: with one there is nothing to compare.
+            is_watched: look at the event loop, and at what is left.
+            later_first: call two tools in a turn, of which the first ends first, or the second one.
+        """
+        environment, played = self._made(), Played()
+        shared = SharedState(environment)
+        _keep(environment, played.environments)
+        babbler = Babbler(partial(_tools, played.environments, later_first), together=later_first is not None)
+        tasks = select(own_tasks(environment), environment.task_class(), most=self._episodes)
+        run = partial(
+            Run,
+            environment,
+            ScriptedEngine(babbler, context=1 << 20),
+            tasks=_backwards(tasks) if concurrency is ONE_AT_A_TIME else tasks,
+            group_size=2 if _has_group_rewards(environment) else group_size,
+            limits=Limits(turns=min(TURNS, environment.limits.turns or TURNS), seconds=SECONDS),
+            concurrency=concurrency,
+            breaker=1,
+        )
+        play = partial(_play, run, played)
+        if is_watched:
+            played.findings += watched(play, played.environments)
+        else:
+            on_event_loop(play)
+        played.tools = babbler.known
+        return played, list(shared.findings())
+
+
+def _keep(environment: Environment[Any], played: list[Environment[Any]]) -> None:
+    """Keep every environment that plays an episode."""
+    make = environment.fresh
+
+    def fresh() -> Environment[Any]:
+        played.append(make())
+        return played[-1]
+
+    environment.fresh = fresh  # type: ignore[method-assign]  # of this one object
+
+
+def _of_any_episode(finding: Finding) -> str:
+    """What findings have in common that say the same of several episodes: all but their numbers and addresses."""
+    if not finding.of_episode:
+        return finding.text
+    text, _, place = finding.text.partition(" (in ")
+    return re.sub(r"0x[0-9a-f]+|\d+", "", re.sub(r"task '[^']*'", "task", text)) + place
+
+
+def _tools(environments: Sequence[Environment[Any]], later_first: bool | None, call: ModelCall) -> Sequence[Tool]:
+    """What the agent that is asked may call now; where calls run together, one of them is held back."""
+    for environment in reversed(environments):
+        if environment.episode.id == call.episode:
+            conversation: Conversation = environment.episode.conversations[call.agent]
+            if later_first is not None and call.turn == 0:
+                conversation.tools[:] = slowed(conversation.tools, later_first=later_first)
+            return conversation.tools
+    return ()  # whoever speaks in a group reward
+
+
+def _without_repeats(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """What is known to have been changed is not also told to be changeable."""
+    found = list(findings)
+    changed = {finding.text.partition(" was changed")[0] for finding in found if " was changed" in finding.text}
+    yield from (f for f in found if " was changed" in f.text or f.text.partition(" is a ")[0] not in changed)
+
+
+# --- playing
+
+
+def _backwards(tasks: Tasks) -> Tasks:
+    """The last one first, so that what an episode leaves behind meets another one; a source keeps its own order."""
+    if isinstance(tasks, AsyncIterable) or hasattr(tasks, "finished") or not isinstance(tasks, Iterable):
+        return tasks
+
+    def last_first() -> Iterator[Any]:
+        yield from reversed(list(tasks))
+
+    return last_first()
+
+
+async def _play(make_run: Callable[[], Run], played: Played) -> None:
+    run = make_run()
+    before = dict(vars(run.environment))
+    try:
+        async with run:
+            played.findings += of_lifespan(run.environment, before)
+            async for trajectory in run:
+                _note(played, trajectory)
+    except DeltarunnerError as error:
+        played.was_cut = True
+        played.findings.append(Finding(str(error)))
+    if not played.seen and not played.findings:
+        played.findings.append(Finding("tasks() gives no task."))
+    played.findings += map(_of_fault, run.summary.faults)
+
+
+def _note(played: Played, trajectory: Trajectory) -> None:
+    played.turns += len(trajectory.turns)
+    played.seen[f"{trajectory.id} {trajectory.agent}"] = Seen.of(trajectory)
+    if trajectory.outcome.failed:
+        played.findings.append(Finding(f"{trajectory.outcome.value}: {trajectory.error}", of_episode=True))
+    elif trajectory.outcome is Outcome.TIME_LIMIT:
+        text = f"an episode of {TURNS} turns or less took longer than {SECONDS:g} s, with an engine that takes none"
+        played.findings.append(Finding(text, fatal=False))
+
+
+def _of_fault(fault: str) -> Finding:
+    # What a group reward does is told with its task, everything else with its episode.
+    if fault.startswith(ScorerKind.GROUP_REWARD):
+        return Finding(fault, of_episode=True)
+    text = fault.partition(": ")[2] or fault
+    return Finding(text, fatal=text.startswith(f"{ScorerKind.REWARD} "), of_episode=True)
+
+
+def _has_group_rewards(environment: Environment[Any]) -> bool:
+    return any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in environment.scorers)
+
+
+# --- for people
+
+
+def _print(environment: Environment[Any], findings: Sequence[Finding], played: Played) -> None:
+    console = make_console()
+    known = {tool.name: tool for tool in environment.bound_tools()} | played.tools
+    tools = [f"{tool.name}({', '.join(tool.parameters.get('properties', {}))})" for tool in known.values()]
+    scorers = [f"{s.name} ({s.kind.replace('_', ' ')}{_weight(s)})" for s in environment.scorers]
+    counts = Counter(seen.outcome for seen in played.seen.values())
+    outcomes = ", ".join(f"{outcome.value} {count}" for outcome, count in counts.items())
+    rows = (
+        ("tools", ", ".join(tools) or "none"),
+        ("scores", ", ".join(scorers)),
+        ("played", f"in groups of two, on a scripted engine: {outcomes or 'nothing'}; {played.turns} turns"),
+        ("checked", CHECKED),
+    )
+    for label, text in rows:
+        console.print(Text.assemble((f"{label:9}", "dim"), text), soft_wrap=True)
+    for finding in findings:
+        kind, style = ("error", "bold red") if finding.fatal else ("warning", "yellow")
+        console.print(Text.assemble((f"{kind:9}", style), printable(finding.text)), soft_wrap=True)
+    if not findings:
+        console.print("ok", style="bold green")
+
+
+def _weight(scorer: Scorer) -> str:
+    return "" if scorer.kind == ScorerKind.METRIC else f", weight {scorer.weight:g}"

@@ -1,0 +1,392 @@
+"""`deltarunner check-template`: what a chat template does, and what may be appended to a turn with it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from runner.cli.report import make_console
+from runner.cli.values import pairs, plain_value
+from runner.errors import BadInput, BadOption, BadTemplate
+from runner.models import ModelSource, chat_template, resolve_model, stop_ids
+from runner.options import HistoryPolicy
+from runner.tokens.bridging.refusal import Property
+from runner.tokens.probing.appends import Append, Exactness, Passage, Verdict
+from runner.tokens.probing.probe import UnusableTemplate, bundled_templates, in_process, request_of
+from runner.tokens.probing.profile import TemplateProfile, TraitValue
+from runner.tokens.template import ChatTemplate
+from runner.transcript import printable
+
+__all__ = ["check_template_command"]
+
+SECONDS = 30.0
+"""For the template and for the vocabulary, which takes a second or two to load."""
+
+STAND_INS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+"""For a file, which does not say how its vocabulary calls these."""
+
+VALUE_SHOWN = 60
+STYLES = {"prompt": "dim", "sampled": "bold green", "bridge": "yellow"}
+RESULT_STYLES = {Exactness.EXACT: "green", Exactness.SOFT: "yellow", Exactness.UNSUPPORTED: "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is checked.
+
+    Attributes:
+        template: not compiled yet.
+        source: the model whose vocabulary is used; None for bytes and the template's own control tokens.
+    """
+
+    template: ChatTemplate
+    source: ModelSource | None = None
+
+    def vocabulary(self) -> dict[str, Any]:
+        """As the process that probes is told."""
+        if self.source is None:
+            return {}
+        return {"folder": str(self.source.folder), "stop_ids": stop_ids(self.source, None)}
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What was found out.
+
+    Attributes:
+        profile: what the template does.
+        verdicts: what may be appended.
+        example: a short conversation as its token log would be.
+        stops: names and ids of what ends a turn.
+        lacking: control tokens that the template writes and the vocabulary has not got.
+    """
+
+    profile: TemplateProfile
+    verdicts: Sequence[Verdict]
+    example: Sequence[Passage]
+    stops: Mapping[str, int]
+    lacking: Sequence[str] = ()
+
+    @property
+    def missing(self) -> list[Verdict]:
+        """What an environment with tools needs and the template does not give exactly."""
+        return [each for each in self.verdicts if each.kind.needed and each.result is not Exactness.EXACT]
+
+    @property
+    def unstopped(self) -> list[str]:
+        """What ends a turn by the template and holds none of the stops."""
+        closes = dict.fromkeys((self.profile.close_at_end, self.profile.close_after_call))
+        return [close for close in closes if close and not any(stop in close for stop in self.stops)]
+
+    @property
+    def exit_code(self) -> int:
+        wrong = self.missing or self.unstopped or not self.profile.carries_tools
+        return BadTemplate.exit_code if wrong else 0
+
+
+def check_template_command(name: str, *, template: str | None, options: Sequence[str], as_json: bool) -> int:
+    """Check, print what was found, and return the exit code: that of `BadTemplate` where something is missing.
+
+    Raises:
+        BadInput: there is no such model or template, or the template cannot be used at all.
+    """
+    console = make_console()
+    given = {key: plain_value(value) for key, value in pairs(options, "--template-option").items()}
+    try:
+        subject = _subject(name, template)
+        findings = _examined(subject, given)
+        _check_names(findings.profile, given)
+    except BadInput as error:
+        if as_json:
+            print(json.dumps(_failure(name, given, error)))
+        raise
+    if as_json:
+        print(json.dumps(_document(name, subject, given, findings)))
+    else:
+        _print(console, subject, findings)
+    return findings.exit_code
+
+
+def _subject(name: str, template: str | None) -> Subject:
+    if template is None and (name in bundled_templates() or name.endswith(".jinja") or Path(name).is_file()):
+        return Subject(_template(name).with_variables(STAND_INS))
+    source = resolve_model(name, say=lambda line: print(line, file=sys.stderr))
+    own = None if template is None else _template(template)
+    return Subject(chat_template(source, own), source)
+
+
+def _template(name: str) -> ChatTemplate:
+    """A bundled template or a file's, which is not compiled here: it may never end."""
+    path = Path(name)
+    if name in bundled_templates() or not path.is_file():
+        return ChatTemplate.load(name)
+    with suppress(OSError, UnicodeDecodeError):
+        return ChatTemplate(path.read_text(encoding="utf-8"), name=name)
+    return ChatTemplate.load(name)  # which says what is wrong with the file
+
+
+def _examined(subject: Subject, options: Mapping[str, Any]) -> Findings:
+    wanted = _wanted_bos(subject.source.folder) if subject.source is not None else ""
+    request = request_of(subject.template, options, datetime.now(), wanted_bos=wanted)
+    answer = in_process({**request, "vocabulary": subject.vocabulary()}, seconds=SECONDS)
+    return Findings(
+        TemplateProfile.from_json(answer["profile"]),
+        [Verdict.from_json(values) for values in answer["appends"]],
+        [Passage(p["source"], tuple(p["ids"]), tuple(p["texts"])) for p in answer["example"]],
+        answer["stops"],
+        answer["lacking"],
+    )
+
+
+def _wanted_bos(folder: Path) -> str:
+    """The token that the vocabulary's own post-processor puts before every text, or ""."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        processor = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("post_processor") or {}
+        for step in processor.get("processors", [processor]):
+            first = (step.get("single") or [{}])[0]
+            if "SpecialToken" in first:
+                return str(first["SpecialToken"]["id"])
+    return ""
+
+
+def _check_names(profile: TemplateProfile, options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in profile.options:
+            known = ", ".join(profile.options) or "none"
+            raise BadOption(f"--template-option {name}: the template does not read it; it reads {known}.")
+
+
+# --- consequence and fix
+
+_ANOTHER = "another template: --template, checked with this command"
+_FIXES: Mapping[Property, str] = {
+    Property.TEMPLATE_RENDERS: "append other messages in this place, or take " + _ANOTHER,
+    Property.SENTINEL_SHOWN: "let the model make one call at a time (parallel_tool_calls=False), or take " + _ANOTHER,
+    Property.TURN_STAYS_BEHIND: "take " + _ANOTHER,
+    Property.TOOLS_STAY: "keep to one user message an episode, or take one that writes the tools first (mistral_nemo)",
+    Property.SYSTEM_STAYS: "say it in the first user message, or keep to one user message an episode",
+    Property.CONTENT_LOCATED: "take the control text out of the content, or History(content_safe=False)",
+    Property.CONTENT_SHOWN: "say it in a message of a user, or take " + _ANOTHER,
+    Property.STOP_IN_TAIL: "see that the model's stop ids (generation_config.json) have the template's own close",
+    Property.STOP_OPENS_NEXT: "append a message of the role that the model asked for first",
+    Property.CLOSE_KNOWN: "raise max_tokens, so that fewer turns are cut",
+    Property.REASONING_CLOSED: "raise max_tokens, or History(close_reasoning=True)",
+    Property.TEXT_KEPT: "take the tokenizer.json that the model was published with",
+    Property.PROMPTS_ANSWER: "a template that writes its generation prompt after such a message",
+    Property.OPENED_ONCE: "take one of the two openings out of the template",
+    Property.TURNS_SAMPLED: "let the model say it, or replace() the history",
+}
+_NEVER_FORKED = (Property.REASONING_CLOSED, Property.TEXT_KEPT)
+
+
+def _consequence(verdict: Verdict) -> str:
+    if verdict.result is Exactness.SOFT:
+        return "the ids at the seam may differ from those of the whole text; it is counted as seam=unverified"
+    if verdict.refusal in _NEVER_FORKED:
+        return "the episode ends with token_error"
+    if verdict.refusal is Property.TEMPLATE_RENDERS:
+        return "no prompt can be made at all: the episode ends with token_error under every policy"
+    append, refuse = HistoryPolicy.APPEND.value, HistoryPolicy.REFUSE.value
+    return (
+        f"{append}: a new segment begins here, rendered anew with loss mask 0, and is counted; "
+        f"{refuse}: the episode ends with token_error"
+    )
+
+
+def _fix(verdict: Verdict) -> str:
+    return _FIXES[verdict.refusal] if verdict.refusal is not None else "take " + _ANOTHER
+
+
+# --- JSON
+
+
+def _document(name: str, subject: Subject, options: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
+    return {
+        "checked": name,
+        "template": subject.template.name,
+        "fingerprint": subject.template.fingerprint,
+        "vocabulary": "bytes" if subject.source is None else str(subject.source.folder),
+        "options": options,
+        "stops": findings.stops,
+        "profile": {
+            trait.value: {"value": findings.profile.as_json()[trait.value], "explanation": sentence}
+            for trait, _, sentence in findings.profile.traits()
+        },
+        "unstopped": findings.unstopped,
+        "lacking": findings.lacking,
+        "appends": [_verdict_document(verdict) for verdict in findings.verdicts],
+        "example": [{"source": p.source, "mask": p.mask, "ids": p.ids, "texts": p.texts} for p in findings.example],
+        "error": None,
+        "exit_code": findings.exit_code,
+    }
+
+
+def _verdict_document(verdict: Verdict) -> dict[str, Any]:
+    exact = verdict.result is Exactness.EXACT
+    return {
+        "kind": verdict.kind.value,
+        "needed": verdict.kind.needed,
+        "result": verdict.result.value,
+        "refusal": verdict.refusal,
+        "explanation": verdict.explanation,
+        "anchor": verdict.anchor,
+        "close": verdict.close,
+        "local": verdict.local,
+        "rewrites": verdict.rewrites,
+        "consequence": "" if exact else _consequence(verdict),
+        "fix": "" if exact else _fix(verdict),
+    }
+
+
+def _failure(name: str, options: Mapping[str, Any], error: BadInput) -> dict[str, Any]:
+    fault = error.fault.value if isinstance(error, UnusableTemplate) else None
+    kind = {"kind": type(error).__name__, "fault": fault, "message": str(error)}
+    return {"checked": name, "options": options, "error": kind, "exit_code": error.exit_code}
+
+
+# --- for people
+
+
+def _print(console: Console, subject: Subject, findings: Findings) -> None:
+    stops = " ".join(f"{token} ({token_id})" for token, token_id in findings.stops.items())
+    vocabulary = subject.source.name if subject.source is not None else "bytes, and the template's control tokens"
+    console.print(Text.assemble(("template    ", "dim"), (subject.template.name, "bold")), soft_wrap=True)
+    console.print(Text.assemble(("vocabulary  ", "dim"), vocabulary), soft_wrap=True)
+    console.print(Text.assemble(("stops       ", "dim"), printable(stops)), soft_wrap=True)
+    console.print()
+    console.print(_traits(findings.profile))
+    console.print()
+    console.print(_appends(findings.verdicts))
+    if any(verdict.rewrites for verdict in findings.verdicts):
+        console.print(Text(_REWRITES, "dim"), soft_wrap=not console.is_terminal)
+    for line in _problems(findings):
+        console.print(line, soft_wrap=not console.is_terminal)
+    console.print()
+    for line in _example(findings.example, bytes_alone=subject.source is None):
+        console.print(line, soft_wrap=not console.is_terminal)
+    console.print()
+    console.print(_conclusion(findings), soft_wrap=True)
+
+
+_REWRITES = (
+    "rewrites: the template itself would write the past in another way than the model sampled it, or than it is "
+    "prompted.\n  append keeps what was sampled, fork follows the template in a new segment. A server that renders "
+    "every request anew follows the template."
+)
+
+
+def _traits(profile: TemplateProfile) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("property", "value", "what it means"):
+        table.add_column(column, overflow="fold", min_width=20)
+    for trait, value, sentence in profile.traits():
+        table.add_row(Text(trait.value, "bold"), Text(_shown(value)), Text(sentence, "dim"))
+    return table
+
+
+def _shown(value: TraitValue) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = " ".join(value) if isinstance(value, tuple) else printable(str(value)).replace("\n", "⏎")
+    return (text if len(text) <= VALUE_SHOWN else text[: VALUE_SHOWN - 1] + "…") or "none"
+
+
+def _appends(verdicts: Sequence[Verdict]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("append", "bridge", "hung on", "close", "work follows", ""):
+        table.add_column(column)
+    for verdict in verdicts:
+        exact = verdict.result is not Exactness.UNSUPPORTED
+        table.add_row(
+            Text(verdict.kind.value),
+            Text(verdict.result.value, RESULT_STYLES[verdict.result]),
+            Text(verdict.refusal or verdict.anchor),
+            Text(verdict.close),
+            Text(("what is new" if verdict.local else "the history") if exact else ""),
+            Text("rewrites" if verdict.rewrites else "", "yellow"),
+        )
+    return table
+
+
+_TOKENS_FIX = (
+    "take all files of the tokenizer that the model was published with (tokenizer_config.json, added_tokens.json ...), "
+    "or a template whose tokens it has: --template"
+)
+
+
+def _problems(findings: Findings) -> Iterator[Text]:
+    if not findings.profile.carries_tools:
+        yield Text.assemble(("\nno tools    ", "bold red"), "definitions, calls or results are not shown (see above)")
+    for close in findings.unstopped:
+        yield Text.assemble(("\nstops", "bold red"), f": the model does not stop at {close}, which ends its turns")
+        yield Text.assemble(("  then        ", "dim"), "a turn runs on past it to max_tokens")
+        has = not any(token in close for token in findings.lacking)
+        fix = "add it to eos_token_id in the model's generation_config.json" if has else _TOKENS_FIX
+        yield Text.assemble(("  fix         ", "dim"), fix)
+    if findings.lacking:
+        names = " ".join(findings.lacking)
+        yield Text.assemble(
+            ("\ntokens", "yellow"), f": the vocabulary has no token for {names}, which the template writes"
+        )
+        yield Text.assemble(
+            ("  then        ", "dim"), "they are letters to the model, right only where it was trained so"
+        )
+        yield Text.assemble(("  fix         ", "dim"), _TOKENS_FIX)
+    for verdict in findings.verdicts:
+        if verdict.result is not Exactness.EXACT and (findings.profile.carries_tools or not verdict.kind.calls):
+            name = verdict.refusal.value if verdict.refusal is not None else "seam"
+            what = verdict.explanation or "no control token stands at the seam"
+            yield Text.assemble((f"\n{verdict.kind.value}", RESULT_STYLES[verdict.result]), f": {name}")
+            yield Text.assemble(("  why         ", "dim"), printable(what))
+            yield Text.assemble(("  then        ", "dim"), _consequence(verdict))
+            yield Text.assemble(("  fix         ", "dim"), _fix(verdict))
+
+
+def _example(passages: Sequence[Passage], *, bytes_alone: bool) -> Iterator[Text]:
+    yield Text("a conversation, id by id: │ stands between two ids", "dim")
+    if bytes_alone:
+        yield Text("(in this vocabulary every other letter is an id as well)", "dim")
+    for passage in passages:
+        pieces = _joined(passage) if bytes_alone else list(passage.texts)
+        text = "│".join(printable(piece).replace("\n", "⏎") for piece in pieces)
+        label = f"{passage.source:8} mask {passage.mask}  {len(passage.ids):5} ids  "
+        yield Text.assemble((label, "bold"), (f"│{text}│", STYLES[passage.source]))
+
+
+def _joined(passage: Passage) -> list[str]:
+    """The texts of its ids, bytes that follow each other as one."""
+    pieces: list[str] = []
+    spoken = bytearray()
+    for token_id, text in zip(passage.ids, passage.texts, strict=True):
+        if token_id < 256:
+            spoken.append(token_id)
+            continue
+        pieces += [spoken.decode(errors="replace")] if spoken else []
+        pieces.append(text)
+        spoken.clear()
+    return [*pieces, spoken.decode(errors="replace")] if spoken else pieces
+
+
+def _conclusion(findings: Findings) -> Text:
+    if findings.exit_code == 0:
+        return Text("ok: everything that an environment with tools appends is exact", "bold green")
+    usable = all(v.result is Exactness.EXACT for v in findings.verdicts if v.kind.needed and not v.kind.calls)
+    if not findings.profile.carries_tools:
+        ending = "; without tools everything is exact" if usable else ""
+        return Text(f"no environment with tools can be played{ending}", "bold red")
+    if not findings.missing:
+        return Text("the model does not stop where its turns end", "bold red")
+    needed = sum(kind.needed for kind in Append)
+    return Text(
+        f"{len(findings.missing)} of {needed} appends that environments with tools make are not exact", "bold red"
+    )

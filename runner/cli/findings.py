@@ -1,0 +1,319 @@
+"""What `deltarunner check` says of an environment: each finding names the thing and the fix, in one line."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from types import ModuleType
+from typing import Any, Final
+
+from runner.environment.environment import HOOKS, Environment
+from runner.episode.episode import MAIN
+from runner.messages import as_messages
+from runner.scoring import ScorerKind
+from runner.trajectory import Outcome, Trajectory
+
+__all__ = [
+    "AFTER_OTHERS",
+    "AGAIN",
+    "IN_GROUPS",
+    "TOGETHER",
+    "Differences",
+    "Finding",
+    "Seen",
+    "SharedState",
+    "of_hooks",
+    "of_lifespan",
+]
+
+_CONTAINERS: Final = (list, dict, set, bytearray)
+_PLAIN: Final = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
+_LONGEST: Final = 10_000
+"""Of longer containers only the length is looked at."""
+
+_DEEPEST: Final = 8
+"""Containers within containers are looked into so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong, or looks so.
+
+    Attributes:
+        text: what, and what to do about it.
+        fatal: episodes fail, or their results are wrong.
+        of_episode: several episodes may say the same, each with numbers of its own.
+    """
+
+    text: str
+    fatal: bool = True
+    of_episode: bool = False
+
+
+# --- the class
+
+
+def of_hooks(environment: Environment[Any]) -> Iterator[Finding]:
+    """Tools and rewards whose names mean something else already."""
+    marked = [(spec.attribute, "tool") for spec in environment.tool_specs]
+    marked += [(scorer.name, str(scorer.kind)) for scorer in environment.scorers]
+    for name, kind in marked:
+        if name in HOOKS:
+            yield Finding(f"@{kind} {name}() is a hook's name: the runner calls it too. Rename the method.")
+        elif name in vars(Environment) or name in Environment.__annotations__:
+            yield Finding(f"@{kind} {name}() is a name that the runner uses for something else. Rename the method.")
+
+
+def of_lifespan(environment: Environment[Any], before: Mapping[str, Any]) -> Iterator[Finding]:
+    """What `lifespan()` set on the object that plays no episode."""
+    if not environment.overrides("lifespan"):
+        return
+    for name, value in vars(environment).items():
+        if name not in before or before[name] is not value:
+            yield Finding(
+                f"lifespan() sets self.{name}, which episodes do not see: each is played by an object of its own. "
+                f"Yield it; episodes find it as self.shared."
+            )
+
+
+# --- what episodes share
+
+
+class SharedState:
+    """Whatever all episodes of a class see, as it was at first: attributes of classes, arguments, module variables.
+
+    Args:
+        environment: the object that was constructed, before anything is played.
+    """
+
+    def __init__(self, environment: Environment[Any]) -> None:
+        self._environment = environment
+        self._before = {name: _frozen(value) for name, value, _ in self._values()}
+
+    def findings(self) -> Iterator[Finding]:
+        """What has been changed since, and what could be."""
+        for name, value, of_class in self._values():
+            if name not in self._before or self._before[name] != _frozen(value):
+                yield Finding(
+                    f"{name} was changed while episodes were played, and all of them see it: keep it on self, made in "
+                    f"__init__() or setup().",
+                    fatal=of_class,
+                )
+            elif of_class and isinstance(value, _CONTAINERS) and "(" not in name:
+                yield Finding(
+                    f"{name} is a {type(value).__name__} of the class, which all episodes share: "
+                    f"make it in __init__ or setup(), or a tuple if nobody changes it.",
+                    fatal=False,
+                )
+
+    def _values(self) -> Iterator[tuple[str, Any, bool]]:
+        """The name, the value, and whether it belongs to the class rather than to its module."""
+        cls = type(self._environment)
+        bases = cls.__mro__[: cls.__mro__.index(Environment)]
+        for base in bases:
+            for name, value in vars(base).items():
+                if not name.startswith("__") and name not in vars(Environment) and _is_state(value):
+                    yield f"{base.__name__}.{name}", value, True
+        for parameter in inspect.signature(cls.__init__).parameters.values():
+            if isinstance(parameter.default, _CONTAINERS):
+                yield f"{cls.__name__}({parameter.name}=), a default,", parameter.default, True
+        for base in bases:
+            yield from _defaults(base)
+        for name, value in self._environment.construction().items():
+            if isinstance(value, _CONTAINERS):
+                yield f"{cls.__name__}({name}=)", value, True
+        for module in {base.__module__: sys.modules.get(base.__module__) for base in bases}.values():
+            for name, value in _variables(module):
+                yield f"{module.__name__}.{name}" if module else name, value, False
+
+
+def _defaults(cls: type) -> Iterator[tuple[str, Any, bool]]:
+    """The defaults of methods, which all calls share."""
+    for name, value in vars(cls).items():
+        function = (
+            inspect.unwrap(getattr(value, "__func__", value)) if callable(value) or hasattr(value, "__func__") else 0
+        )
+        if inspect.isfunction(function) and name != "__init__":
+            for parameter in inspect.signature(function).parameters.values():
+                if isinstance(parameter.default, _CONTAINERS):
+                    yield f"{cls.__name__}.{name}({parameter.name}=), a default,", parameter.default, True
+
+
+def _variables(module: ModuleType | None) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items() if module is not None else ():
+        if not name.startswith("__") and _is_state(value):
+            yield name, value
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, (*_CONTAINERS, *_PLAIN, count))
+
+
+def _frozen(value: Any, depth: int = 0) -> Any:
+    """What can be compared later: the contents of containers, and of other objects which ones they are."""
+    if isinstance(value, count):
+        return repr(value)
+    if isinstance(value, _PLAIN) and not isinstance(value, tuple):
+        return value
+    if depth > _DEEPEST or not isinstance(value, (*_CONTAINERS, tuple)):
+        return id(value)
+    if len(value) > _LONGEST:
+        return len(value)
+    if isinstance(value, dict):
+        return {key: _frozen(one, depth + 1) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_frozen(one, depth + 1) for one in value]
+    return bytes(value) if isinstance(value, bytearray) else frozenset(value)
+
+
+# --- the same, played again
+
+AGAIN: Final = "when the same was played again: draw from self.episode.rng, and let episodes share nothing"
+AFTER_OTHERS: Final = (
+    "when they were played after other ones: they share something. Keep state on self, made in __init__() or setup()"
+)
+IN_GROUPS: Final = (
+    "when another one of the group played the same task: draw what makes the world from self.episode.rng, which a "
+    "group shares, not from self.episode.seed or index"
+)
+TOGETHER: Final = (
+    "when two calls of one turn ended in another order: asynchronous tools of a turn run together. Mark those that "
+    "hang on one another @tool(parallel=False)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one agent of an episode saw and was given.
+
+    Attributes:
+        agent: who.
+        messages: all of them.
+        given: how many of them stood in the task, with the system message.
+        spoken: how many of the assistant's were sampled; those before them stood in the prompt.
+        rewards: and metrics, by name.
+        outcome: how it ended.
+    """
+
+    agent: str
+    messages: Sequence[Mapping[str, Any]]
+    given: int
+    spoken: int
+    rewards: Mapping[str, float | None]
+    outcome: Outcome
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Seen:
+        """What a trajectory shows of it."""
+        messages, prompt = trajectory.messages, as_messages(trajectory.task.prompt)
+        system = [message["role"] == "system" for message in (*messages[:1], *prompt[:1])] == [True, False]
+        scores = {**trajectory.rewards, **trajectory.metrics}
+        spoken = len(trajectory.turns)
+        return cls(trajectory.agent, messages, len(prompt) + system, spoken, scores, trajectory.outcome)
+
+
+Episodes = Mapping[str, Seen]
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What was not the same when the same episodes were played twice, by what made the difference.
+
+    Attributes:
+        counts: in how many episodes.
+        episodes: how many were compared.
+    """
+
+    counts: Counter[str]
+    episodes: int
+
+    @classmethod
+    def between(cls, first: Episodes, again: Episodes, environment: Environment[Any]) -> Differences:
+        """Compare two plays; where what was said differs, what was earned is not looked at."""
+        counts: Counter[str] = Counter()
+        names = first.keys() & again.keys()
+        for name in names:
+            said = _said_differently(first[name], again[name], environment)
+            counts.update([said] if said else _scored_differently(first[name], again[name]))
+        return cls(counts, len(names))
+
+    @classmethod
+    def within_groups(cls, seen: Episodes, environment: Environment[Any]) -> Differences:
+        """Compare the two episodes of each group; what a group reward makes of them may differ."""
+        groups: tuple[dict[str, Seen], dict[str, Seen]] = {}, {}
+        of_groups = {scorer.name for scorer in environment.scorers if scorer.kind == ScorerKind.GROUP_REWARD}
+        for name, one in seen.items():
+            episode, _, agent = name.rpartition(" ")
+            task, _, index = episode.rpartition("#")
+            rewards = {name: value for name, value in one.rewards.items() if name not in of_groups}
+            groups[int(index)][f"{task} {agent}"] = replace(one, rewards=rewards)
+        return cls.between(*groups, environment)
+
+    def without(self, other: Differences) -> Differences:
+        """Those that the other ones do not tell of."""
+        counts = Counter({cause: number for cause, number in self.counts.items() if cause not in other.counts})
+        return Differences(counts, self.episodes)
+
+    def findings(self, when: str) -> Iterator[Finding]:
+        """One for each cause.
+
+        Args:
+            when: it was different, and what to do about that.
+        """
+        for cause, number in sorted(self.counts.items()):
+            yield Finding(f"{cause} in {number} of {self.episodes} episodes {when}.")
+
+
+def _scored_differently(first: Seen, again: Seen) -> list[str]:
+    names = first.rewards.keys() | again.rewards.keys()
+    return [f"{name}() gave another value" for name in names if first.rewards.get(name) != again.rewards.get(name)]
+
+
+def _said_differently(first: Seen, again: Seen, environment: Environment[Any]) -> str:
+    """Whose words differ first; "" if none do."""
+    for index, (one, other) in enumerate(zip(first.messages, again.messages, strict=False)):
+        if one != other:
+            return _author(first, index, environment)
+    if len(first.messages) != len(again.messages) or first.outcome is not again.outcome:
+        return f"{_loop(environment)} ended it elsewhere"
+    return ""
+
+
+def _author(seen: Seen, index: int, environment: Environment[Any]) -> str:
+    messages, spoken = seen.messages, seen.spoken
+    role = messages[index]["role"]
+    if role == "system":
+        return "the system prompt was another one"
+    said = [number for number, message in enumerate(messages) if message["role"] == "assistant"][-spoken:]
+    if not spoken or not said or index < said[0]:
+        return _author_of_prompt(seen, index, environment)
+    match role:
+        case "tool":
+            return f"tool {_tool_of(messages, index)}() gave another result"
+        case "assistant":
+            return "setup() gave the model other tools"
+    return f"{_loop(environment)} gave another answer"
+
+
+def _author_of_prompt(seen: Seen, index: int, environment: Environment[Any]) -> str:
+    if seen.agent != MAIN:
+        return f"what agent {seen.agent!r} was asked first was another one"
+    if environment.overrides("prompt"):
+        return f"prompt(){' or rollout()' if environment.overrides('rollout') else ''} gave another one"
+    if index >= seen.given and environment.overrides("rollout"):
+        return "rollout() added another message"
+    return "tasks() gave another prompt"
+
+
+def _tool_of(messages: Sequence[Mapping[str, Any]], index: int) -> str:
+    answered = messages[index].get("tool_call_id")
+    calls = [call for message in messages[:index] for call in message.get("tool_calls", ())]
+    return next((call["function"]["name"] for call in reversed(calls) if call["id"] == answered), "of the model")
+
+
+def _loop(environment: Environment[Any]) -> str:
+    return "rollout()" if environment.overrides("rollout") else "step()"

@@ -1,0 +1,147 @@
+"""`deltarunner new`: a project of one's own, with an environment, its tests and their CI."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final, Self
+
+from rich.text import Text
+
+import runner
+from runner.cli.report import make_console, quoted
+from runner.environment.loading import GROUP
+from runner.errors import BadOption, StorageFailed
+
+__all__ = ["Names", "new_command", "write_project"]
+
+_WORD: Final = re.compile(r"(?:[A-Z]+(?![a-z])|[A-Z]?[a-z]+)[0-9]*|[0-9]+")
+_NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9]*(?:[-_][A-Za-z0-9]+)*")
+_LEFT_BY_TESTS: Final = frozenset({"__pycache__", ".pytest_cache", ".hypothesis"})
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a project is called where.
+
+    Attributes:
+        project: what pip installs, such as `word-game`.
+        package: what Python imports and `deltarunner run` takes, such as `word_game`.
+        environment: the class, such as `WordGame`.
+    """
+
+    project: str
+    package: str
+    environment: str
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """The names that follow from one: `word-game`, `word_game` and `WordGame` give the same ones.
+
+        Raises:
+            BadOption: it is no name, or stands for something else already.
+        """
+        if not _NAME.fullmatch(name):
+            raise BadOption(
+                f"new {name!r:.60}: a name begins with a letter and has only the letters a to z, digits, and single "
+                f"hyphens or underscores between them, such as word-game."
+            )
+        words = [word.lower() for part in re.split("[-_]", name) for word in _WORD.findall(part)]
+        names = cls("-".join(words), "_".join(words), "".join(word.capitalize() for word in words))
+        taken = _taken(names)
+        if taken:
+            raise BadOption(f"new {name}: {taken}. Give another name, such as {names.project}-game.")
+        return names
+
+    def render(self, text: str) -> str:
+        """A text of the skeleton, which is a project called new-environment."""
+        return (
+            text.replace("new_environment", self.package)
+            .replace("new-environment", self.project)
+            .replace("NewEnvironment", self.environment)
+        )
+
+
+def _taken(names: Names) -> str:
+    """What already has one of these names; "" if nothing has."""
+    if keyword.iskeyword(names.package) or keyword.iskeyword(names.environment):
+        return f"{names.package} and {names.environment} cannot both be names in Python"
+    if names.environment in runner.__all__ or hasattr(builtins, names.environment):
+        return f"its class would be called {names.environment}, as one that every environment uses"
+    if names.package in {entry.name for entry in entry_points(group=GROUP)}:
+        return "an environment of that name is installed (`deltarunner list`)"
+    if names.package in sys.stdlib_module_names or names.package == "tests" or find_spec(names.package) is not None:
+        return f"there is a module {names.package} already, which it would hide or be hidden by"
+    return ""
+
+
+def new_command(name: str, folder: Path | None) -> int:
+    """Write the project, and say what to type next.
+
+    Raises:
+        BadOption: a name that cannot be, or a folder that is there already or cannot be made.
+        StorageFailed: it cannot be written.
+    """
+    names = Names.of(name)
+    folder = folder if folder is not None else Path(name)
+    write_project(names, folder)
+    console = make_console()
+    rows = (
+        ("project", f"{folder}: {names.environment} in {names.package}/, its tests, pyproject.toml, CI"),
+        ("next", f"cd {quoted(folder)}"),
+        ("", "pip install -e '.[tests]'"),
+        ("", "pytest"),
+        ("", f"deltarunner check {names.package}"),
+    )
+    for label, text in rows:
+        console.print(Text.assemble((f"{label:9}", "dim"), text), soft_wrap=True)
+    return 0
+
+
+def write_project(names: Names, folder: Path) -> None:
+    """Write the whole project to a folder that is not there yet, or nothing at all.
+
+    Raises:
+        BadOption: something is there already, or nothing that it could be in.
+        StorageFailed: it cannot be written.
+    """
+    if os.path.lexists(folder):
+        raise BadOption(f"{folder} is there already, and nothing is written over: give another --folder.")
+    if not folder.absolute().parent.is_dir():
+        raise BadOption(
+            f"There is no folder {folder.parent} to write {folder.name} to: make it, or give another --folder."
+        )
+    # Under another name until it is whole.
+    unfinished = folder.absolute().with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        _write(names, unfinished)
+        unfinished.rename(folder)
+    except OSError as error:
+        raise StorageFailed(f"{folder} cannot be written: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write(names: Names, folder: Path) -> None:
+    skeleton = _skeleton()
+    for source in sorted(skeleton.rglob("*")):
+        place = source.relative_to(skeleton)
+        if source.is_file() and _LEFT_BY_TESTS.isdisjoint(place.parts):
+            target = folder / names.render(str(place))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(names.render(source.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def _skeleton() -> Path:
+    """The project that is copied: inside the package in a wheel, beside it in a checkout."""
+    package = Path(runner.__file__).parent
+    inside = package / "templates" / "environment"
+    return inside if inside.is_dir() else package.parent / "templates" / "environment"

@@ -1,0 +1,148 @@
+"""What is printed when a run is over: summary, faults, loop lag, and what to type next."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from runner.cli.display import LATE_SECONDS, as_time
+from runner.concurrency.loop_lag import LagMonitor
+from runner.runs.console import LastingConsole, PipedConsole
+from runner.transcript import one_line, printable
+
+__all__ = ["lag_lines", "make_console", "own_command", "quoted", "summary_table"]
+
+FAULTS = 3
+NOTABLE_SECONDS = 1.0
+PIPED_WIDTH = 200
+
+
+def make_console(file: TextIO | None = None, *, lasting: bool = False) -> Console:
+    """The console on `file`, or stdout; what is piped is not broken into lines of eighty.
+
+    Args:
+        file: where.
+        lasting: a reader who leaves is not missed; by default it is a `BrokenPipeError`.
+    """
+    kind = LastingConsole if lasting else PipedConsole
+    return kind(file=file, highlight=False, width=None if (file or sys.stdout).isatty() else PIPED_WIDTH)
+
+
+def summary_table(summary: Mapping[str, Any], *, earlier: int = 0) -> Table:
+    """`Summary.as_dict()` for people.
+
+    Args:
+        summary: of the whole file.
+        earlier: episodes that were in it already.
+    """
+    table = Table.grid(padding=(0, 2))
+    for name, value in _rows(summary, earlier):
+        table.add_row(Text(name, style="dim"), value)
+    return table
+
+
+def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, RenderableType]]:
+    episodes = summary["episodes"]
+    played = f"{episodes}, {episodes - earlier} of them" if earlier else str(episodes)
+    rate = summary["tokens_per_second"]
+    pace = f", {rate:.0f} tokens/s" if rate else ""
+    yield "episodes", Text(f"{played} in {as_time(summary['seconds'])}{pace}", style="bold")
+    first, *others = _by_agent(summary)
+    yield first[0], Text(_mean(first[1]), style="bold")
+    for name, mean in summary["rewards"].items():
+        yield f"  {one_line(name)}", Text(_mean(mean))
+    for name, mean in others:
+        yield one_line(name), Text(_mean(mean), style="bold")
+    if len(summary["pass_at"]) > 1:
+        shown = (f"pass@{k} {value:.3f}" for k, value in summary["pass_at"].items() if value is not None)
+        yield "solved", Text(" · ".join(shown))
+    for name, mean in summary["metrics"].items():
+        yield f"  {one_line(name)} (metric)", Text(_mean(mean))
+    yield "outcomes", Text(" · ".join(f"{name} {count} of {episodes}" for name, count in summary["outcomes"].items()))
+    yield "turns", Text(" · ".join([str(summary["turns"]), *(f"{n} {c}" for n, c in summary["finishes"].items())]))
+    yield "tokens", Text(_tokens(summary["tokens"]))
+    if summary["junctions"]:
+        yield "junctions", Text("\n".join(_junctions(summary["junctions"])))
+    if summary.get("junction_causes"):
+        yield "  because of", Text(" · ".join(f"{name} {n}" for name, n in summary["junction_causes"].items()))
+    if summary["turns"]:
+        yield "time a turn", Text(_times(summary["times"], summary["turns"]))
+    if summary["retried"]:
+        yield "played again", Text(f"{summary['retried']} after a failure of the engine")
+    if summary.get("stale"):
+        yield "dropped", Text(f"{summary['stale']} whose weights were too old, and played again")
+    if summary["faults"]:
+        yield "faults", _faults(summary["faults"])
+
+
+def _by_agent(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The mean reward, or where several agents are trained that of each; the one behind `rewards` first."""
+    agents = summary.get("agents", {})  # older files have none
+    if len(agents) < 2:
+        return [("reward", summary["reward"])]
+    return [(f"reward of {printable(agent)}", mean) for agent, mean in agents.items()]
+
+
+def _mean(mean: Mapping[str, Any]) -> str:
+    if mean["mean"] is None:
+        return "none was scored"
+    error = mean["standard_error"]
+    return f"{mean['mean']:.3f}" + (f" ± {error:.3f}" if error is not None else "") + f"  (of {mean['count']})"
+
+
+def _tokens(tokens: Mapping[str, int]) -> str:
+    cached = f" ({100 * tokens['cached'] / tokens['prompt']:.0f}% cached)" if tokens["prompt"] else ""
+    return f"prompt {tokens['prompt']:,}{cached} · sampled {tokens['sampled']:,} · bridged {tokens['bridged']:,}"
+
+
+def _junctions(junctions: Mapping[str, int]) -> Iterator[str]:
+    for key, count in junctions.items():
+        result, anchor, close, seam = key.split("/")
+        yield f"{count} {result} (anchor {anchor}, close {close}, seam {seam})"
+
+
+def _times(times: Mapping[str, float], turns: int) -> str:
+    return " · ".join(f"{name.replace('_', ' ')} {seconds / turns:.2f} s" for name, seconds in times.items())
+
+
+def _faults(faults: Sequence[str]) -> Text:
+    text = Text("\n".join(printable(fault) for fault in faults[-FAULTS:]), style="yellow")
+    if len(faults) > FAULTS:
+        text.append(f"\nand {len(faults) - FAULTS} earlier ones", "dim")
+    return text
+
+
+def lag_lines(lag: LagMonitor) -> Iterator[Text]:
+    """Whose code made the event loop late, and what to do about it; nothing where it was on time."""
+    late = lag.percentile(99)
+    blockers = lag.blockers(FAULTS)
+    if late > LATE_SECONDS:
+        yield Text(f"the event loop was {1000 * late:.0f} ms late (99th percentile)", style="yellow")
+    elif sum(blocker.seconds for blocker in blockers) < NOTABLE_SECONDS:
+        return
+    for blocker in blockers:
+        yield Text(f"  {blocker.where}, {blocker.seconds:.1f} s: {blocker.advice}", style="yellow")
+
+
+def own_command() -> str:
+    """How this program is called from the folder one stands in."""
+    called = Path(sys.argv[0])
+    found = shutil.which("deltarunner")
+    if called.name != "deltarunner" or (found is not None and Path(found).resolve() == called.resolve()):
+        return "deltarunner"
+    absolute = called.absolute()
+    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
+
+
+def quoted(word: object) -> str:
+    """`word` for a shell, in quotes only where it needs them: a # within a word is none."""
+    return str(word) if re.fullmatch(r"[\w@%+=:,./-][\w@%+=:,./#-]*", str(word), re.ASCII) else shlex.quote(str(word))

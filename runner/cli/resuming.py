@@ -1,0 +1,74 @@
+"""Whether a named run file can be gone on with, as far as that is known before an engine is started."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from runner.engines.scripted.engine import ScriptedEngine
+from runner.environment.environment import Environment
+from runner.errors import ConfigurationChanged
+from runner.runs.process import on_event_loop
+from runner.runs.run import Run
+from runner.store.database import storage_faults, tables_in
+from runner.store.header import Header
+from runner.store.reader import RunFile
+
+__all__ = ["check_resumable", "is_begun"]
+
+
+def is_begun(path: Path) -> bool:
+    """The file holds a run; one that is not there, or that is empty as `mktemp` makes it, can be begun.
+
+    Raises:
+        RunFileError: it is no run file.
+        StorageFailed: it cannot be read.
+    """
+    if not path.is_file():
+        return path.exists()
+    with (
+        storage_faults(path),
+        closing(sqlite3.connect(f"file:{quote(os.path.abspath(path))}?mode=ro", uri=True)) as file,
+    ):
+        return tables_in(file)
+
+
+def check_resumable(path: Path, environment: Environment[Any], options: Mapping[str, Any], *, model: str) -> None:
+    """Compare a file with the run that is to go on with it, in all but what only a running engine can say.
+
+    Args:
+        path: the file; one that is not begun can be.
+        environment: what is to be played.
+        options: those of `Run`.
+        model: what is to speak.
+
+    Raises:
+        ConfigurationChanged: the file holds a run of another configuration; the message lists what differs.
+        RunFileError: it is no run file.
+    """
+    if not is_begun(path):
+        return
+    with RunFile(path) as run_file:
+        stored = run_file.header
+    given = on_event_loop(_header, environment, options)
+    # A scripted engine has no model.
+    engine = {**stored.engine, "model": model} if stored.engine.get("kind") == "vllm" else stored.engine
+    refused = stored.refused(replace(given, engine=engine, engines=stored.engines, template=stored.template))
+    if refused:
+        lines = "\n".join(f"  {change}" for change in refused)
+        raise ConfigurationChanged(
+            f"run file {path} holds a run of another configuration:\n{lines}\n"
+            f"Give the same options to resume it, or another path (--file) to begin a new run."
+        )
+
+
+async def _header(environment: Environment[Any], options: Mapping[str, Any]) -> Header:
+    # A run is made on an event loop, and its header asks an engine; what this one says is not compared.
+    return Header.of(Run(environment, ScriptedEngine(""), **options), now=datetime.now().astimezone())

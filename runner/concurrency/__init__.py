@@ -1,0 +1,1 @@
+"""Clocks, threads, cancellation and the event loop: what every other package builds on."""

@@ -1,0 +1,183 @@
+"""Loop lag: how late the event loop runs, and whose code made it so."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Self
+
+import anyio
+from anyio.abc import TaskGroup
+
+from runner.concurrency.exits import EpisodeExitStack
+from runner.concurrency.threads import Workers
+from runner.concurrency.user_code import is_foreign
+
+__all__ = ["Blocker", "LagMonitor"]
+
+TICK = 0.02
+LATE = 0.05
+STUCK_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Blocker:
+    """Code that kept the loop from running.
+
+    Attributes:
+        where: function, file and line.
+        seconds: how long it was seen to.
+        thread: it ran in a worker thread, so it computes where it should wait.
+        leaving: it left what an asynchronous `setup()` entered in `episode.exit_stack`.
+    """
+
+    where: str
+    seconds: float
+    thread: bool
+    leaving: bool = False
+
+    @property
+    def advice(self) -> str:
+        if self.thread:
+            return "it computes; threads are for code that waits: move it to anyio.to_process.run_sync"
+        if self.leaving:
+            return (
+                "it blocks the event loop: enter it in a synchronous setup() (it is left in a thread then), or have "
+                "exit_stack.push_async_exit await what it waits for"
+            )
+        return "it blocks the event loop: make the method synchronous (it gets a thread), or await what it waits for"
+
+
+class LagMonitor:
+    """Measures the lag of the event loop while it is entered, and names who caused it.
+
+    A task on the loop leaves a mark every 20 ms; a thread beside it looks at the mark, and where it is more than
+    50 ms late, at what the loop and the run's worker threads are executing. With another `tick` both change with it.
+
+    Attributes:
+        on_stuck: called in the watching thread when the loop stood still for a minute; gets who keeps it.
+        stuck_seconds: how long that is.
+    """
+
+    def __init__(self, workers: Workers, *, stuck_seconds: float = STUCK_SECONDS, tick: float = TICK) -> None:
+        self.on_stuck: Callable[[Blocker], None] | None = None
+        self.stuck_seconds = stuck_seconds
+        self._workers = workers
+        self._tick_seconds = tick
+        self._late = tick * LATE / TICK
+        self._lags: deque[float] = deque(maxlen=3000)
+        self._seconds: dict[tuple[str, bool, bool], float] = {}
+        self._mark = 0.0
+        self._loop_thread = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._group: TaskGroup
+
+    async def __aenter__(self) -> Self:
+        self._loop_thread = threading.get_ident()
+        self._mark = time.monotonic()
+        self._group = await anyio.create_task_group().__aenter__()
+        self._group.start_soon(self._tick, name="deltarunner lag")
+        self._thread = threading.Thread(target=self._look, name="deltarunner lag", daemon=True)
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._group.cancel_scope.cancel()
+        # The mark can always be cancelled, and an exception that is passing is not the task group's to wrap.
+        await self._group.__aexit__(None, None, None)
+        assert self._thread is not None
+        self._thread.join()
+
+    def percentile(self, percent: float) -> float:
+        """Lag in seconds that this share of the last minute's ticks stayed under; 0 before the first."""
+        lags = sorted(self._lags)
+        return lags[min(len(lags) - 1, int(len(lags) * percent / 100))] if lags else 0.0
+
+    def blockers(self, most: int = 5) -> list[Blocker]:
+        """Who made the loop late, the worst first."""
+        worst = sorted(self._seconds.items(), key=lambda item: -item[1])[:most]
+        return [Blocker(where, seconds, thread, leaving) for (where, thread, leaving), seconds in worst]
+
+    async def _tick(self) -> None:
+        while True:
+            began = time.monotonic()
+            self._mark = began
+            await anyio.sleep(self._tick_seconds)
+            self._lags.append(max(0.0, time.monotonic() - began - self._tick_seconds))
+
+    def _look(self) -> None:
+        told = False
+        while not self._stop.wait(self._tick_seconds):
+            late = time.monotonic() - self._mark - self._tick_seconds
+            if late < self._late:
+                told = False
+                continue
+            self._blame()
+            if late > self.stuck_seconds and not told and self.on_stuck is not None:
+                told = True
+                self.on_stuck(self._who_keeps_the_loop(late))
+
+    def _blame(self) -> None:
+        frames = sys._current_frames()
+        on_loop = frames.get(self._loop_thread)
+        stack = _unwound(on_loop)
+        own = _author_frame(on_loop)
+        if own is not None or stack is not None:
+            self._add(_describe(own or on_loop, stack), leaving=stack is not None)
+            return
+        for job in list(self._workers.running.values()):
+            frame = _author_frame(frames.get(job.thread or 0))
+            if frame is not None and job.computed():
+                self._add(_describe(frame), thread=True)
+
+    def _add(self, where: str, *, thread: bool = False, leaving: bool = False) -> None:
+        key = where, thread, leaving
+        self._seconds[key] = self._seconds.get(key, 0.0) + self._tick_seconds
+
+    def _who_keeps_the_loop(self, seconds: float) -> Blocker:
+        frame = sys._current_frames().get(self._loop_thread)
+        stack = _unwound(frame)
+        return Blocker(
+            _describe(_author_frame(frame) or frame, stack), seconds, thread=False, leaving=stack is not None
+        )
+
+
+_LOOPS = frozenset({"run", "run_forever", "run_until_complete", "unrolled_run"})
+_LOOP_FILES = ("asyncio/runners.py", "asyncio/base_events.py", "trio/_core/_run.py")
+
+
+def _author_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame that is neither ours nor a library's; whoever started the event loop is not to blame."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if frame.f_code.co_name in _LOOPS and name.endswith(_LOOP_FILES):
+            return None
+        if not is_foreign(name):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _unwound(frame: FrameType | None) -> EpisodeExitStack | None:
+    """The exit stack that is being unwound."""
+    while frame is not None:
+        if frame.f_code is EpisodeExitStack.unwind.__code__:
+            stack: EpisodeExitStack = frame.f_locals["self"]
+            return stack
+        frame = frame.f_back
+    return None
+
+
+def _describe(frame: FrameType | None, stack: EpisodeExitStack | None = None) -> str:
+    code = frame.f_code if frame is not None else None
+    where = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})" if code else "an unknown place"
+    return where if stack is None else f"{where}, the exit_stack of {stack.owner}"

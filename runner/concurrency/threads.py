@@ -1,0 +1,232 @@
+"""Worker threads of a run, under its own limit, for synchronous code of authors; and the way back to an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import Context, copy_context
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+
+# There is no public way to make a thread in which `anyio.from_thread` works.
+from anyio._core._eventloop import set_current_async_library, threadlocals
+
+from runner.concurrency.clocks import Waiting
+
+__all__ = ["Job", "WorkerThread", "Workers", "busy_threads", "soon_on_this_loop"]
+
+IDLE_SECONDS = 10.0
+"""After which a thread without work ends."""
+
+
+BUSY = 0.002
+"""Seconds of processor time between two looks that tell computing from waiting."""
+
+
+class Job:
+    """One synchronous call while it is in a thread."""
+
+    __slots__ = ("_clock", "_computed", "_decided", "done", "error", "function", "name", "result", "thread")
+
+    def __init__(self, function: Callable[[], Any], name: str) -> None:
+        self.function = function
+        self.name = name
+        self.thread: int | None = None
+        self.done = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._clock = 0
+        self._computed = 0.0
+        self._decided = threading.Lock()
+
+    @property
+    def abandoned(self) -> bool:
+        """It was started and is not done, though nobody waits for it any more."""
+        return self.thread is not None and not self.done
+
+    def computed(self) -> bool:
+        """Its thread used the processor since this was last asked; one that waits does not."""
+        try:
+            now = time.clock_gettime(self._clock)
+        except OSError:  # the thread has ended
+            return False
+        before, self._computed = self._computed, now
+        return now - before > BUSY
+
+    def call_off(self) -> None:
+        """Nobody waits for it any more: unless it has been started already it never will be."""
+        self._decided.acquire(blocking=False)
+
+    def run(self) -> None:
+        if not self._decided.acquire(blocking=False):
+            return
+        self.thread = threading.get_ident()
+        self._clock = time.pthread_getcpuclockid(self.thread)
+        # What its thread computed for others before is not this job's.
+        self._computed = time.clock_gettime(self._clock)
+        # The error travels as a value: a SystemExit that left a worker thread or a task would end the event loop.
+        try:
+            self.result = self.function()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.done = True
+
+
+class Workers:
+    """The run's worker threads. They keep no process from ending, also where one never comes back.
+
+    Attributes:
+        running: the jobs that are in a thread now; read by the lag report.
+        abandoned: names of the calls whose thread was left behind.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._places = anyio.CapacityLimiter(threads)
+        # anyio's own limiter would count an abandoned thread for ever, and starve those that come after.
+        self._unlimited = anyio.CapacityLimiter(math.inf)
+        self._idle: list[WorkerThread] = []
+        self.running: dict[int, Job] = {}
+        self.abandoned: list[str] = []
+
+    async def call(self, job: Job) -> Any:
+        """Run a job in a worker thread; waiting for a thread stops every clock.
+
+        Cancelled while the job runs, it leaves the thread behind (`job.abandoned`) and gives its place to the next.
+        """
+        owner = object()
+        try:
+            self._places.acquire_on_behalf_of_nowait(owner)
+        except anyio.WouldBlock:
+            with Waiting():
+                await self._places.acquire_on_behalf_of(owner)
+        try:
+            return await self.call_beside(job)
+        finally:
+            self._places.release_on_behalf_of(owner)
+
+    async def call_beside(self, job: Job, thread: WorkerThread | None = None) -> Any:
+        """The same, in this thread, or in one beside those that the run may have."""
+        self.running[id(job)] = job
+        try:
+            await self._run(job, thread)
+        finally:
+            job.call_off()
+            del self.running[id(job)]
+            if job.abandoned:
+                self.abandoned.append(job.name)
+        if job.error is not None:
+            raise job.error
+        return job.result
+
+    def close(self) -> None:
+        """End the threads that have no work; who is at work ends with it."""
+        while self._idle:
+            self._idle.pop().end()
+
+    async def _run(self, job: Job, thread: WorkerThread | None) -> None:
+        if thread is None:
+            try:
+                loop = asyncio.get_running_loop()
+            except RuntimeError:  # trio, whose worker threads keep no process either
+                await anyio.to_thread.run_sync(job.run, abandon_on_cancel=True, limiter=self._unlimited)
+                return
+            await anyio.lowlevel.checkpoint()
+            fits = self._idle and self._idle[-1].loop is loop
+            thread = self._idle.pop() if fits else WorkerThread(self._idle)
+        await thread.call(job)
+
+
+class _Work(NamedTuple):
+    """What a thread is given.
+
+    Attributes:
+        job: to be run.
+        context: the variables of the task that asks for it.
+        scope: the cancel scope that `anyio.from_thread` looks at.
+        done: set once the job has been run.
+    """
+
+    job: Job
+    context: Context
+    scope: anyio.CancelScope
+    done: anyio.Event
+
+
+class WorkerThread(threading.Thread):
+    """A worker thread of this event loop. anyio's own are no daemons: one that hangs would keep the process for ever.
+
+    Args:
+        idle: where the thread stands while it has no work, and ends after a while; None for one that lasts until `end`.
+    """
+
+    def __init__(self, idle: list[WorkerThread] | None = None) -> None:
+        super().__init__(name="deltarunner worker", daemon=True)
+        self._token = anyio.lowlevel.current_token()
+        # Named as in anyio's threads, by which a virtual clock and the search for leaks tell who is at work.
+        self.loop = self._token.native_token
+        self.idle_workers: list[WorkerThread] = [] if idle is None else idle
+        self._patience = IDLE_SECONDS if idle is not None else None
+        self._work: SimpleQueue[_Work | None] = SimpleQueue()
+        self._soon = soon_on_this_loop()
+        self.start()
+
+    async def call(self, job: Job) -> None:
+        """Have the job run, and wait for it."""
+        context = copy_context()
+        context.run(set_current_async_library, None)
+        with anyio.CancelScope() as scope:
+            done = anyio.Event()
+            self._work.put(_Work(job, context, scope, done))
+            await done.wait()
+
+    def end(self) -> None:
+        """End once the work is done."""
+        self._work.put(None)
+
+    def run(self) -> None:
+        threadlocals.current_token = self._token
+        while (work := self._next()) is not None:
+            threadlocals.current_cancel_scope = work.scope
+            work.context.run(work.job.run)
+            try:
+                self._soon(partial(self._report, work.done))
+            except RuntimeError:  # the loop was closed meanwhile
+                return
+            del threadlocals.current_cancel_scope, work
+
+    def _next(self) -> _Work | None:
+        while True:
+            try:
+                return self._work.get(timeout=self._patience)
+            except Empty:
+                # Who is no longer among the idle ones was taken by somebody, and gets work at once.
+                with suppress(ValueError):
+                    self.idle_workers.remove(self)
+                    return None
+
+    def _report(self, done: anyio.Event) -> None:
+        self.idle_workers.append(self)
+        done.set()
+
+
+def busy_threads() -> list[threading.Thread]:
+    """Worker threads of any run that are at work, those that nobody waits for any more among them."""
+    return [t for t in threading.enumerate() if isinstance(t, WorkerThread) and t not in t.idle_workers]
+
+
+def soon_on_this_loop() -> Callable[[Callable[[], object]], object]:
+    """What calls a function soon on the event loop that runs here, from any thread, without waiting for it."""
+    native: Any = anyio.lowlevel.current_token().native_token
+    door: Callable[[Callable[[], object]], object]
+    door = native.run_sync_soon if hasattr(native, "run_sync_soon") else native.call_soon_threadsafe
+    return door

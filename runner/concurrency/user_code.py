@@ -1,0 +1,169 @@
+"""Calls into the author's code: either colour, contained, with a time limit."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import traceback
+from collections.abc import Awaitable, Callable
+from functools import partial
+from inspect import isawaitable
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+import runner
+from runner.concurrency.cancellation import cancellation_is_asked_for, forget_native_cancellation
+from runner.concurrency.clocks import Clock
+from runner.concurrency.threads import Job, Workers
+from runner.errors import unwrapped
+
+__all__ = ["AuthorCode", "AuthorExit", "TooSlow", "describe_error", "is_async", "is_foreign"]
+
+
+LONGEST_ERROR = 2000
+"""Characters of an error's own text that are kept."""
+
+
+class AuthorExit(Exception):
+    """The author's code asked the interpreter to exit, or raised what is no Exception; that ends its own episode."""
+
+
+class TooSlow(Exception):
+    """The author's code took longer than it may."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        super().__init__(f"{name} took longer than {seconds:g} s")
+        self.name = name
+        self.seconds = seconds
+
+
+class AuthorCode:
+    """The author's code of one episode.
+
+    Asynchronous functions run on the loop. Synchronous ones run in the run's worker threads, one at a time, in the
+    order in which they were asked for: two of them never touch the environment at once.
+
+    Attributes:
+        abandoned: the synchronous call whose thread was left behind, since it may still write; or "".
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._one_at_a_time = anyio.Lock(fast_acquire=True)
+        self.abandoned = ""
+
+    async def call(self, function: Callable[..., Any], *args: Any, name: str, seconds: float | None = None) -> Any:
+        """Call `function`, sync or async, and return its result.
+
+        Raises:
+            TooSlow: it took longer than `seconds`, also if it swallowed the cancellation and returned.
+            AuthorExit: it called `sys.exit`, or raised what is no Exception.
+        """
+        job: Job | None = None
+        try:
+            if is_async(function):
+                return await self._limited(partial(function, *args), name, seconds)
+            async with self._one_at_a_time:
+                job = Job(partial(function, *args), name)
+                try:
+                    result = await self._limited(partial(self._workers.call, job), name, seconds)
+                finally:
+                    if job.abandoned:
+                        self.abandoned = name
+            # A partial, a lambda or a callable object may hide an async function.
+            return await self._limited(partial(_awaited, result), name, seconds) if isawaitable(result) else result
+        except anyio.get_cancelled_exc_class() as error:
+            if cancellation_is_asked_for():
+                raise
+            forget_native_cancellation()
+            raise AuthorExit(f"{name} cancelled its own task") from error
+        except BaseException as error:
+            # What came out of a worker thread is the author's, whatever it is: no signal arrives there.
+            from_thread = job is not None and error is job.error
+            if isinstance(error, Exception) or (_is_not_the_authors(error) and not from_thread):
+                raise
+            raise AuthorExit(f"{name} {_what_left(error)}") from error
+
+    async def _limited(self, function: Callable[[], Any], name: str, seconds: float | None) -> Any:
+        if seconds is None:
+            return await function()
+        with Clock(seconds) as clock:
+            result = await function()
+        if clock.fired:
+            raise TooSlow(name, seconds)
+        return result
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def describe_error(error: BaseException) -> str:
+    """One line for people: what was raised and where; groups of one are unwrapped.
+
+    The place is the innermost of the author's own code, and beside it the innermost of a library that it called.
+    """
+    error = unwrapped(error)
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
+        error = error.__cause__  # Python lets none out of a coroutine, and says no more than that there was one
+    text = _text_of(error)
+    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    origin = error.__cause__ if isinstance(error, AuthorExit) and error.__cause__ else error
+    frames = traceback.extract_tb(origin.__traceback__)
+    places = [f"in {_place(frame)}" for frame in frames if not is_foreign(frame.filename)][-1:]
+    # What we raise ourselves says what is wrong; where we do is nobody's business.
+    places += [f"raised in {_place(frame)}" for frame in frames[-1:] if _is_library(frame.filename)]
+    return f"{what} ({'; '.join(places)})" if places else what
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        text = "; ".join([_own_text(error), *getattr(error, "__notes__", ())])
+    except Exception as broken:
+        return f"its text cannot be made ({type(broken).__name__})"
+    return text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}... ({len(text)} characters)"
+
+
+def _own_text(error: BaseException) -> str:
+    if not isinstance(error, BaseExceptionGroup):
+        return str(error)
+    return f"{error}: {'; '.join(map(describe_error, error.exceptions))}"
+
+
+def _what_left(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({error.code!r:.{LONGEST_ERROR}})"
+    return f"raised {describe_error(error)}"
+
+
+def _is_not_the_authors(error: BaseException) -> bool:
+    """A cancellation, the end of a coroutine that nobody awaits, or Ctrl-C; also among others in a group."""
+    kinds = (anyio.get_cancelled_exc_class(), GeneratorExit, KeyboardInterrupt)
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(kinds) is not None
+    return isinstance(error, kinds)
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    *_, file = re.split(r"/lib/python3[^/]*/(?:(?:site|dist)-packages/)?|/(?:site|dist)-packages/", frame.filename)
+    return f"{frame.name}, {file}:{frame.lineno}"
+
+
+_OURS = f"{Path(runner.__file__).parent}{os.sep}"
+
+
+def is_foreign(filename: str) -> bool:
+    """It is no file of the author's: ours, a library's, or none that could be opened."""
+    return filename.startswith((_OURS, "<")) or _is_library(filename)
+
+
+def _is_library(filename: str) -> bool:
+    compiled = filename.endswith((".pyx", ".pxd", ".pxi"))
+    return compiled or any(part in filename for part in ("/site-packages/", "/dist-packages/", "/lib/python3"))

@@ -1,0 +1,181 @@
+"""From a reply to its delivery: what one scripted request will be sent and when, all known when it begins."""
+
+from __future__ import annotations
+
+import functools
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest
+from runner.engines.scripted.replies import Spelled
+from runner.engines.scripted.script import Chunks, Fault, FaultKind, Latency, ModelCall, Reply, cut_points
+
+__all__ = ["Delivery", "Planner", "forced"]
+
+_NOISE: Final = 1 << 13
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What one request will be sent; the ticker only moves on in it.
+
+    Attributes:
+        ids: what is sampled, up to the fault if there is one.
+        logprobs: one for each id, or None.
+        cuts: where each delta ends, as an index into `ids`.
+        between: ticks from one id to the next.
+        finish: on the last delta, without weight versions; None if nothing ends the stream.
+        fault: what happens after the last id.
+        begins: the tick of the first id.
+    """
+
+    ids: list[int]
+    logprobs: Sequence[float] | None
+    cuts: list[int]
+    between: int
+    finish: Finish | None
+    fault: Fault | None
+    begins: int
+
+    @property
+    def first(self) -> int:
+        """The tick of the first delta, which arrives with its last id."""
+        return self.begins + max(0, self.cuts[0] - 1 if self.cuts else 0) * self.between
+
+    def delta(self, index: int) -> Delta:
+        start = self.cuts[index - 1] if index else 0
+        last = index == len(self.cuts) - 1
+        return self.piece(start, self.cuts[index], self.finish if last else None)
+
+    def piece(self, start: int, end: int, finish: Finish | None) -> Delta:
+        return Delta(self.ids[start:end], self.logprobs[start:end] if self.logprobs is not None else None, finish)
+
+    def pause(self, index: int) -> int:
+        """Ticks from the delta before `index` to that one, at least one."""
+        return max(1, (self.cuts[index] - self.cuts[index - 1]) * self.between)
+
+    def sampled(self, now: int) -> int:
+        """How many ids a model would have sampled by now, sent or not."""
+        if now < self.begins:
+            return 0
+        return min(len(self.ids), 1 + (now - self.begins) // self.between) if self.between else len(self.ids)
+
+
+class Planner:
+    """Makes deliveries, by the settings of one engine.
+
+    Args:
+        stop_ids: the model's, where a request names none.
+        context: the most ids a prompt and what is sampled on it may have together.
+        seed: of log-probabilities and of what is drawn.
+        chunks: how ids are cut, where the reply does not say.
+        lone_finish: the finish comes on a delta of its own.
+        latency: when ids arrive, where the reply does not say.
+        logprobs: give log-probabilities.
+    """
+
+    def __init__(
+        self,
+        *,
+        stop_ids: tuple[int, ...],
+        context: int,
+        seed: int,
+        chunks: Chunks,
+        lone_finish: bool,
+        latency: Latency,
+        logprobs: bool,
+    ) -> None:
+        self._stop_ids = stop_ids
+        self._context = context
+        self._seed = seed
+        self._chunks = chunks
+        self._lone_finish = lone_finish
+        self._latency = latency
+        self._noise = _noise(seed) if logprobs else None
+
+    def plan(self, call: ModelCall, spelled: Spelled, fault: Fault | None, now: int) -> Delivery:
+        """What the request of `call` will be sent from the tick after `now`."""
+        reply = spelled.reply
+        ids, finish = self._ended(call.request, spelled)
+        if fault is not None and fault.at <= len(ids):
+            ids = ids[: fault.at]
+            error = Finish(FinishReason.ERROR, fault.message)
+            ending = error if fault.kind is FaultKind.ERROR else None
+        else:
+            fault, ending = None, finish
+        latency = self._latency if reply.latency is None else reply.latency
+        wait = latency.first + (_rng(call).randint(0, latency.jitter) if latency.jitter else 0)
+        return Delivery(
+            ids=ids,
+            logprobs=self._logprobs(call, reply, len(ids)),
+            cuts=self._cuts(call, reply, len(ids), ends=ending is not None),
+            between=latency.between,
+            finish=ending,
+            fault=fault,
+            begins=now + 1 + wait,
+        )
+
+    def _ended(self, request: GenerationRequest, spelled: Spelled) -> tuple[list[int], Finish]:
+        """The ids up to where the request ends them, and why."""
+        ids, reply = spelled.ids, spelled.reply
+        stops = set(request.stop_ids or self._stop_ids)
+        if reply.stop is not None:
+            stops.add(reply.stop)
+        reason, stop = FinishReason(reply.finish), None
+        if not stops.isdisjoint(ids):
+            end = next(index for index, token_id in enumerate(ids, 1) if token_id in stops)
+            ids, reason, stop = ids[:end], FinishReason.STOP, ids[end - 1]
+        elif reason is FinishReason.STOP:
+            stop = self._stop_id(request, reply)
+            ids = [*ids, stop]
+        room = min(request.sampling.max_tokens, self._context - len(request.prompt))
+        if len(ids) > room:
+            ids, reason, stop = ids[:room], FinishReason.LENGTH, None
+        return ids, Finish(reason, stop)
+
+    def _stop_id(self, request: GenerationRequest, reply: Reply) -> int:
+        if reply.stop is not None:
+            return reply.stop
+        own = self._stop_ids[0]
+        return own if own in request.stop_ids or not request.stop_ids else request.stop_ids[0]
+
+    def _cuts(self, call: ModelCall, reply: Reply, length: int, *, ends: bool) -> list[int]:
+        chunks = self._chunks if reply.chunks is None else reply.chunks
+        rng = _rng(call) if chunks == "random" else None
+        cuts = cut_points(length, chunks, singly=call.request.acts_on_deltas, rng=rng)
+        if ends and (self._lone_finish or not cuts):
+            cuts.append(length)
+        return cuts
+
+    def _logprobs(self, call: ModelCall, reply: Reply, length: int) -> Sequence[float] | None:
+        if self._noise is None:
+            return None
+        start = (call.key * 7919 + self._seed) % _NOISE
+        noise = self._noise[start : start + length]
+        while len(noise) < length:
+            noise += self._noise[: length - len(noise)]
+        if reply.logprobs is None:
+            return noise
+        # A stop id that was appended has none of its own.
+        return [*reply.logprobs[:length], *noise[len(reply.logprobs) :]]
+
+
+def forced(request: GenerationRequest) -> Spelled | None:
+    """What a test made the request say with `extra={"force": ids}`, or None."""
+    ids = request.extra.get("force") if request.extra else None
+    return None if ids is None else Spelled(Reply(ids=ids, finish=FinishReason.LENGTH), list(ids))
+
+
+def _rng(call: ModelCall) -> random.Random:
+    """Random numbers of the delivery, apart from those that a function playing the model draws from."""
+    return random.Random(call.key)
+
+
+@functools.lru_cache(16)
+def _noise(seed: int) -> list[float]:
+    """Log-probabilities to read from at a place of one's own: drawing them for each turn would cost more than it."""
+    rng = random.Random(seed)
+    return array("f", (-rng.expovariate(1.0) - 1e-6 for _ in range(_NOISE))).tolist()

@@ -1,0 +1,1 @@
+"""vLLM's AsyncLLM in this process, as an engine."""

@@ -1,0 +1,191 @@
+"""LoRA adapters in vLLM: each addition has an id and a folder of its own, so nothing cached is of another."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Awaitable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import anyio
+import anyio.to_thread
+
+from runner.engines.adapters import AdapterBook, AdapterVersion
+from runner.engines.vllm.adapter_files import AdapterRules, check_adapter, keep_adapter
+from runner.engines.weights import TensorForm, read_folder
+from runner.errors import BadOption, BadWeights, EngineDead, EngineError
+from runner.models import ModelSource
+
+__all__ = ["VllmAdapters"]
+
+
+class Answers(Protocol):
+    """Waits for what vLLM's core answers, or for its death."""
+
+    async def __call__(self, what: str, call: Awaitable[Any]) -> Any: ...
+
+
+class VllmAdapters(AdapterBook):
+    """The adapters of one `AsyncLLM`.
+
+    vLLM hashes cached prompts with an adapter's name and folder, and keeps weights by its integer id: a version has
+    all three to itself. It reads the folder again whenever it has put an adapter away, so that is a copy of ours.
+
+    Args:
+        llm: vLLM.
+        model: that it loaded.
+        answered: waits for a call of it, or for the engine's death.
+    """
+
+    def __init__(self, llm: Any, model: ModelSource, answered: Answers) -> None:
+        super().__init__()
+        self._llm = llm
+        self._model = model
+        self._answered = answered
+        self._rules: AdapterRules | None = None
+        self._masked = False
+        self._folders: set[Path] = set()
+        weakref.finalize(self, _delete_all, self._folders)  # for an engine that nobody left
+
+    def request(self, version: AdapterVersion | None) -> Any:
+        """What vLLM's `add_request` takes as `lora_request`."""
+        if version is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(version.label, version.key, str(version.folder))
+
+    async def load(self, version: AdapterVersion, source: Any, config: Mapping[str, Any] | None) -> None:
+        """Copy the adapter, compare it with the model, and give it to vLLM.
+
+        Raises:
+            BadOption: the engine was started without adapters.
+            BadWeights: it does not fit.
+            EngineDead: the engine died.
+        """
+        if self._llm.vllm_config.lora_config is None:
+            raise BadOption(
+                f"add_adapter({version.name!r}): the engine was started without adapters: start it with "
+                "VllmEngine(enable_lora=True, max_lora_rank=16), and max_loras= for how many are sampled with at once."
+            )
+        await self._mask()
+        version.folder = await anyio.to_thread.run_sync(partial(self._prepare, version, source, config))
+        try:
+            await self._add(version)
+        except BaseException:
+            self._forget(version)
+            raise
+
+    async def _mask(self) -> None:
+        """Before there is any adapter, see to it that turns without one are sampled without one.
+
+        Raises:
+            BadOption: the workers cannot be reached, or it was of no use.
+        """
+        if self._masked or self._llm.vllm_config.device_config.device_type != "cpu":
+            return
+        try:
+            masked = await self._answered("add_adapter()", self._llm.collective_rpc("mask_adapters"))
+        except EngineDead:
+            raise
+        except EngineError as error:
+            raise BadOption(
+                "add_adapter(): on a CPU it takes a worker extension of ours, and this engine has another: "
+                f"let that class inherit from runner.engines.vllm.worker.extension.WeightWorker ({error})."
+            ) from error
+        if not all(masked):
+            raise BadOption("add_adapter(): this vLLM's CPU backend would sample turns without an adapter with one.")
+        self._masked = True
+
+    def _prepare(self, version: AdapterVersion, source: Any, config: Mapping[str, Any] | None) -> Path:
+        told = f"the adapter {version.name!r} ({version.source or 'tensors'})"
+        try:
+            folder = keep_adapter(source, config)
+        except BadWeights as error:
+            raise BadWeights(f"{told}: {error}") from error
+        self._folders.add(folder)
+        try:
+            self._rules = self._rules or _rules(self._llm.vllm_config, self._model)
+            check_adapter(folder, self._rules)
+        except BadWeights as error:
+            self._delete(folder)
+            raise BadWeights(f"{told}: {str(error).replace(str(folder), str(version.source or 'tensors'))}") from error
+        return folder
+
+    async def _add(self, version: AdapterVersion) -> None:
+        # Shielded: vLLM may have it already when the cancellation comes, and nobody would take it out again.
+        with anyio.CancelScope(shield=True):
+            try:
+                await self._answered("add_adapter()", self._llm.add_lora(self.request(version)))
+            except EngineDead:
+                raise
+            except EngineError as error:
+                raise BadWeights(f"the adapter {version.name!r}: vLLM does not take it: {error}") from error
+
+    async def unload(self, version: AdapterVersion) -> None:
+        """Take a version that no request uses out of vLLM, and delete its copy.
+
+        Raises:
+            EngineDead: the engine died.
+        """
+        with anyio.CancelScope(shield=True):
+            await self._answered("remove_adapter()", self._llm.remove_lora(version.key))
+        self._forget(version)
+
+    def _forget(self, version: AdapterVersion) -> None:
+        if version.folder is not None:
+            self._delete(version.folder)
+
+    def _delete(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        self._folders.discard(folder)
+
+    def close(self) -> None:
+        """Delete every copy."""
+        super().close()
+        _delete_all(self._folders)
+
+
+def _delete_all(folders: set[Path]) -> None:
+    while folders:
+        shutil.rmtree(folders.pop(), ignore_errors=True)
+
+
+def _rules(config: Any, source: ModelSource) -> AdapterRules:
+    """What this vLLM takes for this model. Blocks."""
+    from vllm.lora.peft_helper import PEFTHelper
+
+    highest = config.lora_config.max_lora_rank
+
+    def check(settings: dict[str, Any]) -> None:
+        rank = max([settings.get("r", 0), *(settings.get("rank_pattern") or {}).values()])
+        if rank > highest:
+            raise ValueError(
+                f"rank {rank} is above the engine's max_lora_rank={highest}: start it with "
+                f"VllmEngine(enable_lora=True, max_lora_rank={rank}), or the next one that vLLM has."
+            )
+        PEFTHelper.from_dict(settings).validate_legal(config.lora_config)
+
+    def rank_of(settings: dict[str, Any], module: str) -> int:
+        peft = PEFTHelper.from_dict(settings)
+        rank: int = peft.get_rank_and_scaling(module)[0] if hasattr(peft, "get_rank_and_scaling") else peft.r
+        return rank
+
+    model = config.model_config
+    return AdapterRules(
+        model=source.name,
+        forms=_forms(source.folder),
+        quantized=model.quantization is not None,
+        composite=model.hf_config.get_text_config() is not model.hf_config,
+        check_config=check,
+        rank_of=rank_of,
+    )
+
+
+def _forms(folder: Path) -> Mapping[str, TensorForm]:
+    try:
+        return read_folder(folder).forms
+    except BadWeights:  # of a kind without names that PEFT could know: vLLM compares what it can
+        return {}

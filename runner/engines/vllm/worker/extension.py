@@ -1,0 +1,65 @@
+"""Runs inside vLLM's workers: loads new weights from files that were compared with the model before; mends CPU workers.
+
+vLLM adds `WeightWorker` to its worker class, so its methods can be called in every worker at once. Its own
+`reload_weights(weights_path=...)` takes a folder only, and moves the model's path to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from runner.engines.vllm.worker.generators import mend_generators
+from runner.engines.vllm.worker.masking import mask_kernels
+
+__all__ = ["WeightWorker"]
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
+else:
+    Worker = object  # vLLM adds this class to its own, which has the rest
+
+
+class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
+    """What `VllmEngine.update_weights` and, on a CPU, `add_adapter` and seeds need of a worker.
+
+    A worker extension of your own inherits from it: `class Mine(WeightWorker)`.
+    """
+
+    def load_weight_files(self, files: Sequence[str], ignored: Collection[str]) -> None:
+        """Exchange the weights for those in `files`, safetensors under the names of the model's checkpoint.
+
+        Args:
+            files: read as they are needed, by mapping them into memory.
+            ignored: tensors in them that the model has no use for.
+        """
+        self.reload_weights(weights_iterator=_tensors(files, frozenset(ignored)))
+
+    def device_name(self) -> str:
+        """Where this worker's part of the model is: the kind of a device, or the UUID of a GPU."""
+        from vllm.platforms import current_platform
+
+        kind: str = self.device.type
+        if kind == "cpu":
+            return kind
+        uuid: str = current_platform.get_device_uuid(self.device.index or 0)
+        return uuid
+
+    def mask_adapters(self) -> bool:
+        """Keep adapters away from turns that asked for none; gives whether they are."""
+        return mask_kernels()
+
+    def mend_seeds(self) -> None:
+        """Let seeded turns survive prompts that are computed in pieces, on a CPU."""
+        if self.device.type == "cpu":
+            mend_generators()
+
+
+def _tensors(files: Sequence[str], ignored: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # it is no mapping
+                if name not in ignored:
+                    yield name, opened.get_tensor(name)

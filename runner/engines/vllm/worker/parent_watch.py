@@ -1,0 +1,100 @@
+"""Runs inside every process of an engine: ends it when its parent is gone, and notes why it failed.
+
+vLLM loads `watch_parent` by entry point into each of its processes, a user's own `vllm serve` too. So it does nothing
+unless the variables are there that our engine sets while it starts its processes. It is called twice: as a platform
+plugin, which vLLM loads first of all, and as a general one, when logging is set up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+__all__ = ["ENTRY_POINT", "FAILURES", "PARENT", "note_failure", "own_name", "read_failure", "watch_parent"]
+
+ENTRY_POINT = "deltarunner_parent_watch"
+"""The name under which vLLM knows `watch_parent`."""
+
+PARENT = "DELTARUNNER_ENGINE_PARENT"
+"""The variable that names the parent: its process id and when it started, since ids are used again."""
+
+FAILURES = "DELTARUNNER_ENGINE_FAILURES"
+"""The variable that names the file where a process of the engine notes what it died of."""
+
+_SECONDS = 1.0
+_THREAD = "deltarunner-orphan-watch"
+_STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat after the name
+_FATAL = ("WorkerProc", "EngineCore")  # how vLLM's words begin when a process of its fails
+
+
+def own_name() -> str:
+    """This process for the variable `PARENT`."""
+    return f"{os.getpid()}:{_stat(os.getpid())[_STARTED]}"
+
+
+def watch_parent() -> None:
+    """Start to watch, in a process that an engine of ours started; nothing anywhere else.
+
+    Returns None, by which a platform plugin says that its platform is not there.
+    """
+    parent = os.environ.get(PARENT)
+    if parent is None or parent == own_name():
+        return
+    if _THREAD not in (thread.name for thread in threading.enumerate()):
+        threading.Thread(target=_exit_without, args=(parent,), name=_THREAD, daemon=True).start()
+    logger = logging.getLogger("vllm")
+    path = os.environ.get(FAILURES)
+    if path and not any(isinstance(handler, _FailureNotes) for handler in logger.handlers):
+        logger.addHandler(_FailureNotes(path))
+
+
+def _exit_without(parent: str) -> None:
+    while _alive(parent):
+        time.sleep(_SECONDS)
+    os._exit(1)
+
+
+def _alive(name: str) -> bool:
+    pid, _, started = name.partition(":")
+    try:
+        fields = _stat(int(pid))
+    except OSError:
+        return False
+    return fields[_STARTED] == started and fields[_STATE] not in "ZX"
+
+
+def _stat(pid: int) -> list[str]:
+    # The name may hold spaces and parentheses of its own.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+class _FailureNotes(logging.Handler):
+    """Appends the exception a process dies of to a file, a line each; the first is the root cause."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(logging.ERROR)
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or not record.getMessage().startswith(_FATAL):
+            return
+        note_failure(Path(self._path), f"{type(error).__name__}: {error}")
+
+
+def note_failure(path: Path, text: str) -> None:
+    """Append what a process of the engine dies of, a line each."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(" ".join(text.split()) + "\n")
+
+
+def read_failure(path: Path) -> str | None:
+    """What a process of the engine died of first, in one line, or None."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return lines[0] if lines else None

@@ -1,0 +1,262 @@
+"""Environments by name: bundled ones, `module:Class`, `path.py:Class`; and settings given as text."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeGuard
+
+from runner.concurrency.user_code import describe_error
+from runner.environment.environment import Environment
+from runner.errors import BadEnvironment, BadOption, DeltarunnerError
+
+__all__ = ["Bundled", "bundled_environments", "construct", "find_environment", "short_name"]
+
+GROUP = "deltarunner.environments"
+
+
+@dataclass(frozen=True, slots=True)
+class Bundled:
+    """An environment that a package brings along.
+
+    Attributes:
+        name: what `deltarunner run` takes.
+        description: the first line of its docstring, or why it cannot be loaded.
+        settings: its constructor's parameters.
+        usable: it can be loaded.
+    """
+
+    name: str
+    description: str
+    settings: str = ""
+    usable: bool = True
+
+
+def bundled_environments() -> list[Bundled]:
+    """The environments of all installed packages (entry points of group `deltarunner.environments`), by name."""
+    return [_described(entry) for entry in sorted(_entries().values(), key=lambda entry: entry.name)]
+
+
+def _entries() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def _described(entry: EntryPoint) -> Bundled:
+    try:
+        cls = _load_entry(entry)
+    except DeltarunnerError as error:
+        return Bundled(entry.name, str(error), usable=False)
+    lines = (inspect.getdoc(cls) or "").strip().splitlines()
+    return Bundled(entry.name, lines[0] if lines else "", _settings(cls))
+
+
+def find_environment(name: str) -> type[Environment[Any]]:
+    """The class that `name` means: a bundled name, `module:Class`, or `path.py:Class`.
+
+    `:Class` may be left out where the module has one environment of its own.
+
+    Raises:
+        BadEnvironment: there is none; the message says what there is.
+    """
+    where, _, cls = name.partition(":")
+    if where.endswith(".py"):
+        return _class_in(_module_of_file(Path(where)), cls, name)
+    entries = _entries()
+    if not cls and where in entries:
+        return _load_entry(entries[where])
+    if not cls and "." not in where:
+        close = get_close_matches(where, entries, 1)
+        meant = f" Did you mean {close[0]!r}?" if close else ""
+        raise BadEnvironment(
+            f"There is no environment {name!r}.{meant} Bundled: {', '.join(sorted(entries)) or 'none'}. "
+            f"One of your own is given as path.py:Class or module:Class."
+        )
+    return _class_in(_module(where, name), cls, name)
+
+
+def short_name(name: str) -> str:
+    """What run files of the environment are called after: a bundled name, or the class's, or the file's."""
+    where, _, cls = name.partition(":")
+    return cls or Path(where).stem
+
+
+def _load_entry(entry: EntryPoint) -> type[Environment[Any]]:
+    # Without the folder one stands in: an author's own envs/ there must not hide ours.
+    return _class_in(_imported(entry.module, entry.name), entry.attr, entry.name)
+
+
+def _module(module: str, name: str) -> ModuleType:
+    # As with `python -m`; a console script does not have the folder one stands in.
+    _look_in(Path.cwd())
+    return _imported(module, name)
+
+
+def _imported(module: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+            raise BadEnvironment(
+                f"Environment {name!r}: there is no module {error.name!r}, neither installed nor in this folder."
+            ) from None
+        raise _unloadable(name, error) from error
+    except (Exception, SystemExit) as error:
+        raise _unloadable(name, error) from error
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """The module in a file; one within a package gets its dotted name, so that its own imports work."""
+    if not path.is_file():
+        raise BadEnvironment(f"There is no file {str(path)!r}; give the path of a Python file, path.py:Class.")
+    path = path.resolve()
+    parts, folder = [path.stem], path.parent
+    while (folder / "__init__.py").is_file():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    _look_in(folder)
+    name = ".".join(parts)
+    module = sys.modules.get(name)
+    if module is not None and Path(module.__file__ or "").resolve() == path:
+        return module
+    if module is not None:  # the file is called as a module that is loaded already
+        name = f"{name}_environment"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise _unloadable(str(path), error) from error
+    return module
+
+
+def _look_in(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _unloadable(name: str, error: BaseException) -> BadEnvironment:
+    if isinstance(error, DeltarunnerError):
+        return BadEnvironment(f"{name} cannot be loaded: {error}")
+    return BadEnvironment(f"{name} cannot be loaded: {describe_error(error)}")
+
+
+def _class_in(module: ModuleType, attribute: str, name: str) -> type[Environment[Any]]:
+    own = {key: value for key, value in vars(module).items() if _is_environment(value)}
+    if attribute:
+        found = getattr(module, attribute, None)
+        if _is_environment(found):
+            return found
+        what = "is no subclass of runner.Environment" if found is not None else "is not there"
+        raise BadEnvironment(f"{name}: {attribute} {what}; {_has(module, own)}.")
+    defined = [value for value in own.values() if value.__module__ == module.__name__]
+    if len(defined) == 1:
+        return defined[0]
+    raise BadEnvironment(f"{name}: give the class too, {name}:Class; {_has(module, own)}.")
+
+
+def _is_environment(value: object) -> TypeGuard[type[Environment[Any]]]:
+    return isinstance(value, type) and issubclass(value, Environment) and value is not Environment
+
+
+def _has(module: ModuleType, own: Mapping[str, type]) -> str:
+    return f"{module.__name__} has {', '.join(own)}" if own else f"{module.__name__} has no environment"
+
+
+# --- settings
+
+
+def construct(cls: type[Environment[Any]], settings: Mapping[str, str]) -> Environment[Any]:
+    """The environment, constructed with settings given as text; each is read by the type of its parameter.
+
+    Raises:
+        BadOption: a name that the constructor does not have, a value that does not fit, or one that is missing.
+        BadEnvironment: the constructor raised.
+    """
+    parameters = {p.name: p for p in _parameters(cls)}
+    rest = next((parameters.pop(p.name) for p in _parameters(cls) if p.kind is p.VAR_KEYWORD), None)
+    values = {}
+    for name, text in settings.items():
+        parameter = parameters.get(name, rest)
+        if parameter is None:
+            raise BadOption(_unknown_setting(cls, name, parameters))
+        values[name] = _read(cls, name, parameter, text)
+    missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in values]
+    if missing:
+        given = " ".join(f"--set {name}=VALUE" for name in missing)
+        raise BadOption(f"{cls.__name__} needs {', '.join(missing)}: give {given}. It is {_settings(cls)}.")
+    try:
+        return cls(**values)
+    except DeltarunnerError:
+        raise
+    except (Exception, SystemExit) as error:
+        call = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        raise BadEnvironment(f"{cls.__name__}({call}): {describe_error(error)}") from error
+
+
+def _parameters(cls: type[Environment[Any]]) -> Iterator[inspect.Parameter]:
+    try:
+        hints = typing.get_type_hints(cls.__init__)
+    except Exception:  # an annotation may name anything, and is executed
+        hints = {}
+    signature = inspect.signature(cls.__init__)
+    for name, parameter in list(signature.parameters.items())[1:]:
+        if parameter.kind is not parameter.VAR_POSITIONAL:
+            yield parameter.replace(annotation=hints.get(name, parameter.empty))
+
+
+def _settings(cls: type[Environment[Any]]) -> str:
+    shown = [str(parameter.replace(annotation=parameter.empty)) for parameter in _parameters(cls)]
+    return f"{cls.__name__}({', '.join(shown)})"
+
+
+def _unknown_setting(cls: type[Environment[Any]], name: str, parameters: Mapping[str, inspect.Parameter]) -> str:
+    close = get_close_matches(name, parameters, 1)
+    meant = f" Did you mean {close[0]!r}?" if close else ""
+    return f"--set {name}: {cls.__name__} has no such setting.{meant} It is {_settings(cls)}."
+
+
+def _read(cls: type[Environment[Any]], name: str, parameter: inspect.Parameter, text: str) -> Any:
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+    hint = parameter.annotation
+    if hint is parameter.empty and parameter.default not in (parameter.empty, None):
+        hint = type(parameter.default)
+    if hint is str:
+        return text
+    try:
+        adapter = TypeAdapter(Any if hint is parameter.empty else hint)
+    except PydanticUserError:  # a type of the author's own that pydantic cannot make
+        raise BadOption(f"--set {name}: {cls.__name__} takes {hint!r}, which cannot be given as text.") from None
+    if hint is parameter.empty or hint is Any:
+        return _json_or_text(text)
+    try:
+        return adapter.validate_strings(text)
+    except ValidationError as error:
+        with contextlib.suppress(ValidationError):
+            return adapter.validate_json(text)
+        kind = getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
+        raise BadOption(
+            f"--set {name}={text}: {cls.__name__} takes {kind} ({error.errors()[0]['msg'].lower()})."
+        ) from None
+
+
+def _json_or_text(text: str) -> Any:
+    import orjson
+
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text

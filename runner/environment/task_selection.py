@@ -1,0 +1,126 @@
+"""Which of an environment's tasks a command plays: all, the first so many, or the one with an id."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from runner.concurrency.user_code import describe_error
+from runner.environment.environment import Environment
+from runner.environment.task_feed import Tasks, read_tasks
+from runner.errors import BadTask, DeltarunnerError
+from runner.tasks import Task
+
+__all__ = ["at_once", "own_tasks", "select"]
+
+
+def own_tasks(environment: Environment[Any]) -> Tasks:
+    """What the environment's `tasks()` gives.
+
+    Raises:
+        BadTask: it raised, or gave nothing that can be iterated over.
+    """
+    try:
+        source: Any = environment.tasks()
+    except DeltarunnerError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise BadTask(f"tasks() raised {describe_error(error)}") from error
+    if not isinstance(source, Iterable | AsyncIterable):
+        close = getattr(source, "close", None)
+        if close is not None:  # a coroutine that nobody awaits would be warned of
+            close()
+        raise BadTask(f"tasks() gave {source!r:.80}: return a list of Task, or yield them (`async def` only to yield).")
+    return source
+
+
+def select(source: Tasks, task_class: type[Task], *, most: int | None = None, only: str | None = None) -> Tasks:
+    """The tasks of `source` that are to be played; a source that hears of results goes on hearing of them.
+
+    Args:
+        source: tasks, or the path of a JSONL file.
+        task_class: what the lines of a file become.
+        most: how many.
+        only: the id of the one; that there is none is found out when all have been seen.
+    """
+    if isinstance(source, str | Path):
+        source = read_tasks(Path(source), task_class)
+    if most is None and only is None:
+        return source
+    kind: Any = _AsyncSelection if isinstance(source, AsyncIterable) else _Selection
+    chosen = kind(source, most, only)
+    if hasattr(source, "finished"):
+        chosen.finished = source.finished
+    return chosen  # type: ignore[no-any-return]  # one of the two
+
+
+def at_once(chosen: Tasks, source: Tasks, environment: Environment[Any]) -> Tasks:
+    """What was chosen of `source`, looked up now where it can be: what is wrong is better said before the start.
+
+    An async source, one that hears of results, and a generator that may read what `lifespan()` yields have to wait.
+
+    Raises:
+        BadTask: there is no such task, or the source raised.
+    """
+    ready = isinstance(source, str | Path | Sequence) or not environment.overrides("lifespan")
+    if not ready or not isinstance(chosen, _Selection) or hasattr(chosen, "finished"):
+        return chosen
+    try:
+        return list(chosen)
+    except DeltarunnerError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise BadTask(f"tasks() raised {describe_error(error)}") from error
+
+
+class _Selection:
+    finished: Callable[..., Any]
+
+    def __init__(self, source: Iterable[Task], most: int | None, only: str | None) -> None:
+        self._source = source
+        self._most = most
+        self._only = only
+
+    def __iter__(self) -> Iterator[Task]:
+        if self._only is None:
+            yield from islice(self._source, self._most)
+            return
+        seen: list[str] = []
+        for task in self._source:
+            if task.id == self._only:
+                yield task
+                return
+            seen.append(task.id)
+        raise _no_such(self._only, seen)
+
+
+class _AsyncSelection:
+    finished: Callable[..., Any]
+
+    def __init__(self, source: AsyncIterable[Task], most: int | None, only: str | None) -> None:
+        self._source = source
+        self._most = most
+        self._only = only
+
+    async def __aiter__(self) -> AsyncIterator[Task]:
+        tasks: Any = aiter(self._source)
+        seen: list[str] = []
+        async with aclosing(tasks) if hasattr(tasks, "aclose") else nullcontext():
+            if self._most == 0:
+                return
+            async for task in tasks:
+                seen.append(task.id)
+                if self._only is None or task.id == self._only:
+                    yield task
+                if len(seen) == self._most or task.id == self._only:
+                    return
+        if self._only is not None:
+            raise _no_such(self._only, seen)
+
+
+def _no_such(id: str, seen: list[str]) -> BadTask:
+    first = ", ".join(map(repr, seen[:3])) or "none"
+    return BadTask(f"There is no task {id!r} among {len(seen)}; the first ids are {first}.")

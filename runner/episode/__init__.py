@@ -1,0 +1,1 @@
+"""One episode: its life, its conversations, their turns, and the limits on all of them."""

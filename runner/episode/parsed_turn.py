@@ -1,0 +1,80 @@
+"""The view of a turn: what its sampled ids say, as reasoning, text and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runner.episode.model import ChatModel
+from runner.messages import Message, ToolCall
+from runner.options import ToolChoice
+from runner.parsing.reasoning import split_reasoning
+from runner.tools.tool import Tool
+
+__all__ = ["View", "text_of"]
+
+
+def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
+    """The text of a turn's ids, without the stop and without a close of the template's that the model wrote before it.
+
+    Args:
+        ids: as they were sampled.
+        chat: the model that spoke.
+        stopped: the last of them is a stop id.
+    """
+    spoken = ids[: len(ids) - stopped]
+    close = chat.bridger.closes.of_turn
+    written = next((n for n in range(len(close), 0, -1) if list(spoken[-n:]) == close[:n]), 0)
+    return chat.tokenizer.decode(spoken[: len(spoken) - written])
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a turn said.
+
+    Attributes:
+        text: beside reasoning and calls.
+        reasoning: what was thought, or "".
+        tool_calls: in order; one that did not parse has `error` set.
+    """
+
+    text: str
+    reasoning: str
+    tool_calls: list[ToolCall]
+
+    @classmethod
+    def of(cls, text: str, chat: ChatModel, tools: Sequence[Tool], *, before: int, tool_choice: ToolChoice) -> View:
+        """Read a turn's text.
+
+        Args:
+            text: what was said.
+            chat: the model that spoke.
+            tools: what it could call.
+            before: how many calls its conversation had before, for their ids.
+            tool_choice: under which it spoke.
+        """
+        reasoning, content = split_reasoning(text, opened=chat.opens_reasoning)
+        if chat.tool_format is None or not tools:
+            return cls(content, reasoning, [])
+        parsed = chat.tool_format.parse(content, before, tools, tool_choice)
+        names = {tool.name for tool in tools}
+        calls = [call if call.name in names else _without_control_text(call, chat) for call in parsed.calls]
+        return cls(parsed.content, reasoning, calls)
+
+    def as_message(self) -> Message:
+        """The assistant message. A call that did not parse is none: templates drop or refuse what would answer it."""
+        message: Message = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        calls = [call.as_message() for call in self.tool_calls if call.error is None]
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+
+def _without_control_text(call: ToolCall, chat: ChatModel) -> ToolCall:
+    """The call, or an error where the name that the model made up would become control ids behind its turn."""
+    ids = chat.tokenizer.encode(call.name)
+    if call.error is not None or chat.tokenizer.control_ids.isdisjoint(ids):
+        return call
+    return ToolCall(call.id, "", error="its name holds control text")

@@ -1,0 +1,228 @@
+"""Sampling one turn: a request's deltas into the token log, with stop strings and the watch on a silent engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import anyio
+
+from runner.concurrency.clocks import Clock, Waiting, WhileSampling
+from runner.engines.base import Delta, DeltaStream, Engine, Finish, FinishReason, GenerationRequest
+from runner.errors import EngineError, EngineStalled
+from runner.tokens.decode import IncrementalDecoder
+from runner.tokens.log import Source, TokenLog, VersionSpan
+from runner.tokens.tokenizer import Tokenizer
+from runner.trajectory import Timings
+
+__all__ = ["Sample", "sample"]
+
+
+@dataclass(slots=True)
+class Sample:
+    """What one request left in the log; filled in while it streams, so that a cancellation loses nothing.
+
+    Attributes:
+        log: where the ids go.
+        start: index of the first sampled id.
+        end: one past the last.
+        admitted: the engine took the request, so the model saw its prompt.
+        finish: why it ended.
+        stop: the stop id or string behind it.
+        text: the text before a stop string, where one fired; else None.
+        dropped: ids that were sampled past a stop string and are not in the log.
+        resampled: ids that were sampled before the engine cut the turn for its trainer, and are not in the log either.
+        cached_tokens: ids of the prompt that the prefix cache held, or None.
+        error: the engine's failure, if it failed.
+        timings: queued, first token and decode.
+    """
+
+    log: TokenLog
+    start: int = 0
+    end: int = 0
+    admitted: bool = False
+    finish: FinishReason = FinishReason.ABORT
+    stop: int | str | None = None
+    text: str | None = None
+    dropped: int = 0
+    resampled: int = 0
+    cached_tokens: int | None = None
+    error: EngineError | None = None
+    timings: Timings = field(default_factory=Timings)
+
+    def begin(self, ids: Sequence[int], source: Source) -> None:
+        self.log.append_prompt(ids, source)
+        self.start = self.end = len(self.log)
+        self.admitted = True
+
+    def keep(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+        self.log.append_sampled(ids, logprobs)
+        self.end = len(self.log)
+
+    def fail(self, error: EngineError) -> None:
+        self.error = error
+        self.finish, self.stop = FinishReason.ERROR, str(error)
+
+    def begin_again(self) -> None:
+        """The engine cut the turn for its trainer: what it had sampled goes, and the prompt stays."""
+        self.resampled += self.end - self.start
+        self.log.cut(self.start)
+        self.end = self.start
+        self.finish, self.stop, self.error = FinishReason.ABORT, None, None
+
+    def stopped(self, stops: StopStrings, delta: Delta, kept: int) -> None:
+        """Keep the ids of `delta` up to the one that completed a stop string."""
+        self.keep(delta.token_ids[:kept], delta.logprobs[:kept] if delta.logprobs is not None else None)
+        self.dropped = len(delta.token_ids) - kept
+        self.stop, self.text = stops.found, stops.text
+
+    def close(self, stream: DeltaStream) -> None:
+        """Take over what was drained while the block was left, and how the stream ended."""
+        if not self.admitted:
+            return
+        for delta in stream.rest:
+            if self.text is None:
+                self.keep(delta.token_ids, delta.logprobs)
+            else:
+                self.dropped += len(delta.token_ids)
+        finish = stream.finish or Finish(FinishReason.ABORT)
+        if finish.reason is FinishReason.ERROR and self.text is None:
+            self.error = self.error or EngineError(f"the engine failed: {finish.stop}")
+        self.cached_tokens = finish.cached_tokens
+        self.log.stamp(_clipped(finish.versions, self.end - self.start), self.start)
+        if self.text is not None:
+            self.finish = FinishReason.STOP
+        elif self.error is not None:
+            self.fail(self.error)
+        else:
+            self.finish, self.stop = finish.reason, finish.stop
+
+
+class StopStrings:
+    """Looks for stop strings in the text of ids as they come, with work proportional to what comes."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self.text = ""
+        self.found = ""
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._stop = stop
+        self._longest = max(map(len, stop))
+        self._pieces: list[str] = []
+        self._tail = ""
+
+    def feed(self, ids: Sequence[int]) -> int | None:
+        """How many of `ids` belong to the turn if one of them completed a stop string, else None."""
+        for index, token_id in enumerate(ids):
+            piece = self._decoder.feed([token_id])
+            if not piece:
+                continue
+            window = self._tail + piece
+            self._pieces.append(piece)
+            hits = [(at, -len(stop), stop) for stop in self._stop if (at := window.find(stop)) >= 0]
+            if hits:
+                at, _, self.found = min(hits)
+                text = "".join(self._pieces)
+                self.text = text[: len(text) - len(window) + at]
+                return index + 1
+            self._tail = window[-self._longest :]
+        return None
+
+
+async def sample(
+    into: Sample,
+    engine: Engine,
+    request: GenerationRequest,
+    *,
+    new_ids: Sequence[int],
+    source: Source,
+    tokenizer: Tokenizer,
+    stall_seconds: float | None,
+) -> None:
+    """Stream `request` into the log. An engine's failure is kept in `into.error`, not raised.
+
+    Args:
+        into: is filled in, whatever happens.
+        engine: where the ids are sampled.
+        request: its prompt is the log so far and `new_ids`.
+        new_ids: appended to the log once the engine has admitted the request.
+        source: where they came from.
+        tokenizer: decodes for stop strings.
+        stall_seconds: the longest silence after admission.
+    """
+    cut = True
+    with WhileSampling():
+        while cut:
+            stops = StopStrings(tokenizer, request.sampling.stop) if request.sampling.stop else None
+            cut = await _sample_once(into, engine, request, (new_ids, source), stops, stall_seconds)
+            new_ids = ()
+
+
+async def _sample_once(
+    into: Sample,
+    engine: Engine,
+    request: GenerationRequest,
+    new: tuple[Sequence[int], Source],
+    stops: StopStrings | None,
+    stall_seconds: float | None,
+) -> bool:
+    """Whether the engine cut the turn for its trainer, so that it has to be sampled again."""
+    stream = engine.stream(request)
+    cuts = engine.cuts
+    silence = Clock(counts_sampling=True)
+    ended = False
+    with silence:
+        try:
+            with Waiting() as waiting:
+                async with stream as deltas:
+                    waiting.over()
+                    into.timings.queued += waiting.seconds
+                    into.begin(*new)
+                    with engine.standstill.watched():
+                        await _read(into, deltas, stops, silence, stall_seconds)
+                    ended = True
+        except EngineError as error:
+            into.error = error
+        finally:
+            if silence.fired:
+                into.error = EngineStalled(f"{request.name}: the engine sent nothing for {stall_seconds:g} s")
+            into.close(stream)
+    aborted = ended and into.error is None and into.finish is FinishReason.ABORT
+    if aborted and engine.cuts == cuts:  # else it could be sampled again and again
+        into.fail(EngineError(f"{request.name}: the engine ended the request by itself"))
+        return False
+    if aborted:
+        into.begin_again()
+    return aborted
+
+
+async def _read(
+    into: Sample,
+    deltas: DeltaStream,
+    stops: StopStrings | None,
+    silence: Clock,
+    stall_seconds: float | None,
+) -> None:
+    patience = math.inf if stall_seconds is None else stall_seconds
+    admitted = heard = first = anyio.current_time()
+    silence.start(stall_seconds)
+    async for delta in deltas:
+        now = anyio.current_time()
+        if into.end == into.start:
+            first = now
+            into.timings.first_token = now - admitted
+        # Moving the deadline costs a timer, so it moves at an eighth of the patience, not at every delta.
+        if now - heard > patience / 8:
+            heard = now
+            silence.start(stall_seconds)
+        kept = stops.feed(delta.token_ids) if stops is not None else None
+        if kept is not None and stops is not None:
+            into.stopped(stops, delta, kept)
+            break
+        into.keep(delta.token_ids, delta.logprobs)
+        into.timings.decode = now - first
+    silence.lift()
+
+
+def _clipped(spans: Sequence[VersionSpan], length: int) -> list[VersionSpan]:
+    return [VersionSpan(s.version, s.start, min(s.end, length)) for s in spans if s.start < length]

@@ -1,0 +1,152 @@
+"""Running the tool calls of a turn: asynchronous ones together, synchronous ones in order."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import anyio
+
+from runner import wording
+from runner.concurrency.user_code import AuthorCode, TooSlow
+from runner.errors import ToolError, unwrapped
+from runner.messages import Message, ToolCall
+from runner.options import UNSET
+from runner.tools.tool import Tool, result_text
+from runner.trajectory import Turn
+
+__all__ = ["answer_calls"]
+
+
+async def answer_calls(
+    turn: Turn,
+    tools: Sequence[Tool],
+    *,
+    author: AuthorCode,
+    seconds: float | None,
+    doing: Callable[[str], None],
+) -> list[Message]:
+    """One tool message for each call that parsed, in order; then one user message for those that did not.
+
+    Args:
+        turn: what was said.
+        tools: what may be called.
+        author: runs the author's code.
+        seconds: the limit of a call whose tool has none of its own.
+        doing: told what is waited for.
+
+    Raises:
+        Exception: what a tool raised, other than `ToolError`; the first by the order of the calls.
+    """
+    known = {tool.name: tool for tool in tools}
+    calls = [call for call in turn.tool_calls if call.error is None]
+    doing(", ".join(f"{call.name}()" for call in calls) or "nothing")
+    running = _Running(known, author, seconds)
+    for batch in _between_barriers(calls, known):
+        await running.run(batch)
+    messages: list[Message] = [
+        {"role": "tool", "content": running.results[call.id], "tool_call_id": call.id, "name": call.name}
+        for call in calls
+    ]
+    broken = [wording.malformed_call(call.error) for call in turn.tool_calls if call.error is not None]
+    if broken:
+        messages.append({"role": "user", "content": "\n".join(broken)})
+    return messages
+
+
+class _Running:
+    """The calls of one turn while they run."""
+
+    def __init__(self, tools: dict[str, Tool], author: AuthorCode, seconds: float | None) -> None:
+        self.results: dict[str, str] = {}
+        self._tools = tools
+        self._author = author
+        self._seconds = seconds
+        self._errors: dict[str, Exception] = {}
+
+    async def run(self, batch: Sequence[ToolCall]) -> None:
+        if len(batch) == 1:  # a task group costs as much as a whole turn of a fast environment
+            self.results[batch[0].id] = await self._result(batch[0])
+            return
+        in_order = [call for call in batch if not self._together(call)]
+        async with anyio.create_task_group() as group:
+            for call in batch:
+                if self._together(call):
+                    group.start_soon(self._keep, [call], group.cancel_scope)
+            if in_order:
+                group.start_soon(self._keep, in_order, group.cancel_scope)
+        for call in batch:
+            if call.id in self._errors:
+                raise self._errors[call.id]
+
+    def _together(self, call: ToolCall) -> bool:
+        tool = self._tools.get(call.name)
+        return tool is not None and tool.is_async
+
+    async def _keep(self, calls: Sequence[ToolCall], siblings: anyio.CancelScope) -> None:
+        for call in calls:
+            try:
+                self.results[call.id] = await self._result(call)
+            except Exception as error:
+                # Kept and raised by whoever waits, since a task group would wrap it and lose the order of the calls.
+                self._errors[call.id] = error
+                siblings.cancel()
+                return
+
+    async def _result(self, call: ToolCall) -> str:
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return wording.unknown_tool(call.name, self._tools)
+        seconds = self._seconds if tool.seconds is UNSET else tool.seconds
+        try:
+            function = partial(_call_async if tool.is_async else _call, tool, tool.arguments(call.arguments))
+            text: str = await self._author.call(function, name=f"tool {tool.name}()", seconds=seconds)
+        except (ToolError, BaseExceptionGroup) as error:
+            told = unwrapped(error)
+            if not isinstance(told, ToolError):
+                raise
+            return wording.tool_error(str(told))
+        except TooSlow as error:
+            if self._author.abandoned:
+                raise
+            return wording.took_longer(tool.name, error.seconds)
+        return text
+
+
+# The result becomes text where the tool ran: a large one computed in a thread is not dumped on the loop.
+def _call(tool: Tool, arguments: dict[str, object]) -> str:
+    return _text(tool, tool.call(**arguments))
+
+
+async def _call_async(tool: Tool, arguments: dict[str, object]) -> str:
+    return _text(tool, await tool.call(**arguments))
+
+
+def _text(tool: Tool, result: object) -> str:
+    try:
+        return result_text(result)
+    except Exception as error:
+        error.add_note(f"it was tool {tool.name}(){_place(tool.call)}")
+        raise
+
+
+def _place(call: Callable[..., object]) -> str:
+    """Where a tool was written: what it returned is told when its own frame is gone."""
+    code = getattr(inspect.unwrap(call), "__code__", None)
+    return f", {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+
+
+def _between_barriers(calls: Sequence[ToolCall], tools: dict[str, Tool]) -> Iterator[list[ToolCall]]:
+    batch: list[ToolCall] = []
+    for call in calls:
+        tool = tools.get(call.name)
+        if tool is None or tool.parallel:
+            batch.append(call)
+            continue
+        if batch:
+            yield batch
+        yield [call]
+        batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,120 @@
+"""Before anything is sampled: what chat templates will do to the conversations, and whether the adapter is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, time
+from functools import lru_cache, partial
+from typing import Any
+
+import anyio.to_thread
+from anyio.from_thread import check_cancelled
+
+from runner.episode.model import ChatModel
+from runner.engines.base import Engine
+from runner.errors import BadOption, BadTemplate
+from runner.options import HistoryPolicy, Sampling
+from runner.concurrency.threads import Job, Workers
+from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.bridging.refusal import Property
+from runner.tokens.template import ChatTemplate
+
+__all__ = ["check_adapter", "check_appends", "check_templates"]
+
+
+def check_adapter(engine: Engine, sampling: Sampling) -> None:
+    """Refuse a run whose every turn would ask for an adapter that the engine has not.
+
+    Raises:
+        BadOption: it has not; says which it has.
+    """
+    if sampling.adapter and sampling.adapter not in engine.adapters:
+        there = ", ".join(map(repr, engine.adapters)) or "none"
+        raise BadOption(
+            f"Sampling(adapter={sampling.adapter!r}): the engine has no adapter of that name; it has {there}. Enter "
+            "the engine and `await engine.add_adapter(name, folder)` before the run; a ScriptedEngine(adapters=[name])."
+        )
+
+
+async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[str, Any], now: datetime) -> None:
+    """Refuse a template that serves no conversation, before any of it runs in this process.
+
+    Raises:
+        BadTemplate: it does not compile, never ends, raises on a plain question, ...
+    """
+    from runner.tokens.probing.probe import check_ends  # costs what only templates of other people need
+
+    for template in dict.fromkeys(each for each in templates if not _is_bundled(each)):
+        look = partial(check_ends, template, options, now=_same_all_day(now), check_cancelled=check_cancelled)
+        await anyio.to_thread.run_sync(look)
+
+
+async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, tools: bool, system: bool) -> list[str]:
+    """What cannot be appended exactly under this template, and its tokens that the vocabulary lacks, for people.
+
+    The appends of a template that comes with us are not looked at: they are exact.
+
+    Args:
+        chat: the model and its template.
+        now: the run's time.
+        workers: where the template is probed.
+        tools: the environment has some.
+        system: it has a system prompt.
+
+    Raises:
+        BadTemplate: the run's policy is to refuse that.
+    """
+    from runner.tokens.probing.probe import probe
+
+    template = chat.renderer.template
+    letters = list(_letters(chat))
+    if chat.history.policy is HistoryPolicy.FORK or _is_bundled(template):
+        return letters
+    look = partial(probe, template, chat.renderer.options, now=_same_all_day(now))
+    profile = await workers.call(Job(look, "chat template"))
+    missing = list(_missing(chat, profile, tools=tools, system=system))
+    if missing and chat.history.policy is HistoryPolicy.REFUSE:
+        raise BadTemplate(
+            f"{missing[0]}. Under history='refuse' that is no choice: give history='append', or a template "
+            "that check-template finds exact."
+        )
+    return [*letters, *missing]
+
+
+@lru_cache(64)
+def _is_bundled(template: ChatTemplate) -> bool:
+    from runner.tokens.probing.probe import is_bundled  # reads every template that comes with us
+
+    return is_bundled(template)
+
+
+def _letters(chat: ChatModel) -> Iterator[str]:
+    from runner.tokens.control_text import lacking
+
+    # Bytes are no model's vocabulary: what a script says is no worse for being spelled.
+    names = () if isinstance(chat.tokenizer, ByteTokenizer) else lacking(chat.renderer.rendered(), chat.tokenizer)
+    if names:
+        name = chat.renderer.template.name
+        yield (
+            f"template {name!r} writes {' '.join(names)}, which the vocabulary has no token for: "
+            "letters to the model, right only where it was trained so; check-template says what to do"
+        )
+
+
+def _missing(chat: ChatModel, profile: Any, *, tools: bool, system: bool) -> Iterator[str]:
+    from runner.tokens.probing.appends import Append, Exactness, verdicts
+
+    for verdict in verdicts(chat.trial_bridger(), profile, tools=tools):
+        wanted = verdict.kind is (Append.UNDER_SYSTEM if system else Append.USER) or (
+            tools and verdict.kind.needed and verdict.kind.calls
+        )
+        if wanted and verdict.result is Exactness.UNSUPPORTED:
+            name = chat.renderer.template.name
+            raises = verdict.refusal is Property.TEMPLATE_RENDERS
+            what = "an episode that comes to it ends" if raises else "each such turn starts a new segment"
+            yield f"template {name!r}, {verdict.kind.value}: {what} ({verdict.refusal}: {verdict.explanation})"
+
+
+def _same_all_day(now: datetime) -> datetime:
+    """What was found for a template is found again by the runs of the same day."""
+    return datetime.combine(now.date(), time())

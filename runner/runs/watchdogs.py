@@ -1,0 +1,89 @@
+"""What ends a run before its work is done: too many failures, a dead engine, or nothing happening any more."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable
+
+import anyio
+
+from runner.engines.base import Engine
+from runner.errors import EngineDead, RunStuck, TooManyFailures
+from runner.episode.lifecycle import Play
+from runner.trajectory import Outcome, Trajectory
+
+__all__ = ["Breaker", "until_dead", "until_stuck"]
+
+BREAKER_WINDOW = 32
+BREAKER_LEAST = 16
+STUCK_SECONDS = 600.0
+LISTED = 10
+HEALTH_SECONDS = 1.0
+
+
+class Breaker:
+    """Counts failures among the recent episodes.
+
+    Args:
+        share: of the recent episodes, more of which must not fail.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._recent: deque[bool] = deque(maxlen=BREAKER_WINDOW)
+        self._causes: Counter[str] = Counter()
+
+    def note(self, trajectory: Trajectory) -> TooManyFailures | None:
+        """Count an episode; gives the error to end the run with, once there were too many failures."""
+        if trajectory.outcome is Outcome.CANCELLED:
+            return None
+        self._recent.append(trajectory.outcome.failed)
+        if trajectory.outcome.failed:
+            self._causes[trajectory.error or trajectory.outcome.value] += 1
+        failed = sum(self._recent)
+        if len(self._recent) < BREAKER_LEAST or failed <= self._share * len(self._recent):
+            return None
+        cause, count = self._causes.most_common(1)[0]
+        return TooManyFailures(
+            f"{failed} of the last {len(self._recent)} episodes failed, more than breaker={self._share:g} "
+            f"allows; most often ({count} times): {cause}"
+        )
+
+
+async def until_dead(engines: Collection[Engine]) -> EngineDead:
+    """Return when one of these can answer no more, with the cause; also while nobody asks them for anything."""
+    while True:
+        try:
+            for engine in engines:
+                await engine.health()
+        except EngineDead as death:
+            return death
+        await anyio.sleep(HEALTH_SECONDS)
+
+
+async def until_stuck(plays: Collection[Play], progress: Callable[[], Hashable]) -> RunStuck:
+    """Return when nothing happened for `STUCK_SECONDS`, with an error that says who waits for what.
+
+    Args:
+        plays: the episodes in flight; as long as there are none nothing is stuck.
+        progress: something that differs whenever anything has happened.
+    """
+    seen: Hashable = None
+    since = anyio.current_time()
+    while True:
+        await anyio.sleep(1)
+        signs = progress(), max((play.since for play in plays), default=0.0)
+        if signs != seen or not plays:
+            seen, since = signs, anyio.current_time()
+        elif anyio.current_time() - since > STUCK_SECONDS:
+            return RunStuck(_who_waits(plays))
+
+
+def _who_waits(plays: Collection[Play]) -> str:
+    now = anyio.current_time()
+    longest = sorted(plays, key=lambda play: play.since)[:LISTED]
+    lines = [f"nothing happened for {STUCK_SECONDS:.0f} s; {len(plays)} episodes in flight:"]
+    lines += [f"  {play.episode.id} waits for {play.doing} since {now - play.since:.0f} s" for play in longest]
+    if len(plays) > len(longest):
+        lines.append(f"  and {len(plays) - len(longest)} more")
+    return "\n".join(lines)

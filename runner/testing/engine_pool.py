@@ -1,0 +1,129 @@
+"""Real engines for tests: on an event loop of their own, one alive at a time, so that any test may play on them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from runner.engines.base import Engine
+from runner.engines.wrapping import WrappedEngine
+from runner.errors import BadOption
+
+__all__ = ["EngineAtHome", "EnginePool", "make_engine"]
+
+_ELSEWHERE = (
+    "A real engine belongs to one event loop, and the kit's lives on a loop of its own, apart from this test's, "
+    "whether that is asyncio or trio, of a function or a session. Play on it with `play(environment, real_engine())` "
+    "in a plain `def test_...`, or with `await play_async(environment, real_engine())` in an async one."
+)
+
+
+def make_engine(**options: Any) -> Engine:
+    """The demo model on vLLM, small; `options` are those of `VllmEngine`."""
+    from runner.engines.vllm.engine import VllmEngine
+
+    return VllmEngine(**{"max_num_seqs": 16, "max_model_len": 4096, **options})
+
+
+class EngineAtHome(WrappedEngine):
+    """An engine and the event loop that it lives on; `play` and its kin go there.
+
+    Attributes:
+        home: calls functions on that loop.
+        inner: the engine.
+    """
+
+    def __init__(self, inner: Engine, home: BlockingPortal, loop: Any) -> None:
+        super().__init__(inner)
+        self.home = home
+        self._loop = loop
+
+    @property
+    def running(self) -> bool:  # type: ignore[override]  # whoever asks is about to play on it
+        """It is; a run on another event loop is refused here.
+
+        Raises:
+            BadOption: says how to play on it.
+        """
+        if _loop() is not self._loop:
+            raise BadOption(_ELSEWHERE)
+        return self.inner.running
+
+    async def __aenter__(self) -> Self:
+        raise BadOption(f"This engine is running already. {_ELSEWHERE}")
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+class EnginePool:
+    """Starts engines by their options and keeps the last one; another one takes its place.
+
+    Args:
+        make: makes an engine of options.
+        who: names the test that runs now.
+    """
+
+    def __init__(self, make: Callable[..., Engine], who: Callable[[], str]) -> None:
+        self._make = make
+        self._who = who
+        self._portal_of: AbstractContextManager[BlockingPortal] | None = None
+        self._alive: EngineAtHome | None = None
+        self._options: dict[str, Any] | None = None
+        self._used_by = ""
+        self._open = ExitStack()
+
+    def engine(self, **options: Any) -> EngineAtHome:
+        """The engine with these options; started if it is not the one that is alive.
+
+        Raises:
+            BadOption: this test has another one already.
+            BadInput, EngineError: it does not start.
+        """
+        __tracebackhide__ = True
+        if self._alive is None or options != self._options or not self._alive.inner.running:
+            if self._alive is not None and self._used_by == self._who():
+                raise BadOption(
+                    f"real_engine({_written(options)}): this test has real_engine({_written(self._options or {})}) "
+                    f"already, and one model is alive at a time. Take the same options twice, or make two tests."
+                )
+            self.close()
+            self._start(options)
+        assert self._alive is not None
+        self._used_by = self._who()
+        return self._alive
+
+    def close(self) -> None:
+        """Stop what is alive."""
+        self._alive = self._options = None
+        self._open.close()
+
+    def _start(self, options: dict[str, Any]) -> None:
+        inner = self._make(**options)
+        with ExitStack() as opened:
+            portal = opened.enter_context(start_blocking_portal(backend="asyncio"))
+            opened.enter_context(portal.wrap_async_context_manager(inner))
+            self._alive = EngineAtHome(inner, portal, portal.call(_running_loop))
+            self._options = options
+            self._open = opened.pop_all()
+
+
+async def _running_loop() -> Any:
+    return asyncio.get_running_loop()
+
+
+def _loop() -> Any:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _written(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())

@@ -1,0 +1,221 @@
+"""Anchors: a tail as ids, and the places in it where a bridge may begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from runner.tokens.bridging.closes import Closes
+from runner.tokens.bridging.markers import Span, common_length
+from runner.tokens.bridging.refusal import Property, Unbridgeable
+from runner.tokens.bridging.tail import Tail
+from runner.tokens.tokenizer import Tokenizer
+
+__all__ = ["TailIds"]
+
+SEEN_END = 2
+"""Characters that show where a call ends, if the model's last words and the template's end of a call share them."""
+
+
+class TailIds:
+    """A tail as ids, and the places in it where a bridge may begin.
+
+    Attributes:
+        tail: the text.
+        ids: its ids.
+
+    Args:
+        tail: the text.
+        ids: its ids.
+        tokenizer: the vocabulary.
+        closes: which control tokens end a turn.
+        spans: of contents in `text` that hold control text.
+    """
+
+    def __init__(
+        self, tail: Tail, ids: list[int], tokenizer: Tokenizer, closes: Closes, *, spans: Sequence[Span] = ()
+    ) -> None:
+        self.tail = tail
+        self.text = tail.text
+        self.ids = ids
+        self._spans = spans
+        self._tokenizer = tokenizer
+        self._closes = closes
+
+    def check(self) -> None:
+        """Everything that can be seen to be wrong with the tail.
+
+        Raises:
+            Unbridgeable: by name.
+        """
+        self.tail.check()
+        if self._tokenizer.decode(self.ids) != self.text:
+            self._check_stretches()
+
+    def _check_stretches(self) -> None:
+        """The text is kept between any two control tokens.
+
+        Some vocabularies write a space before each stretch, which decoding takes away, and some control tokens
+        swallow the white space beside them.
+        """
+        tokenizer, at = self._tokenizer, 0
+        text = tokenizer.normalize(self.text)
+        for control, group in groupby(self.ids, tokenizer.control_ids.__contains__):
+            for ids in [[token_id] for token_id in group] if control else [list(group)]:
+                at = self._behind_piece(text, at, tokenizer.normalize(tokenizer.decode(ids)))
+        self._behind_piece(text, at, "", end=True)
+
+    def _behind_piece(self, text: str, at: int, piece: str, *, end: bool = False) -> int:
+        bare = at + len(text[at:]) - len(text[at:].lstrip())
+        swallowed = f"x{text[at:bare]}x"
+        starts = [(piece, at), (" " + piece, at)]
+        # What the vocabulary can write was taken by a control token beside it; what it cannot write is lost.
+        if bare > at and self._tokenizer.decode(self._tokenizer.encode(swallowed)) == swallowed:
+            starts.append((piece, bare))
+        for form, begin in starts:
+            behind = begin + len(form)
+            if text.startswith(form, begin) and (not end or behind == len(text)):
+                return behind
+        shared = common_length(text[at:], piece)
+        lost, became = text[at + shared : at + shared + 20], piece[shared : shared + 20]
+        raise Unbridgeable(Property.TEXT_KEPT, f"the vocabulary has no ids for {lost!r}, which becomes {became!r}")
+
+    def find_in_close(self, wanted: Iterable[int]) -> int | None:
+        """The first place of a wanted id in what the template writes before any new content."""
+        index = min((self.ids.index(token_id) for token_id in wanted if token_id in self.ids), default=None)
+        return index if index is not None and self._before_content(index + 1) else None
+
+    def end_of_sampled_close(self, sampled: Sequence[int]) -> int | None:
+        """Where the tail goes on after a close that the model wrote itself at the end of `sampled`, or None.
+
+        The close is looked for from the tail's first control token on: before it stands the rest of a call.
+        """
+        special = self._tokenizer.special_ids
+        first = next((index for index, token_id in enumerate(self.ids) if token_id in special), None)
+        if first is None:
+            return None
+        last = list(sampled[-len(self.ids) :])
+        # The close is short, and begins at one of the few control tokens near the end of what was sampled.
+        for begin in (index for index, token_id in enumerate(last) if token_id == self.ids[first]):
+            end = first + len(last) - begin
+            if last[begin:] == self.ids[first:end] and self._before_content(end):
+                return end
+        return None
+
+    def behind_close(self) -> list[int] | None:
+        """The ids behind the template's own close, where a stop was sampled that does not stand there, or None.
+
+        The close is what the same render ends with when nothing follows, and a control token that every turn gets
+        once something does. White space behind such a token separates the turns, whatever stands in its place.
+        """
+        alone = self.tail.alone
+        if alone is None:
+            return None
+        cut = min(common_length(self.text, alone), self.tail.border)
+        cut = self._token_border(cut)
+        if any(map(self._closes.opens_a_role, self._control_ids_before(cut))):
+            return None
+        rest = self._encode_from(cut)
+        if rest and self._is_close(rest[0], cut):
+            return rest[1:]
+        if not self._only_control(alone[cut:]):
+            return None
+        separated = self._behind_last_control(cut)
+        return rest if separated is None else self.ids[separated:]
+
+    def _behind_last_control(self, cut: int) -> int | None:
+        """The index behind the last control token before `cut`, where only white space follows it there."""
+        behind, end = None, 0
+        for index, token_id in enumerate(self.ids):
+            until = len(self._tokenizer.decode(self.ids[: index + 1]))
+            if until > cut:
+                break
+            if token_id in self._tokenizer.control_ids:
+                behind, end = index + 1, until
+        return behind if not self.text[end:cut].strip() else None
+
+    def behind_call(self, sampled: Sequence[int], stop_ids: Iterable[int]) -> list[int] | None:
+        """The ids behind what the model wrote of its last call, in whose middle the tail begins, or None.
+
+        The turn's close is where a stop id stands, or where the tail begins that the turn would have if it had called
+        nothing. What the model has not written of the text before it is in the bridge.
+        """
+        index, plain = self.find_in_close(stop_ids), None
+        if index is not None:
+            close = len(self._tokenizer.decode(self.ids[:index]))
+        else:
+            plain = self._plain_text()
+            close = len(self.text) - len(plain) if plain is not None else self.tail.border
+        begin = _end_of_call(self.text[:close], self._tokenizer.decode(sampled))
+        if begin is None and index is None and plain is None:
+            return None
+        return self._encode_from(close if begin is None else begin)
+
+    def _plain_text(self) -> str | None:
+        plain = self.tail.without_calls
+        if not plain or not self.text.endswith(plain) or self.text == plain:
+            return None
+        # Without a control token in front, where the call ends would be guesswork.
+        return plain if self._tokenizer.encode(plain)[0] in self._tokenizer.special_ids else None
+
+    def _control_ids_before(self, end: int) -> list[int]:
+        control = self._tokenizer.control_ids
+        return [token_id for token_id in self._tokenizer.encode(self.text[:end]) if token_id in control]
+
+    def _encode_from(self, begin: int) -> list[int]:
+        spans = [(one - begin, other - begin) for one, other in self._spans if one >= begin]
+        return self._tokenizer.encode(self.text[begin:], spans)
+
+    def _token_border(self, cut: int) -> int:
+        """The last place at or before `cut` that is not inside a control token."""
+        ids, control = self.ids, self._tokenizer.control_ids
+        for index, token_id in enumerate(ids):
+            if token_id in control:
+                begin = len(self._tokenizer.decode(ids[:index]))
+                if begin >= cut:
+                    return cut
+                if cut < begin + len(self._tokenizer.decode([token_id])):
+                    return begin
+        return cut
+
+    def _is_close(self, token_id: int, at: int) -> bool:
+        """A control token that stands there whatever follows, and is not what opens the next turn."""
+        if token_id not in self._tokenizer.control_ids or token_id in self._closes.generation_prompt:
+            return False
+        if token_id == self._closes.of_user:
+            return True
+        asking = self.tail.alone_asking
+        if asking is None or not asking.startswith(self.text[:at]):
+            return False
+        return self._tokenizer.encode(asking[at:])[:1] == [token_id]
+
+    def _only_control(self, text: str) -> bool:
+        ids = self._tokenizer.encode(text.strip())
+        return all(token_id in self._tokenizer.control_ids for token_id in ids)
+
+    def _before_content(self, end: int) -> bool:
+        """The first `end` ids of the tail are the template's own: no new content is among them."""
+        length = len(self._tokenizer.decode(self.ids[:end]))
+        # What was seen may be too early: a content "m" is found inside <|im_end|>. Then the place is looked up.
+        return length <= self.tail.seen[0] or length <= self.tail.border
+
+
+def _end_of_call(ending: str, said: str) -> int | None:
+    """How much of a call's `ending` stands in `said`, which may go on behind it; None where nothing shows that."""
+    written = ending.rstrip()
+    whole = next((written[i:] for i in range(len(written) - SEEN_END + 1) if written[i:] in said), "")
+    partly = max(range(len(ending) + 1), key=lambda end: (_seen_ending(ending[:end], said), end))
+    shared = _seen_ending(ending[:partly], said)
+    if shared > len(whole):
+        return partly
+    if not whole:
+        return None
+    behind = said[said.rindex(whole) + len(whole) :]
+    space = ending[len(written) :]
+    return len(written) + len(behind) if space.startswith(behind) else len(ending)
+
+
+def _seen_ending(one: str, other: str) -> int:
+    """How many characters two texts end with alike; 0 where they are too few to show anything."""
+    shared = common_length(one[::-1], other[::-1])
+    return shared if len(one[len(one) - shared :].strip()) >= SEEN_END else 0

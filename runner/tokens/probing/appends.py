@@ -1,0 +1,371 @@
+"""What may be appended to a sampled turn: each kind of append tried with the real bridge, and one worked example."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self, cast
+
+from runner.messages import Message
+from runner.tokens.bridging.bridge import Bridge, Bridger
+from runner.tokens.bridging.refusal import Property, Unbridgeable
+from runner.tokens.bridging.tail import TailMaker
+from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.control_text import lacking, special_tokens, tag_tokens
+from runner.tokens.junction import Seam
+from runner.tokens.probing.profile import TemplateProfile
+from runner.tokens.template import Renderer, ToolSchema
+from runner.tokens.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["Append", "Exactness", "Passage", "Verdict", "appends_answer", "example", "verdicts"]
+
+
+class Append(enum.StrEnum):
+    """The kinds of append: what the model did last, and what comes then."""
+
+    USER = "user after an answer"
+    RESULT = "tool result after one call"
+    RESULTS = "tool results after parallel calls"
+    TEXT_AND_CALL = "tool result after text and a call"
+    RESULT_AND_USER = "tool result and a user"
+    USER_AFTER_REASONING = "user after reasoning"
+    CUT = "user after a cut turn"
+    UNDER_SYSTEM = "user under a system message"
+    SYSTEM = "system message between turns"
+
+    @property
+    def needed(self) -> bool:
+        """Every environment with tools does it; system messages are only for those that choose to."""
+        return self not in (Append.UNDER_SYSTEM, Append.SYSTEM)
+
+    @property
+    def calls(self) -> bool:
+        """There is a call in it."""
+        return self in (Append.RESULT, Append.RESULTS, Append.TEXT_AND_CALL, Append.RESULT_AND_USER)
+
+
+class Exactness(enum.StrEnum):
+    """How good a bridge is."""
+
+    EXACT = "exact"  # proven to be what the template writes, and the ids around it are not ones that merge
+    SOFT = "soft"  # right as text, but ids at its seam might have merged
+    UNSUPPORTED = "unsupported"  # there is none; the run's policy decides
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the bridge makes of one kind of append.
+
+    Attributes:
+        kind: what is appended to what.
+        result: how good the bridge is, after the worst of several histories.
+        refusal: the name of what is missing, or None.
+        explanation: the same for people, or "".
+        anchor: what the bridge is hung on, or "".
+        close: where the turn's closing tokens come from, or "".
+        local: the work does not depend on how long the history is.
+        rewrites: the template's own render of everything does not begin with what was sampled, so the policy `fork`
+            starts a new segment here, and the policy `append` keeps what that render would have changed.
+    """
+
+    kind: Append
+    result: Exactness
+    refusal: Property | None = None
+    explanation: str = ""
+    anchor: str = ""
+    close: str = ""
+    local: bool = False
+    rewrites: bool = False
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """The verdict whose attributes these are."""
+        refusal = values["refusal"] and Property(values["refusal"])
+        kind, result = Append(values["kind"]), Exactness(values["result"])
+        return cls(**{**values, "kind": kind, "result": result, "refusal": refusal})
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """Ids of the worked example that came in one go.
+
+    Attributes:
+        source: "prompt", "sampled" or "bridge".
+        ids: as they are in the token log.
+        texts: of each id.
+    """
+
+    source: str
+    ids: tuple[int, ...]
+    texts: tuple[str, ...]
+
+    @property
+    def mask(self) -> int:
+        """The loss mask of its ids."""
+        return int(self.source == "sampled")
+
+
+TOOLS: Sequence[ToolSchema] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Look a word up.",
+            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+        },
+    },
+]
+
+
+def _call(*words: str, first: int = 1, text: str = "") -> Message:
+    calls = [
+        {"id": f"call{first + index:05}", "type": "function", "function": {"name": "look_up", "arguments": {"word": w}}}
+        for index, w in enumerate(words)
+    ]
+    return cast("Message", {"role": "assistant", "content": text, "tool_calls": calls})
+
+
+def _result(text: str, number: int = 1) -> Message:
+    return cast("Message", {"role": "tool", "content": text, "tool_call_id": f"call{number:05}", "name": "look_up"})
+
+
+_QUESTION: Message = {"role": "user", "content": "What is a heron?"}
+_ANSWER: Message = {"role": "assistant", "content": "A heron is a bird."}
+_THOUGHT: Message = {**_ANSWER, "reasoning_content": "Herons wade."}
+_NEXT: Message = {"role": "user", "content": "And an egret?"}
+_TOLD: Message = {"role": "system", "content": "Answer in one word."}
+_CALLED, _RETURNED = _call("heron"), _result("a wading bird")
+
+_KINDS: Mapping[Append, tuple[Message, Sequence[Message]]] = {
+    Append.USER: (_ANSWER, [_NEXT]),
+    Append.RESULT: (_call("egret", first=3), [_result("a white bird", 3)]),
+    Append.RESULTS: (_call("egret", "ibis", first=3), [_result("a white bird", 3), _result("a bird of Egypt", 4)]),
+    Append.TEXT_AND_CALL: (_call("egret", first=3, text="I look it up."), [_result("a white bird", 3)]),
+    Append.RESULT_AND_USER: (_call("egret", first=3), [_result("a white bird", 3), _NEXT]),
+    Append.USER_AFTER_REASONING: (_THOUGHT, [_NEXT]),
+    Append.CUT: ({"role": "assistant", "content": "A heron is"}, [_NEXT]),
+    Append.UNDER_SYSTEM: (_ANSWER, [_NEXT]),
+    Append.SYSTEM: (_ANSWER, [_TOLD, _NEXT]),
+}
+_SHORT: Sequence[Message] = (_QUESTION,)
+_LONG: Sequence[Message] = (_QUESTION, _THOUGHT, _NEXT)
+_ROUNDS: Sequence[Message] = (_QUESTION, _CALLED, _RETURNED, _THOUGHT, _NEXT)
+
+
+def verdicts(bridger: Bridger, profile: TemplateProfile, *, tools: bool = True) -> list[Verdict]:
+    """What the bridge makes of each kind of append, after short and longer histories.
+
+    Args:
+        bridger: the real one.
+        profile: of its template.
+        tools: the model is shown tools, where the template carries them.
+    """
+    carried = tools and profile.carries_tools
+    # What becomes of a system message is told apart from what becomes of tools.
+    return [_Trial(bridger, kind, tools=carried and kind is not Append.UNDER_SYSTEM).verdict() for kind in Append]
+
+
+class _Trial:
+    """One kind of append, tried."""
+
+    def __init__(self, bridger: Bridger, kind: Append, *, tools: bool) -> None:
+        self._bridger = bridger
+        self._speaker = _Speaker(bridger)
+        self._kind = kind
+        self._turn, self._new = _KINDS[kind]
+        self._tools = TOOLS if tools else []
+        told = [_TOLD] if kind is Append.UNDER_SYSTEM else []
+        self._pasts = ([*told, *_SHORT], [*told, *(_ROUNDS if tools else _LONG)])
+
+    def verdict(self) -> Verdict:
+        tried = [self._after(past, number) for number, past in enumerate(self._pasts)]
+        worst = max(tried, key=lambda verdict: list(Exactness).index(verdict.result))
+        return Verdict(**{**_shallow(worst), "rewrites": any(verdict.rewrites for verdict in tried)})
+
+    def _after(self, past: Sequence[Message], number: int) -> Verdict:
+        history = [*past, self._turn]
+        try:
+            sampled, stop = self._speaker.said(history, self._tools, cut=self._kind is Append.CUT)
+            history = self._speaker.as_recorded(history, self._tools, sampled)
+            bridge = self._bridger.bridge(history, self._new, self._tools, sampled=sampled, stop=stop, turn=number)
+        except Unbridgeable as refusal:
+            return Verdict(self._kind, Exactness.UNSUPPORTED, refusal.property, refusal.explanation)
+        junction = bridge.junction
+        return Verdict(
+            self._kind,
+            Exactness.SOFT if junction.seam is Seam.UNVERIFIED else Exactness.EXACT,
+            anchor=junction.anchor.value,
+            close=junction.close.value,
+            local=self._bridger.locality.is_local(history, self._new, self._tools),
+            rewrites=self._rewrites(past, sampled, bridge),
+        )
+
+    def _rewrites(self, past: Sequence[Message], sampled: Sequence[int], bridge: Bridge) -> bool:
+        """The render of everything is not the prompt, what was sampled, and the bridge."""
+        with suppress(Unbridgeable):
+            prompt = self._bridger.first_prompt(past, self._tools)
+            whole = self._bridger.first_prompt([*past, self._turn, *self._new], self._tools)
+            return list(whole) != [*prompt, *sampled, *bridge.ids]
+        return True
+
+
+def _shallow(verdict: Verdict) -> dict[str, Any]:
+    return {name: getattr(verdict, name) for name in Verdict.__dataclass_fields__}
+
+
+class _Speaker:
+    """Says what a model would sample that writes exactly what the template does."""
+
+    def __init__(self, bridger: Bridger) -> None:
+        self._bridger = bridger
+        self._maker = TailMaker(bridger.renderer)
+
+    def said(
+        self, history: Sequence[Message], tools: Sequence[ToolSchema], *, cut: bool = False
+    ) -> tuple[list[int], int | None]:
+        """The ids of the last message as a turn, and the stop that ends them, or None for a turn that is cut.
+
+        Raises:
+            Unbridgeable: the template raises, or does not ask for the turn.
+        """
+        tokenizer = self._bridger.tokenizer
+        turn = history[-1]
+        if cut:
+            return tokenizer.encode(turn["content"]), None
+        prompt = self._maker.prompt(history[:-1], tools)
+        whole = self._maker.render(history, tools, generation_prompt=False)
+        ids = tokenizer.encode(whole[len(prompt) :] if whole.startswith(prompt) else _words(turn))
+        stop = self._stop(ids, history, tools)
+        if stop in ids:
+            ids = ids[: len(ids) - ids[::-1].index(stop) - 1]
+        else:
+            ids = tokenizer.encode(tokenizer.decode(ids).rstrip())
+        return [*ids, stop], stop
+
+    def as_recorded(
+        self, history: Sequence[Message], tools: Sequence[ToolSchema], sampled: Sequence[int]
+    ) -> list[Message]:
+        """The history with each answer as a run keeps it: all that was sampled, where that holds control text.
+
+        A model that marks what it thinks and what it answers with control tokens of its own (harmony's channels)
+        samples them with its words.
+        """
+        recorded = [*history[:-1], self._recorded(history[-1], sampled)]
+        for index, message in enumerate(history[:-1]):
+            if message["role"] == "assistant" and recorded[-1] != history[-1]:
+                said, _ = self.said(history[: index + 1], tools)
+                recorded[index] = self._recorded(message, said)
+        return recorded
+
+    def _recorded(self, turn: Message, sampled: Sequence[int]) -> Message:
+        words = sampled[:-1] if sampled and sampled[-1] in self._bridger.stop_ids else sampled
+        if turn.get("tool_calls") or not self._bridger.tokenizer.special_ids.intersection(words):
+            return turn
+        return {"role": "assistant", "content": self._bridger.tokenizer.decode(words)}
+
+    def _stop(self, ids: Sequence[int], history: Sequence[Message], tools: Sequence[ToolSchema]) -> int:
+        """The stop id that the template has where the turn ends, or else the first one."""
+        stops = self._bridger.stop_ids
+        found = [token_id for token_id in reversed(ids) if token_id in stops]
+        if not found:
+            with suppress(Unbridgeable):
+                follows = [_result("a white bird", 3)] if history[-1].get("tool_calls") else [_NEXT]
+                tail = self._bridger.locality.full(history, follows, tools)
+                found = [token_id for token_id in self._bridger.tokenizer.encode(tail.text) if token_id in stops]
+        own = self._bridger.tokenizer.eos_id
+        return found[0] if found else own if own is not None and own in stops else min(stops)
+
+
+def _words(turn: Message) -> str:
+    """What a turn says, for templates that write it in another way once it has been said."""
+    calls = turn.get("tool_calls") or ()
+    return turn["content"] or " ".join(call["function"]["name"] for call in calls)
+
+
+# --- the worked example
+
+
+def example(bridger: Bridger, profile: TemplateProfile) -> list[Passage]:
+    """A short conversation with a call, as its token log would be; it ends where there is no exact bridge.
+
+    Raises:
+        Unbridgeable: there is not even a first prompt.
+    """
+    if profile.carries_tools:
+        turns: list[tuple[Message, Sequence[Message]]] = [(_CALLED, [_RETURNED]), (_ANSWER, [_NEXT])]
+    else:
+        turns = [(_ANSWER, [_NEXT])]
+    return list(_played(bridger, turns, TOOLS if profile.carries_tools else []))
+
+
+def _played(
+    bridger: Bridger, turns: Sequence[tuple[Message, Sequence[Message]]], tools: Sequence[ToolSchema]
+) -> Iterator[Passage]:
+    speaker, history = _Speaker(bridger), [_QUESTION]
+    yield _passage(bridger.tokenizer, "prompt", bridger.first_prompt(history, tools))
+    with suppress(Unbridgeable):
+        for number, (turn, new) in enumerate(turns):
+            history.append(turn)
+            sampled, stop = speaker.said(history, tools)
+            yield _passage(bridger.tokenizer, "sampled", sampled)
+            bridge = bridger.bridge(history, new, tools, sampled=sampled, stop=stop, turn=number)
+            yield _passage(bridger.tokenizer, "bridge", bridge.ids)
+            history.extend(new)
+
+
+def _passage(tokenizer: Tokenizer, source: str, ids: Sequence[int]) -> Passage:
+    return Passage(source, tuple(ids), tuple(tokenizer.decode([token_id]) for token_id in ids))
+
+
+# --- for the process that probes
+
+
+def appends_answer(renderer: Renderer, profile: TemplateProfile, vocabulary: Mapping[str, Any]) -> dict[str, Any]:
+    """Verdicts and example as plain values.
+
+    Args:
+        renderer: the template.
+        profile: of that template.
+        vocabulary: {"folder", "stop_ids"} of a model, or {} for bytes and the template's own control tokens.
+
+    Raises:
+        BadModel: the folder has no usable tokenizer.
+    """
+    if vocabulary:
+        tokenizer: Tokenizer = load_tokenizer(Path(vocabulary["folder"]))
+        stops = [tokenizer.eos_id, *vocabulary["stop_ids"]]
+    else:
+        tokenizer = byte_tokenizer(renderer, profile)
+        stops = [tokenizer.token_id(token) for token in _stop_tokens(renderer, profile)]
+    stop_ids = tuple(dict.fromkeys(stop for stop in stops if stop is not None))
+    bridger = Bridger(tokenizer, renderer, stop_ids)
+    try:
+        shown = example(bridger, profile)
+    except Unbridgeable:
+        shown = []
+    return {
+        "appends": [asdict(verdict) for verdict in verdicts(bridger, profile)],
+        "example": [asdict(passage) for passage in shown],
+        "stops": {tokenizer.decode([stop]): stop for stop in stop_ids},
+        "bytes": not vocabulary,
+        "lacking": lacking(renderer.rendered(), bridger.tokenizer),
+    }
+
+
+def byte_tokenizer(renderer: Renderer, profile: TemplateProfile) -> ByteTokenizer:
+    """A vocabulary of bytes and the control tokens that the template's source and its renders have."""
+    text = renderer.template.text + profile.generation_prompt + profile.close + profile.close_at_end
+    special = dict.fromkeys((*special_tokens(text), *_stop_tokens(renderer, profile)))
+    return ByteTokenizer(tuple(special), added_tokens=[tag for tag in tag_tokens(text) if tag not in special])
+
+
+def _stop_tokens(renderer: Renderer, profile: TemplateProfile) -> list[str]:
+    """Control tokens that a model of this template stops with, as far as the template shows them."""
+    closes = (profile.close_at_end, profile.close_after_call, profile.close)
+    tokens = [special_tokens(close)[-1:] for close in closes]
+    found = [token for some in tokens for token in some] + list(profile.stop_opens_next)
+    end_of_text = renderer.template.variables.get("eos_token", "<|endoftext|>")
+    return list(dict.fromkeys([*found, end_of_text]))

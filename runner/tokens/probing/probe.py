@@ -1,0 +1,269 @@
+"""Probes a chat template in a process of its own: a template may loop for ever, or take all the memory there is.
+
+`python -m runner.tokens.probing.probe` is that process: one JSON document in, lines of JSON out, of
+which the last is the answer and the others say what is being done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import runner.errors
+from runner.errors import DeltarunnerError
+from runner.messages import canonical_json
+from runner.tokens.probing.profile import TemplateProfile
+from runner.tokens.probing.traits import profile_of
+from runner.tokens.probing.usable import Fault, UnusableTemplate, usable_renderer
+from runner.tokens.template import ChatTemplate
+from runner.tokens.template import _bundled as bundled_templates
+
+__all__ = [
+    "MEMORY",
+    "SECONDS",
+    "Fault",
+    "UnusableTemplate",
+    "bundled_templates",
+    "check_ends",
+    "in_process",
+    "probe",
+    "request_of",
+]
+
+SECONDS = 10.0
+"""How long a template may take for everything that is asked of it; an ordinary one takes a tenth of one second."""
+
+MEMORY = 2 << 30
+"""The address space of the process that probes, in bytes."""
+
+_START_SECONDS = 60.0  # for Python to start on a busy machine; the template's own time counts from there
+_LOOK_SECONDS = 0.1  # between two looks at whether the caller still wants the answer
+_profiles: dict[str, TemplateProfile] = {}
+
+
+def probe(
+    template: ChatTemplate,
+    options: Mapping[str, Any] | None = None,
+    *,
+    now: datetime | None = None,
+    wanted_bos: str = "",
+    seconds: float = SECONDS,
+    check_cancelled: Callable[[], object] | None = None,
+) -> TemplateProfile:
+    """What a template does. Blocks: call it in a worker thread.
+
+    Profiles are kept for the life of this process. A template that comes with the package is probed here, any other
+    in a process of its own.
+
+    Args:
+        template: neither compiled nor rendered yet, as far as this process is concerned.
+        options: names that the template reads, such as `enable_thinking`.
+        now: the time that the template sees.
+        wanted_bos: the token that the vocabulary would begin every text with, or "".
+        seconds: time limit.
+        check_cancelled: called while waiting; what it raises ends the wait and the process. In a thread of
+            `anyio.to_thread.run_sync` that is `anyio.from_thread.check_cancelled`.
+
+    Raises:
+        UnusableTemplate: by `fault`; the message says what to do.
+    """
+    request = request_of(template, options or {}, now or datetime.now(), wanted_bos=wanted_bos)
+    key = canonical_json(request)
+    if key not in _profiles:
+        if is_bundled(template):
+            answer = answer_to(request)
+        else:
+            answer = in_process(request, seconds=seconds, check_cancelled=check_cancelled)
+        _profiles[key] = TemplateProfile.from_json(answer["profile"])
+    return _profiles[key]
+
+
+def check_ends(
+    template: ChatTemplate,
+    options: Mapping[str, Any] | None = None,
+    *,
+    now: datetime | None = None,
+    seconds: float = SECONDS,
+    check_cancelled: Callable[[], object] | None = None,
+) -> None:
+    """See that a template renders what a conversation may hold, in time. Blocks: call it in a worker thread.
+
+    For the start of a run: nothing has been sampled yet, and nothing of the template has run in this process.
+
+    Args:
+        template: as for `probe`.
+        options: as for `probe`.
+        now: as for `probe`.
+        seconds: as for `probe`.
+        check_cancelled: see `probe`.
+
+    Raises:
+        UnusableTemplate: it does not; by `fault`.
+    """
+    if not is_bundled(template):
+        probe(template, options, now=now, seconds=seconds, check_cancelled=check_cancelled)
+
+
+def is_bundled(template: ChatTemplate) -> bool:
+    """The template comes with the package, so it is known to end."""
+    return any(path.read_text(encoding="utf-8") == template.text for path in bundled_templates().values())
+
+
+def request_of(
+    template: ChatTemplate, options: Mapping[str, Any], now: datetime, *, wanted_bos: str = ""
+) -> dict[str, Any]:
+    """What the process is asked, as plain values."""
+    return {
+        "text": template.text,
+        "name": template.name,
+        "variables": dict(template.variables),
+        "options": dict(options),
+        "now": now.isoformat(),
+        "wanted_bos": wanted_bos,
+    }
+
+
+# --- this side
+
+
+def in_process(
+    request: Mapping[str, Any], *, seconds: float = SECONDS, check_cancelled: Callable[[], object] | None = None
+) -> dict[str, Any]:
+    """The answer of a process of its own to `request`, which is killed at the time limit or when this call is.
+
+    Args:
+        request: what `request_of` gave, and what else is asked.
+        seconds: time limit.
+        check_cancelled: see `probe`.
+
+    Raises:
+        UnusableTemplate: the template's fault, or the time or memory that it would have taken.
+        BadModel: its vocabulary cannot be used.
+    """
+    name = request["name"]
+    command = [sys.executable, "-P", "-m", "runner.tokens.probing.probe", str(seconds)]
+    environment = {**os.environ, "PYTHONPATH": _import_path(), "TOKENIZERS_PARALLELISM": "false"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
+        try:
+            said, complaint = _answered(process, request, seconds + _START_SECONDS, check_cancelled)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise _endless(name, seconds, "") from None
+        except BaseException:  # whoever waited is interrupted, and nobody else ends it before its time
+            process.kill()
+            raise
+    lines = [json.loads(line) for line in said.splitlines() if line.endswith(b"}")]
+    last = lines[-1] if lines else {}
+    if "answer" in last:
+        answer: dict[str, Any] = last["answer"]
+        return answer
+    if "fault" in last:
+        raise UnusableTemplate(Fault(last["fault"]), last["message"])
+    if "error" in last:
+        raise getattr(runner.errors, last["error"])(last["message"])
+    if process.returncode == -signal.SIGALRM:
+        raise _endless(name, seconds, last.get("doing", ""))
+    words = complaint.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
+    raise UnusableTemplate(Fault.FAILED, f"template {name!r} could not be probed: {words[-1]}")
+
+
+def _answered(
+    process: subprocess.Popen[bytes],
+    request: Mapping[str, Any],
+    seconds: float,
+    check_cancelled: Callable[[], object] | None,
+) -> tuple[bytes, bytes]:
+    """What it said on both of its streams."""
+    asked: bytes | None = canonical_json(request).encode()
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return process.communicate(asked, timeout=_LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            asked = None  # on its way already
+            if check_cancelled is not None:
+                check_cancelled()
+            if time.monotonic() > deadline:
+                raise
+
+
+def _endless(name: str, seconds: float, doing: str) -> UnusableTemplate:
+    what = doing or "what a conversation may hold"
+    return UnusableTemplate(
+        Fault.ENDLESS,
+        f"template {name!r} was still rendering {what} after {seconds:g} s and was stopped: a loop in it does not end, "
+        "or runs far too often",
+    )
+
+
+def _import_path() -> str:
+    """Where the process finds this package, whatever folder it starts in."""
+    own = str(Path(__file__).parents[3])
+    return os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))
+
+
+# --- the other side
+
+
+def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that is asked about a template, in this process.
+
+    Raises:
+        UnusableTemplate: it cannot be used.
+    """
+    template = ChatTemplate(request["text"], name=request["name"], variables=request["variables"])
+    _say({"doing": "a question or a call"})
+    renderer = usable_renderer(template, request["options"], datetime.fromisoformat(request["now"]))
+    _say({"doing": "conversations of several turns"})
+    profile = profile_of(renderer, wanted_bos=request["wanted_bos"])
+    answer = {"profile": profile.as_json()}
+    if "vocabulary" in request:
+        from runner.tokens.probing.appends import appends_answer
+
+        _say({"doing": "what may be appended to a turn"})
+        answer |= appends_answer(renderer, profile, request["vocabulary"])
+    return answer
+
+
+_speaking = threading.local()
+
+
+def _say(line: Mapping[str, Any]) -> None:
+    """Tell the process that asked; nobody where this is that process."""
+    if getattr(_speaking, "out", False):
+        print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    request = json.loads(sys.stdin.buffer.read())
+    memory = MEMORY * (2 if request.get("vocabulary") else 1)  # a large vocabulary takes as much again
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    # The alarm's own action ends this process, inside a C function too, and when whoever asked is long gone.
+    signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
+    _speaking.out = True
+    try:
+        answer = answer_to(request)
+    except UnusableTemplate as error:
+        _say({"fault": error.fault, "message": str(error)})
+    except DeltarunnerError as error:
+        _say({"error": type(error).__name__, "message": str(error)})
+    except MemoryError:
+        limit = f"{memory >> 30} GiB"
+        _say({"fault": Fault.TOO_BIG, "message": f"template {request['name']!r} takes more than {limit} of memory"})
+    else:
+        _say({"answer": answer})
+
+
+if __name__ == "__main__":
+    main()

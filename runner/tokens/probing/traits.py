@@ -1,0 +1,302 @@
+"""Finds a template's traits: renders small conversations and looks at where their words come out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import cast
+
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+
+from runner.messages import Message
+from runner.tokens.bridging.markers import common_length
+from runner.tokens.bridging.refusal import Property, Unbridgeable
+from runner.tokens.bridging.tail import TailMaker
+from runner.tokens.control_text import special_tokens
+from runner.tokens.probing.probe_messages import (
+    AGAIN,
+    AGAIN_ASKED,
+    ANSWER,
+    ANSWERED,
+    ASKED,
+    CALL,
+    KEY,
+    QUESTION,
+    RETURNED,
+    THOUGHT,
+    TOLD,
+    TOOL,
+    TOOLS,
+    VALUE,
+    VARIED,
+    Probe,
+    View,
+    calling,
+    result,
+)
+from runner.tokens.probing.profile import (
+    Arguments,
+    Bos,
+    Literals,
+    NullContent,
+    PromptReasoning,
+    Reasoning,
+    Results,
+    SystemMidRun,
+    SystemPlace,
+    TemplateProfile,
+    ToolsPlace,
+)
+from runner.tokens.probing.turn_ends import close_after_call, closes
+from runner.tokens.template import Renderer
+from runner.tokens.template import _Generation as GenerationTag
+
+__all__ = ["options_of", "profile_of"]
+
+
+def profile_of(renderer: Renderer, *, wanted_bos: str = "") -> TemplateProfile:
+    """The profile of a template that renders a plain question.
+
+    Args:
+        renderer: the template with its options and its clock fixed.
+        wanted_bos: the token that the vocabulary would begin every text with, or "".
+    """
+    probe = Probe(renderer)
+    close, at_end, separator, openers = closes(probe)
+    return TemplateProfile(
+        bos=_bos(probe, wanted_bos),
+        default_system=_default_system(probe),
+        clock=_clock(probe),
+        options=options_of(renderer),
+        generation_prompt=TailMaker(renderer).generation_prompt,
+        prompt_reasoning=_prompt_reasoning(probe),
+        opened_twice=_opened_twice(renderer),
+        close=close,
+        close_at_end=at_end,
+        close_after_call=close_after_call(probe, at_end),
+        separator=separator,
+        stop_opens_next=openers,
+        reasoning=_reasoning(probe, {**ANSWER, "reasoning_content": THOUGHT}),
+        inline_reasoning=_reasoning(
+            probe, {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWERED}"}
+        ),
+        tools=_tools_place(probe),
+        calls_shown=_calls_shown(probe),
+        results_shown=probe.shows(RETURNED, QUESTION, CALL, result(), tools=True, asking=True),
+        parallel_results=_parallel_results(probe),
+        arguments=_arguments(probe),
+        literals=_literals(probe),
+        null_content=_null_content(probe),
+        system=_system_place(probe),
+        system_mid_run=_system_mid_run(probe),
+        trimmed=_trimmed(probe),
+    )
+
+
+def options_of(renderer: Renderer) -> tuple[str, ...]:
+    """Names that the template reads and nobody gives, sorted."""
+    environment = jinja2.Environment(extensions=[GenerationTag, jinja2.ext.loopcontrols])
+    tree = environment.parse(renderer.template.text)
+    read = jinja2.meta.find_undeclared_variables(tree) - _GIVEN - renderer.template.variables.keys()
+    # A name that is set in one branch and read after it counts as read, though it is the template's own.
+    own = {name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "store"}
+    return tuple(sorted(name for name in read if name not in own or _heeded(renderer, name)))
+
+
+def _heeded(renderer: Renderer, name: str) -> bool:
+    """Giving a value to a name that the template sets itself changes a text."""
+    before = {**renderer.options}
+    before.pop(name, None)
+    texts: set[tuple[str | None, ...]] = set()
+    for options in (before, *({**before, name: value} for value in (True, False, TOLD))):
+        probe = Probe(renderer.template.renderer(options, renderer.now))
+        texts.add(tuple(probe.text(*messages, tools=True, asking=True) for messages in VARIED))
+    return len(texts) > 1
+
+
+_GIVEN = frozenset({
+    "messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception",
+    "bos_token", "eos_token", "pad_token", "unk_token", "namespace", "range", "dict", "lipsum", "cycler", "joiner",
+    "null", "undefined",  # which some authors take for words of jinja2
+})  # fmt: skip
+
+
+# --- how a text begins
+
+
+def _bos(probe: Probe, wanted: str) -> Bos:
+    text = (probe.text(QUESTION, asking=True) or "").lstrip()
+    known = (wanted, probe.renderer.template.variables.get("bos_token", ""), *_KNOWN_BOS)
+    bos = next((token for token in known if token and text.startswith(token)), "")
+    if not bos:
+        return Bos.MISSING if wanted else Bos.NOT_WRITTEN
+    return Bos.TWICE if text[len(bos) :].lstrip().startswith(bos) else Bos.WRITTEN
+
+
+_KNOWN_BOS = (
+    "<s>",
+    "<bos>",
+    "<BOS>",
+    "<|begin_of_text|>",
+    "<|startoftext|>",
+    "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
+)
+
+
+def _default_system(probe: Probe) -> str:
+    """What stands before the first question and not before a second one, control tokens and role names left out."""
+    first = (probe.text(QUESTION, asking=True) or "").partition(ASKED)[0]
+    second = probe.between(ANSWERED, AGAIN, QUESTION, ANSWER, AGAIN_ASKED)
+    opener = common_length(first[::-1], second[::-1])
+    words = first[: len(first) - opener]
+    for token in special_tokens(words):
+        words = words.replace(token, " ")
+    words = re.sub(r"^\W*(?:system|SYSTEM|System|developer)\b\W?", "", words).strip()
+    return words if re.search(r"[^\W_]{2,}\s+[^\W_]{2,}", words) else ""
+
+
+def _clock(probe: Probe) -> bool:
+    renderer = probe.renderer
+    now = renderer.now
+    # Another year, month, day, weekday and hour.
+    other = renderer.template.renderer(
+        renderer.options, datetime(now.year - 3, now.month % 12 + 1, now.day % 27 + 2, 1)
+    )
+    return any(
+        probe.text(QUESTION, tools=tools, asking=True) != Probe(other).text(QUESTION, tools=tools, asking=True)
+        for tools in (False, True)
+    )
+
+
+def _prompt_reasoning(probe: Probe) -> PromptReasoning:
+    asked = probe.between(ASKED, "", QUESTION, asking=True).rstrip()
+    if re.search(r"<think(?:ing)?>$|\[THINK\]$|<\|?seed:think>$|<\|inner_prefix\|>$", asked):
+        return PromptReasoning.OPENED
+    if re.search(r"<think>\s*</think>$|\[THINK\]\s*\[/THINK\]$", asked):
+        return PromptReasoning.EMPTY
+    return PromptReasoning.LEFT_OPEN
+
+
+def _opened_twice(renderer: Renderer) -> bool:
+    maker = TailMaker(renderer)
+    conversations = ([QUESTION], [QUESTION, ANSWER, AGAIN_ASKED], [QUESTION, CALL, result()])
+    for conversation in conversations:
+        try:
+            messages = cast("list[Message]", conversation)
+            maker.asks_as_usual(maker.render(messages, TOOLS), messages[-1])
+        except Unbridgeable as refusal:
+            if refusal.property is Property.OPENED_ONCE:
+                return True
+    return False
+
+
+# --- what is shown
+
+
+def _reasoning(probe: Probe, turn: View) -> Reasoning:
+    if probe.shows(THOUGHT, QUESTION, turn, AGAIN_ASKED, asking=True):
+        return Reasoning.KEPT
+    return Reasoning.ONLY_LAST if probe.shows(THOUGHT, QUESTION, turn) else Reasoning.NOT_SHOWN
+
+
+def _tools_place(probe: Probe) -> ToolsPlace:
+    if not probe.shows(TOOL, QUESTION, tools=True, asking=True):
+        return ToolsPlace.NOT_SHOWN
+    text = probe.text(QUESTION, ANSWER, AGAIN_ASKED, tools=True, asking=True) or ""
+    answer = text.find(ANSWERED)
+    return ToolsPlace.MOVES if 0 <= answer < text.rfind(TOOL) else ToolsPlace.FIRST
+
+
+def _calls_shown(probe: Probe) -> bool:
+    """Shown as the last turn, or, where that is dropped, with its result behind."""
+    return any(
+        probe.shows(VALUE, QUESTION, CALL, *answered, tools=tools)
+        for answered in ((), (result(),))
+        for tools in (False, True)
+    )
+
+
+def _parallel_results(probe: Probe) -> Results:
+    before = (QUESTION, calling({KEY: VALUE}, count=2), result(0))
+    last = "zqsecondz"
+    one, both = probe.text(*before, tools=True), probe.text(*before, result(1, last), tools=True)
+    if both is None or last not in both or RETURNED not in both:
+        return Results.NOT_SHOWN
+    return Results.ONE_BY_ONE if one is not None and both.startswith(one) else Results.TOGETHER
+
+
+def _arguments(probe: Probe) -> Arguments:
+    if probe.renderer.text_arguments:
+        return Arguments.STRING
+    if not probe.shows(VALUE, QUESTION, CALL, result(), tools=True):
+        return Arguments.NEITHER
+    written = json.dumps({KEY: VALUE})
+    text = probe.text(QUESTION, calling(written), result(), tools=True) or ""
+    return Arguments.EITHER if VALUE in text and json.dumps(written)[1:-1] not in text else Arguments.OBJECT
+
+
+def _literals(probe: Probe) -> Literals:
+    turn = calling({KEY: VALUE, "flag": True, "nothing": None})
+    text = probe.text(QUESTION, turn) or probe.text(QUESTION, turn, tools=True) or ""
+    call = text[text.rfind(VALUE) :] if VALUE in text else ""
+    if re.search(r"\bTrue\b|\bNone\b", call):
+        return Literals.PYTHON
+    return Literals.JSON if call else Literals.NOT_SHOWN
+
+
+def _null_content(probe: Probe) -> NullContent:
+    shown = probe.text(QUESTION, CALL, result(), tools=True)
+    null = calling({KEY: VALUE}, content=None)
+    if probe.renderer.null_content:
+        return NullContent.NEEDED
+    if shown is None:
+        null, shown = {"role": "assistant", "content": None}, ""
+        text = probe.text(QUESTION, null, AGAIN_ASKED)
+    else:
+        text = probe.text(QUESTION, null, result(), tools=True)
+    if text is None:
+        return NullContent.RAISES
+    written = len(re.findall(r"\bNone\b", text)) > len(re.findall(r"\bNone\b", shown))
+    return NullContent.WRITTEN if written else NullContent.ACCEPTED
+
+
+def _system_place(probe: Probe) -> SystemPlace:
+    text = probe.text({"role": "system", "content": TOLD}, QUESTION, ANSWER, AGAIN_ASKED, asking=True)
+    if text is None:
+        return SystemPlace.REFUSED
+    if TOLD not in text:
+        return SystemPlace.DROPPED
+    return SystemPlace.MOVES if 0 <= text.find(ANSWERED) < text.index(TOLD) else SystemPlace.FIRST
+
+
+def _system_mid_run(probe: Probe) -> SystemMidRun:
+    text = probe.text(QUESTION, ANSWER, {"role": "system", "content": TOLD}, AGAIN_ASKED, asking=True)
+    if text is None:
+        return SystemMidRun.REFUSED
+    if TOLD not in text:
+        return SystemMidRun.DROPPED
+    return SystemMidRun.KEPT if text.index(TOLD) > text.find(ANSWERED) else SystemMidRun.MOVED
+
+
+def _trimmed(probe: Probe) -> tuple[str, ...]:
+    def padded(message: View, word: str) -> View:
+        return {**message, "content": f" \n {word} \n "}
+
+    system: View = {"role": "system", "content": ""}
+    conversations: Mapping[str, tuple[str, Sequence[View]]] = {
+        "system": (TOLD, [padded(system, TOLD), QUESTION]),
+        "user": (ASKED, [padded(QUESTION, ASKED)]),
+        "assistant": (ANSWERED, [QUESTION, padded(ANSWER, ANSWERED), AGAIN_ASKED]),
+        "tool": (RETURNED, [QUESTION, CALL, padded(result(), RETURNED)]),
+    }
+    found = []
+    for role, (word, messages) in conversations.items():
+        text = probe.text(*messages, tools=role == "tool", asking=True) or ""
+        quoted = json.dumps(f" \n {word} \n ")[1:-1]
+        if word in text and f" \n {word} \n " not in text and quoted not in text:
+            found.append(role)
+    return tuple(found)

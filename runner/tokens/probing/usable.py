@@ -1,0 +1,101 @@
+"""Whether a chat template can be used at all: it compiles, renders a plain question, and opens the answer once."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, cast
+
+import jinja2
+
+from runner.errors import BadTemplate
+from runner.messages import Message
+from runner.tokens.bridging.refusal import Property, Unbridgeable
+from runner.tokens.bridging.tail import TailMaker
+from runner.tokens.probing.probe_messages import QUESTION
+from runner.tokens.probing.traits import options_of
+from runner.tokens.template import ChatTemplate, Renderer, TemplateRaised
+
+__all__ = ["Fault", "UnusableTemplate", "usable_renderer"]
+
+
+class Fault(enum.StrEnum):
+    """Why a template cannot be used."""
+
+    NOT_JINJA = "does_not_compile"
+    ENDLESS = "never_ends"  # it was still rendering at the time limit
+    TOO_BIG = "too_much_memory"
+    VARIABLE_MISSING = "variable_missing"  # it needs a name that nobody gives
+    RAISES = "raises"  # on a plain question
+    QUESTION_MISSING = "question_not_shown"  # it renders nothing, or nothing of the question
+    OPENED_TWICE = "assistant_opened_twice"
+    FAILED = "failed"  # in a way that was not foreseen
+
+
+class UnusableTemplate(BadTemplate):
+    """The template serves no conversation.
+
+    Attributes:
+        fault: why.
+    """
+
+    def __init__(self, fault: Fault, message: str) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+def usable_renderer(template: ChatTemplate, options: Mapping[str, Any], now: datetime) -> Renderer:
+    """The renderer of a template that renders a plain question.
+
+    Raises:
+        UnusableTemplate: it does not; the message says what to do.
+    """
+    try:
+        renderer = template.renderer(options, now)
+    except BadTemplate as error:
+        raise UnusableTemplate(Fault.NOT_JINJA, str(error)) from error
+    try:
+        text = renderer.render([QUESTION])
+    except TemplateRaised as error:
+        raise _raised(renderer, error) from error
+    if QUESTION["content"] not in text:
+        what = "nothing of a plain question" if text.strip() else "nothing"
+        raise UnusableTemplate(
+            Fault.QUESTION_MISSING,
+            f"template {template.name!r} renders {what}: it reads messages in another form than role and content as "
+            "text, or is no chat template",
+        )
+    _check_opened_once(renderer, text)
+    return renderer
+
+
+def _raised(renderer: Renderer, error: TemplateRaised) -> UnusableTemplate:
+    cause, name = error.__cause__, renderer.template.name
+    if isinstance(cause, jinja2.UndefinedError):
+        missing = next((each for each in options_of(renderer) if f"'{each}' is undefined" in str(cause)), None)
+        if missing is not None:
+            return UnusableTemplate(
+                Fault.VARIABLE_MISSING,
+                f"template {name!r} needs {missing!r}, which nobody gives it: --template-option {missing}=...",
+            )
+    return UnusableTemplate(
+        Fault.RAISES, f"template {name!r} fails on a plain question, which every conversation begins with: {cause}"
+    )
+
+
+def _check_opened_once(renderer: Renderer, text: str) -> None:
+    maker = TailMaker(renderer)
+    asked = maker.generation_prompt
+    half = asked[: len(asked) // 2]
+    doubled = bool(half.strip()) and asked == half * 2
+    try:
+        maker.asks_as_usual(text, cast("Message", QUESTION))
+    except Unbridgeable as refusal:
+        doubled = doubled or refusal.property is Property.OPENED_ONCE
+    if doubled:
+        raise UnusableTemplate(
+            Fault.OPENED_TWICE,
+            f"template {renderer.template.name!r} opens the assistant's turn twice, once of itself and once as the "
+            f"generation prompt ({asked!r}): take one of them out",
+        )

@@ -1,0 +1,157 @@
+"""Whether the episodes of a run file fit one another: none missing, none there twice, and the summary counts these."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final
+
+from runner.store.database import open_reader, storage_faults
+from runner.store.header import Header
+from runner.store.json_values import decode_json, decode_text
+from runner.trajectory import Outcome
+from runner.verify.differences import Difference, Kind
+
+__all__ = ["first_misfit", "launch_difference"]
+
+
+def _names(outcomes: Iterator[Outcome]) -> str:
+    return ", ".join(f"'{outcome.value}'" for outcome in outcomes)
+
+
+_AGAIN: Final = _names(outcome for outcome in Outcome if outcome.played_again(failed=True))
+_UNFINISHED: Final = _names(outcome for outcome in Outcome if outcome.cut_short)
+
+_SAME_PLACE: Final = (
+    "other.task_id = this.task_id AND other.visit = this.visit AND other.group_index = this.group_index"
+)
+_OF_ALL_AGENTS: Final = ("outcome", "limit_name", "limit_agent", "reason", "error", "metrics", "seed", "superseded")
+_DISAGREE: Final = " OR ".join(f"count(DISTINCT {column}) > 1" for column in _OF_ALL_AGENTS)
+
+# Each selects the episodes, or tasks, of which something is wrong.
+_MISFITS: Final = (
+    ("SELECT '' AS id FROM segments WHERE episode NOT IN (SELECT key FROM episodes)", "segments of no episode"),
+    ("SELECT '' AS id FROM turns WHERE episode NOT IN (SELECT key FROM episodes)", "turns of no episode"),
+    (
+        "SELECT id FROM tasks AS task WHERE NOT EXISTS "
+        "(SELECT 1 FROM episodes WHERE task_id = task.id AND episodes.visit = task.visit)",
+        "a task was begun, and none of its episodes is there",
+    ),
+    (
+        "SELECT id FROM episodes WHERE group_index NOT BETWEEN 0 AND :group_size - 1",
+        "its index is none of a group of the run's size",
+    ),
+    (
+        "SELECT id FROM episodes GROUP BY task_id, visit, group_index "
+        "HAVING min(attempt) > 0 OR count(DISTINCT attempt) <= max(attempt)",
+        "an earlier attempt is missing",
+    ),
+    (
+        "SELECT id FROM episodes AS this WHERE NOT superseded AND EXISTS "
+        f"(SELECT 1 FROM episodes AS other WHERE {_SAME_PLACE} AND other.attempt > this.attempt)",
+        "two of its attempts are results of the run",
+    ),
+    (
+        f"SELECT id FROM episodes WHERE superseded AND outcome NOT IN ({_AGAIN})",
+        "it is no result of the run, and nothing was wrong with it",
+    ),
+    (
+        "SELECT id FROM episodes AS this WHERE superseded AND (SELECT complete FROM run) AND NOT EXISTS "
+        f"(SELECT 1 FROM episodes AS other WHERE {_SAME_PLACE} AND NOT other.superseded)",
+        "none of its attempts is a result of the run, which is complete",
+    ),
+    (
+        f"SELECT id FROM episodes GROUP BY task_id, visit, group_index, attempt HAVING {_DISAGREE}",
+        "its agents do not agree on how it ended",
+    ),
+    (
+        "SELECT id FROM episodes WHERE launch NOT IN (SELECT number FROM launches)",
+        "it was written by a launch that there was not",
+    ),
+)
+
+_COUNTED: Final = f"FROM episodes WHERE NOT superseded AND outcome NOT IN ({_UNFINISHED})"
+
+
+def first_misfit(path: Path, header: Header) -> Difference | None:
+    """The first thing of the file at `path` in which its episodes do not fit one another, or None.
+
+    A run that is being written is looked at as it is at one moment.
+
+    Args:
+        path: the run file.
+        header: of the run.
+    """
+    with storage_faults(path), closing(open_reader(path)) as connection:
+        connection.execute("BEGIN")
+        for statement, explanation in _MISFITS:
+            row = connection.execute(f"{statement} LIMIT 1", {"group_size": header.group_size}).fetchone()
+            if row is not None:
+                return Difference(kind=Kind.EPISODES, explanation=explanation, episode=decode_text(row["id"]))
+        return _miscount(connection)
+
+
+def _miscount(connection: sqlite3.Connection) -> Difference | None:
+    """What the summary of a complete run counts otherwise."""
+    complete, text = connection.execute("SELECT complete, summary FROM run").fetchone()
+    if not complete:
+        return None
+    try:
+        summary = decode_json(text)
+        for keys, held in _counts(connection, summary):
+            told = _told(summary, keys)
+            if not math.isclose(told, held, rel_tol=1e-6, abs_tol=1e-9):
+                return _of_the_summary(f"the summary of the complete run has other {' '.join(keys)}", told, held)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        return _of_the_summary(f"a complete run has no summary that can be read ({error})", text, "")
+    return None
+
+
+def _of_the_summary(explanation: str, stored: object, derived: object) -> Difference:
+    return Difference(kind=Kind.EPISODES, explanation=explanation, stored=str(stored), derived=str(derived))
+
+
+def _counts(connection: sqlite3.Connection, summary: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], float]]:
+    """What the rows hold, by the keys under which a summary tells it."""
+    episodes = f"SELECT DISTINCT task_id, visit, group_index, outcome {_COUNTED}"
+    outcomes = dict(connection.execute(f"SELECT outcome, count(*) FROM ({episodes}) GROUP BY outcome").fetchall())
+    yield ("episodes",), sum(outcomes.values())
+    for outcome in sorted({*outcomes, *summary["outcomes"]}):
+        yield ("outcomes", outcome), outcomes.get(outcome, 0)
+    totals = connection.execute(f"SELECT total(turns), total(sampled), total(prompted) {_COUNTED}").fetchone()
+    yield from zip((("turns",), ("tokens", "sampled"), ("tokens", "prompt")), totals, strict=True)
+    rewards = f"SELECT agent, count(reward), avg(reward) {_COUNTED} AND trained GROUP BY agent HAVING count(reward)"
+    for agent, count, mean in connection.execute(rewards) if "agents" in summary else ():
+        yield ("agents", decode_text(agent), "count"), count
+        yield ("agents", decode_text(agent), "mean"), mean
+
+
+def _told(summary: Mapping[str, Any], keys: tuple[str, ...]) -> float:
+    """What the summary says there; 0 where it says nothing."""
+    value: Any = summary
+    for key in keys:
+        value = value.get(key, {})
+    return value or 0
+
+
+def launch_difference(path: Path, header: Header) -> Difference | None:
+    """The first launch of a file whose configuration could not have gone on with the run."""
+    with storage_faults(path), closing(open_reader(path)) as connection:
+        for number, text in connection.execute("SELECT number, header FROM launches ORDER BY number"):
+            try:
+                changes = header.refused(Header.from_json(text))
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                return Difference(
+                    kind=Kind.HEADER, explanation=f"the header of launch {number} is damaged ({error})", stored=text
+                )
+            if changes:
+                return Difference(
+                    kind=Kind.HEADER,
+                    explanation=f"launch {number} had another configuration than the run: {changes[0].path}",
+                    stored=str(changes[0].new),
+                    derived=str(changes[0].old),
+                )
+    return None

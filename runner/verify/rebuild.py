@@ -1,0 +1,347 @@
+"""Verification: every prompt of a trajectory made again from its messages and its sampled ids, and compared.
+
+Messages and sampled ids are what a trajectory is made from; everything else of it follows. The first prompt of a
+segment is the render of its first messages, a bridge is what the template puts between a turn and the messages after
+it, and a turn says what its ids decode to. Whatever does not follow is a `Difference`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from datetime import datetime
+from typing import Any, cast
+
+from runner.engines.base import Engine, FinishReason
+from runner.episode.model import ChatModel
+from runner.episode.parsed_turn import View, text_of
+from runner.episode.prompting import RETRY, followed_junction, forked_junction
+from runner.episode.sampling import StopStrings
+from runner.messages import Message, as_messages
+from runner.options import History, HistoryPolicy
+from runner.parsing.reasoning import is_open
+from runner.store.json_values import encode_json
+from runner.tokens.bridging.refusal import Unbridgeable
+from runner.tokens.junction import Junction
+from runner.tokens.log import Source
+from runner.tokens.template import ChatTemplate
+from runner.tokens.tokenizer import Tokenizer
+from runner.tools.tool import Tool
+from runner.trajectory import Segment, Trajectory, Turn
+from runner.verify.differences import Comparison, Difference, Found, Ids, Kind, Spoken, first_other
+
+__all__ = ["first_difference", "stored_chat"]
+
+
+def stored_chat(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    *,
+    stop_ids: Iterable[int],
+    options: Mapping[str, Any],
+    now: datetime,
+    history: History,
+) -> ChatModel:
+    """The chat model of a run whose engine is not running: it makes prompts and reads turns, and samples nothing."""
+    engine = _Vocabulary(tokenizer, template, tuple(stop_ids))
+    return ChatModel(cast("Engine", engine), options=options, now=now, history=history)
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """As much of an engine as prompts are made with."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    stop_ids: tuple[int, ...]
+
+
+def first_difference(trajectory: Trajectory, chat: ChatModel) -> Difference | None:
+    """The first thing of `trajectory` that does not follow from its messages and its sampled ids, or None.
+
+    Every prompt is rendered whole. Messages at the end that the model never saw are not looked at.
+
+    Args:
+        trajectory: of any agent, with any outcome.
+        chat: the model that spoke for this agent; see `stored_chat`.
+    """
+    try:
+        _Check(trajectory, chat).run()
+    except Found as found:
+        return found.difference
+    return None
+
+
+@dataclass(slots=True)
+class _Part:
+    """A segment as it is checked.
+
+    Attributes:
+        segment: the segment.
+        turns: that were sampled in it, in order.
+        spoken: where its assistant messages are that were sampled here, as indices into `seen`.
+        seen: the messages that were put before the model, and those that it said.
+    """
+
+    segment: Segment
+    turns: list[Turn]
+    seen: list[Message]
+    spoken: list[int]
+
+    @property
+    def prompt(self) -> list[Message]:
+        """The messages of the first prompt."""
+        return self.seen[: self.spoken[0]]
+
+
+class _Check:
+    """One trajectory, from its first id to its last; raises `Found` at the first difference."""
+
+    def __init__(self, trajectory: Trajectory, chat: ChatModel) -> None:
+        self._trajectory = trajectory
+        self._chat = chat
+        self._calls = 0
+        self._junction: Junction | None = None  # of the bridge that was made last
+        self._done: list[_Part] = []
+        self._compare = Comparison(trajectory, chat.tokenizer.decode)
+
+    def run(self) -> None:
+        for number, segment in enumerate(self._trajectory.segments):
+            self._compare.segment, self._compare.turn = number, None
+            turns = [turn for turn in self._trajectory.turns if turn.segment == number]
+            self._check_layout(segment, turns)
+            part = _Part(segment, turns, *self._seen(segment, turns))
+            if turns:
+                self._check_first_prompt(part)
+                self._check_turns(part)
+            self._done.append(part)
+
+    # --- what stands where
+
+    def _check_layout(self, segment: Segment, turns: Sequence[Turn]) -> None:
+        ids, length = segment.log.ids, len(segment.log)
+        ends = [0, *(turn.end for turn in turns)]
+        for turn, before in zip(turns, ends, strict=False):
+            self._compare.turn = turn.number
+            if not before <= turn.start <= turn.end <= length or not turn.start:
+                self._compare.differ(
+                    Kind.LAYOUT, f"ids {turn.start} to {turn.end} of {length} cannot follow id {before}"
+                )
+        if ends[-1] != length:
+            self._compare.differ(Kind.LAYOUT, f"{length - ends[-1]} ids belong to no turn", index=ends[-1])
+        below = next((index for index, token_id in enumerate(ids) if token_id < 0), None)
+        if below is not None:
+            self._compare.differ(Kind.LAYOUT, f"{ids[below]} is no token id", index=below)
+        self._check_sources(segment, turns)
+        self._compare.turn = None
+
+    def _check_sources(self, segment: Segment, turns: Sequence[Turn]) -> None:
+        sources = array("b")
+        taken_back = self._taken_back(turns)
+        for turn in turns:
+            given = Source.BRIDGE if sources else Source.PROMPT
+            sources.extend(array("b", [given]) * (turn.start - len(sources)))
+            said = Source.SAMPLED if taken_back is None or turn.start < taken_back else Source.RETRIED
+            sources.extend(array("b", [said]) * (turn.end - turn.start))
+        if segment.log.sources != sources:
+            at = first_other(segment.log.sources, sources)
+            stored, derived = (_source(each, at) for each in (segment.log.sources, sources))
+            self._compare.turn = next((turn.number for turn in turns if at < turn.end), None)
+            self._compare.differ(Kind.LAYOUT, "the source of an id", index=at, stored=stored, derived=derived)
+
+    def _taken_back(self, turns: Sequence[Turn]) -> int | None:
+        """The first id of what was said last, where the next segment plays that again."""
+        following = self._trajectory.segments[len(self._done) + 1 :]
+        again = bool(following) and following[0].cause == RETRY
+        return _speeches(turns)[-1].start if turns and again else None
+
+    def _seen(self, segment: Segment, turns: Sequence[Turn]) -> tuple[list[Message], list[int]]:
+        """The messages that the model saw or said, and which of them it said in this segment.
+
+        No assistant message comes to a segment but by a turn, so those of the turns are the last ones.
+        """
+        try:
+            messages = as_messages(segment.messages)
+        except TypeError as error:
+            self._compare.differ(Kind.MESSAGE, str(error))
+        seen = messages[: len(messages) - segment.unseen]
+        last = len(self._done) == len(self._trajectory.segments) - 1
+        if segment.unseen and not last:
+            self._compare.differ(
+                Kind.MESSAGE, "messages that the model never saw stand in a segment that is not the last"
+            )
+        said = [index for index, message in enumerate(seen) if message["role"] == "assistant"]
+        speeches = len(_speeches(turns))
+        if len(said) < speeches:
+            self._compare.differ(Kind.LAYOUT, f"{speeches} turns have {len(said)} assistant messages")
+        if len(seen) > (said[-1] + 1 if speeches else 0):
+            self._compare.differ(
+                Kind.MESSAGE, "messages behind the last turn are not among those that the model never saw"
+            )
+        return seen, said[len(said) - speeches :]
+
+    # --- prompts
+
+    def _check_first_prompt(self, part: _Part) -> None:
+        first = part.turns[0]
+        self._compare.turn = first.number
+        if part.segment.cause == RETRY:
+            derived: Ids = self._retried(part)
+        else:
+            make = self._chat.bridger.first_prompt
+            derived = self._made(Kind.FIRST_PROMPT, lambda: make(part.prompt, part.segment.tools))
+        self._compare.ids(Kind.FIRST_PROMPT, part.segment.log.ids[: first.start], derived, 0)
+        begun = part.segment.cause == "start"
+        self._check_junction(first, None if begun else forked_junction(part.segment.cause))
+
+    def _check_junction(self, turn: Turn, made: Junction | None) -> None:
+        stored = turn.junction
+        if made != stored:
+            was, becomes = ("none" if each is None else "/".join(map(str, astuple(each))) for each in (stored, made))
+            self._compare.differ(Kind.JUNCTION, "the record of its junction", stored=was, derived=becomes)
+
+    def _retried(self, part: _Part) -> Ids:
+        """The prompt of what was said last in the segment before, which this one plays again."""
+        before = self._done[-1] if self._done else None
+        if before is None or not before.turns:
+            self._compare.differ(Kind.LAYOUT, "there is no turn before that could be played again")
+        asked = before.seen[: before.spoken[-1]]
+        if encode_json(asked) != encode_json(part.prompt):
+            self._compare.differ(Kind.MESSAGE, "the turn that is played again was asked something else")
+        return _speeches(before.turns)[-1].prompt_ids
+
+    def _bridge(self, part: _Part, before: Turn, said: int, next_said: int) -> Ids:
+        history, new = part.seen[: said + 1], part.seen[said + 1 : next_said]
+        if not new:
+            self._compare.differ(Kind.LAYOUT, "no message stands between this turn and the one before it")
+        if self._chat.history.policy is HistoryPolicy.FORK:
+            return self._followed(part, before, [*history, *new])
+        return self._made(Kind.BRIDGE, lambda: self._appended(part.segment, before, history, new))
+
+    def _appended(self, segment: Segment, before: Turn, history: Sequence[Message], new: Sequence[Message]) -> Ids:
+        # A stand-in for the history would prove nothing.
+        tail = self._chat.bridger.locality.full(history, new, segment.tools)
+        bridge = self._chat.bridge(before, history, new, segment.tools, tail)
+        self._junction = bridge.junction
+        return bridge.ids
+
+    def _made_junction(self, turn: Turn, before: Turn, inserted: int) -> Junction:
+        junction = self._junction
+        if junction is None:  # a followed template's
+            junction = followed_junction(self._chat, turn.log.ids, before, inserted)
+        if before.dropped and self._chat.history.policy is not HistoryPolicy.FORK:
+            junction = replace(junction, dropped=before.dropped, cause="stop_string")
+        return junction
+
+    def _followed(self, part: _Part, before: Turn, messages: Sequence[Message]) -> Ids:
+        """What the render of everything has behind the turn, where a template is followed."""
+        bridger, tools = self._chat.bridger, part.segment.tools
+        whole = self._made(Kind.BRIDGE, lambda: bridger.first_prompt(messages, tools))
+        self._compare.ids(Kind.BRIDGE, part.segment.log.ids[: before.end], whole[: before.end], 0)
+        return whole[before.end :]
+
+    def _made(self, kind: Kind, make: Callable[[], Ids]) -> Ids:
+        try:
+            return make()
+        except Unbridgeable as error:
+            self._compare.differ(kind, f"no prompt can be made of the messages: {error}")
+        # What malformed messages raise; no author could have added them.
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            self._compare.differ(Kind.MESSAGE, f"the messages cannot be rendered: {type(error).__name__}: {error}")
+
+    # --- what was said
+
+    def _check_turns(self, part: _Part) -> None:
+        speech, begin, calls_before = -1, 0, self._calls
+        for before, turn, after in zip([None, *part.turns], part.turns, [*part.turns[1:], None], strict=False):
+            self._compare.turn = turn.number
+            if _continues(before, turn):
+                self._calls = calls_before
+            else:
+                speech, begin, calls_before = speech + 1, turn.start, self._calls
+                if before is not None:
+                    derived = self._bridge(part, before, part.spoken[speech - 1], part.spoken[speech])
+                    self._compare.ids(Kind.BRIDGE, turn.log.ids[before.end : turn.start], derived, before.end)
+                    self._check_junction(turn, self._made_junction(turn, before, len(derived)))
+            spoken = Spoken(turn, begin, self._said(turn, begin))
+            view = self._check_view(part.segment, spoken)
+            self._calls += len(view.tool_calls)
+            if not _continues(turn, after):
+                self._check_message(part.seen[part.spoken[speech]], view, spoken)
+
+    def _check_view(self, segment: Segment, spoken: Spoken) -> View:
+        turn, chat = spoken.turn, self._chat
+        thinking = chat.closing_stop(turn) is None and is_open(spoken.text, opened=chat.opens_reasoning)
+        if thinking != turn.thinking:
+            cut = "was" if thinking else "was not"
+            self._compare.differ(Kind.TURN, f"it {cut} cut inside its reasoning", index=spoken.begin)
+        tools = _as_tools(segment)
+        view = View.of(spoken.text, chat, tools, before=self._calls, tool_choice=turn.tool_choice)
+        stored = _parts(View(turn.text, turn.reasoning, turn.tool_calls))
+        for name, derived in _parts(view).items():
+            self._compare.text(Kind.TURN, f"its {name}", stored[name], derived, spoken)
+        return view
+
+    def _said(self, turn: Turn, begin: int) -> str:
+        """The text of what was said from `begin` on, without the stop."""
+        ids, decode = turn.log.ids, self._chat.tokenizer.decode
+        if turn.finish is not FinishReason.STOP or turn.stop is None:
+            if turn.start < turn.end and ids[turn.end - 1] in self._chat.stop_ids:
+                why = f"{turn.finish.value}, and its last id is a stop id"
+                self._compare.differ(Kind.STOP, f"it ended by {why}", index=turn.end - 1)
+            return text_of(ids[begin : turn.end], self._chat, stopped=False)
+        if isinstance(turn.stop, int):
+            if turn.start == turn.end or ids[turn.end - 1] != turn.stop:
+                at = max(turn.start, turn.end - 1)
+                self._compare.ids(Kind.STOP, ids[at : turn.end], [turn.stop], at)
+            return text_of(ids[begin : turn.end], self._chat, stopped=True)
+        stops = StopStrings(self._chat.tokenizer, [turn.stop])
+        if stops.feed(turn.token_ids) != turn.end - turn.start:
+            said = decode(turn.token_ids)
+            self._compare.differ(
+                Kind.STOP, "the stop string does not end it", index=turn.start, stored=turn.stop, derived=said
+            )
+        return decode(ids[begin : turn.start]) + stops.text
+
+    def _check_message(self, stored: Message, view: View, spoken: Spoken) -> None:
+        derived = view.as_message()
+        for key in ("content", "reasoning_content"):
+            one, other = str(stored.get(key, "")), str(derived.get(key, ""))
+            self._compare.text(Kind.MESSAGE, f"the message's {key}", one, other, spoken)
+        self._compare.text(Kind.MESSAGE, "the message", encode_json(stored), encode_json(derived), spoken)
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTool:
+    """As much of a tool as reading a call takes."""
+
+    name: str
+    parameters: Mapping[str, Any]
+
+
+def _as_tools(segment: Segment) -> list[Tool]:
+    functions = [tool["function"] for tool in segment.tools]
+    tools = [_StoredTool(function["name"], function.get("parameters") or {}) for function in functions]
+    return cast("list[Tool]", tools)
+
+
+def _speeches(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns that begin an assistant message: those that go on with one that was cut left out."""
+    return [turn for before, turn in zip([None, *turns], turns, strict=False) if not _continues(before, turn)]
+
+
+def _continues(before: Turn | None, turn: Turn | None) -> bool:
+    """The turn went on with one that was cut, with nothing put in between."""
+    return before is not None and turn is not None and before.end == turn.start
+
+
+def _source(sources: array[int], at: int) -> str:
+    if at >= len(sources):
+        return "none"
+    return Source(sources[at]).name.lower() if sources[at] in list(Source) else str(sources[at])
+
+
+def _parts(view: View) -> dict[str, str]:
+    """The parts of a view as text, by what people call them."""
+    return {"text": view.text, "reasoning": view.reasoning, "tool calls": encode_json(view.tool_calls)}

@@ -1,0 +1,192 @@
+"""What the records of a trajectory say of one another, and of the run's configuration.
+
+Prompts and turns follow from messages and sampled ids (`runner.verify.rebuild`). Beside these, seeds follow from the
+run's, a reward from its parts, and log-probabilities and weight versions belong to the sampled ids, one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from runner.engines.base import FinishReason
+from runner.episode.episode import MAIN, Place
+from runner.seeds import derive_seed
+from runner.store.header import Header
+from runner.tokens.log import VersionSpan
+from runner.trajectory import Outcome, Segment, Trajectory, Turn
+from runner.verify.differences import Comparison, Difference, Found, Kind
+
+__all__ = ["first_contradiction"]
+
+ABOVE_ZERO: Final = 1e-3
+"""A logarithm that was computed with 32 bits may come out so much above 0."""
+
+_LIMITS: Final[Mapping[Outcome, tuple[str, ...]]] = {
+    Outcome.COMPLETED: ("",),
+    Outcome.TURN_LIMIT: ("turns",),
+    Outcome.TOKEN_LIMIT: ("tokens", "max_tokens"),
+    Outcome.TIME_LIMIT: ("seconds",),
+    Outcome.CANCELLED: ("",),
+}
+
+
+def first_contradiction(trajectory: Trajectory, header: Header) -> Difference | None:
+    """The first record of `trajectory` that another one, or the configuration, says otherwise, or None.
+
+    Args:
+        trajectory: of any agent, with any outcome; its turns and ids fit one another (`first_difference`).
+        header: of its run.
+    """
+    try:
+        _Records(trajectory, header).check()
+    except Found as found:
+        return found.difference
+    return None
+
+
+class _Records:
+    """One trajectory; raises `Found` at the first contradiction."""
+
+    def __init__(self, trajectory: Trajectory, header: Header) -> None:
+        self._trajectory = trajectory
+        self._header = header
+        self._engine: Mapping[str, Any] = header.engines.get(trajectory.agent, header.engine)
+        self._compare = Comparison(trajectory, repr)
+
+    def check(self) -> None:
+        self._check_place()
+        self._check_outcome()
+        self._check_reward()
+        for number, segment in enumerate(self._trajectory.segments):
+            self._compare.segment = number
+            turns = [turn for turn in self._trajectory.turns if turn.segment == number]
+            self._check_logprobs(segment, turns)
+            self._check_versions(segment, turns)
+            self._check_names(segment)
+        for position, turn in enumerate(self._trajectory.turns):
+            self._compare.segment, self._compare.turn = turn.segment, turn.number
+            self._check_turn(turn, position)
+
+    def _differ(self, kind: Kind, what: str, stored: object, derived: object) -> None:
+        self._compare.differ(kind, what, stored=str(stored), derived=str(derived))
+
+    # --- the episode
+
+    def _check_place(self) -> None:
+        trajectory = self._trajectory
+        place = Place(task=trajectory.task, index=trajectory.index, visit=trajectory.visit)
+        if trajectory.id != place.id:
+            self._differ(Kind.EPISODES, "the episode's id is not that of its task and index", trajectory.id, place.id)
+        seed = derive_seed(self._header.seed, place.task.id, place.visit, place.index)
+        if trajectory.seed != seed:
+            self._differ(Kind.SEED, "the episode's seed does not follow from the run's", trajectory.seed, seed)
+        elsewhere = trajectory.agent in self._header.engines
+        if (trajectory.trained and elsewhere) or (trajectory.agent == MAIN and trajectory.trained == elsewhere):
+            self._differ(Kind.EPISODES, "whether the agent is trained", trajectory.trained, not elsewhere)
+
+    def _check_outcome(self) -> None:
+        trajectory, outcome = self._trajectory, self._trajectory.outcome
+        limits = _LIMITS.get(outcome)
+        if limits is not None and trajectory.limit not in limits:
+            self._differ(Kind.OUTCOME, f"{outcome.value} by another limit", trajectory.limit, " or ".join(limits))
+        if outcome is Outcome.COMPLETED and trajectory.error:
+            self._differ(Kind.OUTCOME, "it is completed, and says what went wrong", trajectory.error, "")
+        if outcome in (Outcome.ENV_ERROR, Outcome.TOKEN_ERROR) and not trajectory.error:
+            self._differ(Kind.OUTCOME, f"{outcome.value}, and nothing says what went wrong", "", "an error")
+
+    def _check_reward(self) -> None:
+        trajectory, weights = self._trajectory, self._header.weights
+        stored, rewards = trajectory.reward, trajectory.rewards
+        unscored = not (trajectory.outcome.scored and trajectory.turns) or not (
+            trajectory.trained or trajectory.agent == MAIN
+        )
+        if unscored and (rewards or stored is not None):
+            self._differ(Kind.REWARD, "it was not scored, and has a reward", rewards or stored, None)
+        unknown = ", ".join(rewards.keys() - weights.keys())
+        if unknown:
+            self._differ(Kind.REWARD, "a reward that the run does not have", unknown, ", ".join(weights))
+        known = [weights[name] * value for name, value in rewards.items() if value is not None]
+        derived = math.fsum(known) if known and len(known) == len(rewards) else None
+        waits = stored is None and rewards.keys() != weights.keys()  # for the rewards of its group
+        if not waits and not _same(stored, derived):
+            self._differ(Kind.REWARD, "the reward is not the weighted sum of its parts", stored, derived)
+
+    # --- what belongs to each sampled id
+
+    def _check_logprobs(self, segment: Segment, turns: Sequence[Turn]) -> None:
+        log = segment.log
+        sampled = [index for turn in turns for index in range(turn.start, turn.end)]
+        recorded = self._engine.get("logprobs") is not None
+        for index in sampled:
+            value = log.logprobs[index]
+            if value > ABOVE_ZERO:
+                self._compare.differ(Kind.LOGPROBS, "a log-probability is above 0", index=index, stored=str(value))
+            if recorded and math.isnan(value):
+                self._compare.differ(
+                    Kind.LOGPROBS, "a sampled id has no log-probability, and the engine gave one for each", index=index
+                )
+
+    def _check_versions(self, segment: Segment, turns: Sequence[Turn]) -> None:
+        spans = segment.log.versions
+        taken = 0
+        for turn in turns:
+            self._compare.turn = turn.number
+            mine = [span for span in spans if turn.start <= span.start < turn.end]
+            taken += len(mine)
+            ends = [turn.start, *(span.end for span in mine)]
+            if mine or self._is_stamped(turn):
+                starts = [*(span.start for span in mine), turn.end]
+                if starts != ends:
+                    self._differ(Kind.VERSIONS, "weight versions do not cover the sampled ids", _shown(mine), ends[0])
+        self._compare.turn = None
+        if taken != len(spans):
+            self._differ(Kind.VERSIONS, "a weight version of ids that were not sampled", _shown(spans), "")
+
+    def _is_stamped(self, turn: Turn) -> bool:
+        """Its engine says for each turn that came to its end which weights sampled it."""
+        ended = turn.finish not in (FinishReason.ABORT, FinishReason.ERROR)
+        return ended and turn.end > turn.start and not self._engine.keys().isdisjoint(_STAMPED)
+
+    # --- turns and messages
+
+    def _check_turn(self, turn: Turn, position: int) -> None:
+        if turn.number != position:
+            self._differ(Kind.LAYOUT, "the number of the turn", turn.number, position)
+        seed = derive_seed(self._trajectory.seed, turn.agent, turn.number)
+        if turn.seed is not None and turn.seed != seed:
+            self._differ(Kind.SEED, "the turn's seed does not follow from the episode's", turn.seed, seed)
+        sampling, sampled = turn.sampling, turn.end - turn.start
+        if sampling is None:  # a file of an older format
+            return
+        if sampled > sampling.max_tokens:
+            self._differ(Kind.TURN, "more ids were sampled than max_tokens", sampled, sampling.max_tokens)
+        if turn.finish is FinishReason.STOP and turn.stop is not None:
+            stops = (*self._engine.get("stop_ids", ()), *sampling.stop_ids, *sampling.stop)
+            if turn.stop not in stops:
+                known = ", ".join(map(repr, stops))
+                self._differ(Kind.STOP, "it ended by what was to end no turn", repr(turn.stop), known)
+
+    def _check_names(self, segment: Segment) -> None:
+        called: dict[str, str] = {}
+        for message in segment.messages:
+            for call in message.get("tool_calls") or ():
+                called[call["id"]] = call["function"]["name"]
+            answered, name = message.get("tool_call_id"), message.get("name")
+            if message["role"] == "tool" and name is not None and called.get(str(answered), name) != name:
+                self._differ(Kind.MESSAGE, "a result has another name than its call", name, called[str(answered)])
+
+
+_STAMPED: Final = frozenset({"versions_stamped_by", "weight_version"})
+"""What engines say of themselves that give a weight version for each id."""
+
+
+def _same(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12)
+
+
+def _shown(spans: Sequence[VersionSpan]) -> str:
+    return ", ".join(f"{span.version!r} from {span.start} to {span.end}" for span in spans)
