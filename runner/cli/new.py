@@ -16,7 +16,6 @@ from typing import Final, Self
 
 from rich.text import Text
 
-import runner
 from runner.cli.report import make_console, quoted
 from runner.environment.loading import GROUP
 from runner.errors import BadOption, StorageFailed
@@ -142,6 +141,6 @@ def _write(names: Names, folder: Path) -> None:
 
 def _skeleton() -> Path:
     """The project that is copied: inside the package in a wheel, beside it in a checkout."""
-    package = Path(runner.__file__).parent
+    package = Path(__file__).parents[1]
     inside = package / "templates" / "environment"
     return inside if inside.is_dir() else package.parent / "templates" / "environment"

@@ -14,7 +14,6 @@ from typing import Any
 
 import anyio
 
-import runner
 from runner.concurrency.cancellation import cancellation_is_asked_for, forget_native_cancellation
 from runner.concurrency.clocks import Clock
 from runner.concurrency.threads import Job, Workers
@@ -156,7 +155,7 @@ def _place(frame: traceback.FrameSummary) -> str:
     return f"{frame.name}, {file}:{frame.lineno}"
 
 
-_OURS = f"{Path(runner.__file__).parent}{os.sep}"
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def is_foreign(filename: str) -> bool:

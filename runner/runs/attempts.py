@@ -8,14 +8,14 @@ from typing import Protocol
 
 import anyio
 
-from runner.episode.context import RunContext
 from runner.engines.base import Engine
+from runner.episode.context import RunContext
 from runner.episode.episode import Place
+from runner.episode.lifecycle import Play
 from runner.errors import DeltarunnerError, EngineDead
 from runner.runs.staleness import Freshness
-from runner.episode.lifecycle import Play
-from runner.store.writer import RunWriter
 from runner.runs.summary import Summary
+from runner.store.writer import RunWriter
 from runner.trajectory import Outcome, Trajectory
 
 __all__ = ["Attempts"]

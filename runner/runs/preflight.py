@@ -10,13 +10,13 @@ from typing import Any
 import anyio.to_thread
 from anyio.from_thread import check_cancelled
 
-from runner.episode.model import ChatModel
+from runner.concurrency.threads import Job, Workers
 from runner.engines.base import Engine
+from runner.episode.model import ChatModel
 from runner.errors import BadOption, BadTemplate
 from runner.options import HistoryPolicy, Sampling
-from runner.concurrency.threads import Job, Workers
-from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.bridging.refusal import Property
+from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate
 
 __all__ = ["check_adapter", "check_appends", "check_templates"]

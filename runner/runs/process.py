@@ -20,16 +20,16 @@ from typing import Any, NoReturn, TypedDict, TypeVar, TypeVarTuple
 import anyio
 from typing_extensions import Unpack
 
+from runner.concurrency.loop_lag import Blocker
+from runner.concurrency.threads import busy_threads
 from runner.engines.base import Engine
 from runner.environment.environment import Environment
+from runner.environment.task_feed import Tasks
 from runner.errors import DeltarunnerError, RunStuck
-from runner.concurrency.loop_lag import Blocker
 from runner.options import Concurrency, History, Limits, Sampling
 from runner.runs.run import Run
-from runner.environment.task_feed import Tasks
-from runner.store.header import Header
 from runner.runs.summary import Summary
-from runner.concurrency.threads import busy_threads
+from runner.store.header import Header
 from runner.trajectory import Trajectory
 
 __all__ = ["Reporter", "RunOptions", "end_process", "exit_now", "on_event_loop", "run", "supervise"]
@@ -122,8 +122,8 @@ def run(
 
 
 async def _watched(made: Run) -> signal.Signals | None:
-    from runner.runs.console import LastingConsole
     from runner.cli.display import PlainDisplay
+    from runner.runs.console import LastingConsole
 
     # Plain lines, also on a terminal: what else is printed there is not ours to hold back.
     display = PlainDisplay(LastingConsole(stderr=True, highlight=False), type(made.environment).__name__)

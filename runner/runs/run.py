@@ -16,10 +16,34 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectSendStream
 
-from runner.episode.limits import Ending
-from runner.runs.attempts import Attempts
+from runner.concurrency.loop_lag import LagMonitor
+from runner.concurrency.threads import Job, Workers
 from runner.concurrency.user_code import describe_error
+from runner.engines.base import Engine
+from runner.engines.sharing import running
+from runner.environment.environment import (
+    Environment,
+    as_environment,
+    check_playable,
+    check_tools,
+    common_system_prompt,
+)
+from runner.environment.lifespan import lifespan_of, own_tasks
+from runner.environment.task_feed import TaskFeed, Tasks
+from runner.episode.context import RunContext
+from runner.episode.episode import MAIN, Place
+from runner.episode.lifecycle import Play
+from runner.episode.limits import Ending
 from runner.episode.model import ChatModel
+from runner.errors import BadTask, DeltarunnerError, EngineDead, unwrapped
+from runner.messages import as_messages
+from runner.options import Concurrency, History, Limits, Sampling
+from runner.runs.attempts import Attempts
+from runner.runs.groups import GroupBook, Result, by_agent, score_group
+from runner.runs.preflight import check_adapter, check_appends, check_templates
+from runner.runs.results import Results
+from runner.runs.staleness import Freshness
+from runner.runs.summary import Summary
 from runner.runs.validation import (
     check_engines,
     check_file,
@@ -28,30 +52,12 @@ from runner.runs.validation import (
     check_retry_failed,
     check_template_options,
 )
-from runner.episode.context import RunContext
-from runner.engines.base import Engine
-from runner.engines.sharing import running
-from runner.environment.environment import Environment, as_environment, check_playable, check_tools, common_system_prompt
-from runner.episode.episode import MAIN, Place
-from runner.errors import BadTask, DeltarunnerError, EngineDead, unwrapped
-from runner.runs.staleness import Freshness
-from runner.runs.groups import GroupBook, Result, by_agent, score_group
-from runner.concurrency.loop_lag import LagMonitor
-from runner.messages import as_messages
-from runner.options import Concurrency, History, Limits, Sampling
-from runner.episode.lifecycle import Play
-from runner.runs.preflight import check_adapter, check_appends, check_templates
-from runner.environment.lifespan import lifespan_of, own_tasks
-from runner.runs.results import Results
+from runner.runs.watchdogs import Breaker, until_dead, until_stuck
 from runner.scoring import ScorerKind, with_weights
-from runner.environment.task_feed import TaskFeed, Tasks
 from runner.store.header import Header
 from runner.store.writer import RunWriter
-from runner.runs.summary import Summary
 from runner.tasks import Task
-from runner.concurrency.threads import Job, Workers
 from runner.trajectory import Group, Outcome, Trajectory
-from runner.runs.watchdogs import Breaker, until_dead, until_stuck
 
 __all__ = ["Run"]
 

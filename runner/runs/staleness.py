@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from runner.episode.limits import Ending
 from runner.engines.base import Engine
-from runner.errors import BadOption
 from runner.episode.lifecycle import Play
+from runner.episode.limits import Ending
+from runner.errors import BadOption
 from runner.tokens.log import Source, TokenLog
 from runner.trajectory import Outcome, Trajectory
 

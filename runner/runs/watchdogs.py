@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Hashable
 import anyio
 
 from runner.engines.base import Engine
-from runner.errors import EngineDead, RunStuck, TooManyFailures
 from runner.episode.lifecycle import Play
+from runner.errors import EngineDead, RunStuck, TooManyFailures
 from runner.trajectory import Outcome, Trajectory
 
 __all__ = ["Breaker", "until_dead", "until_stuck"]
