@@ -16,6 +16,7 @@ from typing import Final, Self
 
 from rich.text import Text
 
+import runner
 from runner.cli.report import make_console, quoted
 from runner.environment.loading import GROUP
 from runner.errors import BadOption, StorageFailed
