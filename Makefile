@@ -5,14 +5,14 @@ ENGINE ?= cpu
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test train train-proof bench reference clean
+.PHONY: help setup run test train train-proof bench docs clean
 
 help:
 	@echo "make run     play 64 episodes of the calculator environment on the demo model"
 	@echo "make test    format, lint, types and tests, with the real engine"
 	@echo "make train   watch the demo model learn to use the calculator, some 7 minutes; train-proof does it thrice"
 	@echo "make bench   the benchmarks; prints figures"
-	@echo "make reference  docs/reference.md, from the docstrings"
+	@echo "make docs    guides and reference as a site, in build/docs"
 	@echo "make setup   only what the others need: .venv, dependencies, the demo model"
 	@echo "make clean   remove .venv and every cache; run files in runs/ stay"
 	@echo "PYTHON=python3.12 names another interpreter (3.11 to 3.13); ENGINE=gpu installs vLLM for GPUs"
@@ -42,8 +42,8 @@ train-proof: setup
 bench: setup
 	@$(BIN)/python -m tests.benchmarks
 
-reference: setup
-	@$(BIN)/python -m tests.reference
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
