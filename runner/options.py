@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, TypeAlias
 
+from runner import checked
 from runner.errors import BadOption
 
 __all__ = [
@@ -81,27 +83,13 @@ class _Layered:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]  # as above
         return {name: value for name, value in values.items() if value is not UNSET}
 
-    def _require(
-        self,
-        name: str,
-        minimum: float,
-        *,
-        exclusive: bool = False,
-        maximum: float = float("inf"),
-        optional: bool = False,
-        whole: bool = False,
-    ) -> None:
+    def _check(self, name: str, check: Callable[..., float], *, lifted: bool = False, **bounds: float) -> None:
+        """Check a field that was given with `checked.whole` or `checked.number`; `lifted`: None lifts the limit."""
         value = getattr(self, name)
-        if value is UNSET or (optional and value is None):
+        if value is UNSET or (lifted and value is None):
             return
-        kind = "a whole number" if whole else "a number"
-        number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        if number and (minimum < value if exclusive else minimum <= value) and value <= maximum:
-            return
-        bound = f"above {minimum:g}" if exclusive else f"of at least {minimum:g}"
-        top = "" if maximum == float("inf") else f" and at most {maximum:g}"
-        lift = ", or None for no limit" if optional else ""
-        raise BadOption(f"{type(self).__name__}({name}={value!r}): give {kind} {bound}{top}{lift}.")
+        otherwise = ", or None for no limit" if lifted else ""
+        check(f"{type(self).__name__}({name}={value!r})", value, otherwise=otherwise, **bounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,11 +125,11 @@ class Sampling(_Layered):
     adapter: str | None = UNSET
 
     def __post_init__(self) -> None:
-        self._require("max_tokens", 1, whole=True)
-        self._require("temperature", 0)
-        self._require("top_p", 0, exclusive=True, maximum=1)
-        self._require("top_k", 0, whole=True)
-        self._require("min_p", 0, maximum=1)
+        self._check("max_tokens", checked.whole, least=1)
+        self._check("temperature", checked.number, least=0)
+        self._check("top_p", checked.number, above=0, most=1)
+        self._check("top_k", checked.whole, least=0)
+        self._check("min_p", checked.number, least=0, most=1)
         self._check_regex()
         stop: Any = self.stop
         if isinstance(stop, str) or (stop is not UNSET and not all(stop)):
@@ -208,10 +196,10 @@ class Limits(_Layered):
 
     def __post_init__(self) -> None:
         for name in ("turns", "tokens", "context"):
-            self._require(name, 1, optional=True, whole=True)
+            self._check(name, checked.whole, least=1, lifted=True)
         for field in dataclasses.fields(self):
             if field.name.endswith("seconds"):
-                self._require(field.name, 0, exclusive=True, optional=True)
+                self._check(field.name, checked.number, above=0, lifted=True)
 
     @classmethod
     def defaults(cls) -> Self:
@@ -249,9 +237,8 @@ class Concurrency:
 
     def __post_init__(self) -> None:
         for name, value in (("episodes", self.episodes), ("threads", self.threads)):
-            unset = name == "episodes" and value is None
-            if not unset and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise BadOption(f"Concurrency({name}={value!r}): give a whole number of at least 1.")
+            if name != "episodes" or value is not None:
+                checked.whole(f"Concurrency({name}={value!r})", value, least=1)
 
 
 class HistoryPolicy(enum.StrEnum):

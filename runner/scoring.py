@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
+from runner.checked import is_number
 from runner.errors import BadEnvironment, BadOption
 
 __all__ = ["Score", "Scorer", "ScorerKind", "collect_scorers", "group_reward", "metric", "reward", "weighted_sum"]
@@ -96,7 +97,7 @@ def _mark(function: Any, kind: str, weight: float) -> Any:
 
 
 def _check_weight(where: str, weight: Any) -> None:
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+    if not is_number(weight) or not math.isfinite(weight):
         raise BadOption(f"{where}: give a finite number.")
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from runner import wording
+from runner.checked import is_number
 from runner.errors import BadEnvironment, WrongArguments
 from runner.options import UNSET
 from runner.tools.schema import Check, JsonSchema, check_by_schema, function_schema
@@ -352,7 +353,7 @@ def _name(mark: _Mark, function: Callable[..., Any], where: str) -> str:
 def _checked_seconds(seconds: float | None, where: str) -> float | None:
     if seconds is UNSET or seconds is None:
         return seconds
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+    if not is_number(seconds) or not seconds > 0:
         raise BadEnvironment(f"{where}: seconds={seconds!r}: give a number above 0, or None for no limit.")
     return seconds
 

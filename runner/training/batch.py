@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from runner.checked import is_whole, whole
 from runner.errors import BadBatch, BadOption
 from runner.training.advantages import AdvantageRule, checked_rule
 from runner.training.exactness import constrained_ids, inexact_reason, temperatures
-from runner.training.packing import Layout, require
+from runner.training.packing import Layout
 from runner.training.rows import NO_VERSION, TrainingRow
 from runner.training.selection import ComparedGroup, Selection, Source, name_of
 from runner.trajectory import Trajectory
@@ -291,7 +292,7 @@ class TrainingTensors:
         Raises:
             BadOption: `sequences` is below 1.
         """
-        require(sequences=sequences)
+        whole(f"sequences={sequences!r}", sequences, least=1)
         names = [each.name for each in dataclasses.fields(self) if each.name != "masks"]
         for start in range(0, len(self.input_ids), sequences):
             part = slice(start, start + sequences)
@@ -300,7 +301,7 @@ class TrainingTensors:
 
 
 def _check_lengths(rows: Sequence[TrainingRow], length: int) -> None:
-    require(length=length)
+    whole(f"length={length!r}", length, least=1)
     for row in rows:
         if len(row) > length:
             longest = max(map(len, rows))
@@ -311,7 +312,7 @@ def _check_lengths(rows: Sequence[TrainingRow], length: int) -> None:
 
 
 def _checked_id(pad_id: int, vocabulary: int | None) -> int:
-    if isinstance(pad_id, bool) or not isinstance(pad_id, int) or pad_id < 0:
+    if not is_whole(pad_id, least=0):
         raise BadOption(f"pad_id={pad_id!r:.60}: give a token id, such as tokenizer.pad_token_id or the EOS.")
     if vocabulary is not None and pad_id >= vocabulary:
         raise BadOption(f"pad_id={pad_id} is none of the {vocabulary} ids of this vocabulary.")

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from runner.checked import whole
 from runner.errors import BadOption
 
-__all__ = ["Layout", "require"]
+__all__ = ["Layout"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,12 +43,12 @@ class Layout:
         Raises:
             BadOption: a row does not fit, or an argument is below 1.
         """
-        require(multiple_of=multiple_of)
+        whole(f"multiple_of={multiple_of!r}", multiple_of, least=1)
         longest = max(lengths, default=0)
         if length is None:
             length = longest
         else:
-            require(length=length)
+            whole(f"length={length!r}", length, least=1)
         length = -(-length // multiple_of) * multiple_of
         _fits(longest, length)
         return cls(len(lengths), length, _int64(lengths), np.arange(len(lengths), dtype=np.int64) * length)
@@ -65,7 +66,7 @@ class Layout:
         Raises:
             BadOption: a row does not fit, or `length` is below 1.
         """
-        require(length=length)
+        whole(f"length={length!r}", length, least=1)
         _fits(max(lengths, default=0), length)
         room = np.full(len(lengths), length, dtype=np.int64)  # never more sequences than rows
         starts = np.zeros(len(lengths), dtype=np.int64)
@@ -121,17 +122,6 @@ class Layout:
 
 def _int64(lengths: Sequence[int]) -> NDArray[np.int64]:
     return np.asarray(lengths, dtype=np.int64).reshape(-1)
-
-
-def require(**numbers: int) -> None:
-    """Check that each is a whole number of at least 1.
-
-    Raises:
-        BadOption: one is not; the message names it.
-    """
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise BadOption(f"{name}={value!r}: give a whole number of at least 1.")
 
 
 def _fits(longest: int, length: int) -> None:

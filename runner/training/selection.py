@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.checked import is_whole
 from runner.errors import BadBatch, BadOption
 from runner.runs.groups import by_agent
 from runner.tasks import Task
@@ -229,7 +230,7 @@ def _rows(
 
 
 def _check_vocabulary(rows: Sequence[TrainingRow], vocabulary: int) -> None:
-    if isinstance(vocabulary, bool) or not isinstance(vocabulary, int) or vocabulary < 1:
+    if not is_whole(vocabulary, least=1):
         raise BadOption(f"vocabulary={vocabulary!r:.60}: give the number of ids, such as model.config.vocab_size.")
     for row in rows:
         if row.ids.min() < 0 or row.ids.max() >= vocabulary:

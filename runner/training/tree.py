@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.checked import is_whole
 from runner.errors import BadBatch, BadOption
 from runner.training.exactness import temperatures
 from runner.training.rows import TrainingRow
@@ -110,7 +111,7 @@ class TokenTree:
             BadOption: `nodes` is no number, or below 1.
         """
         _check_rows(rows)
-        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+        if not is_whole(nodes, least=1):
             raise BadOption(
                 f"nodes={nodes!r:.60}: a tree has at least 1 node. Give what a prompt and its answers take: 900"
             )
