@@ -70,6 +70,16 @@ def unwrapped(error: BaseException) -> BaseException:
     return inner
 
 
+def one_line(error: BaseException) -> str:
+    """The kind of an error and all its text, without line breaks; another library's may be pages long."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; its kind where it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 class DeltarunnerError(Exception):
     """The base of every error that deltarunner raises on purpose.
 

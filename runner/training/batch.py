@@ -22,7 +22,8 @@ from runner.trajectory import Trajectory
 if TYPE_CHECKING:
     import torch
 
-    from runner.training.grammar import GrammarMasks, TokenMasks
+    from runner.training.grammar import GrammarMasks
+    from runner.training.token_masks import TokenMasks
 
 __all__ = ["TrainingBatch", "TrainingTensors"]
 
@@ -229,7 +230,7 @@ class TrainingBatch:
         Raises:
             BadBatch: an id is not allowed where it stands, or a constraint cannot be compiled; names which.
         """
-        masks = grammar.masks_for_batch(self)
+        masks = grammar.masks_for(self.rows, self.layout)
         return dataclasses.replace(self, masks=masks, inexact_reason=inexact_reason(self.rows, masked=True))
 
     def unpadded(self, array: Any) -> list[Any]:

@@ -11,73 +11,28 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from runner import models
-from runner.errors import BadBatch, BadInput, BadModel, BadOption
+from runner.errors import BadBatch, BadInput, BadModel, BadOption, first_line
 from runner.options import Constraint, ConstraintKind
+from runner.training.token_masks import UNCONSTRAINED, WORD, MaskTable, TokenMasks
 from runner.trajectory import Turn
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
 
-    from runner.training.batch import TrainingBatch
+    from runner.training.packing import Layout
     from runner.training.rows import TrainingRow
     from runner.training.tree import LossTerms
 
-__all__ = ["UNCONSTRAINED", "GrammarMasks", "TokenMasks"]
+__all__ = ["GrammarMasks"]
 
-UNCONSTRAINED = -1
-"""The index of a position where every id was allowed."""
-
-_WORD = 32  # ids in a word of a mask, as xgrammar packs them
 _MASKED = "processed_logprobs"  # after mask and temperature
 _CACHE_BYTES = 512 << 20  # of compiled grammars, as vLLM keeps
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenMasks:
-    """The ids that could be sampled at each position; every distinct mask is kept once.
-
-    Attributes:
-        table: the distinct masks, bit `id % 32` of word `id // 32` set where the id is allowed; shape
-            [distinct, ceil(vocabulary / 32)], int32; bits past the vocabulary are 0.
-        index: which of them holds at each position, `UNCONSTRAINED` where none does; any shape, int32.
-        vocabulary: number of logits.
-    """
-
-    table: NDArray[np.int32]
-    index: NDArray[np.int32]
-    vocabulary: int
-
-    def take(self, where: ArrayLike) -> TokenMasks:
-        """The masks of some positions, by an index or a mask as numpy takes it; the table is shared."""
-        chosen = np.asarray(where)
-        chosen = chosen if chosen.dtype == np.bool_ else chosen.astype(np.int64)  # an empty list has another type
-        return TokenMasks(self.table, self.index[chosen], self.vocabulary)
-
-    @property
-    def allowed(self) -> NDArray[np.int64]:
-        """How many ids each position allows, in the shape of `index`."""
-        counts = np.unpackbits(self.table.view(np.uint8), axis=1).sum(axis=1, dtype=np.int64)
-        return np.append(counts, self.vocabulary).take(self.index, mode="wrap")  # UNCONSTRAINED is the last one
-
-    @property
-    def forced(self) -> NDArray[np.bool_]:
-        """Where exactly one id is allowed: its log-probability is 0 and nothing can be learnt there."""
-        return np.equal(self.allowed, 1)
-
-    def unpacked(self) -> NDArray[np.bool_]:
-        """The masks as one truth value for each id, shape [*index.shape, vocabulary]; for few positions."""
-        used, index = np.unique(self.index, return_inverse=True)
-        everything = np.full((1, self.table.shape[1]), -1, dtype=np.int32)
-        packed = np.concatenate([self.table, everything])[used].astype("<i4", copy=False)
-        rows = np.unpackbits(packed.view(np.uint8), axis=1, bitorder="little", count=self.vocabulary)
-        return rows.view(np.bool_)[index.reshape(self.index.shape)]
 
 
 class GrammarMasks:
@@ -138,7 +93,7 @@ class GrammarMasks:
         """
         if turn.constraint is None:
             return None
-        table = _Table(self.vocabulary)
+        table = MaskTable(self.vocabulary)
         index = self._walk(turn, table, f"turn {turn.agent}/{turn.number}")
         return TokenMasks(table.array(), index, self.vocabulary)
 
@@ -156,19 +111,23 @@ class GrammarMasks:
         Raises:
             BadBatch: as `masks_of`.
         """
-        table = _Table(self.vocabulary)
+        table = MaskTable(self.vocabulary)
         indices = [self._row_index(row, table) for row in rows]
         shared = table.array()
         return [TokenMasks(shared, index, self.vocabulary) for index in indices]
 
-    def masks_for_batch(self, batch: TrainingBatch) -> TokenMasks:
-        """What was allowed at each position of a batch; `index` has its shape, [sequences, length].
+    def masks_for(self, rows: Sequence[TrainingRow], layout: Layout) -> TokenMasks:
+        """What was allowed at each position of a batch, `masks_for(batch.rows, batch.layout)`.
+
+        Args:
+            rows: the rows of the batch.
+            layout: where they stand in it; `index` has its shape, [sequences, length].
 
         Raises:
             BadBatch: as `masks_of`.
         """
-        table = _Table(self.vocabulary)
-        index = batch.layout.fill((self._row_index(row, table) for row in batch.rows), UNCONSTRAINED, np.int32)
+        table = MaskTable(self.vocabulary)
+        index = layout.fill((self._row_index(row, table) for row in rows), UNCONSTRAINED, np.int32)
         return TokenMasks(table.array(), index, self.vocabulary)
 
     def masks_for_terms(self, rows: Sequence[TrainingRow], terms: LossTerms) -> TokenMasks:
@@ -177,12 +136,12 @@ class GrammarMasks:
         Raises:
             BadBatch: as `masks_of`.
         """
-        table = _Table(self.vocabulary)
+        table = MaskTable(self.vocabulary)
         indices = {int(row): self._row_index(rows[row], table) for row in np.unique(terms.row)}
         index = [indices[row][position] for row, position in zip(terms.row, terms.position, strict=True)]
         return TokenMasks(table.array(), np.array(index, dtype=np.int32), self.vocabulary)
 
-    def _row_index(self, row: TrainingRow, table: _Table) -> NDArray[np.int32]:
+    def _row_index(self, row: TrainingRow, table: MaskTable) -> NDArray[np.int32]:
         index = np.full(len(row), UNCONSTRAINED, dtype=np.int32)
         for turn in row.turns:
             trained = row.loss_mask[turn.start : turn.end]
@@ -191,7 +150,7 @@ class GrammarMasks:
                 index[turn.start : turn.end] = np.where(trained, self._walk(turn, table, name), UNCONSTRAINED)
         return index
 
-    def _walk(self, turn: Turn, table: _Table, name: str) -> NDArray[np.int32]:
+    def _walk(self, turn: Turn, table: MaskTable, name: str) -> NDArray[np.int32]:
         """Follow the sampled ids through the grammar: the index of the mask before each of them."""
         assert turn.constraint is not None
         matcher = self._matcher(turn, name)
@@ -211,7 +170,7 @@ class GrammarMasks:
         return index
 
     def _allows(self, mask: NDArray[np.int32], token_id: int) -> bool:
-        return 0 <= token_id < self.vocabulary and bool(mask[token_id // _WORD] >> token_id % _WORD & 1)
+        return 0 <= token_id < self.vocabulary and bool(mask[token_id // WORD] >> token_id % WORD & 1)
 
     def _matcher(self, turn: Turn, name: str) -> Any:
         assert turn.constraint is not None
@@ -219,7 +178,7 @@ class GrammarMasks:
             compiled = self._compiled(turn.constraint)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:  # the library's own, and of values of no form
             raise BadBatch(
-                f"{name}: its {turn.constraint.kind.value} constraint cannot be compiled ({_one_line(error)}); "
+                f"{name}: its {turn.constraint.kind.value} constraint cannot be compiled ({_without_place(error)}); "
                 "was it written by hand, or enforced by another library than xgrammar?"
             ) from error
         stop_ids = self.stop_ids.union(turn.sampling.stop_ids if turn.sampling is not None else ())
@@ -249,24 +208,6 @@ class GrammarMasks:
             for item in tag["structures"]
         ]
         return self._compiler.compile_structural_tag(items, tag["triggers"])
-
-
-class _Table:
-    """Distinct masks in the order of their first use."""
-
-    def __init__(self, vocabulary: int) -> None:
-        self.words = -(-vocabulary // _WORD)
-        self._rows: dict[bytes, int] = {}
-        padding = self.words * _WORD - vocabulary
-        self._last_word = np.uint32((1 << (_WORD - padding)) - 1).view(np.int32)
-
-    def add(self, mask: NDArray[np.int32]) -> int:
-        """The index of a mask, shape [1, words]; what it says of ids past the vocabulary is forgotten."""
-        mask[0, -1] &= self._last_word
-        return self._rows.setdefault(mask.tobytes(), len(self._rows))
-
-    def array(self) -> NDArray[np.int32]:
-        return np.frombuffer(b"".join(self._rows), dtype=np.int32).reshape(-1, self.words)
 
 
 def _misfit(constraint: Constraint, name: str, position: int, token_id: int) -> str:
@@ -329,7 +270,7 @@ def _tokenizer_info(xgrammar: Any, model: str | os.PathLike[str], vocabulary: in
         try:
             tokenizer = AutoTokenizer.from_pretrained(source.folder)
         except (OSError, ValueError) as error:
-            raise BadModel(f"the tokenizer of {source.name!r} cannot be loaded: {_one_line(error)}") from error
+            raise BadModel(f"the tokenizer of {source.name!r} cannot be loaded: {_without_place(error)}") from error
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
     return info, frozenset(models.stop_ids(source, tokenizer.eos_token_id))
 
@@ -362,7 +303,6 @@ def _is_lark(grammar: str) -> bool:
     return bool(grammar) and not any("::=" in line for line in lines)
 
 
-def _one_line(error: Exception) -> str:
-    """What an error says, without the time and the place in a library's source."""
-    first = str(error).strip().partition("\n")[0]
-    return re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", first) or type(error).__name__
+def _without_place(error: Exception) -> str:
+    """What an error says, without the time and the place in the source of xgrammar that stand before it."""
+    return re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", first_line(error))

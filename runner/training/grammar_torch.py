@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from runner.errors import BadBatch
-from runner.training.grammar import UNCONSTRAINED, TokenMasks
+from runner.training.token_masks import UNCONSTRAINED, TokenMasks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -16,7 +16,7 @@ from runner.training.tree import TokenTree
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from runner.training.grammar import TokenMasks
+    from runner.training.token_masks import TokenMasks
 
 __all__ = [
     "block_mask",
