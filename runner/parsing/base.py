@@ -26,15 +26,12 @@ Signatures: TypeAlias = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A turn's text taken apart.
-
-    Attributes:
-        content: what was said beside the calls; the whole text where there is none.
-        calls: in order; one that was opened and does not parse has `error` set.
-    """
+    """A turn's text taken apart."""
 
     content: str
+    """What was said beside the calls; the whole text where there is none."""
     calls: list[ToolCall]
+    """The calls in order; one that was opened and does not parse has its `error` set."""
 
 
 class ToolFormat(ABC):
