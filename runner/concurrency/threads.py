@@ -166,7 +166,8 @@ class WorkerThread(threading.Thread):
     """A worker thread of this event loop. anyio's own are no daemons: one that hangs would keep the process for ever.
 
     Args:
-        idle: where the thread stands while it has no work, and ends after a while; None for one that lasts until `end`.
+        idle: the list that the thread joins while it has no work, until it ends for want of it; without one it lasts
+            until `end`.
     """
 
     def __init__(self, idle: list[WorkerThread] | None = None) -> None:

@@ -55,7 +55,7 @@ def function_schema(
     Args:
         function: the function; of a method the first parameter is left out.
         where: what errors call it, such as "Calculator.add".
-        method: it is a method, not yet bound.
+        method: whether it is a method, not yet bound.
         namespace: further names that its annotations may use.
         description: used instead of the docstring's.
 
@@ -94,7 +94,7 @@ def explicit_schema(
         where: what errors call it.
         description: what it does.
         parameters: a JSON schema of its arguments, of type object.
-        raw: it takes them as one mapping.
+        raw: whether it takes them as one mapping.
 
     Raises:
         BadEnvironment: the schema is none, nothing describes the function, or it cannot take the arguments.

@@ -38,6 +38,8 @@ _CACHE_BYTES = 512 << 20  # of compiled grammars, as vLLM keeps
 class GrammarMasks:
     """Works out what constrained turns allowed, by the same library and the same settings as vLLM.
 
+    A turn that does not fit its grammar, or a constraint that cannot be compiled, is refused by `BadBatch`.
+
     Args:
         model: what the engine loads: a folder, a Hugging Face id or the demo model's name; or an
             `xgrammar.TokenizerInfo`, which needs `stop_ids`.
@@ -64,13 +66,15 @@ class GrammarMasks:
         else:
             tokenizer, own = model, frozenset[int]()
         self.vocabulary: int = tokenizer.vocab_size
+        """The number of logits."""
         self.stop_ids = own | frozenset(stop_ids)
+        """The ids that end a turn, besides those of the turn's `Sampling`."""
         self._any_whitespace = any_whitespace
         self._compiler = self._xgrammar.GrammarCompiler(tokenizer, cache_limit_bytes=_CACHE_BYTES)
 
     @classmethod
     def of_engine(cls, engine: Any) -> Self:
-        """For the turns of a `VllmEngine` that runs, or ran.
+        """The masks for the turns of a `VllmEngine` that runs, or ran.
 
         Raises:
             BadOption: the engine enforces no constraint, was told to do it in another way than by xgrammar, or records
@@ -98,19 +102,11 @@ class GrammarMasks:
         return TokenMasks(table.array(), index, self.vocabulary)
 
     def masks_for_row(self, row: TrainingRow) -> TokenMasks:
-        """What was allowed at each position of a row; `index` has the row's length.
-
-        Raises:
-            BadBatch: as `masks_of`.
-        """
+        """What was allowed at each position of a row; `index` has the row's length."""
         return self.masks_for_rows([row])[0]
 
     def masks_for_rows(self, rows: Sequence[TrainingRow]) -> list[TokenMasks]:
-        """The same for several rows, which share one table: pad or pack their `index` as any other array.
-
-        Raises:
-            BadBatch: as `masks_of`.
-        """
+        """The same for several rows, which share one table: pad or pack their `index` as any other array."""
         table = MaskTable(self.vocabulary)
         indices = [self._row_index(row, table) for row in rows]
         shared = table.array()
@@ -121,21 +117,14 @@ class GrammarMasks:
 
         Args:
             rows: the rows of the batch.
-            layout: where they stand in it; `index` has its shape, [sequences, length].
-
-        Raises:
-            BadBatch: as `masks_of`.
+            layout: the layout of the batch; `index` gets its shape, [sequences, length].
         """
         table = MaskTable(self.vocabulary)
         index = layout.fill((self._row_index(row, table) for row in rows), UNCONSTRAINED, np.int32)
         return TokenMasks(table.array(), index, self.vocabulary)
 
     def masks_for_terms(self, rows: Sequence[TrainingRow], terms: LossTerms) -> TokenMasks:
-        """What was allowed at each term of a tree of `rows`; `index` has the shape [terms].
-
-        Raises:
-            BadBatch: as `masks_of`.
-        """
+        """What was allowed at each term of a tree of `rows`; `index` has the shape [terms]."""
         table = MaskTable(self.vocabulary)
         indices = {int(row): self._row_index(rows[row], table) for row in np.unique(terms.row)}
         index = [indices[row][position] for row, position in zip(terms.row, terms.position, strict=True)]
@@ -160,9 +149,10 @@ class GrammarMasks:
             # As in vLLM: an end that does not end the turn, since it is no stop id of ours, frees what comes after it.
             if matcher.is_terminated():
                 break
+            # False says that every id is allowed, and nothing was written then.
             if matcher.fill_next_token_bitmask(mask):
                 index[position] = table.add(mask)
-            else:  # every id is allowed, and nothing was written
+            else:
                 mask.fill(-1)
             # The mask is asked first, since the matcher prints a line about an id that it refuses.
             if not self._allows(mask[0], token_id) or not matcher.accept_token(token_id):
@@ -193,6 +183,7 @@ class GrammarMasks:
                 return compiler.compile_json_schema(value, any_whitespace=self._any_whitespace, separators=separators)
             case ConstraintKind.REGEX:
                 return compiler.compile_regex(value)
+            # How vLLM writes a choice and knows Lark is written again below: it imports torch and may not be installed.
             case ConstraintKind.CHOICE:
                 return compiler.compile_grammar(_choice_grammar(json.loads(value)))
             case ConstraintKind.GRAMMAR:
@@ -201,6 +192,7 @@ class GrammarMasks:
                 return self._structural_tag(json.loads(value), value)
 
     def _structural_tag(self, tag: Mapping[str, Any], text: str) -> Any:
+        # The older form of a structural tag, which vLLM still takes, has "structures".
         if "structures" not in tag:
             return self._compiler.compile_structural_tag(text)
         items = [
