@@ -46,10 +46,15 @@ class ConstraintKind(enum.StrEnum):
     """The languages in which an engine can be told what may be sampled."""
 
     JSON = "json"
+    """A JSON schema."""
     REGEX = "regex"
+    """A regular expression."""
     GRAMMAR = "grammar"
+    """A grammar in xgrammar's EBNF, or in Lark."""
     CHOICE = "choice"
+    """A JSON array of strings, of which the turn is one."""
     STRUCTURAL_TAG = "structural_tag"
+    """A structural tag of xgrammar: text is free until a tag opens a part that has a schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class Constraint:
     kind: ConstraintKind
     """The language in which `value` is written."""
     value: str
-    """A JSON schema, a regular expression, an EBNF grammar, a JSON array of strings, or an xgrammar structural tag."""
+    """The text in that language."""
 
 
 class _Layered:
@@ -127,6 +132,7 @@ class Sampling(_Layered):
         self._check("top_k", checked.whole, least=0)
         self._check("min_p", checked.number, least=0, most=1)
         self._check_regex()
+        # A string is a sequence of strings too, of which every character would end a turn.
         stop: Any = self.stop
         if isinstance(stop, str) or (stop is not UNSET and not all(stop)):
             raise BadOption(f"Sampling(stop={self.stop!r}): give a tuple of strings, none of them empty.")
@@ -137,6 +143,7 @@ class Sampling(_Layered):
     def _check_regex(self) -> None:
         if self.regex is UNSET or self.regex is None:
             return
+        # The engine's library reads it once more; a slip is to be found before anything is sampled.
         try:
             re.compile(self.regex)
         except (re.error, TypeError) as error:

@@ -43,6 +43,7 @@ def own_copy(value: T) -> T:
     return made
 
 
+# The types themselves: an object of a subclass may have attributes that change.
 _UNCHANGING = frozenset({str, int, float, bool, bytes, type(None)})
 
 

@@ -59,6 +59,7 @@ class Clock:
         """Stand still, once for each of several waits at the same time."""
         self._stops += 1
         if self._stops == 1 and self.scope.deadline != math.inf:
+            # A deadline that has passed in this very moment fires when the clock goes on.
             self._remaining = max(0.0, self.scope.deadline - anyio.current_time())
             self.scope.deadline = math.inf
 

@@ -33,7 +33,7 @@ class EpisodeExitStack(AsyncExitStack):
         super().__init__()
         self.owner = owner
         self._leave = leave
-        self._loop_thread = threading.get_ident()
+        self._loop_thread = threading.get_ident()  # an episode's stack is made on its event loop
 
     def enter_context(self, cm: AbstractContextManager[T, bool | None]) -> T:
         if self._on_the_loop():
@@ -61,7 +61,7 @@ class EpisodeExitStack(AsyncExitStack):
         return callback
 
     def pop_all(self) -> EpisodeExitStack:
-        popped = super().pop_all()
+        popped = super().pop_all()  # made as `type(self)()`, which is why both arguments have defaults
         popped.owner, popped._leave = self.owner, self._leave
         return popped
 

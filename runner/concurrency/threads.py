@@ -44,7 +44,9 @@ class Job:
         self.done = False
         """Whether the call has returned or raised."""
         self.result: Any = None
+        """What the call returned."""
         self.error: BaseException | None = None
+        """What the call raised; it is raised again where the call is waited for."""
         self._clock = 0
         self._computed = 0.0
         # Taken once, by the thread that begins the call or by the caller that gives it up: the first one decides.

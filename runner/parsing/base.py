@@ -38,6 +38,7 @@ class ToolFormat(ABC):
     """One way of writing tool calls as text. Formats have no state: one object serves every conversation."""
 
     name: ClassVar[str]
+    """The short name of the format, such as "hermes"."""
 
     def parse(
         self, text: str, ids_start: int = 0, tools: Sequence[Tool] | None = None, tool_choice: ToolChoice = "auto"
@@ -57,6 +58,7 @@ class ToolFormat(ABC):
             None if tools is None else {tool.name: tuple(tool.parameters.get("properties", ())) for tool in tools}
         )
         content, calls = self._parse(text, parameters)
+        # Only an escape can make half of a surrogate pair: what is decoded from ids has whole characters.
         numbered = [
             dataclasses.replace(_writable(call) if "\\" in text else call, id=f"call_{ids_start + index}")
             for index, call in enumerate(calls)
@@ -102,6 +104,7 @@ def _writable(call: ToolCall) -> ToolCall:
     return call
 
 
+# Every turn of every episode asks for one of the same few grammars.
 @lru_cache(maxsize=256)
 def _grammar(tool_format: type[ToolFormat], signatures: Signatures, many: bool) -> str:
     return tool_format()._grammar(signatures, many)

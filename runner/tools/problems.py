@@ -51,7 +51,12 @@ _EXPECTED = {
 
 
 def typed_problems(errors: Iterable[ErrorDetails], raw: Mapping[str, Any]) -> list[str]:
-    """One clause per place: the alternatives of a union that all failed are one problem."""
+    """The clauses for what pydantic found; the alternatives of a union that all failed are one problem.
+
+    Args:
+        errors: what it found.
+        raw: the arguments as the model gave them, by whose names places are told.
+    """
     expected: dict[tuple[str, str], list[str]] = {}
     clauses: dict[str, None] = {}
     for error in errors:
@@ -112,6 +117,8 @@ _JSON_TYPES = {
 
 
 def schema_problems(errors: Iterable[Any]) -> list[str]:
+    """The clauses for what jsonschema found."""
+    # A dict, since two keywords of a schema may find the same problem.
     clauses: dict[str, None] = {}
     for error in errors:
         path = re.sub(r"^\.", "", "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in error.absolute_path))

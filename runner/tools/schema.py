@@ -148,6 +148,7 @@ def _check_callable_with(call: Callable[..., Any], names: Iterable[str], where: 
 
 
 def _hints(function: Callable[..., Any], where: str, namespace: Mapping[str, Any] | None) -> dict[str, Any]:
+    # The hints of a callable object stand at its class, and those of a decorated function below its decorators.
     target: Any = inspect.unwrap(function)
     target = target if inspect.isroutine(target) else type(target).__call__
     try:
@@ -182,8 +183,9 @@ def _arguments_adapter(
     arguments.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
     try:
         adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
-        adapter.json_schema()
+        adapter.json_schema()  # a type that pydantic can check may still be none that a schema can say
     except _UNSUPPORTED:
+        # Asked one by one, to name the parameter.
         for parameter in parameters:
             _check_supported(hints[parameter.name], f"{where}, parameter {parameter.name!r}:")
         raise
@@ -307,6 +309,7 @@ class _Typed:
             return typed_problems(error.errors(include_url=False), raw)
 
 
+# `setup()` of every episode may make the same tools again.
 @lru_cache(maxsize=256)
 def _validator(parameters: str, where: str) -> Any:
     from jsonschema import SchemaError, validators

@@ -20,6 +20,7 @@ __all__ = ["Tool", "collect_tools", "tool", "with_call"]
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 _MARK = "__deltarunner_tool__"
+# What every form of calls can write: in the pythonic one a call begins with the bare name.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
 
 
@@ -203,12 +204,14 @@ def collect_tools(cls: type) -> dict[str, Tool]:
     Raises:
         BadEnvironment: a signature cannot be shown to a model, or two tools have one name.
     """
+    # A dict keeps each name where it stood first: the order of tools is part of every prompt.
     attributes = {name: None for base in reversed(cls.__mro__) for name, value in vars(base).items() if _mark_of(value)}
     tools: dict[str, Tool] = {}
     for name, value in vars(cls).items():
         if isinstance(value, property) and _mark_of(value.fget):
             raise BadEnvironment(f"{cls.__name__}.{name} is a property: a tool is called, so take @property away.")
     for attribute in attributes:
+        # Static, since a descriptor of the author's would run.
         definition = inspect.getattr_static(cls, attribute)
         if definition is None:
             continue
@@ -242,6 +245,7 @@ def _of_method(cls: type, attribute: str, definition: Any, mark: Mapping[str, An
 
 
 def _taking_one_mapping(call: Callable[..., Any]) -> Callable[..., Any]:
+    # Whoever runs tools calls each of them alike, by names.
     def called(**arguments: Any) -> Any:
         return call(arguments)
 

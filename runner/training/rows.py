@@ -77,7 +77,7 @@ def _row(trajectory: Trajectory, index: int, versions: Mapping[str, int]) -> Tra
     return TrainingRow(
         trajectory=trajectory,
         segment=index,
-        ids=np.array(log.ids, dtype=np.int32),
+        ids=np.array(log.ids, dtype=np.int32),  # a copy: a view would keep the log's array from growing
         loss_mask=mask,
         logprobs=np.where(mask, np.array(log.logprobs, dtype=np.float32), np.float32(0)),
         versions=_versions(log, mask, versions),

@@ -94,6 +94,7 @@ class Selection:
         scored, absent = _present(items)
         rewards = _rewards([trajectory for trajectory, _ in scored])
         group_of = np.array([group for _, group in scored], dtype=np.int32)
+        # Before anything is left out: `groups` tells of the flat ones too.
         flat = without_spread(rewards, group_of)
         groups = tuple(_compared(item, group_of == index, flat) for index, item in enumerate(items))
         if drop_flat:

@@ -65,6 +65,7 @@ class MaskTable:
 
     def __init__(self, vocabulary: int) -> None:
         self.words = -(-vocabulary // WORD)
+        """The number of words in one mask."""
         self._rows: dict[bytes, int] = {}
         padding = self.words * WORD - vocabulary
         self._last_word = np.uint32((1 << (WORD - padding)) - 1).view(np.int32)
@@ -75,4 +76,5 @@ class MaskTable:
         return self._rows.setdefault(mask.tobytes(), len(self._rows))
 
     def array(self) -> NDArray[np.int32]:
+        """The masks as a table, shape [distinct, words], int32."""
         return np.frombuffer(b"".join(self._rows), dtype=np.int32).reshape(-1, self.words)

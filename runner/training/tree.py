@@ -217,7 +217,7 @@ def _cuts(lengths: Sequence[int], shared: Sequence[int], nodes: int) -> list[int
             (best[start][0] + (shared[start] if start else 0), best[start][1] + 1, start)
             for start in _starts(lengths, shared, end, nodes)
         ]
-        best.append(min(choices))
+        best.append(min(choices))  # tuples compare by what comes first in them
     cuts = [len(lengths)]
     while cuts[-1] > 0:
         cuts.append(best[cuts[-1]][2])
@@ -270,6 +270,7 @@ def _paths(lengths: Sequence[int], shared: Sequence[int]) -> Iterator[_Nodes]:
 
 
 def _terms(rows: Sequence[TrainingRow], paths: Iterable[tuple[int, _Nodes]]) -> LossTerms:
+    # An empty piece of each type goes first, since a tree may have no rows, and np.concatenate takes no empty list.
     pieces = [_row_terms(rows[index], index, path) for index, path in paths]
     empty = tuple(np.empty(0, dtype=kind) for kind in _TERM_KINDS)
     row, position, target, parent, logprobs, temperature, versions = map(
@@ -288,6 +289,7 @@ def _terms(rows: Sequence[TrainingRow], paths: Iterable[tuple[int, _Nodes]]) -> 
 
 
 def _row_terms(row: TrainingRow, index: int, path: _Nodes) -> tuple[NDArray[Any], ...]:
+    # The first id has no node before it; it is never trained.
     at = (np.flatnonzero(row.loss_mask[1:]) + 1).astype(np.int32)
     values = (row.ids[at], path[at - 1], row.logprobs[at], temperatures(row)[at], row.versions[at])
     return np.full_like(at, index), at, *values

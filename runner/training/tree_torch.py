@@ -28,7 +28,9 @@ __all__ = [
     "tree_logprobs",
 ]
 
+# The kinds of layers that a mask alone holds to a branch, as configurations of transformers name them.
 _MASKED = ("global", "full_attention", "sliding_attention", "chunked_attention")
+# What such configurations call a change of the logits behind the head.
 _BEHIND_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 _ATTENTIONS = ("sdpa", "eager", "flex_attention", "token_tree")  # the last is ours: runner.training.tree_attention
 
