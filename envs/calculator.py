@@ -17,7 +17,9 @@ class Question(Task):
     """`(first inner second) outer third`, as two calls and a value."""
 
     calls: tuple[tuple[str, int, int], ...] = ()
+    """The calls that solve it, in order: the tool and its two numbers."""
     value: int = 0
+    """The right answer."""
 
 
 class Calculator(Environment[Question]):

@@ -15,6 +15,7 @@ class Puzzle(Task):
     """One entry of a reasoning-gym data set."""
 
     entry: dict[str, Any] = field(default_factory=dict)
+    """The entry itself, which the package's scorer needs."""
 
 
 class Reasoning(Environment[Puzzle]):

@@ -24,11 +24,11 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.calculator import Calculator, Question, question
+from examples.progress import Stopwatch, TrainingProgress, TrainingRecord, TrainingStep
 from runner import Concurrency, Group, Limits, Run, Sampling, VllmEngine
 from runner.cli.quiet_output import quiet_output
 from runner.models import resolve_model
 from runner.training import GrammarMasks, Saving, Selection, TokenMasks, TokenTree, grpo
-from runner.training.progress import Stopwatch, TrainingProgress, TrainingRecord, TrainingStep
 from runner.training.tree_attention import TREE_ATTENTION
 from runner.training.tree_torch import tree_head_logprobs
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import typer
 
-from runner.training.progress import PHASES, TrainingRecord
+from examples.progress import PHASES, TrainingRecord
 
 GOAL, MINUTES = 0.95, 5.0
 

@@ -61,7 +61,10 @@ __all__ = [
 
 
 def unwrapped(error: BaseException) -> BaseException:
-    """The one error that a group of groups holds; the error itself where it is no group, or holds several."""
+    """The one error that a group of groups holds; the error itself where it is no group, or holds several.
+
+    Task groups wrap what leaves them, also where it is a single error.
+    """
     inner = error
     while isinstance(inner, BaseExceptionGroup):
         if len(inner.exceptions) != 1:
@@ -70,51 +73,54 @@ def unwrapped(error: BaseException) -> BaseException:
     return inner
 
 
-class DeltarunnerError(Exception):
-    """The base of every error that deltarunner raises on purpose.
+def one_line(error: BaseException) -> str:
+    """The kind of an error and all its text, without line breaks; another library's may be pages long."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 
-    `exit_code` is what the command line ends with when the error reaches it.
-    """
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; its kind where it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+class DeltarunnerError(Exception):
+    """The base of every error that deltarunner raises on purpose."""
 
     exit_code: ClassVar[int] = 1
+    """The code that the command line ends with when the error reaches it."""
+
+    def __init_subclass__(cls, *, exit_code: int | None = None) -> None:
+        super().__init_subclass__()
+        if exit_code is not None:
+            cls.exit_code = exit_code
 
 
-class BadInput(DeltarunnerError):
+class BadInput(DeltarunnerError, exit_code=2):
     """Something given to deltarunner cannot be used; the message names the thing and the fix."""
-
-    exit_code = 2
 
 
 class BadOption(BadInput, ValueError):
     """An option, a limit or a setting that cannot be."""
 
 
-class BadEnvironment(BadInput):
+class BadEnvironment(BadInput, exit_code=3):
     """An environment that cannot be found or cannot be played."""
 
-    exit_code = 3
 
-
-class BadTask(BadInput):
+class BadTask(BadInput, exit_code=4):
     """A task that cannot be played: no id, an id twice, keys that nothing reads."""
-
-    exit_code = 4
 
 
 class BadMessage(BadInput, TypeError):
     """A message that cannot be put before a model; names which one, by its place in what was given."""
 
 
-class BadModel(BadInput):
+class BadModel(BadInput, exit_code=5):
     """A model that cannot be found or loaded."""
 
-    exit_code = 5
 
-
-class BadWeights(BadInput):
+class BadWeights(BadInput, exit_code=5):
     """Weights that do not fit the model; names the tensor. The old weights stay, and so does their version."""
-
-    exit_code = 5
 
 
 class BadBatch(BadInput, ValueError):
@@ -125,16 +131,12 @@ class BadControl(BadInput, RuntimeError):
     """What was asked of the engine cannot be as it is now: a resume without a pause, an update while it sleeps."""
 
 
-class BadTemplate(BadInput):
+class BadTemplate(BadInput, exit_code=6):
     """A chat template that cannot serve the run; names the property that is missing."""
 
-    exit_code = 6
 
-
-class RunFileError(DeltarunnerError):
+class RunFileError(DeltarunnerError, exit_code=7):
     """The run file cannot be used as asked; what it holds is untouched."""
-
-    exit_code = 7
 
 
 class ConfigurationChanged(RunFileError):
@@ -145,16 +147,12 @@ class NewerRunFile(RunFileError):
     """The file was written by a newer version of deltarunner."""
 
 
-class StorageFailed(RunFileError):
+class StorageFailed(RunFileError, exit_code=8):
     """The file cannot be opened or written; what was announced is in it."""
 
-    exit_code = 8
 
-
-class EngineError(DeltarunnerError):
+class EngineError(DeltarunnerError, exit_code=9):
     """The engine failed; the episode is not to blame and may be played again."""
-
-    exit_code = 9
 
 
 class EngineDead(EngineError):
@@ -169,20 +167,16 @@ class EngineStalled(EngineError):
     """The engine admitted a request and then sent nothing for `stall_seconds`."""
 
 
-class RunStopped(DeltarunnerError):
+class RunStopped(DeltarunnerError, exit_code=10):
     """The run ended before its work did; what was finished is kept."""
-
-    exit_code = 10
 
 
 class TooManyFailures(RunStopped):
     """More episodes failed than the run's `breaker` allows."""
 
 
-class RunStuck(RunStopped):
+class RunStuck(RunStopped, exit_code=11):
     """Nothing happened any more; the message names who waits for what."""
-
-    exit_code = 11
 
 
 class EpisodeOver(DeltarunnerError):

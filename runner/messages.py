@@ -27,52 +27,61 @@ Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 
 class FunctionCall(TypedDict):
-    """The function part of a tool call inside a message; `arguments` is an object, not a string."""
+    """The function part of a tool call inside a message."""
 
     name: str
+    """The tool's name."""
     arguments: Mapping[str, Any]
+    """The arguments as an object, not as text that holds one."""
 
 
 class ToolCallMessage(TypedDict):
     """A tool call inside an assistant message."""
 
     id: str
+    """The id that the answering tool message names in its `tool_call_id`."""
     type: Literal["function"]
+    """Always "function", as OpenAI's messages have it."""
     function: FunctionCall
+    """The tool and its arguments."""
 
 
 class Message(TypedDict, total=False):
     """One message, a plain dict in OpenAI's shape."""
 
     role: Required[Role]
+    """The speaker: system, user, assistant or tool."""
     content: Required[str]
+    """The text; "" for an assistant that only calls tools."""
     reasoning_content: str
+    """The reasoning of an assistant, apart from what it said."""
     tool_calls: Sequence[ToolCallMessage]
+    """The calls that an assistant made, in order."""
     tool_call_id: str
+    """The id of the call that a tool message answers."""
     name: str
+    """The name of the tool that a tool message comes from."""
 
 
 Prompt: TypeAlias = str | Message | Sequence[Message]
-"""What may be put before a model: a string is a user message."""
+"""What may be put before a model: a message, several, or a string, which is a user message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that the model made in a turn.
-
-    Attributes:
-        id: unique within its conversation.
-        name: the tool's name as the model wrote it; "" where it could not be read.
-        arguments: the arguments as the model gave them, before they are checked.
-        error: what was wrong with a call that does not parse; such a call is answered, not run.
-    """
+    """One call that the model made in a turn."""
 
     id: str
+    """The call's id, unique within its conversation."""
     name: str
+    """The tool's name as the model wrote it; "" where it could not be read."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The arguments as the model gave them, before they are checked."""
     error: str | None = None
+    """What was wrong with a call that does not parse, which is answered and not run; None where it parsed."""
 
     def as_message(self) -> ToolCallMessage:
+        """The call as an assistant message holds it."""
         return {
             "id": self.id,
             "type": "function",
@@ -110,6 +119,7 @@ def check_answers(new: Sequence[Message], *before: Sequence[Message]) -> None:
         )
         answered = message.get("tool_call_id")
         calls = next(ahead, _SILENT).get("tool_calls") or ()
+        # Without an id it is taken to answer the assistant message right ahead of it.
         if answered is None and calls:
             continue
         if not any(call["id"] == answered for call in calls) and not any(
@@ -128,7 +138,7 @@ def canonical_json(value: Any) -> str:
     """`value` as JSON with its own key order, non-ASCII kept: what a model reads and what hashes are made of."""
     try:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str).decode()
-    except orjson.JSONEncodeError:  # models write integers past 64 bits
+    except orjson.JSONEncodeError:  # models write integers past 64 bits, which orjson does not
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
 
 

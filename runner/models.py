@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-from runner.errors import BadModel, BadTemplate
+from runner.errors import BadModel, BadTemplate, first_line
 from runner.tokens.template import ChatTemplate, two_templates
 from runner.tokens.vocabulary_files import read_vocabulary_files
 
@@ -98,8 +98,7 @@ def _hub_folder(model_id: str, say: Say) -> Path:
     try:
         folder = Path(snapshot_download(model_id, allow_patterns=_SMALL_FILES))
     except (OSError, ValueError) as error:  # what the hub's client raises for unknown ids, no network and no access
-        reason = str(error).strip().partition("\n")[0]
-        raise BadModel(f"Hugging Face did not give {model_id!r}: {reason} {_CHOICES}") from error
+        raise BadModel(f"Hugging Face did not give {model_id!r}: {first_line(error)} {_CHOICES}") from error
     return _folder(model_id, folder).folder
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, TypeAlias
 
+from runner import checked
 from runner.errors import BadOption
 
 __all__ = [
@@ -44,22 +46,25 @@ class ConstraintKind(enum.StrEnum):
     """The languages in which an engine can be told what may be sampled."""
 
     JSON = "json"
+    """A JSON schema."""
     REGEX = "regex"
+    """A regular expression."""
     GRAMMAR = "grammar"
+    """A grammar in xgrammar's EBNF, or in Lark."""
     CHOICE = "choice"
+    """A JSON array of strings, of which the turn is one."""
     STRUCTURAL_TAG = "structural_tag"
+    """A structural tag of xgrammar: text is free until a tag opens a part that has a schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What may be sampled in one turn; enforced by the engine's constrained decoding.
-
-    `value` is text in the language `kind` names: a JSON schema, a regular expression, an EBNF grammar, a JSON
-    array of strings, or an xgrammar structural tag.
-    """
+    """What may be sampled in one turn; enforced by the engine's constrained decoding."""
 
     kind: ConstraintKind
+    """The language in which `value` is written."""
     value: str
+    """The text in that language."""
 
 
 class _Layered:
@@ -81,68 +86,53 @@ class _Layered:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]  # as above
         return {name: value for name, value in values.items() if value is not UNSET}
 
-    def _require(
-        self,
-        name: str,
-        minimum: float,
-        *,
-        exclusive: bool = False,
-        maximum: float = float("inf"),
-        optional: bool = False,
-        whole: bool = False,
-    ) -> None:
+    def _check(self, name: str, check: Callable[..., float], *, lifted: bool = False, **bounds: float) -> None:
+        """Check a field that was given with `checked.whole` or `checked.number`; `lifted`: None lifts the limit."""
         value = getattr(self, name)
-        if value is UNSET or (optional and value is None):
+        if value is UNSET or (lifted and value is None):
             return
-        kind = "a whole number" if whole else "a number"
-        number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        if number and (minimum < value if exclusive else minimum <= value) and value <= maximum:
-            return
-        bound = f"above {minimum:g}" if exclusive else f"of at least {minimum:g}"
-        top = "" if maximum == float("inf") else f" and at most {maximum:g}"
-        lift = ", or None for no limit" if optional else ""
-        raise BadOption(f"{type(self).__name__}({name}={value!r}): give {kind} {bound}{top}{lift}.")
+        otherwise = ", or None for no limit" if lifted else ""
+        check(f"{type(self).__name__}({name}={value!r})", value, otherwise=otherwise, **bounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling(_Layered):
     """How one turn is sampled. Precedence: `generate()`, `conversation()`, the `Run`, the environment's class.
 
-    Attributes:
-        max_tokens: the most ids one turn may have; default 1024.
-        temperature: 0 is greedy; default 1.
-        top_p: nucleus sampling; default 1, which is off.
-        top_k: keep the k likeliest ids; default 0, which is off.
-        min_p: drop ids below this fraction of the likeliest one's probability; default 0, which is off.
-        stop: strings that end a turn; found by our own decoder, the text is cut before them, the ids are kept.
-        stop_ids: further token ids that end a turn, besides those of the model.
-        schema: a JSON schema that the turn's text must match.
-        regex: a regular expression that the turn's text must match.
-        choice: the turn's text is one of these.
-        adapter: the name of a LoRA adapter of the engine.
-
     The model's own generation_config never supplies sampling values.
     """
 
     max_tokens: int = UNSET
+    """The most ids that one turn may have; 1024 by default."""
     temperature: float = UNSET
+    """The temperature that logits are divided by; 0 is greedy, and 1 the default."""
     top_p: float = UNSET
+    """The probability mass that nucleus sampling keeps; 1, which is off, by default."""
     top_k: int = UNSET
+    """The number of likeliest ids that are kept; 0, which is off, by default."""
     min_p: float = UNSET
+    """The fraction of the likeliest id's probability below which an id is dropped; 0, which is off, by default."""
     stop: tuple[str, ...] = UNSET
+    """Strings that end a turn. Our own decoder finds them; the text is cut before them, and the ids are kept."""
     stop_ids: tuple[int, ...] = UNSET
+    """Token ids that end a turn, besides those of the model."""
     schema: dict[str, Any] | None = UNSET
+    """A JSON schema that the turn's text must match."""
     regex: str | None = UNSET
+    """A regular expression that the turn's text must match."""
     choice: tuple[str, ...] | None = UNSET
+    """Texts of which the turn's text must be one."""
     adapter: str | None = UNSET
+    """The name of a LoRA adapter of the engine that samples the turn; None for the model itself."""
 
     def __post_init__(self) -> None:
-        self._require("max_tokens", 1, whole=True)
-        self._require("temperature", 0)
-        self._require("top_p", 0, exclusive=True, maximum=1)
-        self._require("top_k", 0, whole=True)
-        self._require("min_p", 0, maximum=1)
+        self._check("max_tokens", checked.whole, least=1)
+        self._check("temperature", checked.number, least=0)
+        self._check("top_p", checked.number, above=0, most=1)
+        self._check("top_k", checked.whole, least=0)
+        self._check("min_p", checked.number, least=0, most=1)
         self._check_regex()
+        # A string is a sequence of strings too, of which every character would end a turn.
         stop: Any = self.stop
         if isinstance(stop, str) or (stop is not UNSET and not all(stop)):
             raise BadOption(f"Sampling(stop={self.stop!r}): give a tuple of strings, none of them empty.")
@@ -153,6 +143,7 @@ class Sampling(_Layered):
     def _check_regex(self) -> None:
         if self.regex is UNSET or self.regex is None:
             return
+        # The engine's library reads it once more; a slip is to be found before anything is sampled.
         try:
             re.compile(self.regex)
         except (re.error, TypeError) as error:
@@ -181,37 +172,38 @@ class Limits(_Layered):
     """What an episode may use. Reaching one is an outcome, not an error; None lifts it.
 
     The limits of hooks count the author's code: they stand still while an agent is sampled in it.
-
-    Attributes:
-        turns: turns of the trained conversations together; default None.
-        tokens: ids sampled by the trained conversations together; default None.
-        context: ids that one conversation may hold; default None, which is the engine's own limit.
-        seconds: the play of an episode, what its agents sample included, without waiting for a place; default 600.
-        setup_seconds: `setup()` and `prompt()`; default 300.
-        step_seconds: one `step()`; default 120.
-        tool_seconds: one tool call, unless the tool says otherwise; default 120.
-        reward_seconds: all rewards and metrics of an episode; default 300.
-        close_seconds: `close()`; the exit stack, and each exit of it that runs in a thread; default 30.
-        stall_seconds: an engine that admitted a request and sends nothing for this long has failed; default 120.
     """
 
     turns: int | None = UNSET
+    """The most turns of the trained conversations together; None by default."""
     tokens: int | None = UNSET
+    """The most ids that are sampled in the trained conversations together; None by default."""
     context: int | None = UNSET
+    """The most ids that one conversation may hold; None, which leaves the engine's own limit, by default."""
     seconds: float | None = UNSET
+    """The time for the play of an episode; 600 s by default.
+
+    What its agents sample counts; waiting for a place does not.
+    """
     setup_seconds: float | None = UNSET
+    """The time for `setup()` and `prompt()`; 300 s by default."""
     step_seconds: float | None = UNSET
+    """The time for one `step()`; 120 s by default."""
     tool_seconds: float | None = UNSET
+    """The time for one tool call, unless the tool has a limit of its own; 120 s by default."""
     reward_seconds: float | None = UNSET
+    """The time for all rewards and metrics of an episode; 300 s by default."""
     close_seconds: float | None = UNSET
+    """The time for `close()`, for the exit stack, and for each exit of it that runs in a thread; 30 s by default."""
     stall_seconds: float | None = UNSET
+    """The time after which an engine that admitted a request and sends nothing has failed; 120 s by default."""
 
     def __post_init__(self) -> None:
         for name in ("turns", "tokens", "context"):
-            self._require(name, 1, optional=True, whole=True)
+            self._check(name, checked.whole, least=1, lifted=True)
         for field in dataclasses.fields(self):
             if field.name.endswith("seconds"):
-                self._require(field.name, 0, exclusive=True, optional=True)
+                self._check(field.name, checked.number, above=0, lifted=True)
 
     @classmethod
     def defaults(cls) -> Self:
@@ -237,50 +229,49 @@ class Limits(_Layered):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency:
-    """How wide a run is; it never changes a result.
-
-    Attributes:
-        episodes: episodes alive at once; default None, which is twice the engine's places.
-        threads: worker threads of the run for synchronous code; default 64.
-    """
+    """How wide a run is; it never changes a result."""
 
     episodes: int | None = None
+    """The most episodes that are alive at once; None, by default, is twice the engine's places."""
     threads: int = 64
+    """The worker threads that the run has for synchronous code; 64 by default."""
 
     def __post_init__(self) -> None:
-        for name, value in (("episodes", self.episodes), ("threads", self.threads)):
-            unset = name == "episodes" and value is None
-            if not unset and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise BadOption(f"Concurrency({name}={value!r}): give a whole number of at least 1.")
+        if self.episodes is not None:
+            checked.whole(f"Concurrency(episodes={self.episodes!r})", self.episodes, least=1)
+        checked.whole(f"Concurrency(threads={self.threads!r})", self.threads, least=1)
 
 
 class HistoryPolicy(enum.StrEnum):
     """What is done where a template does not simply append to what was sampled."""
 
-    APPEND = "append"  # keep what was sampled; where no exact bridge is proven, fork
-    FORK = "fork"  # follow the template: where its render of the past differs, a new segment
-    REFUSE = "refuse"  # end the episode with `token_error` where no exact bridge is proven
+    APPEND = "append"
+    """Keep what was sampled, and fork where no exact bridge is proven."""
+    FORK = "fork"
+    """Follow the template: where its render of the past differs, a new segment begins."""
+    REFUSE = "refuse"
+    """End the episode with `token_error` where no exact bridge is proven."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """How the past of a conversation is kept. A policy's name stands for History(policy=name).
-
-    Attributes:
-        policy: append, fork or refuse; default append.
-        content_safe: control text in what users and tools say is ordinary text, never control ids; default True.
-        close_reasoning: an answer to a turn that was cut inside its reasoning closes that first, as masked context;
-            default False, which ends the episode.
-    """
+    """How the past of a conversation is kept. A policy's name stands for History(policy=name)."""
 
     policy: HistoryPolicy = HistoryPolicy.APPEND
+    """What is done where a template rewrites the past: append, fork or refuse."""
     content_safe: bool = True
+    """Whether control text in what users and tools say is ordinary text, which never becomes control ids."""
     close_reasoning: bool = False
+    """Whether the answer to a turn that was cut inside its reasoning closes that first, as masked context.
+
+    False ends the episode there.
+    """
 
     def __post_init__(self) -> None:
         names = ", ".join(HistoryPolicy)
         if self.policy not in list(HistoryPolicy):
             raise BadOption(f"History(policy={self.policy!r}): give one of {names}.")
+        # A name passes as it stands, since a StrEnum's members equal theirs; from here on it is the member.
         object.__setattr__(self, "policy", HistoryPolicy(self.policy))
         for name in ("content_safe", "close_reasoning"):
             if not isinstance(getattr(self, name), bool):
@@ -288,7 +279,7 @@ class History:
 
     @classmethod
     def of(cls, given: History | str | None) -> History:
-        """The options that `given` stands for.
+        """The options that `given` stands for; None stands for the defaults.
 
         Raises:
             BadOption: it is neither a policy's name nor a History.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
+from runner.checked import is_number
 from runner.errors import BadEnvironment, BadOption
 
 __all__ = ["Score", "Scorer", "ScorerKind", "collect_scorers", "group_reward", "metric", "reward", "weighted_sum"]
@@ -17,27 +19,27 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _MARK = "__deltarunner_scorer__"
 
 
-class ScorerKind:
-    """The three kinds of scorers."""
+class ScorerKind(enum.StrEnum):
+    """The three kinds of scorers; each is the name of its decorator."""
 
     REWARD = "reward"
+    """Added to the trajectory's reward when the episode ends."""
     METRIC = "metric"
+    """Recorded and never added."""
     GROUP_REWARD = "group_reward"
+    """Added once all episodes of a task have been played."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scorer:
-    """A method that scores.
-
-    Attributes:
-        name: the method's name.
-        kind: one of `ScorerKind`.
-        weight: factor in the weighted sum; a metric has none.
-    """
+    """A method that scores."""
 
     name: str
-    kind: str
+    """The method's name, under which its score is recorded."""
+    kind: ScorerKind
+    """The kind of scorer."""
     weight: float = 1.0
+    """The factor in the weighted sum; a metric has none."""
 
 
 Score = float | None
@@ -81,7 +83,7 @@ def group_reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
     return _mark(function, ScorerKind.GROUP_REWARD, weight)
 
 
-def _mark(function: Any, kind: str, weight: float) -> Any:
+def _mark(function: Any, kind: ScorerKind, weight: float) -> Any:
     if function is not None and not inspect.isfunction(function):
         raise BadEnvironment(
             f"@{kind} goes on a method, not on {function!r:.40}; a weight is given as @{kind}(weight=...)."
@@ -96,7 +98,7 @@ def _mark(function: Any, kind: str, weight: float) -> Any:
 
 
 def _check_weight(where: str, weight: Any) -> None:
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+    if not is_number(weight) or not math.isfinite(weight):
         raise BadOption(f"{where}: give a finite number.")
 
 
@@ -114,6 +116,7 @@ def collect_scorers(cls: type) -> tuple[Scorer, ...]:
                 _check_signature(base, scorer, value)
                 found[name] = scorer
             elif name in found:
+                # An override may mean a reward or a helper: only its author knows, so it has to be said.
                 if value is not None:
                     kind = found[name].kind
                     raise BadEnvironment(
@@ -156,7 +159,7 @@ def as_score(value: Any, name: str) -> Score:
     if value is None:
         return None
     try:
-        number = float(value)
+        number = float(value)  # also a bool, and a number of numpy or torch
     except (TypeError, ValueError):
         raise TypeError(f"{name} returned {value!r:.80}; return a number, a bool or None") from None
     if isinstance(value, str):
@@ -205,4 +208,5 @@ def weighted_sum(rewards: Mapping[str, Score], scorers: tuple[Scorer, ...]) -> S
     weights = {scorer.name: scorer.weight for scorer in scorers}
     if not rewards or any(value is None for value in rewards.values()):
         return None
+    # fsum: the sum is the same in whatever order the rewards are written.
     return math.fsum(weights[name] * value for name, value in rewards.items() if value is not None)

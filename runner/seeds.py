@@ -8,9 +8,13 @@ __all__ = ["derive_seed"]
 
 
 def derive_seed(*parts: str | int) -> int:
-    """A seed of 63 bits that depends on every part and its place, and on nothing else."""
+    """A seed of 63 bits that depends on every part and its place, and on nothing else.
+
+    Python's `hash` would differ from process to process.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         text = str(part).encode()
+        # With its length, so that ("ab", "c") and ("a", "bc") are not the same bytes.
         digest.update(b"%d:%b" % (len(text), text))
-    return int.from_bytes(digest.digest(), "big") >> 1
+    return int.from_bytes(digest.digest(), "big") >> 1  # the run file and Parquet hold signed integers of 64 bits

@@ -24,19 +24,17 @@ T = TypeVar("T")
 class Task:
     """One problem; subclass it for typed fields.
 
-    Each episode gets a copy of its own, in depth: what it changes in its task no other episode sees.
-
-    Attributes:
-        id: unique within a run.
-        prompt: the first messages; a string is a user message.
-        answer: reference data for scoring.
-        info: anything else, JSON.
+    Each episode gets a deep copy of its own: what it changes in its task no other episode sees.
     """
 
     id: str
+    """The name of the task, unique within a run."""
     prompt: Prompt = ()
+    """The first messages; a string is a user message."""
     answer: str = ""
+    """Reference data for scoring."""
     info: Mapping[str, Any] = field(default_factory=dict)
+    """Anything else that the environment needs; it must be JSON."""
 
 
 def own_copy(value: T) -> T:
@@ -45,11 +43,15 @@ def own_copy(value: T) -> T:
     return made
 
 
+# The types themselves: an object of a subclass may have attributes that change.
 _UNCHANGING = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def _copied(value: Any, known: dict[int, Any]) -> Any:
-    """The same as `copy.deepcopy`, faster for JSON and without its refusals."""
+    """The same as `copy.deepcopy`, faster for JSON and without its refusals.
+
+    `known` holds the copies by the identity of what they are copies of, so that what is shared inside stays shared.
+    """
     kind = type(value)
     if kind in _UNCHANGING:
         return value
@@ -81,26 +83,23 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
 
 
 def _is_plain(kind: type) -> bool:
-    """Its objects are what their attributes are: the class says nothing of its own about being copied."""
+    """Whether its objects are what their attributes are: the class says nothing of its own about being copied."""
     own = ("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
     return all(getattr(kind, name, None) is getattr(object, name, None) for name in own)
 
 
 class TaskBuilder:
-    """Makes tasks of a class from JSON: each field checked, and converted to the type that the class gives it.
-
-    Attributes:
-        task_class: what is made.
-        known: the names of its fields.
-    """
+    """Makes tasks of a class from JSON: each field checked, and converted to the type that the class gives it."""
 
     def __init__(self, task_class: type[Task]) -> None:
         self.task_class = task_class
+        """The class whose tasks are made."""
         self.known = frozenset(field.name for field in dataclasses.fields(task_class))
+        """The names of its fields."""
         self._adapters = _adapters(task_class)
 
     def __call__(self, fields: Mapping[str, Any]) -> Task:
-        """The task.
+        """The task of these fields.
 
         Raises:
             ValueError: a field has a value that does not fit.
@@ -138,7 +137,7 @@ _OWN_FIELDS = frozenset(field.name for field in dataclasses.fields(Task))
 
 
 def _adapters(task_class: type[Task]) -> dict[str, TypeAdapter[Any]]:
-    """What turns the JSON of each field that an author added into its type; none where there is no such way."""
+    """For each field that an author added, what turns JSON into its type; a type that pydantic cannot say has none."""
     from pydantic import PydanticUserError, TypeAdapter
 
     try:

@@ -9,6 +9,10 @@ __all__ = [
     "EMPTY_RESULT",
     "WORDING_VERSION",
     "malformed_call",
+    "missing",
+    "must_be",
+    "not_a_parameter",
+    "not_finite",
     "took_longer",
     "tool_error",
     "unknown_tool",
@@ -16,10 +20,10 @@ __all__ = [
 ]
 
 WORDING_VERSION: Final = 2
-"""Kept in the header of every run."""
+"""The version of the words, kept in the header of every run."""
 
 EMPTY_RESULT: Final = "(empty)"
-"""What a tool returned that returned the empty string: templates drop a message whose content is empty."""
+"""The text for a tool that returned the empty string: templates drop a message whose content is empty."""
 
 
 def unknown_tool(name: str, known: Iterable[str]) -> str:
@@ -49,16 +53,20 @@ def malformed_call(error: str) -> str:
 
 
 def missing(path: str) -> str:
+    """A clause: an argument that is needed was not given."""
     return f"{path} is missing"
 
 
 def not_a_parameter(path: str) -> str:
+    """A clause: an argument was given that the tool does not take."""
     return f"there is no {path}"
 
 
 def must_be(path: str, expected: Sequence[str], got: str) -> str:
+    """A clause: an argument is none of the kinds that it may be."""
     return f"{path} must be {' or '.join(expected)}, got {got}"
 
 
 def not_finite() -> str:
+    """A clause: a number is infinite or none at all, which JSON cannot say."""
     return "numbers must be finite"

@@ -17,7 +17,8 @@ from typing_extensions import TypedDict
 from runner import wording
 from runner.errors import BadEnvironment, ToolError, WrongArguments
 from runner.options import UNSET
-from runner.tools.tool import Tool, collect_tools, result_text, tool
+from runner.tools.results import result_text
+from runner.tools.tool import Tool, collect_tools, tool
 
 
 class Calculator:
@@ -33,7 +34,7 @@ class Calculator:
         """
         return a * b
 
-    @tool(name="look-up", seconds=5, parallel=False, eager=True)
+    @tool(name="look-up", seconds=5, parallel=False)
     async def look_up(self, key: str) -> str:
         """Look something up."""
         return key
@@ -71,8 +72,8 @@ def test_settings_of_the_decorator_are_kept() -> None:
     specs = collect_tools(Calculator)
     assert list(specs) == ["multiply", "look-up"]
     plain, look_up = specs["multiply"], specs["look-up"]
-    assert (plain.seconds, plain.parallel, plain.eager, plain.is_async) == (UNSET, True, False, False)
-    assert (look_up.seconds, look_up.parallel, look_up.eager, look_up.is_async) == (5, False, True, True)
+    assert (plain.seconds, plain.parallel, plain.is_async) == (UNSET, True, False)
+    assert (look_up.seconds, look_up.parallel, look_up.is_async) == (5, False, True)
 
 
 def test_a_bound_tool_calls_its_own_object() -> None:

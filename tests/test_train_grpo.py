@@ -20,12 +20,12 @@ from anyio import from_thread
 from rich.console import Console
 
 from envs.calculator import Calculator
+from examples.progress import HEAD, TrainingProgress, TrainingRecord, TrainingStep
 from runner import Group, Sampling, Task, VllmEngine
 from runner.engines.base import GenerationRequest
 from runner.models import demo_model
 from runner.training.advantages import grpo
 from runner.training.batch import TrainingBatch
-from runner.training.progress import HEAD, TrainingProgress, TrainingRecord, TrainingStep
 from runner.training.selection import Selection
 from runner.training.tree import TokenTree
 
@@ -125,7 +125,7 @@ async def test_the_gradient_is_that_of_the_loss_on_a_padded_batch(
 
     padded = tiny_model()
     batch = TrainingBatch.padded(groups, pad_id=0, advantages=grpo, drop_flat=True)
-    masks = grammar.masks_for_batch(batch)
+    masks = grammar.masks_for(batch.rows, batch.layout)
     tensors = batch.torch()
     at = tensors.loss_mask[:, 1:]
     logits = padded(**tensors.model_inputs).logits[:, :-1][at]

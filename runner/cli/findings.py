@@ -59,7 +59,7 @@ class Finding:
 
 def of_hooks(environment: Environment[Any]) -> Iterator[Finding]:
     """Tools and rewards whose names mean something else already."""
-    marked = [(spec.attribute, "tool") for spec in environment.tool_specs]
+    marked = [(tool.attribute, "tool") for tool in environment.method_tools]
     marked += [(scorer.name, str(scorer.kind)) for scorer in environment.scorers]
     for name, kind in marked:
         if name in HOOKS:

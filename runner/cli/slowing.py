@@ -8,7 +8,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Final
 
-from runner.tools.tool import Tool
+from runner.tools.tool import Tool, with_call
 
 __all__ = ["slowed"]
 
@@ -31,9 +31,7 @@ def _slowed(tool: Tool, number: count[int]) -> Tool:
     async def called(**arguments: Any) -> Any:
         return await _held_back(call(**arguments), passes=next(number) % 2 * _PASSES)
 
-    slow = Tool.__new__(Tool)
-    slow._set(tool.spec, called)
-    return slow
+    return with_call(tool, called)
 
 
 @types.coroutine

@@ -16,12 +16,13 @@ ResultT = TypeVar("ResultT")
 
 
 def cancellation_is_asked_for() -> bool:
-    """A cancel scope around the current task is cancelled."""
+    """Whether a cancel scope around the current task is cancelled."""
+    # anyio gives a cancelled scope the deadline minus infinity, on every event loop alike.
     return anyio.current_effective_deadline() == -math.inf
 
 
 def forget_native_cancellation() -> None:
-    """Take back what `asyncio.Task.cancel()` left in the current task, so that later scopes are not taken in."""
+    """Take back what `asyncio.Task.cancel()` left in the current task; later scopes would count it as theirs."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # another event loop than asyncio's

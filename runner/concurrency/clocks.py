@@ -29,19 +29,23 @@ class Clock:
 
     def __init__(self, seconds: float | None = None, *, counts_sampling: bool = False) -> None:
         self.seconds = seconds
+        """The limit that was last set; None for no limit."""
         self.counts_sampling = counts_sampling
+        """Whether the clock goes on while an agent is sampled inside the block."""
         self.scope = anyio.CancelScope()
+        """The cancel scope of the block, whose deadline the clock moves."""
         self._remaining = math.inf
+        # Several tasks under one clock may wait at once: it goes on when the last of them does.
         self._stops = 0
         self._outer: tuple[Clock, ...] = ()
 
     @property
     def fired(self) -> bool:
-        """The limit was reached, or somebody cancelled the block."""
+        """Whether the limit was reached, or somebody cancelled the block."""
         return self.scope.cancel_called
 
     def start(self, seconds: float | None) -> None:
-        """Begin a new limit, from now."""
+        """Set a new limit that counts from now."""
         self.seconds = seconds
         self._remaining = math.inf if seconds is None else seconds
         if not self._stops:
@@ -55,6 +59,7 @@ class Clock:
         """Stand still, once for each of several waits at the same time."""
         self._stops += 1
         if self._stops == 1 and self.scope.deadline != math.inf:
+            # A deadline that has passed in this very moment fires when the clock goes on.
             self._remaining = max(0.0, self.scope.deadline - anyio.current_time())
             self.scope.deadline = math.inf
 
@@ -68,6 +73,7 @@ class Clock:
         self.start(self.seconds)
         self.scope.__enter__()
         self._outer = _running.get()
+        # A tuple, never changed: a task that is started in the block keeps the clocks that it was started under.
         _running.set((*self._outer, self))
         return self
 
@@ -87,11 +93,13 @@ class Waiting:
         self._clocks: tuple[Clock, ...] = ()
         self._waits = False
         self.began = 0.0
+        """When the wait began, on the event loop's clock."""
         self.seconds = 0.0
+        """How long the wait took, once it is over."""
 
     @classmethod
     def of_this_task(cls) -> Self:
-        """One that has not begun."""
+        """A wait that has not begun, over the clocks that run over this task now."""
         waiting = cls()
         waiting._clocks = _running.get()
         return waiting
@@ -102,14 +110,14 @@ class Waiting:
         return self
 
     def begin(self) -> None:
-        """The clocks stop."""
+        """Stop the clocks; another task may do it for the one that waits."""
         self._waits = True
         self.began = anyio.current_time()
         for clock in self._clocks:
             clock.stop()
 
     def over(self) -> None:
-        """The wait is over; the clocks go on. Twice is allowed."""
+        """End the wait, and the clocks go on; a second call does nothing."""
         if self._waits:
             self._waits = False
             self.seconds = anyio.current_time() - self.began
@@ -142,17 +150,18 @@ class Standstill:
 
     def __init__(self) -> None:
         self.on = False
+        """Whether it stands still now."""
         self._watched: dict[Waiting, None] = {}
 
     def begin(self) -> None:
-        """It stands still; twice is allowed."""
+        """Stop the clocks of those who wait; a second call does nothing."""
         if not self.on:
             self.on = True
             for waiting in self._watched:
                 waiting.begin()
 
     def end(self) -> None:
-        """It goes on; twice is allowed."""
+        """Let the clocks go on; a second call does nothing."""
         if self.on:
             self.on = False
             for waiting in self._watched:
@@ -160,7 +169,7 @@ class Standstill:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within this block, the clocks over the current task stop while it stands still."""
+        """A block in which the clocks over the current task stop for as long as it stands still."""
         waiting = Waiting.of_this_task()
         self._watched[waiting] = None
         if self.on:

@@ -14,35 +14,36 @@ from typing import Self
 import anyio
 from anyio.abc import TaskGroup
 
-from runner.concurrency.exits import EpisodeExitStack
+from runner.concurrency.exit_stack import EpisodeExitStack
 from runner.concurrency.threads import Workers
 from runner.concurrency.user_code import is_foreign
 
 __all__ = ["Blocker", "LagMonitor"]
 
 TICK = 0.02
+"""Seconds between two marks that the loop leaves."""
 LATE = 0.05
+"""Seconds by which a mark is late before anybody is blamed, at the default tick."""
 STUCK_SECONDS = 60.0
+"""Seconds of standstill after which the run is told that its loop is stuck."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """Code that kept the loop from running.
-
-    Attributes:
-        where: function, file and line.
-        seconds: how long it was seen to.
-        thread: it ran in a worker thread, so it computes where it should wait.
-        leaving: it left what an asynchronous `setup()` entered in `episode.exit_stack`.
-    """
+    """Code that kept the loop from running."""
 
     where: str
+    """The function, its file and its line."""
     seconds: float
+    """How long it was seen to keep the loop."""
     thread: bool
+    """Whether it ran in a worker thread, and so computes where it should wait."""
     leaving: bool = False
+    """Whether it left what an asynchronous `setup()` had entered in `episode.exit_stack`."""
 
     @property
     def advice(self) -> str:
+        """What its author can do about it."""
         if self.thread:
             return "it computes; threads are for code that waits: move it to anyio.to_process.run_sync"
         if self.leaving:
@@ -58,19 +59,17 @@ class LagMonitor:
 
     A task on the loop leaves a mark every 20 ms; a thread beside it looks at the mark, and where it is more than
     50 ms late, at what the loop and the run's worker threads are executing. With another `tick` both change with it.
-
-    Attributes:
-        on_stuck: called in the watching thread when the loop stood still for a minute; gets who keeps it.
-        stuck_seconds: how long that is.
     """
 
     def __init__(self, workers: Workers, *, stuck_seconds: float = STUCK_SECONDS, tick: float = TICK) -> None:
         self.on_stuck: Callable[[Blocker], None] | None = None
+        """Called in the watching thread with who keeps the loop, when it has stood still for `stuck_seconds`."""
         self.stuck_seconds = stuck_seconds
+        """How long the loop stands still before `on_stuck` is called; a minute by default."""
         self._workers = workers
         self._tick_seconds = tick
         self._late = tick * LATE / TICK
-        self._lags: deque[float] = deque(maxlen=3000)
+        self._lags: deque[float] = deque(maxlen=3000)  # a minute of ticks
         self._seconds: dict[tuple[str, bool, bool], float] = {}
         self._mark = 0.0
         self._loop_thread = 0
@@ -98,16 +97,17 @@ class LagMonitor:
         self._thread.join()
 
     def percentile(self, percent: float) -> float:
-        """Lag in seconds that this share of the last minute's ticks stayed under; 0 before the first."""
+        """The lag in seconds that so many percent of the last minute's ticks stayed under; 0 before the first tick."""
         lags = sorted(self._lags)
         return lags[min(len(lags) - 1, int(len(lags) * percent / 100))] if lags else 0.0
 
     def blockers(self, most: int = 5) -> list[Blocker]:
-        """Who made the loop late, the worst first."""
+        """The code that made the loop late, the worst first."""
         worst = sorted(self._seconds.items(), key=lambda item: -item[1])[:most]
         return [Blocker(where, seconds, thread, leaving) for (where, thread, leaving), seconds in worst]
 
     async def _tick(self) -> None:
+        # The clock that the watching thread reads too; the loop's own may be a virtual one.
         while True:
             began = time.monotonic()
             self._mark = began
@@ -127,6 +127,7 @@ class LagMonitor:
                 self.on_stuck(self._who_keeps_the_loop(late))
 
     def _blame(self) -> None:
+        # A sample: whoever is seen is charged with the seconds from one look to the next.
         frames = sys._current_frames()
         on_loop = frames.get(self._loop_thread)
         stack = _unwound(on_loop)
@@ -134,6 +135,7 @@ class LagMonitor:
         if own is not None or stack is not None:
             self._add(_describe(own or on_loop, stack), leaving=stack is not None)
             return
+        # Nobody on the loop: then a thread that computes has kept the interpreter's lock from it.
         for job in list(self._workers.running.values()):
             frame = _author_frame(frames.get(job.thread or 0))
             if frame is not None and job.computed():
@@ -168,7 +170,7 @@ def _author_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _unwound(frame: FrameType | None) -> EpisodeExitStack | None:
-    """The exit stack that is being unwound."""
+    """The exit stack that is being unwound in this frame or around it."""
     while frame is not None:
         if frame.f_code is EpisodeExitStack.unwind.__code__:
             stack: EpisodeExitStack = frame.f_locals["self"]

@@ -25,8 +25,7 @@ from runner.concurrency.clocks import Waiting
 __all__ = ["Job", "WorkerThread", "Workers", "busy_threads", "soon_on_this_loop"]
 
 IDLE_SECONDS = 10.0
-"""After which a thread without work ends."""
-
+"""Seconds after which a thread without work ends."""
 
 BUSY = 0.002
 """Seconds of processor time between two looks that tell computing from waiting."""
@@ -41,20 +40,25 @@ class Job:
         self.function = function
         self.name = name
         self.thread: int | None = None
+        """The identifier of the thread that runs it; None until it is started."""
         self.done = False
+        """Whether the call has returned or raised."""
         self.result: Any = None
+        """What the call returned."""
         self.error: BaseException | None = None
+        """What the call raised; it is raised again where the call is waited for."""
         self._clock = 0
         self._computed = 0.0
+        # Taken once, by the thread that begins the call or by the caller that gives it up: the first one decides.
         self._decided = threading.Lock()
 
     @property
     def abandoned(self) -> bool:
-        """It was started and is not done, though nobody waits for it any more."""
+        """Whether it was started and is not done; asked once nobody waits for it any more."""
         return self.thread is not None and not self.done
 
     def computed(self) -> bool:
-        """Its thread used the processor since this was last asked; one that waits does not."""
+        """Whether its thread used the processor since this was last asked; one that waits does not."""
         try:
             now = time.clock_gettime(self._clock)
         except OSError:  # the thread has ended
@@ -63,10 +67,11 @@ class Job:
         return now - before > BUSY
 
     def call_off(self) -> None:
-        """Nobody waits for it any more: unless it has been started already it never will be."""
+        """Give it up: a call that has not been started yet never will be."""
         self._decided.acquire(blocking=False)
 
     def run(self) -> None:
+        """Make the call, in the thread that is to do it."""
         if not self._decided.acquire(blocking=False):
             return
         self.thread = threading.get_ident()
@@ -83,39 +88,37 @@ class Job:
 
 
 class Workers:
-    """The run's worker threads. They keep no process from ending, also where one never comes back.
-
-    Attributes:
-        running: the jobs that are in a thread now; read by the lag report.
-        abandoned: names of the calls whose thread was left behind.
-    """
+    """The run's worker threads. They keep no process from ending, also where one never comes back."""
 
     def __init__(self, threads: int) -> None:
-        self._places = anyio.CapacityLimiter(threads)
+        self._slots = anyio.CapacityLimiter(threads)
         # anyio's own limiter would count an abandoned thread for ever, and starve those that come after.
         self._unlimited = anyio.CapacityLimiter(math.inf)
         self._idle: list[WorkerThread] = []
         self.running: dict[int, Job] = {}
+        """The jobs that are in a thread now; the lag report reads them."""
         self.abandoned: list[str] = []
+        """The names of the calls whose thread was left behind."""
 
     async def call(self, job: Job) -> Any:
         """Run a job in a worker thread; waiting for a thread stops every clock.
 
-        Cancelled while the job runs, it leaves the thread behind (`job.abandoned`) and gives its place to the next.
+        Cancelled while the job runs, it leaves the thread behind (`job.abandoned`), and another call may begin.
         """
+        # The limiter knows its borrowers by identity, and one task may have several calls in threads.
         owner = object()
         try:
-            self._places.acquire_on_behalf_of_nowait(owner)
+            self._slots.acquire_on_behalf_of_nowait(owner)
         except anyio.WouldBlock:
             with Waiting():
-                await self._places.acquire_on_behalf_of(owner)
+                await self._slots.acquire_on_behalf_of(owner)
         try:
             return await self.call_beside(job)
         finally:
-            self._places.release_on_behalf_of(owner)
+            self._slots.release_on_behalf_of(owner)
 
     async def call_beside(self, job: Job, thread: WorkerThread | None = None) -> Any:
-        """The same, in this thread, or in one beside those that the run may have."""
+        """The same without the limit: in this thread, or in one beside those that the run may have."""
         self.running[id(job)] = job
         try:
             await self._run(job, thread)
@@ -129,7 +132,7 @@ class Workers:
         return job.result
 
     def close(self) -> None:
-        """End the threads that have no work; who is at work ends with it."""
+        """End the threads that have no work; one that is at work ends after it."""
         while self._idle:
             self._idle.pop().end()
 
@@ -140,33 +143,33 @@ class Workers:
             except RuntimeError:  # trio, whose worker threads keep no process either
                 await anyio.to_thread.run_sync(job.run, abandon_on_cancel=True, limiter=self._unlimited)
                 return
+            # As in anyio's `run_sync`: a caller that is cancelled already starts nothing.
             await anyio.lowlevel.checkpoint()
+            # A thread reports to the loop that it was made on, and to no other.
             fits = self._idle and self._idle[-1].loop is loop
             thread = self._idle.pop() if fits else WorkerThread(self._idle)
         await thread.call(job)
 
 
 class _Work(NamedTuple):
-    """What a thread is given.
-
-    Attributes:
-        job: to be run.
-        context: the variables of the task that asks for it.
-        scope: the cancel scope that `anyio.from_thread` looks at.
-        done: set once the job has been run.
-    """
+    """What a thread is given."""
 
     job: Job
+    """The call to run."""
     context: Context
+    """The context variables of the task that asks for it."""
     scope: anyio.CancelScope
+    """The cancel scope that `anyio.from_thread` looks at."""
     done: anyio.Event
+    """Set on the loop once the call has been run."""
 
 
 class WorkerThread(threading.Thread):
     """A worker thread of this event loop. anyio's own are no daemons: one that hangs would keep the process for ever.
 
     Args:
-        idle: where the thread stands while it has no work, and ends after a while; None for one that lasts until `end`.
+        idle: the list that the thread joins while it has no work, until it ends for want of it; without one it lasts
+            until `end`.
     """
 
     def __init__(self, idle: list[WorkerThread] | None = None) -> None:
@@ -183,6 +186,7 @@ class WorkerThread(threading.Thread):
     async def call(self, job: Job) -> None:
         """Have the job run, and wait for it."""
         context = copy_context()
+        # Code in the thread is not inside the event loop, and must not be taken to be.
         context.run(set_current_async_library, None)
         with anyio.CancelScope() as scope:
             done = anyio.Event()
@@ -202,6 +206,7 @@ class WorkerThread(threading.Thread):
                 self._soon(partial(self._report, work.done))
             except RuntimeError:  # the loop was closed meanwhile
                 return
+            # A thread that waits would keep alive what its last job refers to.
             del threadlocals.current_cancel_scope, work
 
     def _next(self) -> _Work | None:
@@ -209,7 +214,7 @@ class WorkerThread(threading.Thread):
             try:
                 return self._work.get(timeout=self._patience)
             except Empty:
-                # Who is no longer among the idle ones was taken by somebody, and gets work at once.
+                # A thread that somebody took from the idle ones in this very moment gets its work at once.
                 with suppress(ValueError):
                     self.idle_workers.remove(self)
                     return None
@@ -220,13 +225,14 @@ class WorkerThread(threading.Thread):
 
 
 def busy_threads() -> list[threading.Thread]:
-    """Worker threads of any run that are at work, those that nobody waits for any more among them."""
+    """The worker threads of any run that are at work, abandoned ones included."""
     return [t for t in threading.enumerate() if isinstance(t, WorkerThread) and t not in t.idle_workers]
 
 
 def soon_on_this_loop() -> Callable[[Callable[[], object]], object]:
-    """What calls a function soon on the event loop that runs here, from any thread, without waiting for it."""
+    """A function that has another one called on the event loop running here; any thread may use it, and none waits."""
     native: Any = anyio.lowlevel.current_token().native_token
+    # Trio's token has the one method, asyncio's loop the other.
     door: Callable[[Callable[[], object]], object]
     door = native.run_sync_soon if hasattr(native, "run_sync_soon") else native.call_soon_threadsafe
     return door

@@ -23,11 +23,11 @@ __all__ = ["AuthorCode", "AuthorExit", "TooSlow", "describe_error", "is_async", 
 
 
 LONGEST_ERROR = 2000
-"""Characters of an error's own text that are kept."""
+"""The characters of an error's own text that are kept."""
 
 
 class AuthorExit(Exception):
-    """The author's code asked the interpreter to exit, or raised what is no Exception; that ends its own episode."""
+    """The author's code asked the interpreter to exit, or raised what is no Exception; only its episode ends by it."""
 
 
 class TooSlow(Exception):
@@ -44,15 +44,14 @@ class AuthorCode:
 
     Asynchronous functions run on the loop. Synchronous ones run in the run's worker threads, one at a time, in the
     order in which they were asked for: two of them never touch the environment at once.
-
-    Attributes:
-        abandoned: the synchronous call whose thread was left behind, since it may still write; or "".
     """
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
+        # `fast_acquire`: a lock that is free is taken without a pass of the event loop.
         self._one_at_a_time = anyio.Lock(fast_acquire=True)
         self.abandoned = ""
+        """The synchronous call whose thread was left behind and may still write; "" where there is none."""
 
     async def call(self, function: Callable[..., Any], *args: Any, name: str, seconds: float | None = None) -> Any:
         """Call `function`, sync or async, and return its result.
@@ -91,6 +90,7 @@ class AuthorCode:
             return await function()
         with Clock(seconds) as clock:
             result = await function()
+        # Asked of the clock and not told by an exception: the author's code may have swallowed the cancellation.
         if clock.fired:
             raise TooSlow(name, seconds)
         return result
@@ -101,6 +101,7 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
+    """Whether it is an `async def`, or an object whose call is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -159,10 +160,11 @@ _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def is_foreign(filename: str) -> bool:
-    """It is no file of the author's: ours, a library's, or none that could be opened."""
+    """Whether it is no file of the author's: one of ours, a library's, or none that could be opened."""
     return filename.startswith((_OURS, "<")) or _is_library(filename)
 
 
 def _is_library(filename: str) -> bool:
+    # Modules that Cython compiled name their source, which stands in no folder of packages.
     compiled = filename.endswith((".pyx", ".pxd", ".pxi"))
     return compiled or any(part in filename for part in ("/site-packages/", "/dist-packages/", "/lib/python3"))

@@ -20,7 +20,7 @@ from runner.messages import Prompt
 from runner.options import Limits, Sampling, ToolChoice
 from runner.scoring import Scorer, ScorerKind, collect_scorers
 from runner.tasks import Task
-from runner.tools.tool import Tool, ToolSpec, collect_tools
+from runner.tools.tool import Tool, collect_tools
 from runner.trajectory import Turn
 
 __all__ = ["Environment", "Reply"]
@@ -81,14 +81,14 @@ class Environment(Generic[TaskT]):
     shared: Any = _OfEpisode()
     tools: list[Tool] = cast("Any", _OfEpisode())
 
-    tool_specs: ClassVar[tuple[ToolSpec, ...]] = ()
+    method_tools: ClassVar[tuple[Tool, ...]] = ()
     scorers: ClassVar[tuple[Scorer, ...]] = ()
 
     _construction: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.tool_specs = tuple(collect_tools(cls).values())
+        cls.method_tools = tuple(collect_tools(cls).values())
         cls.scorers = collect_scorers(cls)
         for name in _PARAMETERS:
             _check_signature(cls, name)
@@ -153,7 +153,7 @@ class Environment(Generic[TaskT]):
 
     def bound_tools(self) -> list[Tool]:
         """The tools of `@tool`, bound to this object."""
-        return [spec.bind(self) for spec in self.tool_specs]
+        return [tool.bind(self) for tool in self.method_tools]
 
     @classmethod
     def task_class(cls) -> type[Task]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from runner.concurrency.clocks import Waiting
-from runner.concurrency.exits import EpisodeExitStack, Leave
+from runner.concurrency.exit_stack import EpisodeExitStack, Leave
 from runner.episode.conversation import Conversation, ConversationSetting
 from runner.episode.tool_calls import answer_calls
 from runner.errors import BadOption

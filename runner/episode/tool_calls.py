@@ -13,7 +13,8 @@ from runner.concurrency.user_code import AuthorCode, TooSlow
 from runner.errors import ToolError, unwrapped
 from runner.messages import Message, ToolCall
 from runner.options import UNSET
-from runner.tools.tool import Tool, result_text
+from runner.tools.results import result_text
+from runner.tools.tool import Tool
 from runner.trajectory import Turn
 
 __all__ = ["answer_calls"]

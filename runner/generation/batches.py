@@ -10,6 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
+from runner import checked
 from runner.engines.base import Engine
 from runner.engines.control import EngineState
 from runner.engines.sharing import running
@@ -129,8 +130,7 @@ class Generation:
         retries: int = 2,
     ) -> None:
         Limits(stall_seconds=stall_seconds)  # refuses what cannot be
-        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
-            raise BadOption(f"retries={retries!r}: give a whole number of at least 0.")
+        checked.whole(f"retries={retries!r}", retries, least=0)
         self.engine = engine
         self.settings = GenerationSettings.read(config if config is not None else {})
         self._stall_seconds = stall_seconds

@@ -26,21 +26,19 @@ Signatures: TypeAlias = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A turn's text taken apart.
-
-    Attributes:
-        content: what was said beside the calls; the whole text where there is none.
-        calls: in order; one that was opened and does not parse has `error` set.
-    """
+    """A turn's text taken apart."""
 
     content: str
+    """What was said beside the calls; the whole text where there is none."""
     calls: list[ToolCall]
+    """The calls in order; one that was opened and does not parse has its `error` set."""
 
 
 class ToolFormat(ABC):
     """One way of writing tool calls as text. Formats have no state: one object serves every conversation."""
 
     name: ClassVar[str]
+    """The short name of the format, such as "hermes"."""
 
     def parse(
         self, text: str, ids_start: int = 0, tools: Sequence[Tool] | None = None, tool_choice: ToolChoice = "auto"
@@ -60,6 +58,7 @@ class ToolFormat(ABC):
             None if tools is None else {tool.name: tuple(tool.parameters.get("properties", ())) for tool in tools}
         )
         content, calls = self._parse(text, parameters)
+        # Only an escape can make half of a surrogate pair: what is decoded from ids has whole characters.
         numbered = [
             dataclasses.replace(_writable(call) if "\\" in text else call, id=f"call_{ids_start + index}")
             for index, call in enumerate(calls)
@@ -105,6 +104,7 @@ def _writable(call: ToolCall) -> ToolCall:
     return call
 
 
+# Every turn of every episode asks for one of the same few grammars.
 @lru_cache(maxsize=256)
 def _grammar(tool_format: type[ToolFormat], signatures: Signatures, many: bool) -> str:
     return tool_format()._grammar(signatures, many)

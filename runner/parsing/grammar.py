@@ -26,17 +26,14 @@ NOTHING: Final = '""'
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a language writes literals.
-
-    Attributes:
-        dump: a JSON value as the language's canonical literal.
-        rules: EBNF rules that the others build on; they define `char` rules and `string`.
-        strings: (quote, rule of one character in it), for each way to quote a string.
-    """
+    """How a language writes literals."""
 
     dump: Callable[[Any], str]
+    """Writes a JSON value as the language's canonical literal."""
     rules: Mapping[str, str]
+    """The EBNF rules that the others build on; each way to quote has a rule for its characters."""
     strings: tuple[tuple[str, str], ...]
+    """Each way to quote a string: the quote, and the rule for one character inside it."""
 
     def string(self, repeat: str) -> str:
         """An EBNF expression for a string whose characters are repeated `repeat` times."""
@@ -88,14 +85,11 @@ PYTHON: Final = Dialect(
 
 
 class GrammarWriter:
-    """Writes the rules of one grammar; equal rules are written once.
-
-    Attributes:
-        dialect: the language of the literals.
-    """
+    """Writes the rules of one grammar; equal rules are written once."""
 
     def __init__(self, dialect: Dialect) -> None:
         self.dialect = dialect
+        """The language of the literals."""
         self._rules: dict[str, str] = dict(dialect.rules)
         self._names: dict[str, str] = {}
         self._references: dict[str, str] = {}  # of the tool being written

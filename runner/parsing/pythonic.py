@@ -86,12 +86,7 @@ class _Unreadable(ValueError):
 
 
 class _Block:
-    """The bracketed list that begins at `start`, scanned once from left to right.
-
-    Attributes:
-        end: one past its closing bracket; the end of the text where it is not closed.
-        error: why it is not complete, or "".
-    """
+    """The bracketed list that begins at `start`, scanned once from left to right."""
 
     __slots__ = ("_items", "_text", "end", "error")
 
@@ -100,7 +95,9 @@ class _Block:
         # Of each item: where it begins, its commas between arguments, where it ends.
         self._items = [[start + 1]]
         self.end = len(text)
+        """One past the closing bracket; the end of the text where the list is not closed."""
         self.error = self._scan(start)
+        """Why the list is not complete; "" where it is."""
 
     @property
     def complete(self) -> bool:

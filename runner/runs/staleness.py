@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from runner import checked
 from runner.engines.base import Engine
 from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
@@ -26,8 +27,8 @@ class Freshness:
     """
 
     def __init__(self, engine: Engine, max_lag: int | None) -> None:
-        if max_lag is not None and (isinstance(max_lag, bool) or not isinstance(max_lag, int) or max_lag < 0):
-            raise BadOption(f"max_version_lag={max_lag!r:.60}: give a whole number of at least 0, or None for any age.")
+        if max_lag is not None:
+            checked.whole(f"max_version_lag={max_lag!r:.60}", max_lag, least=0, otherwise=", or None for any age")
         self._engine = engine
         self._max_lag = max_lag
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Self, TypeAlias
 
+from runner.checked import is_whole
 from runner.concurrency.user_code import describe_error
 from runner.engines.scripted.engine import ScriptedEngine
 from runner.engines.scripted.replies import Speller
@@ -247,7 +248,7 @@ def _is_ids(saying: Any) -> bool:
         isinstance(saying, Sequence)
         and not isinstance(saying, str | bytes)
         and len(saying) > 0
-        and all(isinstance(item, int) and not isinstance(item, bool) for item in saying)
+        and all(map(is_whole, saying))
     )
 
 

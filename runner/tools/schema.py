@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, NotRequired, Required, TypeAlias, get_args, get_origin, get_type_hints
+from functools import lru_cache, partial
+from typing import Annotated, Any, NamedTuple, NotRequired, Required, TypeAlias, get_args, get_origin, get_type_hints
 
 import docstring_parser
 from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
@@ -18,11 +17,9 @@ from typing_extensions import TypedDict
 
 from runner import wording
 from runner.errors import BadEnvironment
+from runner.tools.problems import schema_problems, typed_problems
 
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
-__all__ = ["Check", "FunctionSchema", "JsonSchema", "check_by_schema", "function_schema"]
+__all__ = ["Check", "FunctionSchema", "JsonSchema", "check_by_schema", "explicit_schema", "function_schema"]
 
 JsonSchema: TypeAlias = dict[str, Any]
 
@@ -32,21 +29,17 @@ Check: TypeAlias = Callable[[Mapping[str, Any]], "dict[str, Any] | list[str]"]
 _UNSUPPORTED = (PydanticUserError, PydanticSchemaGenerationError, PydanticUndefinedAnnotation)
 
 
-@dataclass(frozen=True, slots=True)
-class FunctionSchema:
-    """What a function's signature and docstring say.
-
-    Attributes:
-        description: the docstring without its sections.
-        parameters: a JSON schema of type object, in the order of the signature.
-        returns: JSON schema of what is returned, or None where the signature does not say.
-        check: validates and converts arguments.
-    """
+class FunctionSchema(NamedTuple):
+    """What a model is told of a function, and how its arguments are checked."""
 
     description: str
+    """The text that tells what it does."""
     parameters: JsonSchema
+    """The JSON schema of its arguments, of type object, in the order of the signature."""
     returns: JsonSchema | None
+    """The JSON schema of its result, or None where the signature does not say."""
     check: Check
+    """What validates and converts arguments."""
 
 
 def function_schema(
@@ -62,7 +55,7 @@ def function_schema(
     Args:
         function: the function; of a method the first parameter is left out.
         where: what errors call it, such as "Calculator.add".
-        method: it is a method, not yet bound.
+        method: whether it is a method, not yet bound.
         namespace: further names that its annotations may use.
         description: used instead of the docstring's.
 
@@ -91,6 +84,33 @@ def function_schema(
     )
 
 
+def explicit_schema(
+    call: Callable[..., Any], where: str, description: str | None, parameters: JsonSchema, *, raw: bool
+) -> FunctionSchema:
+    """The schema of a function whose author wrote it.
+
+    Args:
+        call: the function.
+        where: what errors call it.
+        description: what it does.
+        parameters: a JSON schema of its arguments, of type object.
+        raw: whether it takes them as one mapping.
+
+    Raises:
+        BadEnvironment: the schema is none, nothing describes the function, or it cannot take the arguments.
+    """
+    if not description:
+        raise BadEnvironment(f"{where}: give it a description=, which tells the model what it does.")
+    kinds = {parameter.kind for parameter in inspect.signature(call).parameters.values()}
+    # An argument that the function does not take is the model's mistake, to be told in words.
+    if not raw and inspect.Parameter.VAR_KEYWORD not in kinds:
+        parameters = {"additionalProperties": False, **parameters}
+    check = check_by_schema(parameters, where)
+    if not raw:
+        _check_callable_with(call, parameters.get("properties", {}), where)
+    return FunctionSchema(description, {"properties": {}, **parameters}, None, check)
+
+
 def check_by_schema(parameters: JsonSchema, where: str) -> Check:
     """A check of arguments against a JSON schema; nothing is converted.
 
@@ -102,12 +122,33 @@ def check_by_schema(parameters: JsonSchema, where: str) -> Check:
     validator = _validator(json.dumps(parameters), where)
 
     def check(raw: Mapping[str, Any]) -> dict[str, Any] | list[str]:
-        return _schema_problems(validator.iter_errors(dict(raw))) or dict(raw)
+        return schema_problems(validator.iter_errors(dict(raw))) or dict(raw)
 
     return check
 
 
+def _check_callable_with(call: Callable[..., Any], names: Iterable[str], where: str) -> None:
+    """What it is bound to already may be called as one of its arguments, which shows only in the function itself."""
+    function: Any = call
+    given: tuple[Any, ...] = ()
+    by_name: dict[str, Any] = {}
+    while isinstance(function, partial):
+        given, by_name = (*function.args, *given), {**function.keywords, **by_name}
+        function = function.func
+    function = function if inspect.isroutine(function) else type(function).__call__.__get__(function)
+    if inspect.ismethod(function):
+        function, given = function.__func__, (function.__self__, *given)
+    try:
+        inspect.signature(function).bind(*given, **{**by_name, **dict.fromkeys(names)})
+    except TypeError as error:
+        raise BadEnvironment(
+            f"{where}: its function cannot be called with the arguments of its parameters= ({error}): give raw=True, "
+            "and it gets them all as one mapping."
+        ) from None
+
+
 def _hints(function: Callable[..., Any], where: str, namespace: Mapping[str, Any] | None) -> dict[str, Any]:
+    # The hints of a callable object stand at its class, and those of a decorated function below its decorators.
     target: Any = inspect.unwrap(function)
     target = target if inspect.isroutine(target) else type(target).__call__
     try:
@@ -142,8 +183,9 @@ def _arguments_adapter(
     arguments.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
     try:
         adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
-        adapter.json_schema()
+        adapter.json_schema()  # a type that pydantic can check may still be none that a schema can say
     except _UNSUPPORTED:
+        # Asked one by one, to name the parameter.
         for parameter in parameters:
             _check_supported(hints[parameter.name], f"{where}, parameter {parameter.name!r}:")
         raise
@@ -168,7 +210,7 @@ def _unfit(name: str, value: Any, adapter: TypeAdapter[dict[str, Any]]) -> list[
         adapter.validate_json(json.dumps({name: value}, allow_nan=False), strict=True)
     except ValueError as error:  # of pydantic, or of JSON, which has no infinity: a default all the same
         errors = error.errors(include_url=False) if isinstance(error, ValidationError) else []
-        return _problems(
+        return typed_problems(
             [one for one in errors if one["loc"][:1] == (name,) and one["type"] != "missing"], {name: value}
         )
     return []
@@ -248,38 +290,6 @@ def _without_titles_below(key: str, value: Any) -> Any:
     return without_titles(value)
 
 
-# What a model must write for a type, by pydantic's name of the error. Types that are not here keep pydantic's words.
-_EXPECTED = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "string_type": "a string",
-    "bool_type": "a boolean",
-    "none_required": "null",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "set_type": "a list",
-    "frozen_set_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-    "dataclass_type": "an object",
-    "dataclass_exact_type": "an object",
-    "literal_error": "{expected}",
-    "enum": "{expected}",
-    "greater_than": "above {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "below {lt:g}",
-    "less_than_equal": "at most {le:g}",
-    "multiple_of": "a multiple of {multiple_of:g}",
-    "string_too_short": "at least {min_length} characters long",
-    "string_too_long": "at most {max_length} characters long",
-    "string_pattern_mismatch": "of the pattern {pattern}",
-    "too_short": "at least {min_length} long",
-    "too_long": "at most {max_length} long",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class _Typed:
     """Checks arguments by type hints."""
@@ -296,59 +306,10 @@ class _Typed:
         try:
             return self.adapter.validate_json(text, strict=True)
         except ValidationError as error:
-            return _problems(error.errors(include_url=False), raw)
+            return typed_problems(error.errors(include_url=False), raw)
 
 
-def _problems(errors: Iterable[ErrorDetails], raw: Mapping[str, Any]) -> list[str]:
-    """One clause per place: the alternatives of a union that all failed are one problem."""
-    expected: dict[tuple[str, str], list[str]] = {}
-    clauses: dict[str, None] = {}
-    for error in errors:
-        path = _path(error["loc"], raw)
-        if error["type"] == "missing":
-            clauses[wording.missing(_path(error["loc"], raw, missing=True))] = None
-        elif error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            clauses[wording.not_a_parameter(path)] = None
-        else:
-            expected.setdefault((path, _shown(error["input"])), []).append(_expectation(error))
-    clauses |= dict.fromkeys(wording.must_be(path, kinds, got) for (path, got), kinds in expected.items())
-    return list(clauses)
-
-
-def _expectation(error: ErrorDetails) -> str:
-    template = _EXPECTED.get(error["type"])
-    if template is not None:
-        return template.format(**error.get("ctx", {}))
-    message = error["msg"].removeprefix("Value error, ").removeprefix("Input should ").removeprefix("be ")
-    return message[:1].lower() + message[1:]
-
-
-def _path(location: Sequence[int | str], raw: Any, *, missing: bool = False) -> str:
-    """The place as the model wrote it. Names that pydantic gives to the alternatives of a union are no part of it."""
-    path = ""
-    for index, step in enumerate(location):
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif (isinstance(raw, Mapping) and step in raw) or (missing and index == len(location) - 1):
-            path += f".{step}" if path else step
-        else:
-            continue
-        raw = _below(raw, step)
-    return path or "the arguments"
-
-
-def _below(value: Any, step: int | str) -> Any:
-    try:
-        return value[step]
-    except (LookupError, TypeError):
-        return None
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
+# `setup()` of every episode may make the same tools again.
 @lru_cache(maxsize=256)
 def _validator(parameters: str, where: str) -> Any:
     from jsonschema import SchemaError, validators
@@ -360,38 +321,3 @@ def _validator(parameters: str, where: str) -> Any:
     except SchemaError as error:
         raise BadEnvironment(f"{where}: parameters is no valid JSON schema: {error.message}.") from None
     return validator(schema)
-
-
-_JSON_TYPES = {
-    "integer": "an integer",
-    "number": "a number",
-    "string": "a string",
-    "boolean": "a boolean",
-    "null": "null",
-    "array": "a list",
-    "object": "an object",
-}
-
-
-def _schema_problems(errors: Iterable[Any]) -> list[str]:
-    clauses: dict[str, None] = {}
-    for error in errors:
-        path = re.sub(r"^\.", "", "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in error.absolute_path))
-        clauses |= dict.fromkeys(_schema_clauses(error, path))
-    return list(clauses)
-
-
-def _schema_clauses(error: Any, path: str) -> list[str]:
-    inside = f"{path}." if path else ""
-    if error.validator == "required":
-        return [wording.missing(inside + name) for name in error.validator_value if name not in error.instance]
-    if error.validator == "additionalProperties" and error.validator_value is False:
-        known = error.schema.get("properties", {})
-        return [wording.not_a_parameter(inside + name) for name in error.instance if name not in known]
-    if error.validator == "type":
-        kinds = [error.validator_value] if isinstance(error.validator_value, str) else error.validator_value
-        return [wording.must_be(path, [_JSON_TYPES[kind] for kind in kinds], _shown(error.instance))]
-    if error.validator in ("enum", "const"):
-        values = error.validator_value if error.validator == "enum" else [error.validator_value]
-        return [wording.must_be(path, [_shown(value) for value in values], _shown(error.instance))]
-    return [f"{path or 'the arguments'}: {error.message}"]

@@ -5,8 +5,9 @@ What needs torch is in `tree_torch` and `grammar_torch`; nothing else here loads
 
 from runner.training.advantages import AdvantageRule, dr_grpo, grpo, rloo
 from runner.training.batch import TrainingBatch, TrainingTensors
-from runner.training.grammar import GrammarMasks, TokenMasks
+from runner.training.grammar import GrammarMasks
 from runner.training.selection import Selection, grouped
+from runner.training.token_masks import TokenMasks
 from runner.training.tree import Saving, TokenTree
 
 __all__ = [

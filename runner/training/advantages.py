@@ -28,7 +28,7 @@ def grpo(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-3) -> NDA
     Args:
         rewards: one for each trajectory, shape [trajectories].
         groups: which group each belongs to, any labels, shape [trajectories].
-        epsilon: is added to the deviation, which is that of a sample (divided by n - 1, as `torch.std`).
+        epsilon: the number added to the deviation, which is that of a sample (divided by n - 1, as `torch.std`).
 
     Returns:
         Advantages, shape [trajectories], float32.
@@ -65,7 +65,7 @@ def checked_rule(rule: AdvantageRule) -> AdvantageRule:
     """The rule itself.
 
     Raises:
-        BadOption: it is no function, such as the name of one.
+        BadOption: the rule is no function, such as the name of one.
     """
     if not callable(rule):
         raise BadOption(

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from runner.checked import is_whole, whole
 from runner.errors import BadBatch, BadOption
 from runner.training.advantages import AdvantageRule, checked_rule
 from runner.training.exactness import constrained_ids, inexact_reason, temperatures
-from runner.training.packing import Layout, require
+from runner.training.packing import Layout
 from runner.training.rows import NO_VERSION, TrainingRow
 from runner.training.selection import ComparedGroup, Selection, Source, name_of
 from runner.trajectory import Trajectory
@@ -21,7 +22,8 @@ from runner.trajectory import Trajectory
 if TYPE_CHECKING:
     import torch
 
-    from runner.training.grammar import GrammarMasks, TokenMasks
+    from runner.training.grammar import GrammarMasks
+    from runner.training.token_masks import TokenMasks
 
 __all__ = ["TrainingBatch", "TrainingTensors"]
 
@@ -35,56 +37,65 @@ class TrainingBatch:
 
     `len(batch)` is the number of sequences. It is 0, and the batch false, where every trajectory was absent or left
     out: such a step is to be skipped.
-
-    Attributes:
-        input_ids: token ids, `pad_id` in the padding, int32.
-        attention_mask: where an id stands and no padding, bool. It does not keep packed rows apart.
-        position_ids: from 0 in each row, and in the padding behind the last row of a sequence, int32.
-        segment_ids: index into `rows` + 1, and 0 for padding, int32; a query may see the keys of its own segment id.
-        loss_mask: where an id is trained, which is in the segment in which it was sampled, bool.
-        logprobs: with what log-probability it was sampled, in nats, 0 where nothing is trained, NaN where the engine
-            gave none, float32.
-        temperatures: what logits are divided by to get that log-probability, 1 where nothing is trained, float32.
-        advantages: 0 until they are given, and where nothing is trained, float32.
-        weight_versions: index into `versions`, -1 where nothing is trained, int32.
-        versions: the weight versions.
-        rows: what was laid out. A row belongs to one trajectory, and a trajectory has as many as it has segments in
-            which something is trained.
-        trajectory_of: an index into `trajectories` for each row, shape [rows], int32.
-        trajectories: those that have a reward, in the order they were given.
-        rewards: one for each of them, shape [trajectories], float32.
-        group_of: an index into `groups` for each of them, shape [trajectories], int32.
-        groups: every group that was given, with what became of it: whole or partial, flat or not.
-        absent: how many trajectories have no reward, by outcome, or by why a scored one has none.
-        layout: where each row stands.
-        inexact_reason: why exp(trainer's log-probability - `logprobs`) is not exactly the ratio of two policies, such
-            as "top_p=0.9 (12 turns)"; "" where it is.
-        constrained: how many trained ids were sampled under a grammar. The ratio is exact for them only with the
-            grammar's mask on the trainer's logits.
-        masks: those masks, `index` in the batch's shape; None until `with_masks`.
     """
 
     input_ids: NDArray[np.int32]
+    """Token ids, `pad_id` in the padding, int32."""
     attention_mask: NDArray[np.bool_]
+    """Whether an id stands here and no padding, bool. It does not keep packed rows apart."""
     position_ids: NDArray[np.int32]
+    """Positions that count from 0 in each row, and in the padding behind the last row of a sequence; int32."""
     segment_ids: NDArray[np.int32]
+    """The index into `rows` + 1 of the row that stands here, and 0 for padding, int32.
+
+    A query may see the keys of its own segment id.
+    """
     loss_mask: NDArray[np.bool_]
+    """Whether the id is trained, which it is in the segment in which it was sampled, bool."""
     logprobs: NDArray[np.float32]
+    """The log-probability that the id was sampled with, in nats, float32.
+
+    It is 0 where nothing is trained, and NaN where the engine gave none.
+    """
     temperatures: NDArray[np.float32]
+    """What logits are divided by to get that log-probability, 1 where nothing is trained, float32."""
     advantages: NDArray[np.float32]
+    """The advantage of the id, float32; 0 until advantages are given, and where nothing is trained."""
     weight_versions: NDArray[np.int32]
+    """The index into `versions` of the weights that sampled the id, -1 where nothing is trained, int32."""
     versions: tuple[str, ...]
+    """The weight versions."""
     rows: tuple[TrainingRow, ...]
+    """The rows that were laid out.
+
+    Each belongs to one trajectory, and a trajectory has as many as it has segments in which something is trained.
+    """
     trajectory_of: NDArray[np.int32]
+    """The index of each row's trajectory in `trajectories`, shape [rows], int32."""
     trajectories: tuple[Trajectory, ...]
+    """The trajectories that have a reward, in the order they were given."""
     rewards: NDArray[np.float32]
+    """The reward of each trajectory, shape [trajectories], float32."""
     group_of: NDArray[np.int32]
+    """The index of each trajectory's group in `groups`, shape [trajectories], int32."""
     groups: tuple[ComparedGroup, ...]
+    """Every group that was given, with what became of it: whole or partial, flat or not."""
     absent: Mapping[str, int]
+    """How many trajectories have no reward, by outcome, or by why a scored one has none."""
     layout: Layout
+    """Where each row stands."""
     inexact_reason: str
+    """Why exp(trainer's log-probability - `logprobs`) is not exactly the ratio of two policies.
+
+    An example is "top_p=0.9 (12 turns)"; "" says that it is.
+    """
     constrained: int
+    """The number of trained ids that were sampled under a grammar.
+
+    For them the ratio is exact only with the grammar's mask on the trainer's logits.
+    """
     masks: TokenMasks | None = None
+    """The token masks of the grammars, `index` in the batch's shape; None until `with_masks`."""
 
     @classmethod
     def padded(
@@ -103,10 +114,10 @@ class TrainingBatch:
 
         Args:
             source: groups; or trajectories, each of them compared with no other.
-            pad_id: stands in the padding. It may be an id that is also sampled: padding is told by `attention_mask`.
-            length: of the sequences; by default that of the longest row. A longer row is refused, never cut.
+            pad_id: the id of the padding. It may be one that is also sampled: padding is told by `attention_mask`.
+            length: the length of the sequences; by default that of the longest row. A longer row is refused, never cut.
             multiple_of: the length is rounded up to a multiple of this.
-            advantages: how they follow from rewards and groups: `grpo`, `rloo`, `dr_grpo` or a function of yours.
+            advantages: the rule that makes them of rewards and groups, `grpo`, `rloo`, `dr_grpo` or one of yours.
             partial: take groups of which not every episode has been played.
             drop_flat: leave out the trajectories of groups whose rewards are all equal, which teach nothing.
             vocabulary: how many ids the model knows; a batch of another tokenizer is refused.
@@ -180,7 +191,7 @@ class TrainingBatch:
 
     @property
     def exact(self) -> bool:
-        """exp(trainer's log-probability - `logprobs`) is the ratio of two policies, and nothing else is in it.
+        """Whether exp(trainer's log-probability - `logprobs`) is the ratio of two policies, and nothing else is in it.
 
         The trainer's is to be at the same `temperatures`, and under `masks` where `constrained` is above 0.
         """
@@ -188,12 +199,12 @@ class TrainingBatch:
 
     @property
     def trained(self) -> int:
-        """How many ids are trained: what a loss by token is divided by."""
+        """The number of ids that are trained, by which a loss by token is divided."""
         return int(self.loss_mask.sum())
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Ids in each row, shape [rows]."""
+        """The number of ids in each row, shape [rows]."""
         return self.layout.lengths
 
     def with_advantages(self, values: ArrayLike) -> Self:
@@ -208,6 +219,7 @@ class TrainingBatch:
         """
         given = np.asarray(values, dtype=np.float32)
         if given.shape == self.rewards.shape:
+            # The segment id 0 is that of padding, and gets the first value.
             by_segment_id = np.concatenate([np.zeros(1, np.float32), given[self.trajectory_of]])
             given = by_segment_id[self.segment_ids]
         elif given.shape != self.loss_mask.shape:
@@ -228,7 +240,7 @@ class TrainingBatch:
         Raises:
             BadBatch: an id is not allowed where it stands, or a constraint cannot be compiled; names which.
         """
-        masks = grammar.masks_for_batch(self)
+        masks = grammar.masks_for(self.rows, self.layout)
         return dataclasses.replace(self, masks=masks, inexact_reason=inexact_reason(self.rows, masked=True))
 
     def unpadded(self, array: Any) -> list[Any]:
@@ -260,24 +272,33 @@ class TrainingBatch:
 class TrainingTensors:
     """The arrays of a `TrainingBatch` as torch tensors, all of shape [sequences, length].
 
-    Integers are int64, what Transformers takes; masks: `attention_mask` int64, `loss_mask` bool; the rest is float32.
-    `masks` are those of the grammar, packed as in the batch, for `masked_logprobs` and its like in `grammar_torch`.
+    Integers are int64, which is what Transformers takes. What each holds is said at the field of the batch.
     """
 
     input_ids: torch.Tensor
+    """Token ids, int64."""
     attention_mask: torch.Tensor
+    """1 where an id stands, and 0 in the padding, int64."""
     position_ids: torch.Tensor
+    """Positions that count from 0 in each row, int64."""
     segment_ids: torch.Tensor
+    """The index + 1 of the row that stands here, and 0 for padding, int64."""
     loss_mask: torch.Tensor
+    """Whether the id is trained, bool."""
     logprobs: torch.Tensor
+    """The log-probability that the id was sampled with, in nats, float32."""
     temperatures: torch.Tensor
+    """What logits are divided by to get that log-probability, float32."""
     advantages: torch.Tensor
+    """The advantage of the id, float32."""
     weight_versions: torch.Tensor
+    """The index of the weight version that sampled the id, -1 where nothing is trained, int64."""
     masks: TokenMasks | None = None
+    """The grammar's token masks, packed as in the batch, for `masked_logprobs` and its like in `grammar_torch`."""
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        """What a model of Transformers takes, `model(**tensors.model_inputs)`, so that a row sees itself only.
+        """The arguments of a model of Transformers, `model(**tensors.model_inputs)`, so that a row sees itself only.
 
         It tells packed rows apart by `position_ids`, and only without an attention mask and without a cache. Padding
         needs no mask either: it is on the right, where no row sees it. With `attn_implementation="flash_attention_2"`
@@ -291,16 +312,17 @@ class TrainingTensors:
         Raises:
             BadOption: `sequences` is below 1.
         """
-        require(sequences=sequences)
+        whole(f"sequences={sequences!r}", sequences, least=1)
         names = [each.name for each in dataclasses.fields(self) if each.name != "masks"]
         for start in range(0, len(self.input_ids), sequences):
             part = slice(start, start + sequences)
+            # The table of masks is shared: it has no rows of its own for the sequences.
             masks = None if self.masks is None else dataclasses.replace(self.masks, index=self.masks.index[part])
             yield TrainingTensors(**{name: getattr(self, name)[part] for name in names}, masks=masks)
 
 
 def _check_lengths(rows: Sequence[TrainingRow], length: int) -> None:
-    require(length=length)
+    whole(f"length={length!r}", length, least=1)
     for row in rows:
         if len(row) > length:
             longest = max(map(len, rows))
@@ -311,7 +333,7 @@ def _check_lengths(rows: Sequence[TrainingRow], length: int) -> None:
 
 
 def _checked_id(pad_id: int, vocabulary: int | None) -> int:
-    if isinstance(pad_id, bool) or not isinstance(pad_id, int) or pad_id < 0:
+    if not is_whole(pad_id, least=0):
         raise BadOption(f"pad_id={pad_id!r:.60}: give a token id, such as tokenizer.pad_token_id or the EOS.")
     if vocabulary is not None and pad_id >= vocabulary:
         raise BadOption(f"pad_id={pad_id} is none of the {vocabulary} ids of this vocabulary.")

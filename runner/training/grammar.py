@@ -11,77 +11,34 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from runner import models
-from runner.errors import BadBatch, BadInput, BadModel, BadOption
+from runner.errors import BadBatch, BadInput, BadModel, BadOption, first_line
 from runner.options import Constraint, ConstraintKind
+from runner.training.token_masks import UNCONSTRAINED, WORD, MaskTable, TokenMasks
 from runner.trajectory import Turn
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
 
-    from runner.training.batch import TrainingBatch
+    from runner.training.packing import Layout
     from runner.training.rows import TrainingRow
     from runner.training.tree import LossTerms
 
-__all__ = ["UNCONSTRAINED", "GrammarMasks", "TokenMasks"]
+__all__ = ["GrammarMasks"]
 
-UNCONSTRAINED = -1
-"""The index of a position where every id was allowed."""
-
-_WORD = 32  # ids in a word of a mask, as xgrammar packs them
 _MASKED = "processed_logprobs"  # after mask and temperature
 _CACHE_BYTES = 512 << 20  # of compiled grammars, as vLLM keeps
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenMasks:
-    """The ids that could be sampled at each position; every distinct mask is kept once.
-
-    Attributes:
-        table: the distinct masks, bit `id % 32` of word `id // 32` set where the id is allowed; shape
-            [distinct, ceil(vocabulary / 32)], int32; bits past the vocabulary are 0.
-        index: which of them holds at each position, `UNCONSTRAINED` where none does; any shape, int32.
-        vocabulary: number of logits.
-    """
-
-    table: NDArray[np.int32]
-    index: NDArray[np.int32]
-    vocabulary: int
-
-    def take(self, where: ArrayLike) -> TokenMasks:
-        """The masks of some positions, by an index or a mask as numpy takes it; the table is shared."""
-        chosen = np.asarray(where)
-        chosen = chosen if chosen.dtype == np.bool_ else chosen.astype(np.int64)  # an empty list has another type
-        return TokenMasks(self.table, self.index[chosen], self.vocabulary)
-
-    @property
-    def allowed(self) -> NDArray[np.int64]:
-        """How many ids each position allows, in the shape of `index`."""
-        counts = np.unpackbits(self.table.view(np.uint8), axis=1).sum(axis=1, dtype=np.int64)
-        return np.append(counts, self.vocabulary).take(self.index, mode="wrap")  # UNCONSTRAINED is the last one
-
-    @property
-    def forced(self) -> NDArray[np.bool_]:
-        """Where exactly one id is allowed: its log-probability is 0 and nothing can be learnt there."""
-        return np.equal(self.allowed, 1)
-
-    def unpacked(self) -> NDArray[np.bool_]:
-        """The masks as one truth value for each id, shape [*index.shape, vocabulary]; for few positions."""
-        used, index = np.unique(self.index, return_inverse=True)
-        everything = np.full((1, self.table.shape[1]), -1, dtype=np.int32)
-        packed = np.concatenate([self.table, everything])[used].astype("<i4", copy=False)
-        rows = np.unpackbits(packed.view(np.uint8), axis=1, bitorder="little", count=self.vocabulary)
-        return rows.view(np.bool_)[index.reshape(self.index.shape)]
-
-
 class GrammarMasks:
     """Works out what constrained turns allowed, by the same library and the same settings as vLLM.
+
+    A turn that does not fit its grammar, or a constraint that cannot be compiled, is refused by `BadBatch`.
 
     Args:
         model: what the engine loads: a folder, a Hugging Face id or the demo model's name; or an
@@ -109,13 +66,15 @@ class GrammarMasks:
         else:
             tokenizer, own = model, frozenset[int]()
         self.vocabulary: int = tokenizer.vocab_size
+        """The number of logits."""
         self.stop_ids = own | frozenset(stop_ids)
+        """The ids that end a turn, besides those of the turn's `Sampling`."""
         self._any_whitespace = any_whitespace
         self._compiler = self._xgrammar.GrammarCompiler(tokenizer, cache_limit_bytes=_CACHE_BYTES)
 
     @classmethod
     def of_engine(cls, engine: Any) -> Self:
-        """For the turns of a `VllmEngine` that runs, or ran.
+        """The masks for the turns of a `VllmEngine` that runs, or ran.
 
         Raises:
             BadOption: the engine enforces no constraint, was told to do it in another way than by xgrammar, or records
@@ -138,51 +97,40 @@ class GrammarMasks:
         """
         if turn.constraint is None:
             return None
-        table = _Table(self.vocabulary)
+        table = MaskTable(self.vocabulary)
         index = self._walk(turn, table, f"turn {turn.agent}/{turn.number}")
         return TokenMasks(table.array(), index, self.vocabulary)
 
     def masks_for_row(self, row: TrainingRow) -> TokenMasks:
-        """What was allowed at each position of a row; `index` has the row's length.
-
-        Raises:
-            BadBatch: as `masks_of`.
-        """
+        """What was allowed at each position of a row; `index` has the row's length."""
         return self.masks_for_rows([row])[0]
 
     def masks_for_rows(self, rows: Sequence[TrainingRow]) -> list[TokenMasks]:
-        """The same for several rows, which share one table: pad or pack their `index` as any other array.
-
-        Raises:
-            BadBatch: as `masks_of`.
-        """
-        table = _Table(self.vocabulary)
+        """The same for several rows, which share one table: pad or pack their `index` as any other array."""
+        table = MaskTable(self.vocabulary)
         indices = [self._row_index(row, table) for row in rows]
         shared = table.array()
         return [TokenMasks(shared, index, self.vocabulary) for index in indices]
 
-    def masks_for_batch(self, batch: TrainingBatch) -> TokenMasks:
-        """What was allowed at each position of a batch; `index` has its shape, [sequences, length].
+    def masks_for(self, rows: Sequence[TrainingRow], layout: Layout) -> TokenMasks:
+        """What was allowed at each position of a batch, `masks_for(batch.rows, batch.layout)`.
 
-        Raises:
-            BadBatch: as `masks_of`.
+        Args:
+            rows: the rows of the batch.
+            layout: the layout of the batch; `index` gets its shape, [sequences, length].
         """
-        table = _Table(self.vocabulary)
-        index = batch.layout.fill((self._row_index(row, table) for row in batch.rows), UNCONSTRAINED, np.int32)
+        table = MaskTable(self.vocabulary)
+        index = layout.fill((self._row_index(row, table) for row in rows), UNCONSTRAINED, np.int32)
         return TokenMasks(table.array(), index, self.vocabulary)
 
     def masks_for_terms(self, rows: Sequence[TrainingRow], terms: LossTerms) -> TokenMasks:
-        """What was allowed at each term of a tree of `rows`; `index` has the shape [terms].
-
-        Raises:
-            BadBatch: as `masks_of`.
-        """
-        table = _Table(self.vocabulary)
+        """What was allowed at each term of a tree of `rows`; `index` has the shape [terms]."""
+        table = MaskTable(self.vocabulary)
         indices = {int(row): self._row_index(rows[row], table) for row in np.unique(terms.row)}
         index = [indices[row][position] for row, position in zip(terms.row, terms.position, strict=True)]
         return TokenMasks(table.array(), np.array(index, dtype=np.int32), self.vocabulary)
 
-    def _row_index(self, row: TrainingRow, table: _Table) -> NDArray[np.int32]:
+    def _row_index(self, row: TrainingRow, table: MaskTable) -> NDArray[np.int32]:
         index = np.full(len(row), UNCONSTRAINED, dtype=np.int32)
         for turn in row.turns:
             trained = row.loss_mask[turn.start : turn.end]
@@ -191,7 +139,7 @@ class GrammarMasks:
                 index[turn.start : turn.end] = np.where(trained, self._walk(turn, table, name), UNCONSTRAINED)
         return index
 
-    def _walk(self, turn: Turn, table: _Table, name: str) -> NDArray[np.int32]:
+    def _walk(self, turn: Turn, table: MaskTable, name: str) -> NDArray[np.int32]:
         """Follow the sampled ids through the grammar: the index of the mask before each of them."""
         assert turn.constraint is not None
         matcher = self._matcher(turn, name)
@@ -201,9 +149,10 @@ class GrammarMasks:
             # As in vLLM: an end that does not end the turn, since it is no stop id of ours, frees what comes after it.
             if matcher.is_terminated():
                 break
+            # False says that every id is allowed, and nothing was written then.
             if matcher.fill_next_token_bitmask(mask):
                 index[position] = table.add(mask)
-            else:  # every id is allowed, and nothing was written
+            else:
                 mask.fill(-1)
             # The mask is asked first, since the matcher prints a line about an id that it refuses.
             if not self._allows(mask[0], token_id) or not matcher.accept_token(token_id):
@@ -211,7 +160,7 @@ class GrammarMasks:
         return index
 
     def _allows(self, mask: NDArray[np.int32], token_id: int) -> bool:
-        return 0 <= token_id < self.vocabulary and bool(mask[token_id // _WORD] >> token_id % _WORD & 1)
+        return 0 <= token_id < self.vocabulary and bool(mask[token_id // WORD] >> token_id % WORD & 1)
 
     def _matcher(self, turn: Turn, name: str) -> Any:
         assert turn.constraint is not None
@@ -219,7 +168,7 @@ class GrammarMasks:
             compiled = self._compiled(turn.constraint)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:  # the library's own, and of values of no form
             raise BadBatch(
-                f"{name}: its {turn.constraint.kind.value} constraint cannot be compiled ({_one_line(error)}); "
+                f"{name}: its {turn.constraint.kind.value} constraint cannot be compiled ({_without_place(error)}); "
                 "was it written by hand, or enforced by another library than xgrammar?"
             ) from error
         stop_ids = self.stop_ids.union(turn.sampling.stop_ids if turn.sampling is not None else ())
@@ -234,6 +183,7 @@ class GrammarMasks:
                 return compiler.compile_json_schema(value, any_whitespace=self._any_whitespace, separators=separators)
             case ConstraintKind.REGEX:
                 return compiler.compile_regex(value)
+            # How vLLM writes a choice and knows Lark is written again below: it imports torch and may not be installed.
             case ConstraintKind.CHOICE:
                 return compiler.compile_grammar(_choice_grammar(json.loads(value)))
             case ConstraintKind.GRAMMAR:
@@ -242,6 +192,7 @@ class GrammarMasks:
                 return self._structural_tag(json.loads(value), value)
 
     def _structural_tag(self, tag: Mapping[str, Any], text: str) -> Any:
+        # The older form of a structural tag, which vLLM still takes, has "structures".
         if "structures" not in tag:
             return self._compiler.compile_structural_tag(text)
         items = [
@@ -249,24 +200,6 @@ class GrammarMasks:
             for item in tag["structures"]
         ]
         return self._compiler.compile_structural_tag(items, tag["triggers"])
-
-
-class _Table:
-    """Distinct masks in the order of their first use."""
-
-    def __init__(self, vocabulary: int) -> None:
-        self.words = -(-vocabulary // _WORD)
-        self._rows: dict[bytes, int] = {}
-        padding = self.words * _WORD - vocabulary
-        self._last_word = np.uint32((1 << (_WORD - padding)) - 1).view(np.int32)
-
-    def add(self, mask: NDArray[np.int32]) -> int:
-        """The index of a mask, shape [1, words]; what it says of ids past the vocabulary is forgotten."""
-        mask[0, -1] &= self._last_word
-        return self._rows.setdefault(mask.tobytes(), len(self._rows))
-
-    def array(self) -> NDArray[np.int32]:
-        return np.frombuffer(b"".join(self._rows), dtype=np.int32).reshape(-1, self.words)
 
 
 def _misfit(constraint: Constraint, name: str, position: int, token_id: int) -> str:
@@ -329,7 +262,7 @@ def _tokenizer_info(xgrammar: Any, model: str | os.PathLike[str], vocabulary: in
         try:
             tokenizer = AutoTokenizer.from_pretrained(source.folder)
         except (OSError, ValueError) as error:
-            raise BadModel(f"the tokenizer of {source.name!r} cannot be loaded: {_one_line(error)}") from error
+            raise BadModel(f"the tokenizer of {source.name!r} cannot be loaded: {_without_place(error)}") from error
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
     return info, frozenset(models.stop_ids(source, tokenizer.eos_token_id))
 
@@ -362,7 +295,6 @@ def _is_lark(grammar: str) -> bool:
     return bool(grammar) and not any("::=" in line for line in lines)
 
 
-def _one_line(error: Exception) -> str:
-    """What an error says, without the time and the place in a library's source."""
-    first = str(error).strip().partition("\n")[0]
-    return re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", first) or type(error).__name__
+def _without_place(error: Exception) -> str:
+    """What an error says, without the time and the place in the source of xgrammar that stand before it."""
+    return re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", first_line(error))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from runner.errors import BadBatch
-from runner.training.grammar import UNCONSTRAINED, TokenMasks
+from runner.training.token_masks import UNCONSTRAINED, TokenMasks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,7 +27,7 @@ def apply_bitmask(logits: Any, masks: TokenMasks, temperature: Any = 1.0) -> Any
     Args:
         logits: shape [n, vocabulary], any floating type.
         masks: `index` of shape [n].
-        temperature: one for all, or shape [n]; 1 for greedy turns.
+        temperature: one number for all, or shape [n]; 1 for greedy turns.
 
     Returns:
         A new tensor of the same shape, float32, or float64 where the logits are.
@@ -39,7 +39,7 @@ def apply_bitmask(logits: Any, masks: TokenMasks, temperature: Any = 1.0) -> Any
     logits = _precise(logits)
     constrained = masks.index != UNCONSTRAINED
     if constrained.any():
-        rows = _places(constrained, logits.device)
+        rows = _indices(constrained, logits.device)
         logits = logits.index_copy(
             0, rows, logits[rows].masked_fill(~_allowed(masks.take(constrained), logits.device), -torch.inf)
         )
@@ -52,10 +52,10 @@ def masked_logprobs(logits: Any, targets: Any, masks: TokenMasks, temperature: A
     Only the allowed columns are read where a mask allows few.
 
     Args:
-        logits: those that predict the ids, shape [n, vocabulary], any floating type.
+        logits: the logits that predict the ids, shape [n, vocabulary], any floating type.
         targets: the ids, shape [n], int64.
         masks: `index` of shape [n].
-        temperature: one for all, or shape [n], such as a batch's `temperatures`.
+        temperature: one number for all, or shape [n], such as a batch's `temperatures`.
 
     Returns:
         Log-probabilities in nats, shape [n], float32, or float64 where the logits are; minus infinity for an id that
@@ -66,8 +66,8 @@ def masked_logprobs(logits: Any, targets: Any, masks: TokenMasks, temperature: A
     """
     _check(masks, logits.shape[0], logits.shape[1])
 
-    def scores(places: Any, columns: Any) -> Any:
-        return logits[places] if columns is None else logits[places[:, None], columns]
+    def scores(rows: Any, columns: Any) -> Any:
+        return logits[rows] if columns is None else logits[rows[:, None], columns]
 
     return _logprobs(scores, targets, masks, temperature, like=logits)
 
@@ -81,11 +81,11 @@ def head_logprobs(
 
     Args:
         hidden: the last hidden states at the positions that predict the ids, shape [n, width].
-        weight: of the head, `model.get_output_embeddings().weight`, shape [vocabulary, width].
+        weight: the matrix of the head, `model.get_output_embeddings().weight`, shape [vocabulary, width].
         targets: as for `masked_logprobs`.
         masks: as for `masked_logprobs`.
         temperature: as for `masked_logprobs`.
-        bias: of the head, shape [vocabulary].
+        bias: the bias of the head, shape [vocabulary].
 
     Returns:
         As `masked_logprobs`.
@@ -95,10 +95,10 @@ def head_logprobs(
     """
     _check(masks, hidden.shape[0], weight.shape[0])
 
-    def scores(places: Any, columns: Any) -> Any:
+    def scores(rows: Any, columns: Any) -> Any:
         if columns is None:
-            return torch.nn.functional.linear(hidden[places], weight, bias)
-        return torch.nn.functional.linear(hidden[places], weight[columns], None if bias is None else bias[columns])
+            return torch.nn.functional.linear(hidden[rows], weight, bias)
+        return torch.nn.functional.linear(hidden[rows], weight[columns], None if bias is None else bias[columns])
 
     return _logprobs(scores, targets, masks, temperature, like=hidden)
 
@@ -109,14 +109,14 @@ def _logprobs(scores: _Scores, targets: Any, masks: TokenMasks, temperature: Any
     logprobs = _precise(like.new_zeros(len(targets)))
     scale = _column(temperature, logprobs).expand(len(targets), 1)
     for chosen, columns in _groups(masks):
-        places = _places(chosen, like.device)
+        rows = _indices(chosen, like.device)
         inside = torch.from_numpy(columns).to(like.device) if columns is not None else None
-        logits = _precise(scores(places, inside))
+        logits = _precise(scores(rows, inside))
         part = masks.take(chosen)
         if (part.index != UNCONSTRAINED).all():
             logits = logits.masked_fill(~_allowed(part, like.device, columns), -torch.inf)
-        logits = logits / scale[places]
-        logprobs = logprobs.index_copy(0, places, _gathered(logits, targets[places], inside) - logits.logsumexp(-1))
+        logits = logits / scale[rows]
+        logprobs = logprobs.index_copy(0, rows, _gathered(logits, targets[rows], inside) - logits.logsumexp(-1))
     return logprobs
 
 
@@ -128,6 +128,7 @@ def _groups(masks: TokenMasks) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.i
         if chosen.any():
             yield chosen, None
     if narrow.any():
+        # All of them look at the union of their ids, so that one gather serves them all.
         together = np.bitwise_or.reduce(masks.table[np.unique(masks.index[narrow])], axis=0)
         united = TokenMasks(together[None], np.zeros(1, dtype=np.int32), masks.vocabulary)
         yield narrow, united.unpacked()[0].nonzero()[0]
@@ -145,16 +146,17 @@ def _gathered(logits: Any, targets: Any, columns: Any) -> Any:
     """Each row's logit of its id; minus infinity where the id is none of `columns`."""
     if columns is None:
         return logits.gather(-1, targets[:, None])[:, 0]
-    place = torch.searchsorted(columns, targets).clamp(max=len(columns) - 1)
-    found = logits.gather(-1, place[:, None])[:, 0]
-    return found.masked_fill(columns[place] != targets, -torch.inf)
+    index = torch.searchsorted(columns, targets).clamp(max=len(columns) - 1)
+    found = logits.gather(-1, index[:, None])[:, 0]
+    return found.masked_fill(columns[index] != targets, -torch.inf)
 
 
 def _precise(tensor: Any) -> Any:
+    """In float32 at least, as the engine's sampler computes."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _places(chosen: NDArray[np.bool_], device: Any) -> Any:
+def _indices(chosen: NDArray[np.bool_], device: Any) -> Any:
     return torch.from_numpy(chosen.nonzero()[0]).to(device)
 
 

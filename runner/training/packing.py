@@ -9,45 +9,43 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from runner.checked import whole
 from runner.errors import BadOption
 
-__all__ = ["Layout", "require"]
+__all__ = ["Layout"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Where rows of different lengths stand in arrays of shape [sequences, length]. No row is cut, none wraps around.
-
-    Attributes:
-        sequences: how many there are.
-        length: of each.
-        lengths: of the rows, in the order they were given, shape [rows], int64.
-        starts: where each begins, as an index into the flattened array, shape [rows], int64.
-    """
+    """Where rows of different lengths stand in arrays of shape [sequences, length]; none is cut or wraps around."""
 
     sequences: int
+    """The number of sequences."""
     length: int
+    """The length of each sequence."""
     lengths: NDArray[np.int64]
+    """The lengths of the rows, in the order they were given, shape [rows], int64."""
     starts: NDArray[np.int64]
+    """The index into the flattened array at which each row begins, shape [rows], int64."""
 
     @classmethod
     def padded(cls, lengths: Sequence[int], *, length: int | None = None, multiple_of: int = 1) -> Layout:
         """Every row begins a sequence of its own.
 
         Args:
-            lengths: of the rows.
-            length: of the sequences; by default that of the longest row.
+            lengths: the lengths of the rows.
+            length: the length of the sequences; by default that of the longest row.
             multiple_of: the length is rounded up to a multiple of this.
 
         Raises:
             BadOption: a row does not fit, or an argument is below 1.
         """
-        require(multiple_of=multiple_of)
+        whole(f"multiple_of={multiple_of!r}", multiple_of, least=1)
         longest = max(lengths, default=0)
         if length is None:
             length = longest
         else:
-            require(length=length)
+            whole(f"length={length!r}", length, least=1)
         length = -(-length // multiple_of) * multiple_of
         _fits(longest, length)
         return cls(len(lengths), length, _int64(lengths), np.arange(len(lengths), dtype=np.int64) * length)
@@ -59,17 +57,18 @@ class Layout:
         Rows of one length stay in the order they were given, so the same rows are always packed in the same way.
 
         Args:
-            lengths: of the rows.
-            length: of the sequences.
+            lengths: the lengths of the rows.
+            length: the length of the sequences.
 
         Raises:
             BadOption: a row does not fit, or `length` is below 1.
         """
-        require(length=length)
+        whole(f"length={length!r}", length, least=1)
         _fits(max(lengths, default=0), length)
         room = np.full(len(lengths), length, dtype=np.int64)  # never more sequences than rows
         starts = np.zeros(len(lengths), dtype=np.int64)
         used = 0
+        # Stable, so that rows of one length keep their order.
         for row in np.argsort(-_int64(lengths), kind="stable"):
             sequence = int(np.argmax(room[: used + 1] >= lengths[row]))
             used = max(used, sequence + 1)
@@ -83,7 +82,7 @@ class Layout:
         Args:
             values: for each row an array of shape [length of the row, ...].
             empty: what stands in the padding.
-            dtype: of the result.
+            dtype: the type of the result.
 
         Returns:
             Shape [sequences, length, ...].
@@ -103,7 +102,7 @@ class Layout:
         return [flat[start : start + length] for start, length in zip(self.starts, self.lengths, strict=True)]
 
     def segment_ids(self) -> NDArray[np.int32]:
-        """Whose position each is: the row's index + 1, and 0 for padding; shape [sequences, length]."""
+        """The row that stands at each position, as its index + 1, and 0 for padding; shape [sequences, length]."""
         rows = (np.int32(row + 1) for row in range(len(self.lengths)))
         return self.fill((np.full(n, row) for n, row in zip(self.lengths, rows, strict=True)), 0, np.int32)
 
@@ -121,17 +120,6 @@ class Layout:
 
 def _int64(lengths: Sequence[int]) -> NDArray[np.int64]:
     return np.asarray(lengths, dtype=np.int64).reshape(-1)
-
-
-def require(**numbers: int) -> None:
-    """Check that each is a whole number of at least 1.
-
-    Raises:
-        BadOption: one is not; the message names it.
-    """
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise BadOption(f"{name}={value!r}: give a whole number of at least 1.")
 
 
 def _fits(longest: int, length: int) -> None:

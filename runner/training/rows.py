@@ -19,28 +19,31 @@ NO_VERSION = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingRow:
-    """One segment. Every array is aligned with `ids`: position p tells of `ids[p]` given `ids[:p]`.
-
-    Attributes:
-        trajectory: whose segment this is.
-        segment: its index in the trajectory.
-        ids: token ids, shape [length], int32.
-        loss_mask: where an id was sampled in this segment and is trained on, shape [length], bool. Never the first one:
-            nothing before it predicts it.
-        logprobs: with what log-probability it was sampled, in nats, 0 where `loss_mask` is False, shape [length],
-            float32; NaN where the engine gave none.
-        versions: index into the table of weight versions, `NO_VERSION` where `loss_mask` is False, shape [length],
-            int32.
-        turns: the turns that were sampled in this segment, in order.
-    """
+    """One segment. Every array is aligned with `ids`: position p tells of `ids[p]` given `ids[:p]`."""
 
     trajectory: Trajectory
+    """The trajectory whose segment this is."""
     segment: int
+    """The index of the segment in the trajectory."""
     ids: NDArray[np.int32]
+    """The token ids, shape [length], int32."""
     loss_mask: NDArray[np.bool_]
+    """Whether each id was sampled in this segment and is trained on, shape [length], bool.
+
+    It is False for the first id, since nothing before it predicts it.
+    """
     logprobs: NDArray[np.float32]
+    """The log-probability that each id was sampled with, in nats, shape [length], float32.
+
+    It is 0 where `loss_mask` is False, and NaN where the engine gave none.
+    """
     versions: NDArray[np.int32]
+    """The index of each id's weight version in the table of versions, shape [length], int32.
+
+    It is `NO_VERSION` where `loss_mask` is False.
+    """
     turns: tuple[Turn, ...]
+    """The turns that were sampled in this segment, in order."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -74,7 +77,7 @@ def _row(trajectory: Trajectory, index: int, versions: Mapping[str, int]) -> Tra
     return TrainingRow(
         trajectory=trajectory,
         segment=index,
-        ids=np.array(log.ids, dtype=np.int32),
+        ids=np.array(log.ids, dtype=np.int32),  # a copy: a view would keep the log's array from growing
         loss_mask=mask,
         logprobs=np.where(mask, np.array(log.logprobs, dtype=np.float32), np.float32(0)),
         versions=_versions(log, mask, versions),

@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.checked import is_whole
 from runner.errors import BadBatch, BadOption
 from runner.runs.groups import by_agent
 from runner.tasks import Task
@@ -34,47 +35,43 @@ UNTRAINED: Final = "untrained"
 
 @dataclass(frozen=True, slots=True)
 class ComparedGroup:
-    """A group that was given.
-
-    Attributes:
-        task: what was played.
-        agent: who played it.
-        scored: how many of its trajectories have a reward.
-        complete: every episode of it has been played.
-        flat: their rewards are all equal, or only one has one, so that comparing them teaches nothing.
-    """
+    """A group that was given."""
 
     task: Task
+    """The task that was played."""
     agent: str
+    """The agent that played it."""
     scored: int
+    """The number of its trajectories that have a reward."""
     complete: bool = True
+    """Whether every episode of it has been played."""
     flat: bool = False
+    """Whether comparing its rewards teaches nothing, since all are equal or there is only one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """What is trained on, before it is laid out.
-
-    Attributes:
-        trajectories: those that have a reward, in the order they were given.
-        rewards: one for each of them, shape [trajectories], float32.
-        group_of: an index into `groups` for each of them, shape [trajectories], int32.
-        groups: every group that was given, also one whose trajectories are all absent or left out.
-        absent: how many trajectories have no reward, by outcome, or by `NO_TURN`, `NO_REWARD`, `UNTRAINED`.
-        rows: every segment in which something is trained, trajectory by trajectory. A trajectory that was scored and of
-            which no id is trained has none; it is compared like the others.
-        trajectory_of: an index into `trajectories` for each row, shape [rows], int32.
-        versions: the weight versions that the rows' `versions` are indices into.
-    """
+    """What is trained on, before it is laid out."""
 
     trajectories: tuple[Trajectory, ...]
+    """The trajectories that have a reward, in the order they were given."""
     rewards: NDArray[np.float32]
+    """The reward of each trajectory, shape [trajectories], float32."""
     group_of: NDArray[np.int32]
+    """The index of each trajectory's group in `groups`, shape [trajectories], int32."""
     groups: tuple[ComparedGroup, ...]
+    """Every group that was given, also one whose trajectories are all absent or left out."""
     absent: Mapping[str, int]
+    """How many trajectories have no reward, by outcome, or by "no_turn", "no_reward" or "untrained"."""
     rows: tuple[TrainingRow, ...]
+    """Every segment in which something is trained, trajectory by trajectory.
+
+    A trajectory that was scored and of which no id is trained has none; it is compared like the others.
+    """
     trajectory_of: NDArray[np.int32]
+    """The index of each row's trajectory in `trajectories`, shape [rows], int32."""
     versions: tuple[str, ...]
+    """The weight versions that the rows' `versions` are indices into."""
 
     @classmethod
     def of(
@@ -97,6 +94,7 @@ class Selection:
         scored, absent = _present(items)
         rewards = _rewards([trajectory for trajectory, _ in scored])
         group_of = np.array([group for _, group in scored], dtype=np.int32)
+        # Before anything is left out: `groups` tells of the flat ones too.
         flat = without_spread(rewards, group_of)
         groups = tuple(_compared(item, group_of == index, flat) for index, item in enumerate(items))
         if drop_flat:
@@ -116,7 +114,7 @@ def grouped(trajectories: Iterable[Trajectory], *, group_size: int, seed: int = 
     Args:
         trajectories: the last attempts, in any order.
         group_size: episodes of each task; a group with fewer is not complete. A file has it in `header.group_size`.
-        seed: of the run; the groups' own random numbers follow from it.
+        seed: the seed of the run; the groups' own random numbers follow from it.
     """
     tasks: dict[tuple[str, int], list[Trajectory]] = {}
     for trajectory in trajectories:
@@ -125,7 +123,7 @@ def grouped(trajectories: Iterable[Trajectory], *, group_size: int, seed: int = 
 
 
 def name_of(trajectory: Trajectory) -> str:
-    """How messages name a trajectory."""
+    """The name that messages give a trajectory."""
     return f"episode {trajectory.id!r} of agent {trajectory.agent!r}"
 
 
@@ -206,6 +204,7 @@ def _absence(trajectory: Trajectory) -> str:
 
 
 def _rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float32]:
+    # A reward too large for float32 becomes infinite without a warning, and is refused by its name below.
     with np.errstate(over="ignore"):
         rewards = np.array([trajectory.reward for trajectory in trajectories], dtype=np.float64).astype(np.float32)
     for index in np.flatnonzero(~np.isfinite(rewards)):
@@ -229,7 +228,7 @@ def _rows(
 
 
 def _check_vocabulary(rows: Sequence[TrainingRow], vocabulary: int) -> None:
-    if isinstance(vocabulary, bool) or not isinstance(vocabulary, int) or vocabulary < 1:
+    if not is_whole(vocabulary, least=1):
         raise BadOption(f"vocabulary={vocabulary!r:.60}: give the number of ids, such as model.config.vocab_size.")
     for row in rows:
         if row.ids.min() < 0 or row.ids.max() >= vocabulary:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.checked import is_whole
 from runner.errors import BadBatch, BadOption
 from runner.training.exactness import temperatures
 from runner.training.rows import TrainingRow
@@ -28,27 +29,27 @@ class LossTerms:
 
     So the loss stays that of the single rows: `advantages[terms.row]` gives each term its own row's advantage, and
     `padded[terms.row, terms.position]` its value in any padded batch of the same rows.
-
-    Attributes:
-        row: the term's row, as an index into the rows that were given, shape [terms], int32.
-        position: the id's position in its row, shape [terms], int32.
-        target_id: the id, shape [terms], int32.
-        parent_node: the node whose logits predict it, shape [terms], int32.
-        logit: the same node, as an index into `TokenTree.logit_nodes`, shape [terms], int32.
-        logprobs: with what log-probability it was sampled in this row, in nats, shape [terms], float32.
-        temperatures: what its logits are divided by, for the probability that it was sampled with in this row, shape
-            [terms], float32.
-        versions: its weight version in this row, an index into the table of versions, shape [terms], int32.
     """
 
     row: NDArray[np.int32]
+    """The term's row, as an index into the rows that were given, shape [terms], int32."""
     position: NDArray[np.int32]
+    """The id's position in its row, shape [terms], int32."""
     target_id: NDArray[np.int32]
+    """The id whose probability the term is about, shape [terms], int32."""
     parent_node: NDArray[np.int32]
+    """The node whose logits predict it, shape [terms], int32."""
     logit: NDArray[np.int32]
+    """The same node, as an index into `TokenTree.logit_nodes`, shape [terms], int32."""
     logprobs: NDArray[np.float32]
+    """The log-probability that it was sampled with in this row, in nats, shape [terms], float32."""
     temperatures: NDArray[np.float32]
+    """The divisor of its logits.
+
+    With it they give the probability that it was sampled with in this row; shape [terms], float32.
+    """
     versions: NDArray[np.int32]
+    """The index of its weight version in this row into the table of versions, shape [terms], int32."""
 
     def __len__(self) -> int:
         return len(self.row)
@@ -60,27 +61,24 @@ class TokenTree:
 
     Nodes stand in depth-first order, so the nodes below a node directly follow it, and a query sees a key, that is an
     ancestor or itself, when `enter[key] <= enter[query] < leave[key]`.
-
-    Attributes:
-        ids: token ids, shape [nodes], int32.
-        parents: the node before each, -1 for a first id, shape [nodes], int32.
-        positions: how many ids stand before it in its rows, shape [nodes], int32.
-        leave: one past the last node below each, shape [nodes], int32.
-        rows: which of the given rows are in this tree, ascending, shape [rows], int32.
-        row_nodes: for each of `rows`, the node of each of its positions, shape [length], int32.
-        logit_nodes: the nodes that predict a trained id: the only ones whose logits are needed, ascending,
-            shape [logits], int32.
-        terms: what the loss is a sum of.
     """
 
     ids: NDArray[np.int32]
+    """The token id of each node, shape [nodes], int32."""
     parents: NDArray[np.int32]
+    """The node before each, -1 for a first id, shape [nodes], int32."""
     positions: NDArray[np.int32]
+    """The number of ids that stand before each in its rows, shape [nodes], int32."""
     leave: NDArray[np.int32]
+    """One past the last node below each, shape [nodes], int32."""
     rows: NDArray[np.int32]
+    """Which of the given rows are in this tree, ascending, shape [rows], int32."""
     row_nodes: tuple[NDArray[np.int32], ...]
+    """For each of `rows`, the node of each of its positions, shape [length], int32."""
     logit_nodes: NDArray[np.int32]
+    """The nodes that predict a trained id, ascending, shape [logits], int32. Only their logits are needed."""
     terms: LossTerms
+    """The terms that the loss is a sum of."""
 
     @classmethod
     def of(cls, rows: Sequence[TrainingRow]) -> TokenTree:
@@ -102,15 +100,15 @@ class TokenTree:
         Give room for a prompt and several answers: where only one row fits, nothing is shared.
 
         Args:
-            rows: of one group or many.
-            nodes: what the memory for one forward and backward pass holds.
+            rows: the rows of one group or many.
+            nodes: the nodes that the memory for one forward and backward pass holds.
 
         Raises:
             BadBatch: `rows` are no rows, such as groups.
             BadOption: `nodes` is no number, or below 1.
         """
         _check_rows(rows)
-        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+        if not is_whole(nodes, least=1):
             raise BadOption(
                 f"nodes={nodes!r:.60}: a tree has at least 1 node. Give what a prompt and its answers take: 900"
             )
@@ -123,11 +121,12 @@ class TokenTree:
 
     @property
     def enter(self) -> NDArray[np.int32]:
-        """When each node is entered, depth first: its own index, shape [nodes], int32."""
+        """The moment at which each node is entered, depth first: its own index, shape [nodes], int32."""
         return np.arange(len(self), dtype=np.int32)
 
     @property
     def saving(self) -> Saving:
+        """What this tree saves."""
         return Saving.of([self])
 
     def mask(self) -> NDArray[np.bool_]:
@@ -138,26 +137,24 @@ class TokenTree:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What trees save; printed, it is one line.
-
-    Attributes:
-        rows: how many rows there are.
-        tokens: their ids, counted in each row.
-        padded: the ids of one padded batch of them.
-        nodes: the ids that are computed.
-        logits: the nodes whose logits are computed.
-        trees: how many forward passes that takes.
-    """
+    """What trees save; printed, it is one line."""
 
     rows: int
+    """The number of rows."""
     tokens: int
+    """The number of their ids, counted in each row."""
     padded: int
+    """The number of ids in one padded batch of them."""
     nodes: int
+    """The number of ids that are computed."""
     logits: int
+    """The number of nodes whose logits are computed."""
     trees: int
+    """The number of trees, each of them one forward pass."""
 
     @classmethod
     def of(cls, trees: Iterable[TokenTree]) -> Saving:
+        """What these trees save together."""
         trees = list(trees)
         lengths = [len(path) for tree in trees for path in tree.row_nodes]
         return cls(
@@ -220,7 +217,7 @@ def _cuts(lengths: Sequence[int], shared: Sequence[int], nodes: int) -> list[int
             (best[start][0] + (shared[start] if start else 0), best[start][1] + 1, start)
             for start in _starts(lengths, shared, end, nodes)
         ]
-        best.append(min(choices))
+        best.append(min(choices))  # tuples compare by what comes first in them
     cuts = [len(lengths)]
     while cuts[-1] > 0:
         cuts.append(best[cuts[-1]][2])
@@ -243,6 +240,7 @@ def _tree(rows: Sequence[TrainingRow], order: Sequence[int], shared: Sequence[in
     nodes = max((int(path[-1]) + 1 for path in paths.values() if len(path)), default=0)
     ids, positions, leave = (np.empty(nodes, dtype=np.int32) for _ in range(3))
     parents = np.full(nodes, _NO_PARENT, dtype=np.int32)
+    # Rows that share nodes write the same there, so each may write its whole path.
     for index, path in paths.items():
         ids[path] = rows[index].ids
         positions[path] = np.arange(len(path))
@@ -272,6 +270,7 @@ def _paths(lengths: Sequence[int], shared: Sequence[int]) -> Iterator[_Nodes]:
 
 
 def _terms(rows: Sequence[TrainingRow], paths: Iterable[tuple[int, _Nodes]]) -> LossTerms:
+    # An empty piece of each type goes first, since a tree may have no rows, and np.concatenate takes no empty list.
     pieces = [_row_terms(rows[index], index, path) for index, path in paths]
     empty = tuple(np.empty(0, dtype=kind) for kind in _TERM_KINDS)
     row, position, target, parent, logprobs, temperature, versions = map(
@@ -290,6 +289,7 @@ def _terms(rows: Sequence[TrainingRow], paths: Iterable[tuple[int, _Nodes]]) -> 
 
 
 def _row_terms(row: TrainingRow, index: int, path: _Nodes) -> tuple[NDArray[Any], ...]:
+    # The first id has no node before it; it is never trained.
     at = (np.flatnonzero(row.loss_mask[1:]) + 1).astype(np.int32)
     values = (row.ids[at], path[at - 1], row.logprobs[at], temperatures(row)[at], row.versions[at])
     return np.full_like(at, index), at, *values

@@ -33,7 +33,7 @@ def tree_attention(
         key: shape [1, key-value heads, nodes, width].
         value: as `key`.
         attention_mask: a tree's `leave`, shape [1, 1, 1, nodes], int64; any other is sdpa's.
-        dropout: of the attention's weights.
+        dropout: the dropout of the attention's weights.
         options: `scaling`, and what is sdpa's.
 
     Returns:

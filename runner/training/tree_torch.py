@@ -16,7 +16,7 @@ from runner.training.tree import TokenTree
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from runner.training.grammar import TokenMasks
+    from runner.training.token_masks import TokenMasks
 
 __all__ = [
     "block_mask",
@@ -28,7 +28,9 @@ __all__ = [
     "tree_logprobs",
 ]
 
+# The kinds of layers that a mask alone holds to a branch, as configurations of transformers name them.
 _MASKED = ("global", "full_attention", "sliding_attention", "chunked_attention")
+# What such configurations call a change of the logits behind the head.
 _BEHIND_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 _ATTENTIONS = ("sdpa", "eager", "flex_attention", "token_tree")  # the last is ours: runner.training.tree_attention
 
@@ -40,7 +42,7 @@ def tree_inputs(tree: TokenTree, dtype: Any = None, *, device: Any = None) -> di
         tree: the rows.
         dtype: the mask's: None for a bool mask, as sdpa takes it; a floating type for one that is added to the
             attention's scores, as eager and sdpa take it.
-        device: where the tensors go; None for torch's default.
+        device: the device of the tensors; None for torch's default.
 
     Returns:
         `input_ids` and `position_ids`, shape [1, nodes], int64, and `attention_mask`, shape [1, 1, nodes, nodes].
@@ -94,8 +96,7 @@ def tree_hidden(model: Any, tree: TokenTree) -> Any:
         The last hidden states, shape [logits, width], with gradients as usual.
 
     Raises:
-        BadModel: as `tree_logits`, or the model is inside a wrapper that has to see its passes, such as DDP.
-        BadBatch: as `tree_logits`.
+        BadModel: the model is inside a wrapper that has to see its passes, such as DDP.
     """
     if hasattr(model, "module"):
         raise BadModel(
@@ -110,7 +111,7 @@ def tree_logprobs(logits: Any, tree: TokenTree, masks: TokenMasks | None = None)
     """The log-probability of each term's id, at the temperature it was sampled at.
 
     Args:
-        logits: of `tree_logits`, shape [logits, vocabulary].
+        logits: what `tree_logits` gave, shape [logits, vocabulary].
         tree: the rows.
         masks: what was allowed at each term, of `GrammarMasks.masks_for_terms`; None where everything was. They are the
             terms', not the nodes': rows that share a node may have been held to different grammars.
@@ -145,8 +146,7 @@ def tree_head_logprobs(model: Any, tree: TokenTree, masks: TokenMasks) -> Any:
         As `tree_logprobs`.
 
     Raises:
-        BadModel: as `tree_hidden`, or the model changes its logits behind the head.
-        BadBatch: as `tree_logits`.
+        BadModel: the model changes its logits behind the head.
     """
     config = _bare(model).config.get_text_config()
     if changes := [name for name in _BEHIND_THE_HEAD if getattr(config, name, None) not in (None, 1)]:
@@ -169,15 +169,15 @@ def tree_difference(model: Any, tree: TokenTree) -> float:
     """
     with torch.no_grad():
         logits = tree_logits(model, tree)
-        return max((_row_difference(model, tree, logits, place) for place in range(len(tree.rows))), default=0.0)
+        return max((_row_difference(model, tree, logits, index) for index in range(len(tree.rows))), default=0.0)
 
 
-def _row_difference(model: Any, tree: TokenTree, logits: Any, place: int) -> float:
-    of_row = tree.terms.row == tree.rows[place]
+def _row_difference(model: Any, tree: TokenTree, logits: Any, index: int) -> float:
+    of_row = tree.terms.row == tree.rows[index]
     if not of_row.any():
         return 0.0
     device = logits.device
-    ids = _indices(tree.ids[tree.row_nodes[place]], device)[None]
+    ids = _indices(tree.ids[tree.row_nodes[index]], device)[None]
     alone = model(input_ids=ids, use_cache=False).logits[0, _indices(tree.terms.position[of_row] - 1, device)]
     return float((logits[_indices(tree.terms.logit[of_row], device)] - alone).abs().max())
 

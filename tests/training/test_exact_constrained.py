@@ -26,7 +26,8 @@ from runner.parsing.hermes import Hermes
 from runner.testing import play, play_many
 from runner.tools.tool import Tool
 from runner.training.batch import TrainingBatch
-from runner.training.grammar import UNCONSTRAINED, GrammarMasks, TokenMasks
+from runner.training.grammar import GrammarMasks
+from runner.training.token_masks import UNCONSTRAINED, TokenMasks
 from tests.training.making import made, prompt, said
 
 pytestmark = pytest.mark.engine
@@ -98,7 +99,7 @@ def compare(page: dict[str, Any], trainer: Any, in_float32: Any) -> Compare:
 
     def difference(trajectories: Sequence[Trajectory]) -> Difference:
         batch = TrainingBatch.padded(trajectories, pad_id=END_OF_TEXT)
-        masks = grammar.masks_for_batch(batch)
+        masks = grammar.masks_for(batch.rows, batch.layout)
         none = replace(masks, index=np.full_like(masks.index, UNCONSTRAINED))
         of_page = page["masks_of"](batch)
         assert np.array_equal(of_page.table, masks.table)

@@ -29,8 +29,9 @@ from runner.tokens.tokenizer import load_tokenizer
 from runner.tools.tool import Tool
 from runner.training import grammar as module
 from runner.training.batch import TrainingBatch
-from runner.training.grammar import UNCONSTRAINED, GrammarMasks, TokenMasks
+from runner.training.grammar import GrammarMasks
 from runner.training.rows import TrainingRow, rows_of, version_table
+from runner.training.token_masks import UNCONSTRAINED, TokenMasks
 from runner.training.tree import TokenTree
 from tests.training.making import made, prompt, retried, said
 
@@ -233,7 +234,7 @@ def test_the_masks_of_a_batch_stand_where_its_ids_do(packed: bool) -> None:
         batch = TrainingBatch.packed(trajectories, pad_id=0, length=9)
     else:
         batch = TrainingBatch.padded(trajectories, pad_id=0)
-    masks = bytewise().masks_for_batch(batch)
+    masks = bytewise().masks_for(batch.rows, batch.layout)
     assert masks.index.shape == batch.input_ids.shape
     assert ((masks.index != UNCONSTRAINED) == batch.loss_mask).all()
     trained = masks.take(batch.loss_mask)
@@ -249,7 +250,7 @@ def test_a_batch_carries_its_masks_and_is_exact_with_them_only() -> None:
     masked = batch.with_masks(bytewise())
     assert (masked.exact, masked.inexact_reason) == (True, "")
     assert masked.masks is not None
-    assert masked.masks.index.tolist() == bytewise().masks_for_batch(batch).index.tolist()
+    assert masked.masks.index.tolist() == bytewise().masks_for(batch.rows, batch.layout).index.tolist()
 
 
 def test_the_parts_of_a_batch_have_their_own_masks() -> None:

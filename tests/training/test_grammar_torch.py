@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runner.errors import BadBatch
-from runner.training.grammar import UNCONSTRAINED, TokenMasks
+from runner.training.token_masks import UNCONSTRAINED, TokenMasks
 
 torch = pytest.importorskip("torch")
 xgrammar = pytest.importorskip("xgrammar")

@@ -17,9 +17,9 @@ from runner.options import Sampling
 from runner.tokens.log import TokenLog
 from runner.training.advantages import grpo
 from runner.training.batch import TrainingBatch
-from runner.training.grammar import UNCONSTRAINED, TokenMasks
 from runner.training.rows import TrainingRow
 from runner.training.selection import Selection
+from runner.training.token_masks import UNCONSTRAINED, TokenMasks
 from runner.training.tree import TokenTree
 from runner.trajectory import Group, Turn
 from tests.training.making import group as made_group

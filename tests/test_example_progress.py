@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from examples.progress import HEAD, PHASES, Stopwatch, TrainingProgress, TrainingRecord, TrainingStep, curve
 from runner.errors import BadInput, StorageFailed
-from runner.training.progress import HEAD, PHASES, Stopwatch, TrainingProgress, TrainingRecord, TrainingStep, curve
 
 
 def step(number: int, exact: float) -> TrainingStep:

@@ -55,30 +55,29 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStep:
-    """What is told of one step.
-
-    Attributes:
-        number: counts from 1.
-        reward: mean of the episodes, as it was trained on.
-        exact: mean of what is really wanted, without partial credit.
-        groups: how many had spread, and so were learnt from.
-        ids: sampled ids that were trained on.
-        saving: how many ids of rows one computed node stands for.
-        gap: between an id's log-probability in the trainer and the one that the engine recorded, in nats, mean over
-            ids: rounding, and what older weights sampled.
-        seconds: by phase.
-        version: of the weights that came out.
-    """
+    """What is told of one step."""
 
     number: int
+    """The number of the step, from 1."""
     reward: float
+    """The mean of the episodes, as it was trained on."""
     exact: float
+    """The mean of what is really wanted, without partial credit."""
     groups: int
+    """The number of groups that had spread, and so were learnt from."""
     ids: int
+    """The number of sampled ids that were trained on."""
     saving: float
+    """How many ids of rows one computed node stands for."""
     gap: float
+    """The difference of an id's log-probability in the trainer from the recorded one, in nats, mean over ids.
+
+    It is rounding, and what older weights sampled.
+    """
     seconds: Mapping[str, float]
+    """The seconds of each phase."""
     version: str
+    """The version of the weights that came out."""
 
     @property
     def total(self) -> float:
@@ -88,7 +87,7 @@ class TrainingStep:
         """The step under `HEAD`.
 
         Args:
-            seconds: of training so far, this step included.
+            seconds: the time of training so far, this step included.
         """
         phases = " ".join(f"{self.seconds.get(phase, 0.0):>9.1f}" for phase in PHASES)
         return (
@@ -99,21 +98,18 @@ class TrainingStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRecord:
-    """What is kept of a training run.
-
-    Attributes:
-        title: what was trained.
-        steps: in order.
-        held_out: results on tasks that were not trained on, before and after, by name.
-    """
+    """What is kept of a training run."""
 
     title: str
+    """What was trained."""
     steps: tuple[TrainingStep, ...]
+    """The steps in order."""
     held_out: Mapping[str, tuple[float, float]]
+    """Results on tasks that were not trained on, before and after, by name."""
 
     @property
     def seconds(self) -> float:
-        """Of training; neither the engine's start nor what was played on held-out tasks is in it."""
+        """The time of training; neither the engine's start nor what was played on held-out tasks is in it."""
         return sum(step.total for step in self.steps)
 
     @property
@@ -148,15 +144,12 @@ class TrainingRecord:
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """Shows steps as they are done: `with TrainingProgress(console) as progress: progress.add(step)`.
-
-    Attributes:
-        console: where; a curve is drawn only on a terminal.
-        steps: so far.
-    """
+    """Shows steps as they are done: `with TrainingProgress(console) as progress: progress.add(step)`."""
 
     console: Console
+    """Where steps are shown; a curve is drawn only on a terminal."""
     steps: list[TrainingStep] = field(default_factory=list)
+    """The steps so far."""
     _live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -173,7 +166,7 @@ class TrainingProgress:
 
     @property
     def seconds(self) -> float:
-        """Of training, all steps together."""
+        """The time of training, all steps together."""
         return sum(step.total for step in self.steps)
 
     def say(self, line: str) -> None:

@@ -25,15 +25,15 @@ class EpisodeExitStack(AsyncExitStack):
     event loop is left there, as cancel scopes and whatever belongs to one thread must be.
 
     Args:
-        leave: leaves what was entered in a thread.
-        owner: whose it is, for people.
+        leave: leaves what was entered in a thread; without it everything is left on the event loop.
+        owner: the episode whose stack it is, as people read its name.
     """
 
     def __init__(self, leave: Leave | None = None, owner: str = "") -> None:
         super().__init__()
         self.owner = owner
         self._leave = leave
-        self._loop_thread = threading.get_ident()
+        self._loop_thread = threading.get_ident()  # an episode's stack is made on its event loop
 
     def enter_context(self, cm: AbstractContextManager[T, bool | None]) -> T:
         if self._on_the_loop():
@@ -61,18 +61,22 @@ class EpisodeExitStack(AsyncExitStack):
         return callback
 
     def pop_all(self) -> EpisodeExitStack:
-        popped = super().pop_all()
+        popped = super().pop_all()  # made as `type(self)()`, which is why both arguments have defaults
         popped.owner, popped._leave = self.owner, self._leave
         return popped
 
     async def unwind(self, passing: BaseException | None) -> bool:
-        """Leave everything; tells whether what is passing was swallowed. The lag report knows this function."""
+        """Leave everything; whether the error that is passing was swallowed.
+
+        The lag report looks for this function's frame, to tell a blocking exit from a blocking hook.
+        """
         return bool(await self.__aexit__(type(passing) if passing else None, passing, _traceback_of(passing)))
 
     def _on_the_loop(self) -> bool:
         return self._leave is None or threading.get_ident() == self._loop_thread
 
     def _push_apart(self, single: ExitStack, name: str) -> None:
+        # Each thing has a stack of its own, so that the limit of `leave` holds for each, and their order stays.
         leave = self._leave
         assert leave is not None
 
@@ -85,7 +89,7 @@ class EpisodeExitStack(AsyncExitStack):
 
 
 def _left(single: ExitStack, passing: BaseException | None) -> bool | None:
-    """Leave one thing. The error that was passing and comes out again is not the thing's own."""
+    """Leave one thing. An error that was passing and comes out again is not the thing's own."""
     try:
         return single.__exit__(type(passing) if passing else None, passing, _traceback_of(passing))
     except BaseException as error:
@@ -99,7 +103,7 @@ def _traceback_of(error: BaseException | None) -> TracebackType | None:
 
 
 def _name_of(thing: Any) -> str:
-    """A function's name; that of the function behind a `@contextmanager`; else the class's."""
+    """The name of a function, of the function behind a `@contextmanager`, or else of the class."""
     for function in (thing, getattr(thing, "func", None)):
         if isinstance(name := getattr(function, "__qualname__", None), str):
             return name

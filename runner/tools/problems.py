@@ -1,0 +1,142 @@
+"""What is wrong with a tool's arguments, one clause per problem, for the model to read.
+
+Two judges find it: pydantic where a tool has type hints, jsonschema where it has a schema. Neither can do the other's
+work: pydantic refuses what no schema says (3.0 for an int, a date that is none), and a schema is no Python type.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from runner import wording
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+__all__ = ["schema_problems", "typed_problems"]
+
+# What a model must write for a type, by pydantic's name of the error. Types that are not here keep pydantic's words.
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "a boolean",
+    "none_required": "null",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "set_type": "a list",
+    "frozen_set_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "dataclass_type": "an object",
+    "dataclass_exact_type": "an object",
+    "literal_error": "{expected}",
+    "enum": "{expected}",
+    "greater_than": "above {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "below {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "multiple_of": "a multiple of {multiple_of:g}",
+    "string_too_short": "at least {min_length} characters long",
+    "string_too_long": "at most {max_length} characters long",
+    "string_pattern_mismatch": "of the pattern {pattern}",
+    "too_short": "at least {min_length} long",
+    "too_long": "at most {max_length} long",
+}
+
+
+def typed_problems(errors: Iterable[ErrorDetails], raw: Mapping[str, Any]) -> list[str]:
+    """The clauses for what pydantic found; the alternatives of a union that all failed are one problem.
+
+    Args:
+        errors: what it found.
+        raw: the arguments as the model gave them, by whose names places are told.
+    """
+    expected: dict[tuple[str, str], list[str]] = {}
+    clauses: dict[str, None] = {}
+    for error in errors:
+        path = _path(error["loc"], raw)
+        if error["type"] == "missing":
+            clauses[wording.missing(_path(error["loc"], raw, missing=True))] = None
+        elif error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            clauses[wording.not_a_parameter(path)] = None
+        else:
+            expected.setdefault((path, _shown(error["input"])), []).append(_expectation(error))
+    clauses |= dict.fromkeys(wording.must_be(path, kinds, got) for (path, got), kinds in expected.items())
+    return list(clauses)
+
+
+def _expectation(error: ErrorDetails) -> str:
+    template = _EXPECTED.get(error["type"])
+    if template is not None:
+        return template.format(**error.get("ctx", {}))
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Input should ").removeprefix("be ")
+    return message[:1].lower() + message[1:]
+
+
+def _path(location: Sequence[int | str], raw: Any, *, missing: bool = False) -> str:
+    """The place as the model wrote it. Names that pydantic gives to the alternatives of a union are no part of it."""
+    path = ""
+    for index, step in enumerate(location):
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif (isinstance(raw, Mapping) and step in raw) or (missing and index == len(location) - 1):
+            path += f".{step}" if path else step
+        else:
+            continue
+        raw = _below(raw, step)
+    return path or "the arguments"
+
+
+def _below(value: Any, step: int | str) -> Any:
+    try:
+        return value[step]
+    except (LookupError, TypeError):
+        return None
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_JSON_TYPES = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "a string",
+    "boolean": "a boolean",
+    "null": "null",
+    "array": "a list",
+    "object": "an object",
+}
+
+
+def schema_problems(errors: Iterable[Any]) -> list[str]:
+    """The clauses for what jsonschema found."""
+    # A dict, since two keywords of a schema may find the same problem.
+    clauses: dict[str, None] = {}
+    for error in errors:
+        path = re.sub(r"^\.", "", "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in error.absolute_path))
+        clauses |= dict.fromkeys(_schema_clauses(error, path))
+    return list(clauses)
+
+
+def _schema_clauses(error: Any, path: str) -> list[str]:
+    inside = f"{path}." if path else ""
+    if error.validator == "required":
+        return [wording.missing(inside + name) for name in error.validator_value if name not in error.instance]
+    if error.validator == "additionalProperties" and error.validator_value is False:
+        known = error.schema.get("properties", {})
+        return [wording.not_a_parameter(inside + name) for name in error.instance if name not in known]
+    if error.validator == "type":
+        kinds = [error.validator_value] if isinstance(error.validator_value, str) else error.validator_value
+        return [wording.must_be(path, [_JSON_TYPES[kind] for kind in kinds], _shown(error.instance))]
+    if error.validator in ("enum", "const"):
+        values = error.validator_value if error.validator == "enum" else [error.validator_value]
+        return [wording.must_be(path, [_shown(value) for value in values], _shown(error.instance))]
+    return [f"{path or 'the arguments'}: {error.message}"]
