@@ -27,7 +27,7 @@ class RunContext:
     Attributes:
         environment: the object the author constructed.
         chat: the model that speaks for every agent that is placed nowhere else.
-        elsewhere: the models of agents that are; those agents are not trained.
+        other_models: the models of agents that are; those agents are not trained.
         sampling: the run's own, with unset fields.
         limits: every field set.
         own_limits: the run's own, with unset fields.
@@ -39,7 +39,7 @@ class RunContext:
 
     environment: Environment[Any]
     chat: ChatModel
-    elsewhere: Mapping[str, ChatModel] = field(default_factory=dict)
+    other_models: Mapping[str, ChatModel] = field(default_factory=dict)
     sampling: Sampling
     limits: Limits
     scorers: tuple[Scorer, ...]
@@ -53,11 +53,11 @@ class RunContext:
 
     def chat_of(self, agent: str) -> ChatModel:
         self._asked.add(agent)
-        return self.elsewhere.get(agent, self.chat)
+        return self.other_models.get(agent, self.chat)
 
     def unused(self) -> list[str]:
-        """Agents that were placed elsewhere and never opened: a misspelt name, mostly."""
-        return sorted(self.elsewhere.keys() - self._asked)
+        """Agents that were on an engine of their own that were never opened: a misspelt name, mostly."""
+        return sorted(self.other_models.keys() - self._asked)
 
     def sampling_of(self, *, train: bool, conversation: Sampling | None, environment: Sampling) -> Sampling:
         """Every field set: the conversation's, the run's for trained agents, the environment's, the defaults."""

@@ -12,9 +12,9 @@ import anyio
 
 from runner.concurrency.threads import Workers
 from runner.engines.base import FinishReason, GenerationRequest
-from runner.episode.limits import Allowance, Ending
+from runner.episode.limits import Ending, EpisodeLimits
 from runner.episode.model import ChatModel
-from runner.episode.parsed_turn import View, text_of
+from runner.episode.parsed_turn import ParsedTurn, text_of
 from runner.episode.prompting import REENCODED, Prepared, PromptMaker
 from runner.episode.sampling import Sample, sample
 from runner.errors import BadOption, EpisodeOver, RequestRejected
@@ -46,18 +46,18 @@ class ConversationSetting:
         call_tools: answers a turn's calls.
         was_said: an agent of the episode said this message.
         workers: renders what would hold up the event loop.
-        doing: told what the conversation waits for, for the live display.
+        report_activity: told what the conversation waits for, for the live display.
     """
 
     chat: ChatModel
-    allowance: Allowance
+    allowance: EpisodeLimits
     episode: str
     sampling: Callable[[], Sampling]
     tool_choice: Callable[[Conversation], ToolChoice]
     seed: Callable[[int], int]
     call_tools: Callable[[Conversation, Turn], Awaitable[list[Message]]]
     was_said: Callable[[Message], bool]
-    doing: Callable[[str], None]
+    report_activity: Callable[[str], None]
     workers: Workers
 
 
@@ -242,7 +242,7 @@ class Conversation:
         request, ceiling = self._request(prepared, sampling, tool_choice)
         into = Sample(prepared.segment.log)
         try:
-            self._setting.doing(f"{self.name}: engine")
+            self._setting.report_activity(f"{self.name}: engine")
             await sample(
                 into,
                 self._setting.chat.engine,
@@ -256,7 +256,7 @@ class Conversation:
             turn = self._record(prepared, request, into, ceiling) if into.admitted else None
         if into.error is not None:
             rejected = isinstance(into.error, RequestRejected)
-            allowance.over(Ending(Outcome.ENGINE_ERROR, agent=self.name, error=str(into.error), lasting=rejected))
+            allowance.over(Ending(Outcome.ENGINE_ERROR, agent=self.name, error=str(into.error), permanent=rejected))
         assert turn is not None
         return turn
 
@@ -426,7 +426,7 @@ class Conversation:
         if text is None:
             stopped = turn.finish is FinishReason.STOP and isinstance(turn.stop, int)
             text = text_of(turn.log.ids[begin : turn.end], chat, stopped=stopped)
-        view = View.of(text, chat, self.tools, before=self._calls, tool_choice=prepared.tool_choice)
+        view = ParsedTurn.of(text, chat, self.tools, before=self._calls, tool_choice=prepared.tool_choice)
         turn.text, turn.reasoning, turn.tool_calls = view.text, view.reasoning, view.tool_calls
         turn.thinking = chat.closing_stop(turn) is None and is_open(text, opened=chat.opens_reasoning)
         self._calls += len(view.tool_calls)

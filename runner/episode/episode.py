@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from runner.concurrency.user_code import AuthorCode
     from runner.environment.environment import Environment
     from runner.episode.context import RunContext
-    from runner.episode.limits import Allowance
+    from runner.episode.limits import EpisodeLimits
     from runner.tasks import Task
     from runner.tools.tool import Tool
 
-__all__ = ["MAIN", "Episode", "Place"]
+__all__ = ["MAIN", "Episode", "EpisodeKey"]
 
 MAIN = "main"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class EpisodeKey:
     """Which play of which task this is.
 
     Attributes:
@@ -71,35 +71,35 @@ class Episode:
 
     def __init__(
         self,
-        place: Place,
+        key: EpisodeKey,
         context: RunContext,
         environment: Environment[Any],
-        allowance: Allowance,
+        allowance: EpisodeLimits,
         author: AuthorCode,
-        doing: Callable[[str], None],
+        report_activity: Callable[[str], None],
         leave: Leave,
     ) -> None:
-        self.id = place.id
-        self.index = place.index
-        self.seed = derive_seed(context.seed, place.task.id, place.visit, place.index)
+        self.id = key.id
+        self.index = key.index
+        self.seed = derive_seed(context.seed, key.task.id, key.visit, key.index)
         self.reason = ""
         self.conversations: dict[str, Conversation] = {}
         self.stack = EpisodeExitStack(leave, f"episode {self.id} of {type(context.environment).__name__}")
         self.stack_open = False
         self._heeded: Limits | None = None
         self._rng: random.Random | None = None
-        self._place = place
+        self._key = key
         self._context = context
         self._environment = environment
         self._allowance = allowance
         self._author = author
-        self._doing = doing
+        self._report_activity = report_activity
 
     @property
     def rng(self) -> random.Random:
         """Random numbers of the task: the same for every episode of its group."""
         if self._rng is None:
-            self._rng = task_rng(self._context.seed, self._place.task.id, self._place.visit)
+            self._rng = task_rng(self._context.seed, self._key.task.id, self._key.visit)
         return self._rng
 
     @property
@@ -179,7 +179,7 @@ class Episode:
         sampling: Sampling | None = None,
     ) -> Conversation:
         """Open the conversation of an agent that has none; see `conversation`."""
-        if train and name in self._context.elsewhere:
+        if train and name in self._context.other_models:
             raise BadOption(
                 f"agent {name!r} plays on an engine of its own (engines={{{name!r}: ...}}): it is not trained."
             )
@@ -204,7 +204,7 @@ class Episode:
                 return await self.conversations[turn.agent].call_tools(turn)
             if not self._environment.overrides("step"):
                 return None
-            self._doing("step")
+            self._report_activity("step")
             limit = self._allowance.limits.step_seconds
             reply = await self._author.call(self._environment.step, turn, name="step()", seconds=limit)
             return None if reply is None else _nonempty(as_messages(reply))
@@ -217,7 +217,7 @@ class Episode:
         limiter = self._context.limiter(name, limit)
         owner = object()
         with Waiting():
-            self._doing(f"limiter {name!r}")
+            self._report_activity(f"limiter {name!r}")
             await limiter.acquire_on_behalf_of(owner)
         try:
             yield
@@ -234,7 +234,7 @@ class Episode:
             seed=lambda turn: derive_seed(self.seed, name, turn),
             call_tools=self._call_tools,
             was_said=self._was_said,
-            doing=self._doing,
+            report_activity=self._report_activity,
             workers=self._context.workers,
         )
 
@@ -293,7 +293,7 @@ class Episode:
                 conversation.tools,
                 author=self._author,
                 seconds=self._allowance.limits.tool_seconds,
-                doing=self._doing,
+                report_activity=self._report_activity,
             )
         except Exception as error:
             if not conversation.train:

@@ -14,8 +14,8 @@ from runner.concurrency.user_code import AuthorCode, TooSlow, describe_error
 from runner.engines.base import FinishReason
 from runner.environment.environment import Environment
 from runner.episode.context import RunContext
-from runner.episode.episode import MAIN, Episode, Place
-from runner.episode.limits import Allowance, Ending
+from runner.episode.episode import MAIN, Episode, EpisodeKey
+from runner.episode.limits import Ending, EpisodeLimits
 from runner.errors import BadTask, EpisodeOver
 from runner.messages import Message, as_messages
 from runner.scoring import Score, ScorerKind, as_metrics, scores_by_agent, weighted_sum
@@ -39,23 +39,23 @@ class Play:
     """One episode being played. What goes wrong in it stays in it.
 
     Attributes:
-        place: which play of which task.
+        key: which play of which task.
         phase: where it stands.
-        doing: what it waits for, for people.
+        activity: what it waits for, for people.
         since: when it began to, in the event loop's time.
         began: when it was started.
         faults: what went wrong without changing the outcome: `close()` or a metric that raised.
     """
 
-    def __init__(self, context: RunContext, place: Place) -> None:
-        self.place = place
+    def __init__(self, context: RunContext, key: EpisodeKey) -> None:
+        self.key = key
         self.phase = Phase.SETUP
-        self.doing = "setup"
+        self.activity = "setup"
         self.began = self.since = anyio.current_time()
         self.faults: list[str] = []
         self._context = context
         self._author = AuthorCode(context.workers)
-        self._allowance = Allowance(context.limits)
+        self._allowance = EpisodeLimits(context.limits)
         self._outer = Clock()
         self._scoring = Clock()
         self._cut: Ending | None = None
@@ -64,11 +64,11 @@ class Play:
         self._metrics: dict[str, float] = {}
         self._environment = self._made()
         self.episode = self._environment.episode = Episode(
-            place, context, self._environment, self._allowance, self._author, self._waits_for, self._leave
+            key, context, self._environment, self._allowance, self._author, self._report_activity, self._leave
         )
 
     def _made(self) -> Environment[Any]:
-        task = self.place.task
+        task = self.key.task
         try:
             environment = self._context.environment.fresh()
             task = own_copy(task)
@@ -81,9 +81,9 @@ class Play:
         return environment
 
     @property
-    def lasting(self) -> bool:
+    def permanent(self) -> bool:
         """Played again, it would end the same."""
-        return self._ending is not None and self._ending.lasting
+        return self._ending is not None and self._ending.permanent
 
     def cancel(self, ending: Ending | None = None) -> None:
         """Cut the play where it stands; it is closed and kept, as partial unless another ending is given."""
@@ -164,7 +164,7 @@ class Play:
 
     async def _open_main(self) -> None:
         environment = self._environment
-        self._waits_for("prompt")
+        self._report_activity("prompt")
         prompt = environment.task.prompt
         if environment.overrides("prompt"):
             prompt = await self._author.call(environment.prompt, name="prompt()")
@@ -175,13 +175,13 @@ class Play:
             system_prompt=environment.system_prompt,
             prompt=messages,
             tools=environment.tools,
-            train=MAIN not in self._context.elsewhere,
+            train=MAIN not in self._context.other_models,
         )
 
     def _check_prompt(self, messages: Sequence[Message]) -> None:
         if self._environment.system_prompt is not None and messages and messages[0]["role"] == "system":
             raise BadTask(
-                f"the prompt of task {self.place.task.id!r} begins with a system message, and the environment has a "
+                f"the prompt of task {self.key.task.id!r} begins with a system message, and the environment has a "
                 f"system_prompt: set system_prompt = None, or leave the message out."
             )
 
@@ -250,11 +250,11 @@ class Play:
         if self._cut is not None:
             self._ending = self._cut
         elif clock.fired or self._author.abandoned:
-            text = f"rewards took longer than {seconds:g} s (in {self.doing})"
+            text = f"rewards took longer than {seconds:g} s (in {self.activity})"
             self._ending = Ending(Outcome.ENV_ERROR, "reward_seconds", error=text)
 
     async def _score_one(self, name: str, kind: str, ending: Ending) -> None:
-        self._waits_for(f"{kind} {name}()")
+        self._report_activity(f"{kind} {name}()")
         self._allowance.begin_scoring()
         try:
             value = await self._author.call(getattr(self._environment, name), name=f"{kind} {name}()")
@@ -335,16 +335,16 @@ class Play:
         return [main, *others]
 
     def _empty(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
-        place = self.place
+        key = self.key
         return Trajectory(
             id=self.episode.id,
-            task=place.task,
-            index=place.index,
+            task=key.task,
+            index=key.index,
             agent=agent,
             seed=self.episode.seed,
-            visit=place.visit,
-            attempt=place.attempt,
-            trained=agent == MAIN and MAIN not in self._context.elsewhere,
+            visit=key.visit,
+            attempt=key.attempt,
+            trained=agent == MAIN and MAIN not in self._context.other_models,
             outcome=ending.outcome,
             limit=ending.limit,
             limit_agent=ending.agent,
@@ -371,10 +371,10 @@ class Play:
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
-        self._waits_for(phase.value)
+        self._report_activity(phase.value)
 
-    def _waits_for(self, what: str) -> None:
-        self.doing = what
+    def _report_activity(self, what: str) -> None:
+        self.activity = what
         self.since = anyio.current_time()
 
 

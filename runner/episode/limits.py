@@ -13,7 +13,7 @@ from runner.errors import EpisodeOver
 from runner.options import Limits
 from runner.trajectory import Outcome, Turn
 
-__all__ = ["Allowance", "Ending"]
+__all__ = ["Ending", "EpisodeLimits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +25,17 @@ class Ending:
         limit: the field of `Limits` that fired.
         agent: whose limit it was.
         error: what went wrong.
-        lasting: played again it would end the same, though the engine failed.
+        permanent: played again it would end the same, though the engine failed.
     """
 
     outcome: Outcome
     limit: str = ""
     agent: str = ""
     error: str = ""
-    lasting: bool = False
+    permanent: bool = False
 
 
-class Allowance:
+class EpisodeLimits:
     """What the conversations of one episode share: turns, sampled ids, and the one ending.
 
     The first ending that is latched stays. `generate` after it cancels the play, so that nobody can swallow it by

@@ -11,7 +11,7 @@ from runner.options import ToolChoice
 from runner.parsing.reasoning import split_reasoning
 from runner.tools.tool import Tool
 
-__all__ = ["View", "text_of"]
+__all__ = ["ParsedTurn", "text_of"]
 
 
 def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
@@ -29,7 +29,7 @@ def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ParsedTurn:
     """What a turn said.
 
     Attributes:
@@ -43,7 +43,9 @@ class View:
     tool_calls: list[ToolCall]
 
     @classmethod
-    def of(cls, text: str, chat: ChatModel, tools: Sequence[Tool], *, before: int, tool_choice: ToolChoice) -> View:
+    def of(
+        cls, text: str, chat: ChatModel, tools: Sequence[Tool], *, before: int, tool_choice: ToolChoice
+    ) -> ParsedTurn:
         """Read a turn's text.
 
         Args:

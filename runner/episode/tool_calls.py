@@ -25,7 +25,7 @@ async def answer_calls(
     *,
     author: AuthorCode,
     seconds: float | None,
-    doing: Callable[[str], None],
+    report_activity: Callable[[str], None],
 ) -> list[Message]:
     """One tool message for each call that parsed, in order; then one user message for those that did not.
 
@@ -34,14 +34,14 @@ async def answer_calls(
         tools: what may be called.
         author: runs the author's code.
         seconds: the limit of a call whose tool has none of its own.
-        doing: told what is waited for.
+        report_activity: told what is waited for.
 
     Raises:
         Exception: what a tool raised, other than `ToolError`; the first by the order of the calls.
     """
     known = {tool.name: tool for tool in tools}
     calls = [call for call in turn.tool_calls if call.error is None]
-    doing(", ".join(f"{call.name}()" for call in calls) or "nothing")
+    report_activity(", ".join(f"{call.name}()" for call in calls) or "nothing")
     running = _Running(known, author, seconds)
     for batch in _between_barriers(calls, known):
         await running.run(batch)

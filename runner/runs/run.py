@@ -31,7 +31,7 @@ from runner.environment.environment import (
 from runner.environment.lifespan import lifespan_of, own_tasks
 from runner.environment.task_feed import TaskFeed, Tasks
 from runner.episode.context import RunContext
-from runner.episode.episode import MAIN, Place
+from runner.episode.episode import MAIN, EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
 from runner.episode.model import ChatModel
@@ -234,8 +234,8 @@ class Run:
         await check_templates([each.template for each in self._engines], self.template_options, now)
         chat_of = partial(ChatModel, options=self.template_options, now=now, history=self.history)
         chat = chat_of(self.engine)
-        elsewhere = {name: chat_of(engine) for name, engine in self.engines.items()}
-        main = elsewhere.get(MAIN, chat)
+        other_models = {name: chat_of(engine) for name, engine in self.engines.items()}
+        main = other_models.get(MAIN, chat)
         check_tools(self.environment, main)
         tools = bool(self.environment.bound_tools())
         system = getattr(type(self.environment), "system_prompt", None) is not None
@@ -243,7 +243,7 @@ class Run:
         return RunContext(
             environment=self.environment,
             chat=chat,
-            elsewhere=elsewhere,
+            other_models=other_models,
             sampling=self.sampling,
             limits=self.limits,
             own_limits=self._own_limits,
@@ -401,14 +401,14 @@ class Run:
             if number:
                 await self._places.acquire()
             attempt = claimed.attempts.get(index, 0)
-            place = Place(task=task, index=index, visit=claimed.visit, attempt=attempt)
-            episodes.start_soon(self._episode, place, name=f"episode {place.id}")
+            key = EpisodeKey(task=task, index=index, visit=claimed.visit, attempt=attempt)
+            episodes.start_soon(self._episode, key, name=f"episode {key.id}")
         if not missing:
             self._places.release()
 
-    async def _episode(self, place: Place) -> None:
+    async def _episode(self, key: EpisodeKey) -> None:
         try:
-            trajectories = await self._attempts.play(place)
+            trajectories = await self._attempts.play(key)
             await self._finished(trajectories)
         except DeltarunnerError as error:
             self.fail(error, cancel=True)

@@ -14,7 +14,7 @@ from runner.engines.scripted.script import Latency
 from runner.environment.environment import Environment, as_environment, check_playable
 from runner.environment.lifespan import lifespan_of
 from runner.episode.context import RunContext
-from runner.episode.episode import Place
+from runner.episode.episode import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.model import ChatModel
 from runner.errors import BadOption
@@ -94,7 +94,7 @@ async def _everywhere(
         last: list[Play] = []
 
         async def episode() -> None:
-            play = Play(shared, Place(task=one, index=0))
+            play = Play(shared, EpisodeKey(task=one, index=0))
             last[:] = [play]
             await play.run()
 
