@@ -23,7 +23,7 @@ async def answer_calls(
     turn: Turn,
     tools: Sequence[Tool],
     *,
-    author: AuthorCode,
+    author_code: AuthorCode,
     seconds: float | None,
     report_activity: Callable[[str], None],
 ) -> list[Message]:
@@ -32,7 +32,7 @@ async def answer_calls(
     Args:
         turn: what was said.
         tools: what may be called.
-        author: runs the author's code.
+        author_code: runs the author's code.
         seconds: the limit of a call whose tool has none of its own.
         report_activity: told what is waited for.
 
@@ -42,7 +42,7 @@ async def answer_calls(
     known = {tool.name: tool for tool in tools}
     calls = [call for call in turn.tool_calls if call.error is None]
     report_activity(", ".join(f"{call.name}()" for call in calls) or "nothing")
-    running = _Running(known, author, seconds)
+    running = _Running(known, author_code, seconds)
     for batch in _between_barriers(calls, known):
         await running.run(batch)
     messages: list[Message] = [
@@ -58,10 +58,10 @@ async def answer_calls(
 class _Running:
     """The calls of one turn while they run."""
 
-    def __init__(self, tools: dict[str, Tool], author: AuthorCode, seconds: float | None) -> None:
+    def __init__(self, tools: dict[str, Tool], author_code: AuthorCode, seconds: float | None) -> None:
         self.results: dict[str, str] = {}
         self._tools = tools
-        self._author = author
+        self._author_code = author_code
         self._seconds = seconds
         self._errors: dict[str, Exception] = {}
 
@@ -101,14 +101,14 @@ class _Running:
         seconds = self._seconds if tool.seconds is UNSET else tool.seconds
         try:
             function = partial(_call_async if tool.is_async else _call, tool, tool.arguments(call.arguments))
-            text: str = await self._author.call(function, name=f"tool {tool.name}()", seconds=seconds)
+            text: str = await self._author_code.call(function, name=f"tool {tool.name}()", seconds=seconds)
         except (ToolError, BaseExceptionGroup) as error:
             told = unwrapped(error)
             if not isinstance(told, ToolError):
                 raise
             return wording.tool_error(str(told))
         except TooSlow as error:
-            if self._author.abandoned:
+            if self._author_code.abandoned:
                 raise
             return wording.took_longer(tool.name, error.seconds)
         return text

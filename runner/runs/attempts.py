@@ -10,7 +10,7 @@ import anyio
 
 from runner.engines.base import Engine
 from runner.episode.context import RunContext
-from runner.episode.episode import EpisodeKey
+from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.errors import DeltarunnerError, EngineDead
 from runner.runs.staleness import Freshness

@@ -31,7 +31,7 @@ from runner.environment.environment import (
 from runner.environment.lifespan import lifespan_of, own_tasks
 from runner.environment.task_feed import TaskFeed, Tasks
 from runner.episode.context import RunContext
-from runner.episode.episode import MAIN, EpisodeKey
+from runner.episode.key import MAIN, EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
 from runner.episode.model import ChatModel

@@ -14,7 +14,7 @@ from runner.engines.scripted.script import Latency
 from runner.environment.environment import Environment, as_environment, check_playable
 from runner.environment.lifespan import lifespan_of
 from runner.episode.context import RunContext
-from runner.episode.episode import EpisodeKey
+from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.model import ChatModel
 from runner.errors import BadOption
@@ -106,7 +106,7 @@ async def _everywhere(
                     f"`async with` and cancel no task that generates."
                 )
             if check is not None:
-                check(last[0]._environment)
+                check(last[0].environment)
 
         await episode()  # whatever is loaded and opened only once: what is left after that, every episode leaves
         trajectory = last[0].trajectories()[0]

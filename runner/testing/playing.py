@@ -21,7 +21,7 @@ from runner.engines.scripted.script import Reply
 from runner.environment.environment import Environment, as_environment
 from runner.environment.task_feed import Tasks
 from runner.environment.task_selection import own_tasks, select
-from runner.episode.episode import MAIN
+from runner.episode.key import MAIN
 from runner.errors import BadOption, BadTask, DeltarunnerError
 from runner.options import Concurrency, History, Limits, Sampling
 from runner.runs.process import on_event_loop

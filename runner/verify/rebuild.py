@@ -15,12 +15,11 @@ from typing import Any, cast
 
 from runner.engines.base import Engine, FinishReason
 from runner.episode.model import ChatModel
-from runner.episode.parsed_turn import ParsedTurn, text_of
+from runner.episode.parsed_turn import ParsedTurn, cut_in_reasoning, text_of
 from runner.episode.prompting import RETRY, followed_junction, forked_junction
 from runner.episode.sampling import StopStrings
 from runner.messages import Message, as_messages
 from runner.options import History, HistoryPolicy
-from runner.parsing.reasoning import is_open
 from runner.store.json_values import encode_json
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.junction import Junction
@@ -272,7 +271,7 @@ class _Check:
 
     def _check_view(self, segment: Segment, spoken: Spoken) -> ParsedTurn:
         turn, chat = spoken.turn, self._chat
-        thinking = chat.closing_stop(turn) is None and is_open(spoken.text, opened=chat.opens_reasoning)
+        thinking = cut_in_reasoning(turn, spoken.text, chat)
         if thinking != turn.thinking:
             cut = "was" if thinking else "was not"
             self._compare.differ(Kind.TURN, f"it {cut} cut inside its reasoning", index=spoken.begin)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from runner.engines.base import FinishReason
-from runner.episode.episode import MAIN, EpisodeKey
+from runner.episode.key import MAIN, EpisodeKey
 from runner.seeds import derive_seed
 from runner.store.header import Header
 from runner.tokens.log import VersionSpan
@@ -79,7 +79,7 @@ class _Records:
         key = EpisodeKey(task=trajectory.task, index=trajectory.index, visit=trajectory.visit)
         if trajectory.id != key.id:
             self._differ(Kind.EPISODES, "the episode's id is not that of its task and index", trajectory.id, key.id)
-        seed = derive_seed(self._header.seed, key.task.id, key.visit, key.index)
+        seed = key.seed(self._header.seed)
         if trajectory.seed != seed:
             self._differ(Kind.SEED, "the episode's seed does not follow from the run's", trajectory.seed, seed)
         elsewhere = trajectory.agent in self._header.engines

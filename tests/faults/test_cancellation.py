@@ -10,7 +10,7 @@ from runner import Concurrency, Environment, Run, ScriptedEngine
 from runner.concurrency.threads import Workers
 from runner.engines.scripted.script import Latency
 from runner.episode.context import RunContext
-from runner.episode.episode import EpisodeKey
+from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.model import ChatModel
 from runner.options import Limits, Sampling
