@@ -21,35 +21,32 @@ __all__ = ["Sample", "sample"]
 
 @dataclass(slots=True)
 class Sample:
-    """What one request left in the log; filled in while it streams, so that a cancellation loses nothing.
-
-    Attributes:
-        log: where the ids go.
-        start: index of the first sampled id.
-        end: one past the last.
-        admitted: the engine took the request, so the model saw its prompt.
-        finish: why it ended.
-        stop: the stop id or string behind it.
-        text: the text before a stop string, where one fired; else None.
-        dropped: ids that were sampled past a stop string and are not in the log.
-        resampled: ids that were sampled before the engine cut the turn for its trainer, and are not in the log either.
-        cached_tokens: ids of the prompt that the prefix cache held, or None.
-        error: the engine's failure, if it failed.
-        timings: queued, first token and decode.
-    """
+    """What one request left in the log; filled in while it streams, so that a cancellation loses nothing."""
 
     log: TokenLog
+    """Where the ids go."""
     start: int = 0
+    """The index of the first sampled id."""
     end: int = 0
+    """One past the index of the last sampled id."""
     admitted: bool = False
+    """The engine took the request, so the model saw its prompt."""
     finish: FinishReason = FinishReason.ABORT
+    """Why it ended."""
     stop: int | str | None = None
+    """The stop id or string behind it."""
     text: str | None = None
+    """The text before a stop string, where one was found."""
     dropped: int = 0
+    """How many ids were sampled past a stop string; they are not in the log."""
     resampled: int = 0
+    """How many ids were sampled before the engine cut the turn for its trainer; they are not in the log either."""
     cached_tokens: int | None = None
+    """How many ids of the prompt the prefix cache held; None where the engine does not say."""
     error: EngineError | None = None
+    """The engine's failure, if it failed."""
     timings: Timings = field(default_factory=Timings)
+    """How long it was queued, and how long its first id and the others took."""
 
     def begin(self, ids: Sequence[int], source: Source) -> None:
         self.log.append_prompt(ids, source)

@@ -21,16 +21,12 @@ from runner.concurrency.threads import Job, Workers
 from runner.concurrency.user_code import describe_error
 from runner.engines.base import Engine
 from runner.engines.sharing import running
-from runner.environment.environment import (
-    Environment,
-    as_environment,
-    check_playable,
-    check_tools,
-    common_system_prompt,
-)
+from runner.environment.checks import as_environment, check_playable, check_tools, common_system_prompt
+from runner.environment.environment import Environment
 from runner.environment.lifespan import lifespan_of, own_tasks
 from runner.environment.task_feed import TaskFeed, Tasks
 from runner.episode.context import RunContext
+from runner.episode.hooks import check_system_prompts
 from runner.episode.key import MAIN, EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
@@ -376,14 +372,9 @@ class Run:
             self.fail(BadTask(f"tasks() raised {describe_error(error)}"))
 
     def _check_system_prompt(self, task: Task) -> None:
-        if common_system_prompt(self.environment) is None or self.environment.overrides("prompt"):
-            return
-        messages = as_messages(task.prompt)
-        if messages and messages[0]["role"] == "system":
-            raise BadTask(
-                f"task {task.id!r} begins with a system message, and {type(self.environment).__name__} has a "
-                f"system_prompt: set system_prompt = None, or leave the message out."
-            )
+        system_prompt = common_system_prompt(self.environment)
+        if system_prompt is not None and not self.environment.overrides("prompt"):
+            check_system_prompts(self.environment, system_prompt, task, as_messages(task.prompt))
 
     async def _begin_group(self, task: Task, episodes: TaskGroup) -> None:
         """Begin the episodes of a task that no earlier run finished; a place is held for the first of them."""

@@ -11,7 +11,8 @@ from typing import Any, Final
 from runner.concurrency.threads import Workers
 from runner.engines.scripted.engine import ScriptedEngine
 from runner.engines.scripted.script import Latency
-from runner.environment.environment import Environment, as_environment, check_playable
+from runner.environment.checks import as_environment, check_playable
+from runner.environment.environment import Environment
 from runner.environment.lifespan import lifespan_of
 from runner.episode.context import RunContext
 from runner.episode.key import EpisodeKey

@@ -18,7 +18,8 @@ from runner.engines.base import Engine
 from runner.engines.scripted.engine import ScriptedEngine
 from runner.engines.scripted.replies import Replies
 from runner.engines.scripted.script import Reply
-from runner.environment.environment import Environment, as_environment
+from runner.environment.checks import as_environment
+from runner.environment.environment import Environment
 from runner.environment.task_feed import Tasks
 from runner.environment.task_selection import own_tasks, select
 from runner.episode.key import MAIN
