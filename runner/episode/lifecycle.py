@@ -63,8 +63,9 @@ class Play:
         self._rewards: dict[str, dict[str, Score]] = {}
         self._metrics: dict[str, float] = {}
         environment = self._fresh_environment()
-        # Where none could be made, nothing is played, so the author's own stays as it is.
-        self._state = EpisodeState(key, context, environment or context.environment, self._leave)
+        # Where none could be made, nothing is played and no hook is called, so the shared one may stand in for it.
+        stand_in = context.environment if environment is None else environment
+        self._state = EpisodeState(key, context, stand_in, self._leave)
         self.episode = Episode(self._state)
         """The same as the author sees it."""
         if environment is not None:
@@ -110,6 +111,7 @@ class Play:
 
     def cancel(self, ending: Ending | None = None) -> None:
         """Cut the play where it stands; it is closed and kept, as partial unless another ending is given."""
+        # What closes is not cut: it has a limit of its own, and must not leave open what the author opened.
         scopes = {Phase.SETUP: self._outer, Phase.PLAYING: self._state.limits.clock, Phase.SCORING: self._scoring}
         if self.phase in scopes and self._cut is None:
             self._cut = ending or Ending(Outcome.CANCELLED)
@@ -131,6 +133,7 @@ class Play:
             self._ending = Ending(Outcome.ENV_ERROR, error="the environment cancelled the task of its episode")
         finally:
             self.phase = Phase.OVER
+            # A task that the author started may still be sampling.
             for conversation in self.episode.conversations.values():
                 await conversation.close()
         return self.trajectories()
@@ -144,6 +147,7 @@ class Play:
                 # Also a cancellation: what `setup()` entered is left with what passes through it.
                 passing = error
             self._enter(Phase.CLOSING)
+            # From here on only `close_seconds` ends it, so the same clock goes on with another limit, under a shield.
             cut_before = outer.fired
             outer.scope.shield = True
             outer.start(self._state.limits.configured.close_seconds)

@@ -114,10 +114,12 @@ class StopStrings:
             piece = self._decoder.feed([token_id])
             if not piece:
                 continue
+            # A stop string may begin in what came before.
             window = self._tail + piece
             self._pieces.append(piece)
             hits = [(at, -len(stop), stop) for stop in self._stop if (at := window.find(stop)) >= 0]
             if hits:
+                # The first one, and of several at the same place the longest.
                 at, _, self.found = min(hits)
                 text = "".join(self._pieces)
                 self.text = text[: len(text) - len(window) + at]
@@ -152,7 +154,7 @@ async def sample(
         while cut:
             stops = StopStrings(tokenizer, request.sampling.stop) if request.sampling.stop else None
             cut = await _sample_once(into, engine, request, (new_ids, source), stops, stall_seconds)
-            new_ids = ()
+            new_ids = ()  # the log has them from the first try on
 
 
 async def _sample_once(
@@ -222,4 +224,5 @@ async def _read(
 
 
 def _clipped(spans: Sequence[VersionSpan], length: int) -> list[VersionSpan]:
+    # The engine counts all that it sampled; what came past a stop string is not in the log.
     return [VersionSpan(s.version, s.start, min(s.end, length)) for s in spans if s.start < length]
