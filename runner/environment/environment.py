@@ -127,11 +127,7 @@ class Environment(Generic[TaskT]):
         return None
 
     async def rollout(self, conversation: Conversation) -> None:
-        """Play the episode, turn by turn; it is over when this returns.
-
-        Args:
-            conversation: the one of agent `main`, which begins with the system prompt and `prompt()`.
-        """
+        """Play the whole episode, turn by turn; it is over when this returns."""
         while True:
             turn = await conversation.generate()
             reply = await self.episode.answer(turn)  # one result per call, or what step(turn) returns
