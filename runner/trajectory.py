@@ -24,31 +24,46 @@ __all__ = ["Group", "Outcome", "Segment", "Timings", "Trajectory", "Turn"]
 class Outcome(enum.StrEnum):
     """How an episode ended. The first five are scored; a failed episode has no reward, never 0."""
 
-    COMPLETED = "completed"  # the rollout returned
+    COMPLETED = "completed"
+    """The rollout returned."""
     TURN_LIMIT = "turn_limit"
-    TOKEN_LIMIT = "token_limit"  # the episode's tokens, or a turn's max_tokens right before the end
+    """`Limits.turns` was reached."""
+    TOKEN_LIMIT = "token_limit"
+    """`Limits.tokens` was reached, or the last turn was cut at its `max_tokens`."""
     CONTEXT_LIMIT = "context_limit"
+    """A prompt did not fit the context, or the last turn filled it."""
     TIME_LIMIT = "time_limit"
-    ENV_ERROR = "env_error"  # the environment, or an untrained agent of it, failed
-    TOKEN_ERROR = "token_error"  # no exact bridge
-    ENGINE_ERROR = "engine_error"  # the engine failed; played again up to `retries` times
-    CANCELLED = "cancelled"  # kept as partial, played again by the next run
+    """The play took longer than `Limits.seconds`."""
+    ENV_ERROR = "env_error"
+    """The environment failed, or an untrained agent of it."""
+    TOKEN_ERROR = "token_error"
+    """There is no exact prompt: the template lacks what a bridge needs."""
+    ENGINE_ERROR = "engine_error"
+    """The engine failed; the episode was played again up to `retries` times."""
+    CANCELLED = "cancelled"
+    """The episode was cut short. It is kept as partial, and the next run plays it again."""
 
     @property
     def scored(self) -> bool:
+        """Whether the episode has rewards."""
         return self in _SCORED
 
     @property
     def failed(self) -> bool:
+        """Whether something went wrong, so that nothing can be said about the agent."""
         return not self.scored and self is not Outcome.CANCELLED
 
     @property
     def cut_short(self) -> bool:
-        """It is played again by the next run of the same configuration."""
+        """Whether the next run of the same configuration plays the episode again."""
         return self in (Outcome.CANCELLED, Outcome.ENGINE_ERROR)
 
     def played_again(self, *, failed: bool) -> bool:
-        """The same, where also what failed is played again."""
+        """Tell whether the next run plays the episode again.
+
+        Args:
+            failed: it also plays again what failed.
+        """
         return self.cut_short or (failed and self.failed)
 
 
@@ -59,98 +74,91 @@ _SCORED = frozenset(
 
 @dataclass(slots=True)
 class Timings:
-    """Where the time of a turn went, in seconds.
-
-    Attributes:
-        queued: waiting for a place in the engine.
-        first_token: from having a place to the first id.
-        decode: from the first id to the last.
-        environment: the tools or the step that answered it.
-    """
+    """Where the time of a turn went, in seconds."""
 
     queued: float = 0.0
+    """Waiting for a place in the engine."""
     first_token: float = 0.0
+    """From having that place to the first sampled token."""
     decode: float = 0.0
+    """From the first sampled token to the last."""
     environment: float = 0.0
+    """In the tools or the step that answered the turn."""
 
 
 @dataclass(slots=True)
 class Segment:
-    """One contiguous token log and the messages that are its view.
-
-    Attributes:
-        log: ids, log-probabilities, sources and weight versions.
-        messages: the view, assistant turns included; messages that were added but never put before the model
-            stand at the end, `unseen` says how many.
-        cause: why it was started: "start"; "reencoded", where the first prompt of a conversation holds what its episode
-            sampled, as text; "environment", which changed what was seen; "retry" of the last turn, from
-            the same prompt; or the name of what a template lacks for an exact bridge.
-        unseen: how many of the last messages the model never saw.
-        tools: what could be called, in OpenAI's form, as its prompts were rendered with.
-    """
+    """One contiguous token log, and the messages that are its view."""
 
     log: TokenLog = field(default_factory=TokenLog)
+    """The token ids, with log-probabilities, sources and weight versions."""
     messages: list[Message] = field(default_factory=list)
+    """The messages that the ids stand for, assistant turns included. Messages that were added but never put before the
+    model stand at the end; `unseen` says how many."""
     cause: str = "start"
+    """Why the segment was begun: "start"; "reencoded" where the first prompt of a conversation holds, as text, what its
+    episode sampled; "environment" where that changed what was seen; "retry" where the last turn is played again from
+    the same prompt; else the name of what a template lacks for an exact bridge."""
     unseen: int = 0
+    """How many of the last messages the model never saw."""
     tools: Sequence[Mapping[str, Any]] = ()
+    """The tools that could be called, in OpenAI's form, as the prompts were rendered with them."""
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One generation by the model. Only `reward` is writable by an author: credit for this turn.
-
-    Attributes:
-        agent: who spoke.
-        number: counts the turns of this agent, from 0.
-        text: what was said beside reasoning and tool calls, cut before a stop string.
-        reasoning: what was thought, or "".
-        tool_calls: the calls in order; one that did not parse has `error` set.
-        finish: why it ended.
-        stop: the stop id, string or cause behind `finish`.
-        start: the first sampled id, as an index into `log`; `log.ids[:start]` is exactly the prompt.
-        end: one past the last sampled id.
-        log: the segment's token log.
-        segment: the segment's index in its trajectory.
-        seed: of its random numbers; None where it was not seeded.
-        sampling: how, every field set but its constraint, which is in `constraint`; None in what older files kept.
-        constraint: what could be sampled; who trains on the turn must apply the same token mask.
-        tool_choice: whether it might, must or must not call a tool, or the name of the one it must call.
-        cached_tokens: ids of the prompt that the engine's prefix cache held, or None.
-        junction: how its prompt was made from the turn before; None for the first, whose prompt
-            was made from nothing, also where the prompt was replaced before it.
-        timings: where its time went.
-        dropped: ids that were sampled past a stop string and are not in the log.
-        resampled: ids that were sampled before the engine cut the turn for its trainer; the turn is the next try.
-        thinking: it was cut inside its reasoning.
-    """
+    """One generation by the model. Only `reward` is writable by an author: credit for this turn."""
 
     agent: str
+    """The agent that spoke."""
     number: int
+    """The number of the turn among those of its agent, from 0."""
     log: TokenLog
+    """The token log of the turn's segment."""
     start: int
+    """The index of the first sampled id in `log`; `log.ids[:start]` is exactly the prompt."""
     end: int
+    """One past the index of the last sampled id."""
     text: str = ""
+    """What was said beside reasoning and tool calls, cut before a stop string."""
     reasoning: str = ""
+    """What was thought, or ""."""
     tool_calls: list[ToolCall] = field(default_factory=list)
+    """The calls in order; one that did not parse has `error` set."""
     finish: FinishReason = FinishReason.ABORT
+    """Why the turn ended."""
     stop: int | str | None = None
+    """The stop id, the stop string or the limit behind `finish`."""
     segment: int = 0
+    """The index of the turn's segment in its trajectory."""
     seed: int | None = None
+    """The seed of the turn's random numbers; None where it was not seeded."""
     sampling: Sampling | None = None
+    """How the turn was sampled, every field set but its constraint, which is in `constraint`; None in what older files
+    kept."""
     constraint: Constraint | None = None
+    """What could be sampled at all. Who trains on the turn must apply the same token mask."""
     tool_choice: ToolChoice = "auto"
+    """Whether the turn might, must or must not call a tool, or the name of the tool that it must call."""
     cached_tokens: int | None = None
+    """How many ids of the prompt the engine's prefix cache held; None where the engine does not say."""
     junction: Junction | None = None
+    """How the prompt was made from the turn before; None for the first turn, whose prompt was made from nothing, also
+    where it was replaced before."""
     timings: Timings = field(default_factory=Timings)
+    """Where the time of the turn went."""
     dropped: int = 0
+    """How many ids were sampled past a stop string; they are not in the log."""
     resampled: int = 0
+    """How many ids were sampled before the engine cut the turn for its trainer; the turn is the next try."""
     thinking: bool = False
+    """The turn was cut inside its reasoning."""
     reward: float = 0.0
+    """Credit for this turn alone, for the environment's author to assign."""
 
     @property
     def retried(self) -> bool:
-        """It was taken back and played again in a later segment, so it is not trained on."""
+        """Whether it was taken back and played again in a later segment; then it is not trained on."""
         return self.end > self.start and self.log.sources[self.start] == Source.RETRIED
 
     @property
@@ -171,53 +179,52 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """What one agent saw and did in one episode.
-
-    Attributes:
-        id: the episode's id, shared by its agents.
-        task: the task that was played.
-        index: which of the task's group.
-        visit: which visit of the task, where a source repeats tasks.
-        attempt: counts from 0; earlier attempts failed for the engine's sake.
-        agent: who.
-        trained: whether its sampled ids are meant to be trained on.
-        segments: token logs; one, unless the history was rewritten.
-        turns: in order.
-        outcome: how the episode ended; the same for all its agents.
-        limit: the field of `Limits` that fired, or "max_tokens", or "".
-        reason: what `Episode.end(reason)` was given.
-        error: what went wrong, for people; "" if nothing.
-        reward: the weighted sum of `rewards`; None if it was not scored or one of them is None.
-        rewards: each reward of this agent by name, before weighting.
-        metrics: by name; one that raised is absent.
-        seed: of the episode's sampling.
-        seconds: how long it was alive, and of that how long it waited for a place.
-    """
+    """What one agent saw and did in one episode."""
 
     id: str
+    """The episode's id, shared by its agents."""
     task: Task
+    """The task that was played."""
     index: int
+    """The number of the episode within the task's group."""
     agent: str
+    """The agent."""
     seed: int
+    """The seed of the episode's sampling."""
     visit: int = 0
+    """How often a source that repeats its tasks gave this one before."""
     attempt: int = 0
+    """How often the episode was played before: the engine had failed, or its weights were too old in the end."""
     trained: bool = True
+    """Whether what the agent sampled is meant to be trained on."""
     segments: list[Segment] = field(default_factory=list)
+    """The token logs: one, unless the history was rewritten."""
     turns: list[Turn] = field(default_factory=list)
+    """The agent's turns, in order."""
     outcome: Outcome = Outcome.CANCELLED
+    """How the episode ended; the same for all its agents."""
     limit: str = ""
+    """The field of `Limits` that fired, or "max_tokens", or ""."""
     limit_agent: str = ""
+    """The agent whose limit it was, or ""."""
     reason: str = ""
+    """What `Episode.end(reason)` was given."""
     error: str = ""
+    """What went wrong, for people; "" if nothing."""
     reward: float | None = None
+    """The weighted sum of `rewards`; None if the episode was not scored, or one of them is None."""
     rewards: dict[str, float | None] = field(default_factory=dict)
+    """The rewards of this agent by name, before weighting."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """The metrics by name; one that raised is absent."""
     seconds: float = 0.0
+    """How long the episode was alive."""
     waited: float = 0.0
+    """How much of that its turns waited for a place in the engine."""
 
     @property
     def messages(self) -> list[Message]:
-        """The view of the last segment."""
+        """The messages of the last segment."""
         return self.segments[-1].messages if self.segments else []
 
     @property
@@ -233,18 +240,15 @@ class Trajectory:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The trajectories of one agent over the n episodes of one task.
-
-    Attributes:
-        task: the task.
-        agent: whose trajectories these are.
-        trajectories: by index; failed ones are among them, with reward None.
-        rng: the task's random numbers, for the group's own use.
-        complete: every episode of the group has been played.
-    """
+    """The trajectories of one agent over the episodes of one task."""
 
     task: Task
+    """The task."""
     agent: str
+    """The agent whose trajectories these are."""
     trajectories: Sequence[Trajectory]
+    """The trajectories by index; failed ones are among them, with reward None."""
     rng: random.Random
+    """The task's random numbers, for the group's own use."""
     complete: bool = True
+    """Every episode of the group has been played."""

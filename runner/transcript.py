@@ -36,32 +36,26 @@ GUTTER = 11
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Text of one kind.
-
-    Attributes:
-        kind: "sampled", "template", or the role of the message whose content it is.
-        text: as it stands.
-    """
+    """Text of one kind."""
 
     kind: str
+    """The kind: "sampled", "template", or the role of the message whose content it is."""
     text: str
+    """The text as it stands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Ids that came in one go: a prompt, a bridge, or what was sampled in a turn.
-
-    Attributes:
-        start: the first id, as an index into the segment's log.
-        end: one past the last.
-        spans: their text, in order.
-        turn: the turn, where they were sampled.
-    """
+    """Ids that came in one go: a prompt, a bridge, or what was sampled in a turn."""
 
     start: int
+    """The index of the first id in the segment's log."""
     end: int
+    """One past the index of the last id."""
     spans: tuple[Span, ...]
+    """Their text, in order."""
     turn: Turn | None = None
+    """The turn in which they were sampled; None for ids that were given."""
 
 
 def passages(segment: Segment, turns: Sequence[Turn], decode: Decode | None) -> Iterator[Passage]:
@@ -121,7 +115,10 @@ def _located(messages: Sequence[Message], text: str | None) -> Iterator[Span]:
 
 
 def _find(content: str, text: str, start: int) -> tuple[str, int]:
-    """Where a message stands, as itself, as ids can say it, or without the white space around it; else -1."""
+    """A message's content as it was found in `text`, and where; -1 where it was not.
+
+    Ids cannot say half a surrogate pair, and templates strip white space: it is looked for without either too.
+    """
     sayable = without_surrogates(content)
     for written in (sayable, sayable.strip()):
         found = text.find(written, start) if written else -1
@@ -144,7 +141,11 @@ def _calls_text(calls: Sequence[Any]) -> str:
 
 
 def decoder(engine: Mapping[str, Any]) -> Decode | None:
-    """What decodes the ids of a run whose header says this of its engine; None where its vocabulary is not here."""
+    """What decodes the ids of a run; None where the vocabulary of its engine is not on this machine.
+
+    Args:
+        engine: what the run's header says of its engine.
+    """
     if engine.get("kind") == "scripted":
         from runner.tokens.byte_tokenizer import ByteTokenizer
 
@@ -255,7 +256,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same for a place where a line break would break more than the text."""
+    """`text` as `printable` gives it, with its line breaks and tabs written as escapes, for a table or a list."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

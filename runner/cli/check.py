@@ -30,7 +30,8 @@ from runner.cli.slowing import slowed
 from runner.cli.values import pairs
 from runner.engines.scripted.engine import ScriptedEngine
 from runner.engines.scripted.script import ModelCall
-from runner.environment.environment import Environment, check_playable
+from runner.environment.checks import check_playable
+from runner.environment.environment import Environment
 from runner.environment.loading import construct, find_environment
 from runner.environment.task_feed import Tasks
 from runner.environment.task_selection import own_tasks, select

@@ -160,7 +160,7 @@ def _since(play: Play) -> float:
 
 def _stuck(play: Play) -> Stuck:
     waited = anyio.current_time() - play.since
-    return Stuck(_one_line(play.place.id), len(play.episode.turns), _one_line(play.doing), waited)
+    return Stuck(_one_line(play.key.id), len(play.episode.turns), _one_line(play.activity), waited)
 
 
 def _one_line(text: str) -> str:

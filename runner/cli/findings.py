@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from runner.environment.environment import HOOKS, Environment
-from runner.episode.episode import MAIN
+from runner.episode.key import MAIN
 from runner.messages import as_messages
 from runner.scoring import ScorerKind
 from runner.trajectory import Outcome, Trajectory

@@ -23,7 +23,8 @@ from runner.cli.report import lag_lines, make_console, own_command, quoted, summ
 from runner.cli.resuming import check_resumable, is_begun
 from runner.cli.values import limits_of, pairs, plain_value
 from runner.engines.base import Engine
-from runner.environment.environment import Environment, check_playable
+from runner.environment.checks import check_playable
+from runner.environment.environment import Environment
 from runner.environment.loading import construct, find_environment, short_name
 from runner.environment.task_selection import at_once, own_tasks, select
 from runner.errors import BadOption, DeltarunnerError, TooManyFailures

@@ -4,63 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 
 from runner.concurrency.threads import Workers
+from runner.episode.hooks import Hooks
 from runner.episode.model import ChatModel
 from runner.errors import BadOption
 from runner.options import Limits, Sampling
 from runner.scoring import Scorer
-
-if TYPE_CHECKING:
-    from runner.environment.environment import Environment
 
 __all__ = ["RunContext"]
 
 
 @dataclass(slots=True, kw_only=True)
 class RunContext:
-    """Nothing of it is global: two runs on one loop share an engine at most.
+    """What the episodes of one run share. Nothing of it is global: two runs on one loop share an engine at most."""
 
-    Attributes:
-        environment: the object the author constructed.
-        chat: the model that speaks for every agent that is placed nowhere else.
-        elsewhere: the models of agents that are; those agents are not trained.
-        sampling: the run's own, with unset fields.
-        limits: every field set.
-        own_limits: the run's own, with unset fields.
-        scorers: with the run's weights.
-        seed: the run's.
-        workers: its threads.
-        shared: what `lifespan()` yielded.
-    """
-
-    environment: Environment[Any]
+    environment: Hooks
+    """The object that the author constructed; it plays no episode itself."""
     chat: ChatModel
-    elsewhere: Mapping[str, ChatModel] = field(default_factory=dict)
+    """The model that speaks for every agent without one of its own."""
+    other_models: Mapping[str, ChatModel] = field(default_factory=dict)
+    """The models of agents on engines of their own; those agents are not trained."""
     sampling: Sampling
+    """The run's sampling, with unset fields."""
     limits: Limits
-    scorers: tuple[Scorer, ...]
-    seed: int
-    workers: Workers
+    """The run's limits over those of the environment's class, every field set."""
     own_limits: Limits = Limits()
+    """The run's limits, with unset fields."""
+    scorers: tuple[Scorer, ...]
+    """The environment's rewards and metrics, with the run's weights."""
+    seed: int
+    """The run's seed."""
+    workers: Workers
+    """The threads in which the run's synchronous code is called."""
     shared: Any = None
+    """What `lifespan()` yielded."""
     _asked: set[str] = field(default_factory=set)
     _limiters: dict[str, anyio.CapacityLimiter] = field(default_factory=dict)
-    _sampling: dict[bool, Sampling] = field(default_factory=dict)  # without a conversation's own, by `train`
+    # By `train`, for conversations without sampling of their own. Nearly all episodes ask for one of these two, and
+    # merging the layers for each of them costs a good part of a turn.
+    _sampling: dict[bool, Sampling] = field(default_factory=dict)
 
     def chat_of(self, agent: str) -> ChatModel:
+        """The model that speaks for an agent."""
         self._asked.add(agent)
-        return self.elsewhere.get(agent, self.chat)
+        return self.other_models.get(agent, self.chat)
 
     def unused(self) -> list[str]:
-        """Agents that were placed elsewhere and never opened: a misspelt name, mostly."""
-        return sorted(self.elsewhere.keys() - self._asked)
+        """Agents with engines of their own that no episode opened: a misspelt name, mostly."""
+        return sorted(self.other_models.keys() - self._asked)
 
     def sampling_of(self, *, train: bool, conversation: Sampling | None, environment: Sampling) -> Sampling:
-        """Every field set: the conversation's, the run's for trained agents, the environment's, the defaults."""
+        """The sampling of a conversation, every field set.
+
+        A field is the conversation's; else the run's, which is meant for trained agents only; else the environment's;
+        else the default.
+        """
         of_the_class = environment is self.environment.sampling or environment == self.environment.sampling
         base = self._sampling.get(train) if of_the_class else None
         if base is None:
@@ -71,7 +73,7 @@ class RunContext:
         return base if conversation is None else conversation.over(base)
 
     def limits_of(self, environment: Limits) -> Limits:
-        """Every field set, by those that an environment gave itself in `setup()`.
+        """The limits of an episode, every field set, when its environment may have assigned some in `setup()`.
 
         Raises:
             BadOption: they are none, or change what has been used up.

@@ -1,110 +1,56 @@
-"""The episode: what the runner knows of one play, as the environment's author sees it."""
+"""The episode: what the runner knows of one play, as the environment's author sees it in `self.episode`."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from runner.concurrency.clocks import Waiting
-from runner.concurrency.exit_stack import EpisodeExitStack, Leave
-from runner.episode.conversation import Conversation, ConversationSetting
-from runner.episode.tool_calls import answer_calls
-from runner.errors import BadOption
+from runner.episode.conversation import Conversation, open_conversation
+from runner.episode.key import MAIN, task_rng
+from runner.episode.state import EpisodeState
 from runner.messages import Message, Prompt, as_messages
-from runner.options import Limits, Sampling, ToolChoice
-from runner.seeds import derive_seed
+from runner.options import Sampling
+from runner.tools.tool import Tool
 from runner.trajectory import Turn
 
-if TYPE_CHECKING:
-    from runner.concurrency.user_code import AuthorCode
-    from runner.environment.environment import Environment
-    from runner.episode.context import RunContext
-    from runner.episode.limits import Allowance
-    from runner.tasks import Task
-    from runner.tools.tool import Tool
-
-__all__ = ["MAIN", "Episode", "Place"]
-
-MAIN = "main"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Which play of which task this is.
-
-    Attributes:
-        task: what is played.
-        index: which of the task's group.
-        visit: which visit, where a source repeats tasks.
-        attempt: counts from 0.
-    """
-
-    task: Task
-    index: int = 0
-    visit: int = 0
-    attempt: int = 0
-
-    @property
-    def id(self) -> str:
-        visit = f"@{self.visit}" if self.visit else ""
-        return f"{self.task.id}{visit}#{self.index}"
+__all__ = ["Episode"]
 
 
 class Episode:
-    """What the runner knows of this play.
-
-    Attributes:
-        id: the task's id and the index within its group.
-        index: which of the task's group.
-        seed: of its sampling; differs within a group.
-        turn: the turn that is being answered.
-        ended: `end()` was called.
-        reason: what it was given.
-    """
+    """What the runner knows of this play of a task."""
 
     turn: Turn
+    """The turn that is being answered, or that was answered last."""
 
-    def __init__(
-        self,
-        place: Place,
-        context: RunContext,
-        environment: Environment[Any],
-        allowance: Allowance,
-        author: AuthorCode,
-        doing: Callable[[str], None],
-        leave: Leave,
-    ) -> None:
-        self.id = place.id
-        self.index = place.index
-        self.seed = derive_seed(context.seed, place.task.id, place.visit, place.index)
-        self.reason = ""
+    def __init__(self, state: EpisodeState) -> None:
+        self.id: str = state.key.id
+        """The task's id and the number of the episode within its group, as in "task#0"."""
+        self.index: int = state.key.index
+        """The number of the episode within its task's group."""
+        self.seed: int = state.seed
+        """The seed of the episode's sampling; it differs within a group."""
+        self.reason: str = ""
+        """What `end` was given."""
         self.conversations: dict[str, Conversation] = {}
-        self.stack = EpisodeExitStack(leave, f"episode {self.id} of {type(context.environment).__name__}")
-        self.stack_open = False
-        self._heeded: Limits | None = None
+        """The conversations that are open, by agent."""
+        self._state = state
         self._rng: random.Random | None = None
-        self._place = place
-        self._context = context
-        self._environment = environment
-        self._allowance = allowance
-        self._author = author
-        self._doing = doing
 
     @property
     def rng(self) -> random.Random:
         """Random numbers of the task: the same for every episode of its group."""
         if self._rng is None:
-            self._rng = task_rng(self._context.seed, self._place.task.id, self._place.visit)
+            key = self._state.key
+            self._rng = task_rng(self._state.context.seed, key.task.id, key.visit)
         return self._rng
 
     @property
     def turns(self) -> list[Turn]:
-        """The turns of `main`."""
+        """The turns of `main`, in order."""
         main = self.conversations.get(MAIN)
         return main.turns if main else []
 
@@ -115,25 +61,31 @@ class Episode:
 
     @property
     def ended(self) -> bool:
-        return self._allowance.ended_by_author
+        """Whether `end` was called."""
+        return self._state.limits.ended_by_author
 
     @property
     def exit_stack(self) -> AsyncExitStack:
-        """Enter it in `setup()` only; it is unwound after `close()`, also if `setup()` failed.
+        """Holds what `setup()` enters in it; it is unwound after `close()`, also if `setup()` failed.
 
-        What a synchronous `setup()` entered is left in a worker thread, each exit within `Limits.close_seconds`; what
-        an asynchronous one entered is left on the event loop, in the episode's own task.
+        It can be entered in `setup()` only. What a synchronous `setup()` entered is left in a worker thread, each exit
+        within `Limits.close_seconds`; what an asynchronous one entered is left on the event loop, in the episode's own
+        task.
         """
-        if not self.stack_open:
+        if not self._state.exit_stack_open:
             raise RuntimeError(
                 "episode.exit_stack can be entered in setup() only: what is opened later, in a tool for one, belongs "
                 "to another task; open it with `async with` where it is used."
             )
-        return self.stack
+        return self._state.exit_stack
 
     def end(self, reason: str = "") -> None:
-        """No further turn: what is being answered is answered, then the episode is scored."""
-        self._allowance.ended_by_author = True
+        """End the episode: what is being answered is answered, there is no further turn, and it is scored.
+
+        Args:
+            reason: kept as the trajectory's `reason`.
+        """
+        self._state.limits.ended_by_author = True
         self.reason = reason or self.reason
 
     def conversation(
@@ -153,7 +105,7 @@ class Episode:
             system_prompt: its system message.
             prompt: its first messages.
             tools: what it may call.
-            train: its sampled ids become a trajectory of their own.
+            train: what it says becomes a trajectory of its own, to be trained on.
             sampling: goes over the run's and the class's.
 
         Raises:
@@ -164,149 +116,63 @@ class Episode:
             return self.conversations[name]
         if name == MAIN:
             raise RuntimeError("agent 'main' is opened after prompt(), by the runner; name another one before that.")
-        return self.open_conversation(
-            name, system_prompt=system_prompt, prompt=prompt, tools=tools, train=train, sampling=sampling
+        conversation = self.conversations[name] = open_conversation(
+            self._state, name, system_prompt=system_prompt, prompt=prompt, tools=tools, train=train, sampling=sampling
         )
-
-    def open_conversation(
-        self,
-        name: str,
-        *,
-        system_prompt: str | None,
-        prompt: Prompt,
-        tools: Sequence[Tool],
-        train: bool,
-        sampling: Sampling | None = None,
-    ) -> Conversation:
-        """Open the conversation of an agent that has none; see `conversation`."""
-        if train and name in self._context.elsewhere:
-            raise BadOption(
-                f"agent {name!r} plays on an engine of its own (engines={{{name!r}: ...}}): it is not trained."
-            )
-        messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
-        conversation = Conversation(
-            name,
-            self._setting(name, train=train, sampling=sampling),
-            train=train,
-            tools=tools,
-            messages=[*messages, *as_messages(prompt)],
-            late=bool(self.conversations),
-        )
-        self.conversations[name] = conversation
         return conversation
 
     async def answer(self, turn: Turn) -> list[Message] | None:
-        """Run the turn's tools, or `step(turn)`, with their clocks; None ends the episode."""
+        """Answer a turn: run its calls, or ask `step(turn)` where it makes none.
+
+        Args:
+            turn: of any agent of the episode.
+
+        Returns:
+            The messages to be added to its conversation; None where `step` ends the episode.
+        """
         self.turn = turn
         began = anyio.current_time()
         try:
             if turn.tool_calls:
                 return await self.conversations[turn.agent].call_tools(turn)
-            if not self._environment.overrides("step"):
-                return None
-            self._doing("step")
-            limit = self._allowance.limits.step_seconds
-            reply = await self._author.call(self._environment.step, turn, name="step()", seconds=limit)
-            return None if reply is None else _nonempty(as_messages(reply))
+            return await self._step(turn)
         finally:
             turn.timings.environment += anyio.current_time() - began
 
+    async def _step(self, turn: Turn) -> list[Message] | None:
+        state = self._state
+        if not state.environment.overrides("step"):
+            return None
+        state.report_activity("step")
+        seconds = state.limits.configured.step_seconds
+        reply = await state.author_code.call(state.environment.step, turn, name="step()", seconds=seconds)
+        if reply is None:
+            return None
+        messages = as_messages(reply)
+        if not messages:
+            raise ValueError(
+                "step() returned an empty list: there is nothing to answer; return None to end the episode"
+            )
+        return messages
+
     @asynccontextmanager
     async def limiter(self, name: str, limit: int) -> AsyncIterator[None]:
-        """At most `limit` at once in the whole run; waiting stops the clocks."""
-        limiter = self._context.limiter(name, limit)
+        """Let at most `limit` of the run's episodes into this block at once; waiting stops their clocks.
+
+        Args:
+            name: blocks of the same name count together.
+            limit: how many may be inside, the same wherever the name is used.
+
+        Raises:
+            BadOption: the limit is below 1, or another one than before.
+        """
+        limiter = self._state.context.limiter(name, limit)
+        # On behalf of this block, not of the task: the limiter refuses a task that enters a second one.
         owner = object()
         with Waiting():
-            self._doing(f"limiter {name!r}")
+            self._state.report_activity(f"limiter {name!r}")
             await limiter.acquire_on_behalf_of(owner)
         try:
             yield
         finally:
             limiter.release_on_behalf_of(owner)
-
-    def _setting(self, name: str, *, train: bool, sampling: Sampling | None) -> ConversationSetting:
-        return ConversationSetting(
-            chat=self._context.chat_of(name),
-            allowance=self._allowance,
-            episode=self.id,
-            sampling=self._sampling_now(train=train, conversation=sampling),
-            tool_choice=self._tool_choice,
-            seed=lambda turn: derive_seed(self.seed, name, turn),
-            call_tools=self._call_tools,
-            was_said=self._was_said,
-            doing=self._doing,
-            workers=self._context.workers,
-        )
-
-    def _was_said(self, message: Message) -> bool:
-        spoken = message["role"] == "assistant" and bool(message["content"] or message.get("tool_calls"))
-        return spoken and any(conversation.has_said(message) for conversation in self.conversations.values())
-
-    def _sampling_now(self, *, train: bool, conversation: Sampling | None) -> Callable[[], Sampling]:
-        """What gives the sampling of the next turn: the environment's may be assigned."""
-        seen: list[Sampling] = []  # the environment's, and what came of it
-
-        def now() -> Sampling:
-            own = self._environment.sampling
-            if not seen or own is not seen[0]:
-                if not isinstance(own, Sampling):
-                    raise BadOption(f"self.sampling = {own!r:.60}: give Sampling(...).")
-                made = self._context.sampling_of(train=train, conversation=conversation, environment=own)
-                seen[:] = own, made
-            self.check_limits()
-            return seen[1]
-
-        return now
-
-    def heed_limits(self) -> None:
-        """Take over the limits that `setup()` gave its episode.
-
-        Raises:
-            BadOption: they cannot be.
-        """
-        self._heeded = self._environment.limits
-        self._allowance.limits = self._context.limits_of(self._heeded)
-
-    def check_limits(self) -> None:
-        """Refuse limits that were assigned when they had been read.
-
-        Raises:
-            BadOption: there are others than after `setup()`.
-        """
-        limits = self._environment.limits
-        if self._heeded is not None and limits is not self._heeded and limits != self._heeded:
-            raise BadOption(
-                "self.limits was assigned after setup(), where nothing reads it: assign it in setup(), or give limits "
-                "to the class or the run."
-            )
-
-    def _tool_choice(self, conversation: Conversation) -> ToolChoice:
-        """The environment's, which is meant for `main`: another agent may not have the tool that it names."""
-        choice = self._environment.tool_choice
-        known = ("auto", "none", *(tool.name for tool in conversation.tools))
-        return choice if conversation.name == MAIN or choice in known else "auto"
-
-    async def _call_tools(self, conversation: Conversation, turn: Turn) -> list[Message]:
-        try:
-            return await answer_calls(
-                turn,
-                conversation.tools,
-                author=self._author,
-                seconds=self._allowance.limits.tool_seconds,
-                doing=self._doing,
-            )
-        except Exception as error:
-            if not conversation.train:
-                error.add_note(f"in a tool of agent {conversation.name!r}")
-            raise
-
-
-def task_rng(seed: int, task_id: str, visit: int) -> random.Random:
-    """The random numbers of a task, shared by its group."""
-    return random.Random(derive_seed(seed, "task", task_id, visit))
-
-
-def _nonempty(messages: list[Message]) -> list[Message]:
-    if not messages:
-        raise ValueError("step() returned an empty list: there is nothing to answer; return None to end the episode")
-    return messages

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
 
 from runner.concurrency.cancellation import cancellation_is_asked_for, forget_native_cancellation
 from runner.concurrency.clocks import Clock, Waiting
-from runner.concurrency.user_code import AuthorCode, TooSlow, describe_error
-from runner.engines.base import FinishReason
-from runner.environment.environment import Environment
+from runner.concurrency.user_code import TooSlow, describe_error
 from runner.episode.context import RunContext
-from runner.episode.episode import MAIN, Episode, Place
-from runner.episode.limits import Allowance, Ending
-from runner.errors import BadTask, EpisodeOver
-from runner.messages import Message, as_messages
+from runner.episode.conversation import open_conversation
+from runner.episode.episode import Episode
+from runner.episode.hooks import Hooks, check_system_prompts
+from runner.episode.key import MAIN, EpisodeKey
+from runner.episode.limits import Ending
+from runner.episode.outcome import failure, judge
+from runner.episode.state import EpisodeState
+from runner.messages import as_messages
 from runner.scoring import Score, ScorerKind, as_metrics, scores_by_agent, weighted_sum
 from runner.tasks import own_copy
+from runner.tokens.log import TokenLog
 from runner.trajectory import Outcome, Trajectory
 
 __all__ = ["Phase", "Play"]
@@ -36,58 +39,80 @@ class Phase(enum.StrEnum):
 
 
 class Play:
-    """One episode being played. What goes wrong in it stays in it.
+    """One attempt at an episode, from a fresh environment to its trajectories. What goes wrong in it stays in it.
 
-    Attributes:
-        place: which play of which task.
-        phase: where it stands.
-        doing: what it waits for, for people.
-        since: when it began to, in the event loop's time.
-        began: when it was started.
-        faults: what went wrong without changing the outcome: `close()` or a metric that raised.
+    Args:
+        context: what the episodes of the run share.
+        key: which play of which task it is.
     """
 
-    def __init__(self, context: RunContext, place: Place) -> None:
-        self.place = place
+    def __init__(self, context: RunContext, key: EpisodeKey) -> None:
+        self.key = key
+        """Which play of which task it is."""
         self.phase = Phase.SETUP
-        self.doing = "setup"
-        self.began = self.since = anyio.current_time()
+        """Where it stands."""
+        self.began = anyio.current_time()
+        """When it was made, in the event loop's time."""
         self.faults: list[str] = []
+        """What went wrong without changing the outcome, such as a `close()` or a metric that raised."""
         self._context = context
-        self._author = AuthorCode(context.workers)
-        self._allowance = Allowance(context.limits)
         self._outer = Clock()
         self._scoring = Clock()
         self._cut: Ending | None = None
         self._ending: Ending | None = None
         self._rewards: dict[str, dict[str, Score]] = {}
         self._metrics: dict[str, float] = {}
-        self._environment = self._made()
-        self.episode = self._environment.episode = Episode(
-            place, context, self._environment, self._allowance, self._author, self._waits_for, self._leave
-        )
+        environment = self._fresh_environment()
+        # Where none could be made, nothing is played and no hook is called, so the shared one may stand in for it.
+        stand_in = context.environment if environment is None else environment
+        self._state = EpisodeState(key, context, stand_in, self._leave)
+        self.episode = Episode(self._state)
+        """The same as the author sees it."""
+        if environment is not None:
+            environment.episode = self.episode
 
-    def _made(self) -> Environment[Any]:
-        task = self.place.task
+    def _fresh_environment(self) -> Hooks | None:
         try:
             environment = self._context.environment.fresh()
-            task = own_copy(task)
+            task = own_copy(self.key.task)
         except (Exception, SystemExit) as error:
-            self._fail(error)
-            environment = Environment()
+            self._ending = failure(error)
+            return None
         environment.task = task
         environment.shared = self._context.shared
         environment.tools = environment.bound_tools()
         return environment
 
     @property
-    def lasting(self) -> bool:
-        """Played again, it would end the same."""
-        return self._ending is not None and self._ending.lasting
+    def environment(self) -> Hooks:
+        """The environment that plays."""
+        return self._state.environment
+
+    @property
+    def activity(self) -> str:
+        """What it waits for, for people."""
+        return self._state.activity
+
+    @property
+    def since(self) -> float:
+        """When it began to wait for that, in the event loop's time."""
+        return self._state.since
+
+    @property
+    def permanent(self) -> bool:
+        """Whether it would end the same if it were played again."""
+        return self._ending is not None and self._ending.permanent
+
+    def trained_logs(self) -> Iterator[TokenLog]:
+        """The token logs so far of the agents that are trained."""
+        for conversation in self._state.conversations.values():
+            if conversation.train:
+                yield from (segment.log for segment in conversation.segments)
 
     def cancel(self, ending: Ending | None = None) -> None:
         """Cut the play where it stands; it is closed and kept, as partial unless another ending is given."""
-        scopes = {Phase.SETUP: self._outer, Phase.PLAYING: self._allowance.play, Phase.SCORING: self._scoring}
+        # What closes is not cut: it has a limit of its own, and must not leave open what the author opened.
+        scopes = {Phase.SETUP: self._outer, Phase.PLAYING: self._state.limits.clock, Phase.SCORING: self._scoring}
         if self.phase in scopes and self._cut is None:
             self._cut = ending or Ending(Outcome.CANCELLED)
             scopes[self.phase].scope.cancel()
@@ -103,10 +128,12 @@ class Play:
         except anyio.get_cancelled_exc_class():
             if cancellation_is_asked_for():
                 raise
+            # The author's code cancelled its own task by hand; that is no reason for the run to end.
             forget_native_cancellation()
             self._ending = Ending(Outcome.ENV_ERROR, error="the environment cancelled the task of its episode")
         finally:
             self.phase = Phase.OVER
+            # A task that the author started may still be sampling.
             for conversation in self.episode.conversations.values():
                 await conversation.close()
         return self.trajectories()
@@ -117,11 +144,13 @@ class Play:
             try:
                 await self._live()
             except BaseException as error:
+                # Also a cancellation: what `setup()` entered is left with what passes through it.
                 passing = error
             self._enter(Phase.CLOSING)
+            # From here on only `close_seconds` ends it, so the same clock goes on with another limit, under a shield.
             cut_before = outer.fired
             outer.scope.shield = True
-            outer.start(self._allowance.limits.close_seconds)
+            outer.start(self._state.limits.configured.close_seconds)
             await self._unwind(passing)
         if outer.fired and not cut_before:
             self.faults.append(f"exit_stack: unwinding took longer than {outer.seconds:g} s")
@@ -131,66 +160,64 @@ class Play:
             return
         try:
             ending = await self._play()
-            if ending.outcome.scored and any(agent.turns for agent in self.episode.conversations.values()):
+            if ending.outcome.scored and any(agent.turns for agent in self._state.conversations.values()):
                 await self._score(ending)
         finally:
             self._enter(Phase.CLOSING)
-            if self._environment.overrides("close"):
+            if self.environment.overrides("close"):
                 await self._close()
 
+    # --- before the first turn
+
     async def _set_up(self) -> bool:
-        self._outer.start(self._allowance.limits.setup_seconds)
-        environment = self._environment
+        state = self._state
+        self._outer.start(state.limits.configured.setup_seconds)
         try:
-            self.episode.stack_open = True
-            if environment.overrides("setup"):
-                await self._author.call(environment.setup, name="setup()")
-            self.episode.heed_limits()
-            self.episode.stack_open = False
+            state.exit_stack_open = True
+            if self.environment.overrides("setup"):
+                await state.author_code.call(self.environment.setup, name="setup()")
+            state.take_limits()
         except anyio.get_cancelled_exc_class():
             self._blame_setup()
             raise
         except Exception as error:
-            self._fail(error)
+            self._ending = failure(error)
             return False
         finally:
-            self.episode.stack_open = False
+            state.exit_stack_open = False
         return True
 
     def _blame_setup(self) -> None:
         if self._outer.fired and self._cut is None:
-            seconds = self._allowance.limits.setup_seconds
+            seconds = self._state.limits.configured.setup_seconds
             self._ending = Ending(Outcome.ENV_ERROR, "setup_seconds", error=f"setup took longer than {seconds:g} s")
 
     async def _open_main(self) -> None:
-        environment = self._environment
-        self._waits_for("prompt")
-        prompt = environment.task.prompt
+        environment, task = self.environment, self.environment.task
+        self._state.report_activity("prompt")
+        prompt = task.prompt
         if environment.overrides("prompt"):
-            prompt = await self._author.call(environment.prompt, name="prompt()")
+            prompt = await self._state.author_code.call(environment.prompt, name="prompt()")
         messages = as_messages(prompt)
-        self._check_prompt(messages)
-        self.episode.open_conversation(
+        check_system_prompts(environment, environment.system_prompt, self.key.task, messages)
+        self.episode.conversations[MAIN] = open_conversation(
+            self._state,
             MAIN,
             system_prompt=environment.system_prompt,
             prompt=messages,
             tools=environment.tools,
-            train=MAIN not in self._context.elsewhere,
+            train=MAIN not in self._context.other_models,
         )
 
-    def _check_prompt(self, messages: Sequence[Message]) -> None:
-        if self._environment.system_prompt is not None and messages and messages[0]["role"] == "system":
-            raise BadTask(
-                f"the prompt of task {self.place.task.id!r} begins with a system message, and the environment has a "
-                f"system_prompt: set system_prompt = None, or leave the message out."
-            )
+    # --- the play
 
     async def _play(self) -> Ending:
-        error: BaseException | None = None
+        state, error = self._state, None
         try:
             await self._open_main()
         except Exception as raised:
-            return self._fail(raised)
+            self._ending = failure(raised)
+            return self._ending
         except anyio.get_cancelled_exc_class():
             self._blame_setup()
             raise
@@ -199,49 +226,22 @@ class Play:
             return self._ending or self._cut or Ending(Outcome.CANCELLED)
         self._outer.lift()
         self._enter(Phase.PLAYING)
-        play = self._allowance.play
-        with play:
-            play.start(self._allowance.limits.seconds)
+        with state.limits.clock as clock:
+            clock.start(state.limits.configured.seconds)
             try:
-                rollout = self._environment.rollout
-                await self._author.call(rollout, self.episode.conversations[MAIN], name="rollout()")
-                self.episode.check_limits()
+                main = self.episode.conversations[MAIN]
+                await state.author_code.call(self.environment.rollout, main, name="rollout()")
+                state.check_limits()
             except (Exception, BaseExceptionGroup) as raised:
                 error = raised
-        self._ending = self._judge(error)
+        self._ending = self._cut or judge(state, error)
         return self._ending
 
-    def _judge(self, error: BaseException | None) -> Ending:
-        """How the play ended. A limit that fired comes before what the author raised after it."""
-        if self._cut is not None:
-            return self._cut
-        if self._author.abandoned:
-            text = f"{self._author.abandoned} did not come back in time; its thread was left behind and may still write"
-            return Ending(Outcome.ENV_ERROR, _limit_of(error) or "seconds", error=text)
-        allowance = self._allowance
-        if allowance.ending is not None and allowance.ending.outcome is not Outcome.COMPLETED:
-            return allowance.ending
-        if allowance.play.fired and allowance.ending is None:
-            return Ending(Outcome.TIME_LIMIT, "seconds")
-        if allowance.no_room is not None:
-            return allowance.no_room
-        if error is not None and not _only(error, EpisodeOver):
-            return Ending(Outcome.ENV_ERROR, _limit_of(error), error=describe_error(error))
-        return self._by_last_turn()
-
-    def _by_last_turn(self) -> Ending:
-        last = self._allowance.last_turn
-        if last is None or last.finish not in _CUT or self.episode.ended:
-            return Ending(Outcome.COMPLETED)
-        return Ending(_CUT[last.finish], str(last.stop), last.agent)
-
-    def _fail(self, error: BaseException) -> Ending:
-        self._ending = Ending(Outcome.ENV_ERROR, _limit_of(error), error=describe_error(error))
-        return self._ending
+    # --- after the last turn
 
     async def _score(self, ending: Ending) -> None:
         self._enter(Phase.SCORING)
-        seconds = self._allowance.limits.reward_seconds
+        seconds = self._state.limits.configured.reward_seconds
         with self._scoring as clock:
             clock.start(seconds)
             for scorer in self._context.scorers:
@@ -249,15 +249,16 @@ class Play:
                     await self._score_one(scorer.name, scorer.kind, ending)
         if self._cut is not None:
             self._ending = self._cut
-        elif clock.fired or self._author.abandoned:
-            text = f"rewards took longer than {seconds:g} s (in {self.doing})"
+        elif clock.fired or self._state.author_code.abandoned:
+            text = f"rewards took longer than {seconds:g} s (in {self.activity})"
             self._ending = Ending(Outcome.ENV_ERROR, "reward_seconds", error=text)
 
     async def _score_one(self, name: str, kind: str, ending: Ending) -> None:
-        self._waits_for(f"{kind} {name}()")
-        self._allowance.begin_scoring()
+        self._state.report_activity(f"{kind} {name}()")
+        # Before each of them: a judge that ran into a limit in one reward may speak again in the next.
+        self._state.limits.begin_scoring()
         try:
-            value = await self._author.call(getattr(self._environment, name), name=f"{kind} {name}()")
+            value = await self._state.author_code.call(getattr(self.environment, name), name=f"{kind} {name}()")
             self._keep_score(name, kind, value)
         except Exception as error:
             if kind == ScorerKind.METRIC:
@@ -267,9 +268,9 @@ class Play:
             self._blame_reward(f"reward {name}(): {describe_error(error)}", ending)
 
     def _blame_reward(self, error: str, ending: Ending) -> None:
-        failure = self._allowance.ending
-        if failure is not None and failure.outcome is Outcome.ENGINE_ERROR:
-            self._ending = failure
+        failed = self._state.limits.ending
+        if failed is not None and failed.outcome is Outcome.ENGINE_ERROR:
+            self._ending = failed
         elif ending.outcome is Outcome.COMPLETED:
             self._ending = Ending(Outcome.ENV_ERROR, error=error)
         else:
@@ -279,15 +280,15 @@ class Play:
         if kind == ScorerKind.METRIC:
             self._metrics.update(as_metrics(value, name))
             return
-        trained = [c.name for c in self.episode.conversations.values() if c.train] or [MAIN]
+        trained = [agent.name for agent in self._state.conversations.values() if agent.train] or [MAIN]
         for agent, score in scores_by_agent(value, name, trained).items():
             self._rewards.setdefault(agent, {})[name] = score
 
     async def _close(self) -> None:
-        seconds = self._allowance.limits.close_seconds
+        seconds = self._state.limits.configured.close_seconds
         try:
             with anyio.CancelScope(shield=True):
-                await self._author.call(self._environment.close, name="close()", seconds=seconds)
+                await self._state.author_code.call(self.environment.close, name="close()", seconds=seconds)
         except (Exception, BaseExceptionGroup) as error:
             self.faults.append(f"close(): {describe_error(error)}")
 
@@ -296,10 +297,10 @@ class Play:
 
         The clock over the whole unwinding stands still, and a cancellation waits: each exit has its own limit.
         """
-        seconds = self._allowance.limits.close_seconds
+        seconds = self._state.limits.configured.close_seconds
         with Waiting(), anyio.CancelScope(shield=True):
             try:
-                swallowed: bool | None = await self._author.call(leaving, name=name, seconds=seconds)
+                swallowed: bool | None = await self._state.author_code.call(leaving, name=name, seconds=seconds)
             except TooSlow as error:
                 self.faults.append(f"exit_stack: {error}; its thread was left behind")
                 return None
@@ -307,9 +308,8 @@ class Play:
 
     async def _unwind(self, passing: BaseException | None) -> None:
         """Leave what `setup()` entered. What is passing goes through it: a task group that died cancelled its host."""
-        stack = self.episode.stack
         try:
-            swallowed = await stack.unwind(passing)
+            swallowed = await self._state.exit_stack.unwind(passing)
             if passing is not None and not swallowed:
                 raise passing
             if passing is not None:
@@ -318,13 +318,15 @@ class Play:
             if passing is None:
                 self.faults.append(f"exit_stack: {describe_error(error)}")
             else:
-                self._fail(error)
+                self._ending = failure(error)
+
+    # --- what is left of it
 
     def trajectories(self) -> list[Trajectory]:
         """What each agent that spoke saw and did; `main` first, also silent where no trained one spoke."""
         ending = self._ending or self._cut or Ending(Outcome.CANCELLED)
         seconds = anyio.current_time() - self.began
-        conversations = self.episode.conversations
+        conversations = self._state.conversations
         spoke = {name: agent for name, agent in conversations.items() if agent.turns}
         others = [self._trajectory(name, ending, seconds) for name in spoke if name != MAIN]
         # Where nobody is there to be trained on, something must still say how the episode ended.
@@ -335,16 +337,16 @@ class Play:
         return [main, *others]
 
     def _empty(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
-        place = self.place
+        key = self.key
         return Trajectory(
-            id=self.episode.id,
-            task=place.task,
-            index=place.index,
+            id=key.id,
+            task=key.task,
+            index=key.index,
             agent=agent,
-            seed=self.episode.seed,
-            visit=place.visit,
-            attempt=place.attempt,
-            trained=agent == MAIN and MAIN not in self._context.elsewhere,
+            seed=self._state.seed,
+            visit=key.visit,
+            attempt=key.attempt,
+            trained=agent == MAIN and MAIN not in self._context.other_models,
             outcome=ending.outcome,
             limit=ending.limit,
             limit_agent=ending.agent,
@@ -354,7 +356,7 @@ class Play:
         )
 
     def _trajectory(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
-        conversation = self.episode.conversations[agent]
+        conversation = self._state.conversations[agent]
         trajectory = self._empty(agent, ending, seconds)
         trajectory.trained = conversation.train
         conversation.into_trajectory(trajectory)
@@ -371,24 +373,4 @@ class Play:
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
-        self._waits_for(phase.value)
-
-    def _waits_for(self, what: str) -> None:
-        self.doing = what
-        self.since = anyio.current_time()
-
-
-_CUT = {FinishReason.LENGTH: Outcome.TOKEN_LIMIT, FinishReason.CONTEXT: Outcome.CONTEXT_LIMIT}
-
-
-def _only(error: BaseException, kind: type[BaseException]) -> bool:
-    """It is of this kind, or a group of nothing else."""
-    if isinstance(error, BaseExceptionGroup):
-        return error.split(kind)[1] is None
-    return isinstance(error, kind)
-
-
-def _limit_of(error: BaseException | None) -> str:
-    if not isinstance(error, TooSlow):
-        return ""
-    return "step_seconds" if error.name == "step()" else "tool_seconds"
+        self._state.report_activity(phase.value)

@@ -1,4 +1,4 @@
-"""The allowance: what an episode may still use, and how it ended once it may use no more."""
+"""The limits of one episode: what its agents may still use, and how it ended once they may use no more."""
 
 from __future__ import annotations
 
@@ -9,131 +9,137 @@ import anyio
 import anyio.lowlevel
 
 from runner.concurrency.clocks import Clock
+from runner.engines.base import FinishReason
 from runner.errors import EpisodeOver
 from runner.options import Limits
 from runner.trajectory import Outcome, Turn
 
-__all__ = ["Allowance", "Ending"]
+__all__ = ["Ending", "EpisodeLimits"]
+
+_OUTCOME_OF_CUT = {FinishReason.LENGTH: Outcome.TOKEN_LIMIT, FinishReason.CONTEXT: Outcome.CONTEXT_LIMIT}
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an episode ended.
-
-    Attributes:
-        outcome: which way.
-        limit: the field of `Limits` that fired.
-        agent: whose limit it was.
-        error: what went wrong.
-        lasting: played again it would end the same, though the engine failed.
-    """
+    """How an episode ended."""
 
     outcome: Outcome
+    """The outcome of all its trajectories."""
     limit: str = ""
+    """The field of `Limits` that fired, or "max_tokens"."""
     agent: str = ""
+    """The agent whose limit it was."""
     error: str = ""
-    lasting: bool = False
+    """What went wrong, for people."""
+    permanent: bool = False
+    """The engine failed and would fail again: playing the episode once more is in vain."""
+
+    @classmethod
+    def of_cut_turn(cls, turn: Turn, error: str = "") -> Ending | None:
+        """The ending of an episode whose last turn was cut for its length; None where it was not."""
+        outcome = _OUTCOME_OF_CUT.get(turn.finish)
+        return None if outcome is None else cls(outcome, str(turn.stop), turn.agent, error)
+
+    def __str__(self) -> str:
+        whose = f" (agent {self.agent!r})" if self.agent else ""
+        return self.error or f"{self.outcome.value}: {self.limit}{whose}"
 
 
-class Allowance:
-    """What the conversations of one episode share: turns, sampled ids, and the one ending.
+class EpisodeLimits:
+    """What the conversations of one episode share: turns, sampled tokens and one ending.
 
-    The first ending that is latched stays. `generate` after it cancels the play, so that nobody can swallow it by
+    The first ending stays. Who asks for a turn after it has the whole play cancelled, so that nobody can swallow it by
     accident.
-
-    Attributes:
-        limits: every field set.
-        turns: of the trained conversations.
-        tokens: that those sampled.
-        ending: how the episode ended, once it did.
-        no_room: a context limit that was raised and not latched, and nobody spoke since.
-        play: the clock over the play.
-        ended_by_author: `Episode.end()` was called.
-        last_turn: of the trained conversations.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, configured: Limits) -> None:
+        self.configured = configured
+        """The limits that were given, every field set."""
         self.turns = 0
+        """Turns of trained conversations so far."""
         self.tokens = 0
-        self.ending: Ending | None = None
-        self.play = Clock(counts_sampling=True)
-        self.ended_by_author = False
+        """Tokens sampled so far in trained conversations."""
+        self.clock = Clock(counts_sampling=True)
+        """The clock over the play; leaving the play is cancelling its scope."""
         self.last_turn: Turn | None = None
-        self.no_room: Ending | None = None
-        self._refused: set[str] = set()  # agents whose context was full, and is as it was
+        """The last turn of a trained conversation."""
+        self.ending: Ending | None = None
+        """How the episode ended, once it did."""
+        self.ended_by_author = False
+        """`Episode.end()` was called."""
+        self.context_full: Ending | None = None
+        """How the episode ends if nobody speaks any more: a prompt did not fit, and the author may still shorten it."""
+        self._agents_without_room: set[str] = set()
         self._scoring = False
 
     def tokens_left(self) -> int | None:
-        """Ids that the trained conversations may still sample, or None for no limit."""
-        return None if self.limits.tokens is None else self.limits.tokens - self.tokens
+        """Tokens that the trained conversations may still sample, or None for no limit."""
+        return None if self.configured.tokens is None else self.configured.tokens - self.tokens
 
-    async def before_turn(self, agent: str, *, trained: bool) -> None:
-        """Raise EpisodeOver if this agent may not speak now."""
+    async def admit(self, agent: str, *, trained: bool) -> None:
+        """Let an agent take a turn, or raise.
+
+        Raises:
+            EpisodeOver: the episode has ended, or the agent's turn would go over a limit.
+            RuntimeError: a trained agent spoke in a reward.
+        """
         if self._scoring:
-            self._refuse_trained(agent, trained=trained)
+            if trained:
+                raise RuntimeError(
+                    f"agent {agent!r} is trained, and the play is over: what it says now would be no part of it. "
+                    f"Ask another agent: self.episode.conversation('judge')."
+                )
             return
         if self.ending is not None:
-            self.play.scope.cancel()
+            self.clock.scope.cancel()
             await anyio.lowlevel.checkpoint()
-            raise EpisodeOver(self._text(self.ending))
+            # Outside of the play, as in `close()`, there was nothing left to cancel.
+            raise EpisodeOver(str(self.ending))
         if self.ended_by_author:
-            self.over(Ending(Outcome.COMPLETED, error="the environment ended the episode"))
+            self.end_episode(Ending(Outcome.COMPLETED, error="the environment ended the episode"))
         if not trained:
             return
-        if self.limits.turns is not None and self.turns >= self.limits.turns:
-            self.over(Ending(Outcome.TURN_LIMIT, "turns", agent))
+        if self.configured.turns is not None and self.turns >= self.configured.turns:
+            self.end_episode(Ending(Outcome.TURN_LIMIT, "turns", agent))
         left = self.tokens_left()
         if left is not None and left <= 0:
-            self.over(Ending(Outcome.TOKEN_LIMIT, "tokens", agent))
+            self.end_episode(Ending(Outcome.TOKEN_LIMIT, "tokens", agent))
 
-    def spend(self, turn: Turn, *, trained: bool) -> None:
-        """Count a turn."""
+    def count(self, turn: Turn, *, trained: bool) -> None:
+        """Count a turn that was sampled."""
         if trained:
             self.turns += 1
             self.tokens += turn.end - turn.start
             self.last_turn = turn
-        self.no_room = None
+        self.context_full = None
 
-    def latch(self, ending: Ending) -> None:
-        """Keep this ending, unless there is one already."""
+    def end_episode(self, ending: Ending) -> NoReturn:
+        """Keep this ending, unless there is one already, and raise it to the rollout."""
         self.ending = self.ending or ending
+        raise EpisodeOver(str(ending))
 
-    def over(self, ending: Ending) -> NoReturn:
-        """Latch the ending and raise it to the rollout."""
-        self.latch(ending)
-        raise EpisodeOver(self._text(ending))
+    def refuse_prompt(self, agent: str, error: str, *, trained: bool) -> NoReturn:
+        """Raise that a prompt does not fit the context.
 
-    def context_full(self, agent: str, error: str, *, trained: bool) -> NoReturn:
-        """No room in the context: raised at once, latched only at the second time without a `replace` between."""
+        The first time it ends nothing: the author may catch it and `replace` the history with a shorter one. The second
+        time without a `replace` in between it is the episode's ending.
+        """
         ending = Ending(Outcome.CONTEXT_LIMIT, "context", agent, error)
         if not trained:
             ending = Ending(Outcome.ENV_ERROR, "context", agent, f"agent {agent!r}: {error}")
-        if agent in self._refused:
-            self.over(ending)
-        self._refused.add(agent)
-        self.no_room = ending
-        raise EpisodeOver(self._text(ending))
+        if agent in self._agents_without_room:
+            self.end_episode(ending)
+        self._agents_without_room.add(agent)
+        self.context_full = ending
+        raise EpisodeOver(str(ending))
 
     def context_rewritten(self, agent: str) -> None:
-        """The author replaced what was too long; it may be tried again."""
-        self._refused.discard(agent)
-        self.no_room = None
+        """Forget that the agent's prompt did not fit: the author replaced it."""
+        self._agents_without_room.discard(agent)
+        self.context_full = None
 
     def begin_scoring(self) -> None:
-        """The play is over, however it ended: other agents may speak again, to judge it; trained ones may not."""
+        """Let agents that are not trained speak again, however the play ended: they may judge it."""
         self._scoring = True
         self.ending = None
-        self._refused.clear()
-
-    def _refuse_trained(self, agent: str, *, trained: bool) -> None:
-        if trained:
-            raise RuntimeError(
-                f"agent {agent!r} is trained, and the play is over: what it says now would be no part of it. "
-                f"Ask another agent: self.episode.conversation('judge')."
-            )
-
-    @staticmethod
-    def _text(ending: Ending) -> str:
-        whose = f" (agent {ending.agent!r})" if ending.agent else ""
-        return ending.error or f"{ending.outcome.value}: {ending.limit}{whose}"
+        self._agents_without_room.clear()

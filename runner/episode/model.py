@@ -14,41 +14,39 @@ from runner.parsing.detect import detect_format
 from runner.parsing.reasoning import OPEN as REASONING_OPEN
 from runner.tokens.bridging.bridge import Bridge, Bridger
 from runner.tokens.bridging.tail import Tail
-from runner.tokens.template import Renderer, ToolSchema, require_tools
+from runner.tokens.template import Renderer, ToolSchema
 from runner.trajectory import Turn
 
 __all__ = ["ChatModel"]
 
 
 class ChatModel:
-    """Speaks for one or more agents of a run.
-
-    Attributes:
-        engine: where its tokens are sampled.
-        renderer: the engine's template, with the run's options and frozen clock.
-        bridger: makes the ids of appended messages.
-        tool_format: how it writes tool calls; None where its template carries none that we know.
-        stop_ids: ids that end its turns.
-        history: how the past is kept.
-        opens_reasoning: its prompt ends inside a reasoning block, so that a turn begins with a thought.
-    """
+    """An engine with its template, which together speak for one or more agents of a run."""
 
     def __init__(
         self, engine: Engine, *, options: Mapping[str, Any], now: datetime, history: History | None = None
     ) -> None:
         self.engine = engine
+        """Where its tokens are sampled."""
         self.history = history or History()
+        """How the past of a conversation is kept."""
         self.tokenizer = engine.tokenizer
+        """The engine's tokenizer, fitted to the template by the bridger."""
         self.renderer: Renderer = engine.template.renderer(options=options, now=now)
+        """The engine's template, with the run's options and frozen clock."""
         self.stop_ids = tuple(engine.stop_ids)
+        """The ids that end its turns."""
         self.bridger = self.trial_bridger()
+        """Makes the ids of prompts and of appended messages."""
         self.tokenizer = self.bridger.tokenizer
         self.tool_format: ToolFormat | None = detect_format(self._render_probe)
+        """How its template writes tool calls; None where that is no form that we can read."""
         prompt = self.renderer.render([{"role": "user", "content": "Go on."}])
         self.opens_reasoning = prompt.rstrip().endswith(REASONING_OPEN)
+        """Its prompts end inside a reasoning block, so that every turn begins with a thought."""
 
     def trial_bridger(self) -> Bridger:
-        """A bridger that knows nothing yet."""
+        """A bridger that has learnt nothing from the run's conversations, to try appends on."""
         return Bridger(
             self.tokenizer,
             self.renderer,
@@ -89,14 +87,6 @@ class ChatModel:
             turn=turn.number,
             tail=tail,
         )
-
-    def require_tools(self) -> None:
-        """Refuse an engine whose template cannot carry tools.
-
-        Raises:
-            BadTemplate: names the missing property and the fix.
-        """
-        require_tools(self.renderer)
 
     def _render_probe(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
         return self.renderer.render(messages, tools=tools, generation_prompt=False)

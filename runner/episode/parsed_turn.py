@@ -1,4 +1,4 @@
-"""The view of a turn: what its sampled ids say, as reasoning, text and tool calls."""
+"""A turn as it is read: what its sampled ids say, as reasoning, text and tool calls. Verification reads alike."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from runner.episode.model import ChatModel
 from runner.messages import Message, ToolCall
 from runner.options import ToolChoice
-from runner.parsing.reasoning import split_reasoning
+from runner.parsing.reasoning import is_open, split_reasoning
 from runner.tools.tool import Tool
+from runner.trajectory import Turn
 
-__all__ = ["View", "text_of"]
+__all__ = ["ParsedTurn", "cut_in_reasoning", "text_of"]
 
 
 def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
@@ -28,22 +29,32 @@ def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
     return chat.tokenizer.decode(spoken[: len(spoken) - written])
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """What a turn said.
+def cut_in_reasoning(turn: Turn, text: str, chat: ChatModel) -> bool:
+    """Tell whether the turn was cut before it had closed its reasoning.
 
-    Attributes:
-        text: beside reasoning and calls.
-        reasoning: what was thought, or "".
-        tool_calls: in order; one that did not parse has `error` set.
+    Args:
+        turn: how it ended.
+        text: what it said, from the beginning of its message on.
+        chat: the model that spoke.
     """
+    return chat.closing_stop(turn) is None and is_open(text, opened=chat.opens_reasoning)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTurn:
+    """What a turn said."""
 
     text: str
+    """What it said beside reasoning and calls."""
     reasoning: str
+    """What it thought, or ""."""
     tool_calls: list[ToolCall]
+    """Its calls, in order; one that did not parse has `error` set."""
 
     @classmethod
-    def of(cls, text: str, chat: ChatModel, tools: Sequence[Tool], *, before: int, tool_choice: ToolChoice) -> View:
+    def of(
+        cls, text: str, chat: ChatModel, tools: Sequence[Tool], *, before: int, tool_choice: ToolChoice
+    ) -> ParsedTurn:
         """Read a turn's text.
 
         Args:

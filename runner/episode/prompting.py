@@ -6,21 +6,32 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from runner.concurrency.clocks import Waiting
-from runner.concurrency.threads import Job, Workers
+from runner.concurrency.threads import Job
+from runner.engines.base import FinishReason
+from runner.episode.limits import Ending
 from runner.episode.model import ChatModel
+from runner.episode.state import ConversationState, Retry
 from runner.messages import Message
-from runner.options import HistoryPolicy, Sampling, ToolChoice
+from runner.options import HistoryPolicy
 from runner.tokens.bridging.bridge import Bridge
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
 from runner.tokens.log import Source, TokenLog
 from runner.tokens.shape import is_plain
-from runner.trajectory import Segment, Turn
+from runner.trajectory import Outcome, Segment, Turn
 
-__all__ = ["REENCODED", "RETRY", "Prepared", "PromptMaker", "followed_junction", "forked_junction"]
+__all__ = [
+    "REENCODED",
+    "RETRY",
+    "PreparedPrompt",
+    "followed_junction",
+    "forked_junction",
+    "next_prompt",
+    "oversized",
+]
 
 RETRY = "retry"
 """The cause of a segment that samples the last turn of another one anew, from the same prompt."""
@@ -32,141 +43,214 @@ T = TypeVar("T")
 
 Schemas = Sequence[dict[str, Any]]
 
+# These the messages, the template or the run's options lack for any prompt: rendering everything anew mends none.
 _NO_FORK_HELPS = (Property.REASONING_CLOSED, Property.TEXT_KEPT, Property.CONTENT_SHOWN)
 
 
 @dataclass(slots=True)
-class Prepared:
-    """The next prompt.
-
-    Attributes:
-        segment: whose log it extends, or the one that it begins.
-        prompt: what the model is given: the segment's log and `new_ids`.
-        new_ids: appended to the log once the engine has the request.
-        source: where they came from.
-        messages: appended to the segment's view at the same time.
-        queued: how many of the queued messages are among them.
-        junction: how the prompt was made from the turn before; None where it was not.
-        continued: a cut turn goes on.
-        taken_back: the log whose last turn is played again.
-        sampling: of the turn.
-        tool_choice: of the turn.
-    """
+class PreparedPrompt:
+    """A prompt that the engine has not been given yet. Nothing is recorded before it has it."""
 
     segment: Segment
-    prompt: array[int]
+    """The segment whose log it extends, or the one that it begins."""
+    ids: array[int]
+    """What the model is given: the segment's log and `new_ids`."""
     new_ids: Sequence[int]
+    """The ids to be appended to the log."""
     source: Source
+    """Where `new_ids` came from."""
     messages: Sequence[Message] = ()
+    """The messages to be appended to the segment."""
     queued: int = 0
+    """How many of the conversation's queued messages are among them."""
     junction: Junction | None = None
+    """How the prompt was made from the turn before; None where it was not."""
     continued: bool = False
+    """A cut turn goes on."""
     taken_back: TokenLog | None = None
-    sampling: Sampling | None = None
-    tool_choice: ToolChoice = "auto"
+    """The log whose last turn is played again."""
 
 
-class PromptMaker:
-    """Makes the prompts of one conversation."""
+async def next_prompt(conversation: ConversationState) -> PreparedPrompt:
+    """The prompt of the next turn, of the queued messages and what was seen before.
 
-    def __init__(self, chat: ChatModel, workers: Workers) -> None:
-        self._plain = True  # so far no message has what a template might look back at, and others have not
-        self._chat = chat
-        self._workers = workers
+    Raises:
+        EpisodeOver: it cannot fit the context, or there is none that is exact.
+        RuntimeError: nothing was added that could be answered.
+    """
+    _refuse_oversized(conversation)
+    # A copy: while a template renders in a thread, the author may add what only the turn after this one will see.
+    queued = list(conversation.queued)
+    try:
+        prompt = await _prompt_of(conversation, queued)
+    except Unbridgeable as missing:
+        _end_without_prompt(conversation, missing)
+    prompt.queued = len(queued)
+    return prompt
 
-    def first(self, messages: Sequence[Message], tools: Schemas, cause: str) -> Prepared:
-        """The first prompt of a segment.
 
-        Raises:
-            Unbridgeable: the template raises, or does not ask for an answer.
-        """
-        self._plain = self._plain and all(map(is_plain, messages))
-        ids = self._chat.bridger.first_prompt(messages, tools)
-        junction = forked_junction(cause) if cause != "start" else None
-        return Prepared(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages, junction=junction)
+async def _prompt_of(conversation: ConversationState, queued: list[Message]) -> PreparedPrompt:
+    segment, retry = conversation.segment, conversation.retry
+    if segment is not None and queued:
+        return await _answering(conversation, segment, queued)
+    if segment is not None:
+        if conversation.turns[-1].finish is FinishReason.STOP:
+            raise RuntimeError(
+                f"nothing was added to conversation {conversation.name!r} since its last turn: add() an answer."
+            )
+        return PreparedPrompt(segment, segment.log.ids, (), Source.BRIDGE, continued=True)
+    if not queued:
+        raise RuntimeError(f"conversation {conversation.name!r} has no message yet: add() one, or give it a prompt.")
+    if retry is not None and queued == retry.messages:
+        return _retried(retry, queued)
+    return _first(conversation, queued)
 
-    def continued(self, segment: Segment) -> Prepared:
-        """A cut turn goes on: nothing is put in between."""
-        return Prepared(segment, segment.log.ids, (), Source.BRIDGE, continued=True)
 
-    def retried(self, segment: Segment, start: int, messages: Sequence[Message]) -> Prepared:
-        """A turn once more, from the very ids of its prompt, which end at `start`."""
-        ids = segment.log.ids[:start]
-        again = Segment(cause=RETRY, tools=segment.tools)
-        return Prepared(
-            again, ids, ids, Source.PROMPT, messages, junction=forked_junction(RETRY), taken_back=segment.log
-        )
+def _first(conversation: ConversationState, messages: Sequence[Message]) -> PreparedPrompt:
+    """The first prompt of a segment, rendered from the start."""
+    conversation.plain = conversation.plain and all(map(is_plain, messages))
+    again = not conversation.segments and any(map(conversation.episode.was_said, messages))
+    cause = REENCODED if again else conversation.cause
+    tools = conversation.schemas()
+    ids = conversation.chat.bridger.first_prompt(messages, tools)
+    junction = forked_junction(cause) if cause != "start" else None
+    return PreparedPrompt(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages, junction=junction)
 
-    async def next(self, segment: Segment, last: Turn, new: Sequence[Message], tools: Schemas) -> Prepared:
-        """The prompt after a turn that is answered, by the run's policy.
 
-        Raises:
-            Unbridgeable: the policy refuses what has no exact bridge, or there is no prompt at all.
-        """
-        self._plain = self._plain and all(map(is_plain, new))
-        if tools != segment.tools:
-            return await self._forked(segment, new, tools, "environment")
-        if last.thinking and not self._chat.history.close_reasoning:
-            raise Unbridgeable(Property.REASONING_CLOSED, "the turn was cut inside its reasoning")
-        if self._chat.history.policy is HistoryPolicy.FORK:
-            return await self._followed(segment, last, new, tools)
-        try:
-            bridge = await self._bridge(segment, last, new, tools)
-        except Unbridgeable as missing:
-            if missing.property in _NO_FORK_HELPS or self._chat.history.policy is HistoryPolicy.REFUSE:
-                raise
-            return await self._forked(segment, new, tools, missing.property.value)
-        junction = bridge.junction
-        if last.dropped:
-            junction = replace(junction, dropped=last.dropped, cause="stop_string")
-        prompt = segment.log.ids + array("i", bridge.ids)
-        return Prepared(segment, prompt, bridge.ids, Source.BRIDGE, new, junction=junction)
+def _retried(retry: Retry, messages: Sequence[Message]) -> PreparedPrompt:
+    """The very ids of a turn's prompt, once more."""
+    log = retry.segment.log
+    ids = log.ids[: retry.start]
+    again = Segment(cause=RETRY, tools=retry.segment.tools)
+    return PreparedPrompt(again, ids, ids, Source.PROMPT, messages, junction=forked_junction(RETRY), taken_back=log)
 
-    async def _bridge(self, segment: Segment, last: Turn, new: Sequence[Message], tools: Schemas) -> Bridge:
-        bridger, history = self._chat.bridger, segment.messages
-        plain = self._plain
-        tail = bridger.tail_at_once(history, new, tools, turn=last.number, plain=plain)
-        if tail is None:
-            tail = await self._rendering(partial(bridger.tail, history, new, tools, turn=last.number, plain=plain))
-        return self._chat.bridge(last, history, new, tools, tail)
 
-    async def _forked(self, segment: Segment, new: Sequence[Message], tools: Schemas, cause: str) -> Prepared:
-        """A new segment with everything rendered anew, loss mask 0 throughout."""
-        prepared = await self._rendered([*segment.messages, *new], tools, cause)
-        prepared.junction = forked_junction(cause)
-        return prepared
+async def _answering(conversation: ConversationState, segment: Segment, new: Sequence[Message]) -> PreparedPrompt:
+    """The prompt after a turn that is answered, by the run's policy.
 
-    async def _followed(self, segment: Segment, last: Turn, new: Sequence[Message], tools: Schemas) -> Prepared:
-        """What the template makes of everything: an append where it leaves the past as it was, else a fork."""
-        prepared = await self._rendered([*segment.messages, *new], tools, "template")
-        before = len(segment.log)
-        unsampled = any(message["role"] == "assistant" for message in new)
-        if unsampled or prepared.prompt[:before] != segment.log.ids:
-            prepared.junction = forked_junction("template")
-            return prepared
-        added = prepared.prompt[before:]
-        junction = followed_junction(self._chat, prepared.prompt, last, len(added))
-        return Prepared(segment, prepared.prompt, added, Source.BRIDGE, new, junction=junction)
+    Raises:
+        Unbridgeable: the policy refuses what has no exact bridge, or there is no prompt at all.
+    """
+    conversation.plain = conversation.plain and all(map(is_plain, new))
+    last, history, tools = conversation.turns[-1], conversation.chat.history, conversation.schemas()
+    if tools != segment.tools:
+        return await _forked(conversation, segment, new, tools, "environment")
+    if last.thinking and not history.close_reasoning:
+        raise Unbridgeable(Property.REASONING_CLOSED, "the turn was cut inside its reasoning")
+    if history.policy is HistoryPolicy.FORK:
+        return await _followed(conversation, segment, new, tools)
+    try:
+        bridge = await _bridge(conversation, segment, new, tools)
+    except Unbridgeable as missing:
+        if missing.property in _NO_FORK_HELPS or history.policy is HistoryPolicy.REFUSE:
+            raise
+        return await _forked(conversation, segment, new, tools, missing.property.value)
+    junction = bridge.junction
+    if last.dropped:
+        junction = replace(junction, dropped=last.dropped, cause="stop_string")
+    ids = segment.log.ids + array("i", bridge.ids)
+    return PreparedPrompt(segment, ids, bridge.ids, Source.BRIDGE, new, junction=junction)
 
-    async def _rendered(self, messages: Sequence[Message], tools: Schemas, cause: str) -> Prepared:
-        text = await self._rendering(partial(self._chat.bridger.prompt_text, messages, tools))
-        ids = self._chat.bridger.prompt_ids(text)
-        return Prepared(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages)
 
-    async def _rendering(self, make: Callable[[], T]) -> T:
-        """In a worker thread. It is no work of the episode's: its clocks stand still, as while it waits for a place."""
-        with Waiting():
-            made: T = await self._workers.call(Job(make, "chat template"))
+async def _bridge(conversation: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas) -> Bridge:
+    chat, last, plain = conversation.chat, conversation.turns[-1], conversation.plain
+    tail = chat.bridger.tail_at_once(segment.messages, new, tools, turn=last.number, plain=plain)
+    if tail is None:
+        render = partial(chat.bridger.tail, segment.messages, new, tools, turn=last.number, plain=plain)
+        tail = await _in_thread(conversation, render)
+    return chat.bridge(last, segment.messages, new, tools, tail)
+
+
+async def _forked(
+    conversation: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas, cause: str
+) -> PreparedPrompt:
+    """A new segment with everything rendered anew, loss mask 0 throughout."""
+    prompt = await _rendered(conversation, [*segment.messages, *new], tools, cause)
+    prompt.junction = forked_junction(cause)
+    return prompt
+
+
+async def _followed(
+    conversation: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas
+) -> PreparedPrompt:
+    """What the template makes of everything: an append where it leaves the past as it was, else a fork."""
+    last = conversation.turns[-1]
+    prompt = await _rendered(conversation, [*segment.messages, *new], tools, "template")
+    before = len(segment.log)
+    unsampled = any(message["role"] == "assistant" for message in new)
+    if unsampled or prompt.ids[:before] != segment.log.ids:
+        prompt.junction = forked_junction("template")
+        return prompt
+    added = prompt.ids[before:]
+    junction = followed_junction(conversation.chat, prompt.ids, last, len(added))
+    return PreparedPrompt(segment, prompt.ids, added, Source.BRIDGE, new, junction=junction)
+
+
+async def _rendered(
+    conversation: ConversationState, messages: Sequence[Message], tools: Schemas, cause: str
+) -> PreparedPrompt:
+    bridger = conversation.chat.bridger
+    text = await _in_thread(conversation, partial(bridger.prompt_text, messages, tools))
+    ids = bridger.prompt_ids(text)
+    return PreparedPrompt(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages)
+
+
+async def _in_thread(conversation: ConversationState, render: Callable[[], T]) -> T:
+    """Render where it does not hold up the event loop.
+
+    It is no work of the episode's: its clocks stand still, as while it waits for a place in the engine.
+    """
+    with Waiting():
+        made: T = await conversation.episode.context.workers.call(Job(render, "chat template"))
         return made
 
 
+# --- where there is none
+
+
+def oversized(conversation: ConversationState) -> int:
+    """Characters of the queued messages where they are too many for the context in any case, else 0."""
+    size = sum(len(message["content"]) for message in conversation.queued)
+    return size if size > conversation.context * conversation.chat.tokenizer.longest_token else 0
+
+
+def _refuse_oversized(conversation: ConversationState) -> None:
+    # Before it is encoded: that takes its time on a huge text, on the event loop.
+    size = oversized(conversation)
+    if size:
+        episode = conversation.episode
+        text = f"{episode.key.id}: {size} characters cannot fit the context of {conversation.context} ids"
+        episode.limits.refuse_prompt(conversation.name, text, trained=conversation.train)
+
+
+def _end_without_prompt(conversation: ConversationState, missing: Unbridgeable) -> NoReturn:
+    """End the episode: whose fault it is depends on who spoke, and on what cut the turn that cannot be answered."""
+    name = conversation.name
+    ending: Ending | None = None
+    if not conversation.train:
+        ending = Ending(Outcome.ENV_ERROR, agent=name, error=f"agent {name!r}: {missing}")
+    elif missing.property is Property.REASONING_CLOSED:
+        ending = Ending.of_cut_turn(conversation.turns[-1], str(missing))
+    conversation.episode.limits.end_episode(ending or Ending(Outcome.TOKEN_ERROR, agent=name, error=str(missing)))
+
+
+# --- records of how it was made, also for verification
+
+
 def followed_junction(chat: ChatModel, ids: Sequence[int], last: Turn, inserted: int) -> Junction:
-    """The template's own render goes on where the turn ended: its prompt was encoded in one go."""
+    """The junction of a prompt that the template's own render of everything put after a turn.
+
+    Args:
+        chat: the model.
+        ids: of the whole prompt, encoded in one go.
+        last: the turn before it.
+        inserted: how many ids came after that turn.
+    """
     seam = Seam.SPECIAL if {ids[last.end - 1], ids[last.end]} & chat.tokenizer.control_ids else Seam.VERIFIED
     close = Close.MASKED if chat.closing_stop(last) is None else Close.SAMPLED
     return Junction(Result.APPENDED, Anchor.COMMON_PREFIX, close, seam, inserted)
 
 
 def forked_junction(cause: str) -> Junction:
-    """A prompt that was rendered whole and encoded in one go: nothing was joined to anything."""
+    """The junction of a prompt that was rendered whole and encoded in one go: nothing was joined to anything."""
     return Junction(Result.FORKED, Anchor.NONE, Close.MASKED, Seam.VERIFIED, 0, cause=cause)

@@ -21,35 +21,32 @@ __all__ = ["Sample", "sample"]
 
 @dataclass(slots=True)
 class Sample:
-    """What one request left in the log; filled in while it streams, so that a cancellation loses nothing.
-
-    Attributes:
-        log: where the ids go.
-        start: index of the first sampled id.
-        end: one past the last.
-        admitted: the engine took the request, so the model saw its prompt.
-        finish: why it ended.
-        stop: the stop id or string behind it.
-        text: the text before a stop string, where one fired; else None.
-        dropped: ids that were sampled past a stop string and are not in the log.
-        resampled: ids that were sampled before the engine cut the turn for its trainer, and are not in the log either.
-        cached_tokens: ids of the prompt that the prefix cache held, or None.
-        error: the engine's failure, if it failed.
-        timings: queued, first token and decode.
-    """
+    """What one request left in the log; filled in while it streams, so that a cancellation loses nothing."""
 
     log: TokenLog
+    """Where the ids go."""
     start: int = 0
+    """The index of the first sampled id."""
     end: int = 0
+    """One past the index of the last sampled id."""
     admitted: bool = False
+    """The engine took the request, so the model saw its prompt."""
     finish: FinishReason = FinishReason.ABORT
+    """Why it ended."""
     stop: int | str | None = None
+    """The stop id or string behind it."""
     text: str | None = None
+    """The text before a stop string, where one was found."""
     dropped: int = 0
+    """How many ids were sampled past a stop string; they are not in the log."""
     resampled: int = 0
+    """How many ids were sampled before the engine cut the turn for its trainer; they are not in the log either."""
     cached_tokens: int | None = None
+    """How many ids of the prompt the prefix cache held; None where the engine does not say."""
     error: EngineError | None = None
+    """The engine's failure, if it failed."""
     timings: Timings = field(default_factory=Timings)
+    """How long it was queued, and how long its first id and the others took."""
 
     def begin(self, ids: Sequence[int], source: Source) -> None:
         self.log.append_prompt(ids, source)
@@ -117,10 +114,12 @@ class StopStrings:
             piece = self._decoder.feed([token_id])
             if not piece:
                 continue
+            # A stop string may begin in what came before.
             window = self._tail + piece
             self._pieces.append(piece)
             hits = [(at, -len(stop), stop) for stop in self._stop if (at := window.find(stop)) >= 0]
             if hits:
+                # The first one, and of several at the same place the longest.
                 at, _, self.found = min(hits)
                 text = "".join(self._pieces)
                 self.text = text[: len(text) - len(window) + at]
@@ -155,7 +154,7 @@ async def sample(
         while cut:
             stops = StopStrings(tokenizer, request.sampling.stop) if request.sampling.stop else None
             cut = await _sample_once(into, engine, request, (new_ids, source), stops, stall_seconds)
-            new_ids = ()
+            new_ids = ()  # the log has them from the first try on
 
 
 async def _sample_once(
@@ -225,4 +224,5 @@ async def _read(
 
 
 def _clipped(spans: Sequence[VersionSpan], length: int) -> list[VersionSpan]:
+    # The engine counts all that it sampled; what came past a stop string is not in the log.
     return [VersionSpan(s.version, s.start, min(s.end, length)) for s in spans if s.start < length]

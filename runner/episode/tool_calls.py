@@ -24,26 +24,26 @@ async def answer_calls(
     turn: Turn,
     tools: Sequence[Tool],
     *,
-    author: AuthorCode,
+    author_code: AuthorCode,
     seconds: float | None,
-    doing: Callable[[str], None],
+    report_activity: Callable[[str], None],
 ) -> list[Message]:
     """One tool message for each call that parsed, in order; then one user message for those that did not.
 
     Args:
         turn: what was said.
         tools: what may be called.
-        author: runs the author's code.
+        author_code: runs the author's code.
         seconds: the limit of a call whose tool has none of its own.
-        doing: told what is waited for.
+        report_activity: told what is waited for.
 
     Raises:
         Exception: what a tool raised, other than `ToolError`; the first by the order of the calls.
     """
     known = {tool.name: tool for tool in tools}
     calls = [call for call in turn.tool_calls if call.error is None]
-    doing(", ".join(f"{call.name}()" for call in calls) or "nothing")
-    running = _Running(known, author, seconds)
+    report_activity(", ".join(f"{call.name}()" for call in calls) or "nothing")
+    running = _Running(known, author_code, seconds)
     for batch in _between_barriers(calls, known):
         await running.run(batch)
     messages: list[Message] = [
@@ -59,10 +59,10 @@ async def answer_calls(
 class _Running:
     """The calls of one turn while they run."""
 
-    def __init__(self, tools: dict[str, Tool], author: AuthorCode, seconds: float | None) -> None:
+    def __init__(self, tools: dict[str, Tool], author_code: AuthorCode, seconds: float | None) -> None:
         self.results: dict[str, str] = {}
         self._tools = tools
-        self._author = author
+        self._author_code = author_code
         self._seconds = seconds
         self._errors: dict[str, Exception] = {}
 
@@ -102,14 +102,14 @@ class _Running:
         seconds = self._seconds if tool.seconds is UNSET else tool.seconds
         try:
             function = partial(_call_async if tool.is_async else _call, tool, tool.arguments(call.arguments))
-            text: str = await self._author.call(function, name=f"tool {tool.name}()", seconds=seconds)
+            text: str = await self._author_code.call(function, name=f"tool {tool.name}()", seconds=seconds)
         except (ToolError, BaseExceptionGroup) as error:
             told = unwrapped(error)
             if not isinstance(told, ToolError):
                 raise
             return wording.tool_error(str(told))
         except TooSlow as error:
-            if self._author.abandoned:
+            if self._author_code.abandoned:
                 raise
             return wording.took_longer(tool.name, error.seconds)
         return text

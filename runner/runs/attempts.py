@@ -10,7 +10,7 @@ import anyio
 
 from runner.engines.base import Engine
 from runner.episode.context import RunContext
-from runner.episode.episode import Place
+from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.errors import DeltarunnerError, EngineDead
 from runner.runs.staleness import Freshness
@@ -51,23 +51,23 @@ class Attempts:
     writer: RunWriter
     freshness: Freshness
 
-    async def play(self, place: Place) -> list[Trajectory]:
+    async def play(self, key: EpisodeKey) -> list[Trajectory]:
         """The trajectories of the last attempt, not yet committed; earlier ones are."""
         failed = 0
         while True:
-            play = Play(self.context, place)
+            play = Play(self.context, key)
             trajectories = await self._played(play)
             if self.freshness.drop_stale(trajectories):
                 self.run.summary.stale += 1
                 if self.run.draining or self.run.failure is not None:
                     return trajectories
-            elif not play.lasting and await self._failed_by_the_engine(trajectories[0], failed):
+            elif not play.permanent and await self._failed_by_the_engine(trajectories[0], failed):
                 failed += 1
                 self.run.summary.retried += 1
             else:
                 return trajectories
             await self.writer.commit_episode(trajectories, retry=True)
-            place = replace(place, attempt=place.attempt + 1)
+            key = replace(key, attempt=key.attempt + 1)
 
     async def _played(self, play: Play) -> list[Trajectory]:
         self.run.plays.add(play)
@@ -79,7 +79,7 @@ class Attempts:
             raise
         finally:
             self.run.plays.discard(play)
-            self.run.summary.faults.extend(f"{play.place.id}: {fault}" for fault in play.faults)
+            self.run.summary.faults.extend(f"{play.key.id}: {fault}" for fault in play.faults)
 
     async def _failed_by_the_engine(self, trajectory: Trajectory, before: int) -> bool:
         """The engine failed it, not for the first `retries` times yet, and can answer again."""

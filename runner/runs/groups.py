@@ -9,7 +9,7 @@ from typing import Any
 
 from runner.concurrency.user_code import AuthorCode, describe_error
 from runner.episode.context import RunContext
-from runner.episode.episode import task_rng
+from runner.episode.key import task_rng
 from runner.scoring import Score, ScorerKind, as_score, weighted_sum
 from runner.tasks import Task
 from runner.trajectory import Group, Trajectory

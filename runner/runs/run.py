@@ -21,17 +21,13 @@ from runner.concurrency.threads import Job, Workers
 from runner.concurrency.user_code import describe_error
 from runner.engines.base import Engine
 from runner.engines.sharing import running
-from runner.environment.environment import (
-    Environment,
-    as_environment,
-    check_playable,
-    check_tools,
-    common_system_prompt,
-)
+from runner.environment.checks import as_environment, check_playable, check_tools, common_system_prompt
+from runner.environment.environment import Environment
 from runner.environment.lifespan import lifespan_of, own_tasks
 from runner.environment.task_feed import TaskFeed, Tasks
 from runner.episode.context import RunContext
-from runner.episode.episode import MAIN, Place
+from runner.episode.hooks import check_system_prompts
+from runner.episode.key import MAIN, EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
 from runner.episode.model import ChatModel
@@ -234,8 +230,8 @@ class Run:
         await check_templates([each.template for each in self._engines], self.template_options, now)
         chat_of = partial(ChatModel, options=self.template_options, now=now, history=self.history)
         chat = chat_of(self.engine)
-        elsewhere = {name: chat_of(engine) for name, engine in self.engines.items()}
-        main = elsewhere.get(MAIN, chat)
+        other_models = {name: chat_of(engine) for name, engine in self.engines.items()}
+        main = other_models.get(MAIN, chat)
         check_tools(self.environment, main)
         tools = bool(self.environment.bound_tools())
         system = getattr(type(self.environment), "system_prompt", None) is not None
@@ -243,7 +239,7 @@ class Run:
         return RunContext(
             environment=self.environment,
             chat=chat,
-            elsewhere=elsewhere,
+            other_models=other_models,
             sampling=self.sampling,
             limits=self.limits,
             own_limits=self._own_limits,
@@ -376,14 +372,9 @@ class Run:
             self.fail(BadTask(f"tasks() raised {describe_error(error)}"))
 
     def _check_system_prompt(self, task: Task) -> None:
-        if common_system_prompt(self.environment) is None or self.environment.overrides("prompt"):
-            return
-        messages = as_messages(task.prompt)
-        if messages and messages[0]["role"] == "system":
-            raise BadTask(
-                f"task {task.id!r} begins with a system message, and {type(self.environment).__name__} has a "
-                f"system_prompt: set system_prompt = None, or leave the message out."
-            )
+        system_prompt = common_system_prompt(self.environment)
+        if system_prompt is not None and not self.environment.overrides("prompt"):
+            check_system_prompts(self.environment, system_prompt, task, as_messages(task.prompt))
 
     async def _begin_group(self, task: Task, episodes: TaskGroup) -> None:
         """Begin the episodes of a task that no earlier run finished; a place is held for the first of them."""
@@ -401,14 +392,14 @@ class Run:
             if number:
                 await self._places.acquire()
             attempt = claimed.attempts.get(index, 0)
-            place = Place(task=task, index=index, visit=claimed.visit, attempt=attempt)
-            episodes.start_soon(self._episode, place, name=f"episode {place.id}")
+            key = EpisodeKey(task=task, index=index, visit=claimed.visit, attempt=attempt)
+            episodes.start_soon(self._episode, key, name=f"episode {key.id}")
         if not missing:
             self._places.release()
 
-    async def _episode(self, place: Place) -> None:
+    async def _episode(self, key: EpisodeKey) -> None:
         try:
-            trajectories = await self._attempts.play(place)
+            trajectories = await self._attempts.play(key)
             await self._finished(trajectories)
         except DeltarunnerError as error:
             self.fail(error, cancel=True)

@@ -45,8 +45,7 @@ class Freshness:
     def cut_stale(self, plays: Iterable[Play]) -> None:
         """Cut the episodes in flight that are too old already: the rest of them would be played in vain."""
         for play in plays:
-            trained = (agent.logs() for agent in play.episode.conversations.values() if agent.train)
-            told = self._told(log for logs in trained for log in logs)
+            told = self._told(play.trained_logs())
             if told:
                 play.cancel(Ending(Outcome.CANCELLED, error=told))
 

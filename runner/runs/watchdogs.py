@@ -83,7 +83,7 @@ def _who_waits(plays: Collection[Play]) -> str:
     now = anyio.current_time()
     longest = sorted(plays, key=lambda play: play.since)[:LISTED]
     lines = [f"nothing happened for {STUCK_SECONDS:.0f} s; {len(plays)} episodes in flight:"]
-    lines += [f"  {play.episode.id} waits for {play.doing} since {now - play.since:.0f} s" for play in longest]
+    lines += [f"  {play.episode.id} waits for {play.activity} since {now - play.since:.0f} s" for play in longest]
     if len(plays) > len(longest):
         lines.append(f"  and {len(plays) - len(longest)} more")
     return "\n".join(lines)

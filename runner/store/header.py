@@ -16,7 +16,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from runner.environment.environment import Environment, common_system_prompt
+from runner.environment.checks import common_system_prompt
+from runner.environment.environment import Environment
 from runner.store.json_values import class_name, decode_json, encode_json
 from runner.store.schema import FORMAT
 from runner.store.secrets import hide_secrets

@@ -11,10 +11,11 @@ from typing import Any, Final
 from runner.concurrency.threads import Workers
 from runner.engines.scripted.engine import ScriptedEngine
 from runner.engines.scripted.script import Latency
-from runner.environment.environment import Environment, as_environment, check_playable
+from runner.environment.checks import as_environment, check_playable
+from runner.environment.environment import Environment
 from runner.environment.lifespan import lifespan_of
 from runner.episode.context import RunContext
-from runner.episode.episode import Place
+from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.model import ChatModel
 from runner.errors import BadOption
@@ -94,7 +95,7 @@ async def _everywhere(
         last: list[Play] = []
 
         async def episode() -> None:
-            play = Play(shared, Place(task=one, index=0))
+            play = Play(shared, EpisodeKey(task=one, index=0))
             last[:] = [play]
             await play.run()
 
@@ -106,7 +107,7 @@ async def _everywhere(
                     f"`async with` and cancel no task that generates."
                 )
             if check is not None:
-                check(last[0]._environment)
+                check(last[0].environment)
 
         await episode()  # whatever is loaded and opened only once: what is left after that, every episode leaves
         trajectory = last[0].trajectories()[0]

@@ -18,10 +18,11 @@ from runner.engines.base import Engine
 from runner.engines.scripted.engine import ScriptedEngine
 from runner.engines.scripted.replies import Replies
 from runner.engines.scripted.script import Reply
-from runner.environment.environment import Environment, as_environment
+from runner.environment.checks import as_environment
+from runner.environment.environment import Environment
 from runner.environment.task_feed import Tasks
 from runner.environment.task_selection import own_tasks, select
-from runner.episode.episode import MAIN
+from runner.episode.key import MAIN
 from runner.errors import BadOption, BadTask, DeltarunnerError
 from runner.options import Concurrency, History, Limits, Sampling
 from runner.runs.process import on_event_loop

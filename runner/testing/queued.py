@@ -15,7 +15,7 @@ from runner.concurrency.user_code import describe_error
 from runner.engines.scripted.engine import ScriptedEngine
 from runner.engines.scripted.replies import Speller
 from runner.engines.scripted.script import Answer, Chunks, Fault, Latency, ModelCall, Reply, as_reply
-from runner.episode.episode import MAIN
+from runner.episode.key import MAIN
 from runner.errors import BadOption, RequestRejected
 from runner.testing.chunking import Inside
 from runner.testing.vocabulary import AwkwardTokenizer

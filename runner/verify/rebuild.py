@@ -15,12 +15,11 @@ from typing import Any, cast
 
 from runner.engines.base import Engine, FinishReason
 from runner.episode.model import ChatModel
-from runner.episode.parsed_turn import View, text_of
+from runner.episode.parsed_turn import ParsedTurn, cut_in_reasoning, text_of
 from runner.episode.prompting import RETRY, followed_junction, forked_junction
 from runner.episode.sampling import StopStrings
 from runner.messages import Message, as_messages
 from runner.options import History, HistoryPolicy
-from runner.parsing.reasoning import is_open
 from runner.store.json_values import encode_json
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.junction import Junction
@@ -270,15 +269,15 @@ class _Check:
             if not _continues(turn, after):
                 self._check_message(part.seen[part.spoken[speech]], view, spoken)
 
-    def _check_view(self, segment: Segment, spoken: Spoken) -> View:
+    def _check_view(self, segment: Segment, spoken: Spoken) -> ParsedTurn:
         turn, chat = spoken.turn, self._chat
-        thinking = chat.closing_stop(turn) is None and is_open(spoken.text, opened=chat.opens_reasoning)
+        thinking = cut_in_reasoning(turn, spoken.text, chat)
         if thinking != turn.thinking:
             cut = "was" if thinking else "was not"
             self._compare.differ(Kind.TURN, f"it {cut} cut inside its reasoning", index=spoken.begin)
         tools = _as_tools(segment)
-        view = View.of(spoken.text, chat, tools, before=self._calls, tool_choice=turn.tool_choice)
-        stored = _parts(View(turn.text, turn.reasoning, turn.tool_calls))
+        view = ParsedTurn.of(spoken.text, chat, tools, before=self._calls, tool_choice=turn.tool_choice)
+        stored = _parts(ParsedTurn(turn.text, turn.reasoning, turn.tool_calls))
         for name, derived in _parts(view).items():
             self._compare.text(Kind.TURN, f"its {name}", stored[name], derived, spoken)
         return view
@@ -304,7 +303,7 @@ class _Check:
             )
         return decode(ids[begin : turn.start]) + stops.text
 
-    def _check_message(self, stored: Message, view: View, spoken: Spoken) -> None:
+    def _check_message(self, stored: Message, view: ParsedTurn, spoken: Spoken) -> None:
         derived = view.as_message()
         for key in ("content", "reasoning_content"):
             one, other = str(stored.get(key, "")), str(derived.get(key, ""))
@@ -342,6 +341,6 @@ def _source(sources: array[int], at: int) -> str:
     return Source(sources[at]).name.lower() if sources[at] in list(Source) else str(sources[at])
 
 
-def _parts(view: View) -> dict[str, str]:
+def _parts(view: ParsedTurn) -> dict[str, str]:
     """The parts of a view as text, by what people call them."""
     return {"text": view.text, "reasoning": view.reasoning, "tool calls": encode_json(view.tool_calls)}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from runner.engines.base import FinishReason
-from runner.episode.episode import MAIN, Place
+from runner.episode.key import MAIN, EpisodeKey
 from runner.seeds import derive_seed
 from runner.store.header import Header
 from runner.tokens.log import VersionSpan
@@ -56,7 +56,7 @@ class _Records:
         self._compare = Comparison(trajectory, repr)
 
     def check(self) -> None:
-        self._check_place()
+        self._check_key()
         self._check_outcome()
         self._check_reward()
         for number, segment in enumerate(self._trajectory.segments):
@@ -74,12 +74,12 @@ class _Records:
 
     # --- the episode
 
-    def _check_place(self) -> None:
+    def _check_key(self) -> None:
         trajectory = self._trajectory
-        place = Place(task=trajectory.task, index=trajectory.index, visit=trajectory.visit)
-        if trajectory.id != place.id:
-            self._differ(Kind.EPISODES, "the episode's id is not that of its task and index", trajectory.id, place.id)
-        seed = derive_seed(self._header.seed, place.task.id, place.visit, place.index)
+        key = EpisodeKey(task=trajectory.task, index=trajectory.index, visit=trajectory.visit)
+        if trajectory.id != key.id:
+            self._differ(Kind.EPISODES, "the episode's id is not that of its task and index", trajectory.id, key.id)
+        seed = key.seed(self._header.seed)
         if trajectory.seed != seed:
             self._differ(Kind.SEED, "the episode's seed does not follow from the run's", trajectory.seed, seed)
         elsewhere = trajectory.agent in self._header.engines

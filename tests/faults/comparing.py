@@ -13,7 +13,7 @@ from tests.store.building import plain
 TIMES = {"seconds", "waited", "timings"}
 
 
-def by_place(trajectories: Iterable[Trajectory]) -> dict[tuple[str, int, int, str], Any]:
+def by_key(trajectories: Iterable[Trajectory]) -> dict[tuple[str, int, int, str], Any]:
     """What each agent of each episode did, bit for bit, by (task, visit, index, agent)."""
     made = {}
     for trajectory in trajectories:
@@ -26,7 +26,7 @@ def by_place(trajectories: Iterable[Trajectory]) -> dict[tuple[str, int, int, st
 def stored(file: Path) -> dict[tuple[str, int, int, str], Any]:
     """What a run file holds of each agent, those that are not trained included, attempts that were retried not."""
     with RunFile(file) as run_file:
-        return by_place([run_file.trajectory(row) for row in run_file.rows(trained=None)])
+        return by_key([run_file.trajectory(row) for row in run_file.rows(trained=None)])
 
 
 def _timeless(value: Any) -> Any:

@@ -10,7 +10,7 @@ from runner import Concurrency, Environment, Run, ScriptedEngine
 from runner.concurrency.threads import Workers
 from runner.engines.scripted.script import Latency
 from runner.episode.context import RunContext
-from runner.episode.episode import Place
+from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.model import ChatModel
 from runner.options import Limits, Sampling
@@ -46,7 +46,7 @@ async def test_cancelling_at_every_suspension_point_of_an_episode_leaves_no_open
         kept: list[Outcome] = []
 
         async def episode() -> None:
-            play = Play(shared, Place(task=task, index=0))
+            play = Play(shared, EpisodeKey(task=task, index=0))
             try:
                 await play.run()
             finally:

@@ -12,7 +12,7 @@ import pytest
 from runner import Limits, Outcome, Run, ScriptedEngine, Trajectory, Turn, reward
 from tests.faults import suspects
 from tests.faults.clocks import ASYNCIO, TRIO, put_forward
-from tests.faults.comparing import by_place
+from tests.faults.comparing import by_key
 from tests.faults.suspects import (
     AT_ONCE,
     BAD,
@@ -71,13 +71,13 @@ async def undisturbed(environment: type[Pupils]) -> dict[Any, Any]:
         played, _ = await play(environment())
         assert {trajectory.outcome for trajectory in played.values()} == {Outcome.COMPLETED}
         assert {trajectory.reward for trajectory in played.values()} == {1.0}
-        _undisturbed[environment] = by_place(member for name, member in played.items() if name != BAD)
+        _undisturbed[environment] = by_key(member for name, member in played.items() if name != BAD)
     return _undisturbed[environment]
 
 
 async def assert_fails_alone(played: dict[str, Trajectory], faults: list[str], environment: Pupils) -> None:
     bad = played.pop(BAD)
-    assert by_place(played.values()) == await undisturbed(type(environment))
+    assert by_key(played.values()) == await undisturbed(type(environment))
     assert_is_no_success(bad, faults, environment)
     assert len(bad.error) < 10_000
     assert all(len(fault) < 10_000 for fault in faults)
@@ -129,7 +129,7 @@ async def test_what_goes_wrong_in_a_rollout_fails_alone(deed: Deed) -> None:
 async def test_a_rollout_that_takes_too_long_is_cut_by_the_episodes_time_alone(deed: Deed) -> None:
     played, _ = await play(AsyncPupils("rollout", deed), Limits(seconds=400))
     bad = played.pop(BAD)
-    assert by_place(played.values()) == await undisturbed(AsyncPupils)
+    assert by_key(played.values()) == await undisturbed(AsyncPupils)
     assert (bad.outcome, bad.limit, bad.reward) == (Outcome.TIME_LIMIT, "seconds", None)
 
 

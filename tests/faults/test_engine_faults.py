@@ -28,7 +28,7 @@ from runner import (
 from runner.engines.scripted.script import Fault, Latency, ModelCall
 from runner.engines.vllm.engine import VllmEngine
 from tests.faults.clocks import ASYNCIO, TRIO, put_forward
-from tests.faults.comparing import by_place
+from tests.faults.comparing import by_key
 from tests.faults.suspects import AsyncPupils, Pupils, SyncPupils, speak
 
 pytestmark = pytest.mark.anyio
@@ -80,7 +80,7 @@ async def test_engine_death_ends_every_episode_in_flight_with_one_cause_and_keep
     assert {trajectory.reward for trajectory in cut} == {None}
     assert any(trajectory.sampled for trajectory in cut), "ids that had come are kept"
     with RunFile(file) as run_file:
-        assert by_place(run_file.trajectories()) == by_place(played)
+        assert by_key(run_file.trajectories()) == by_key(played)
         assert not run_file.complete
 
 
@@ -144,7 +144,7 @@ async def test_a_rejected_request_hurts_only_its_episode() -> None:
 
     async def play(engine: ScriptedEngine) -> dict[Any, Any]:
         async with Run(AsyncPupils(), engine, retries=0) as run:
-            return by_place([trajectory async for trajectory in run])
+            return by_key([trajectory async for trajectory in run])
 
     undisturbed, played = await play(ScriptedEngine(speak)), await play(ScriptedEngine(speak, faults=rejects))
     hurt = ("13", 0, 0, "main")
@@ -217,4 +217,4 @@ async def test_death_of_the_real_engine_ends_every_episode_in_flight_and_keeps_w
     assert {trajectory.error for trajectory in cut} == {str(deaths[0])}
     assert all(trajectory.sampled for trajectory in cut), "ids that had come are kept"
     with RunFile(file) as run_file:
-        assert by_place(run_file.trajectories()) == by_place(played)
+        assert by_key(run_file.trajectories()) == by_key(played)

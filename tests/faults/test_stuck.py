@@ -61,7 +61,7 @@ def speak(turn: ModelCall) -> Answer:
 
 
 def doing(run: Run) -> set[str]:
-    return {play.doing for play in run.plays}
+    return {play.activity for play in run.plays}
 
 
 async def test_no_event_in_the_whole_run_for_10_minutes_names_who_waits_for_what_and_ends_the_run(

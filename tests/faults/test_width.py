@@ -10,7 +10,7 @@ import pytest
 
 from runner import Concurrency, EngineDead, Environment, Run, ScriptedEngine
 from runner.engines.scripted.script import Fault
-from tests.faults.comparing import by_place, stored
+from tests.faults.comparing import by_key, stored
 from tests.faults.crowd import GROUP_SIZE, Crowd, Rollouts, engine
 from tests.faults.suspects import AsyncPupils, SyncPupils, speak
 
@@ -35,7 +35,7 @@ async def test_results_are_identical_at_concurrency_1_8_and_64(tmp_path: Path, e
 
 async def results(run: Run, into: dict[Any, Any]) -> None:
     async with run:
-        into.update(by_place([trajectory async for trajectory in run]))
+        into.update(by_key([trajectory async for trajectory in run]))
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["an engine each", "one engine"])

@@ -19,8 +19,8 @@ import pytest
 from runner import Conversation, Environment, Message, Outcome, Task, Trajectory, Turn, reward, tool
 from runner.cli.check import Checking
 from runner.cli.findings import Finding
-from runner.engines.base import GenerationRequest
-from runner.episode import episode as episodes
+from runner.episode import conversation as conversations
+from runner.episode import turn as turns
 from runner.episode.lifecycle import Play
 from runner.episode.tool_calls import answer_calls
 from runner.testing import (
@@ -143,14 +143,15 @@ def test_a_sampled_id_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_prompt_that_is_rendered_again_instead_of_extended(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = in_awkward_ids()
-    request = Conversation._request
+    request = turns._request
 
-    def rendered_again(conversation: Conversation, *arguments: Any) -> tuple[GenerationRequest, str]:
-        made, ceiling = request(conversation, *arguments)
-        made.prompt[:] = array("i", engine.tokenizer.encode(engine.tokenizer.decode(made.prompt)))  # type: ignore[index]  # the mistake
-        return made, ceiling
+    def rendered_again(*arguments: Any) -> Any:
+        made = request(*arguments)
+        prompt = made.generation.prompt
+        prompt[:] = array("i", engine.tokenizer.encode(engine.tokenizer.decode(prompt)))  # type: ignore[index]  # the mistake
+        return made
 
-    monkeypatch.setattr(Conversation, "_request", rendered_again)
+    monkeypatch.setattr(turns, "_request", rendered_again)
     with pytest.raises(
         AssertionError, match=r"t-0#0 main turn \d: the engine was sent another prompt\n  sent: .*\n  kept: "
     ):
@@ -161,7 +162,7 @@ def test_answers_in_the_order_in_which_tools_finished(monkeypatch: pytest.Monkey
     async def last_first(*arguments: Any, **options: Any) -> list[Message]:
         return (await answer_calls(*arguments, **options))[::-1]
 
-    monkeypatch.setattr(episodes, "answer_calls", last_first)
+    monkeypatch.setattr(conversations, "answer_calls", last_first)
     with pytest.raises(AssertionError, match=r"calls \['call_0', 'call_1'\] .* answered by \['call_1', 'call_0'\]"):
         play(Adds, SAYS)
 
@@ -201,14 +202,13 @@ def test_log_probabilities_that_are_shifted_by_one_pass(monkeypatch: pytest.Monk
 
 
 def test_a_turn_that_says_something_else_than_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Conversation._record
+    parse = turns._parse
 
-    def in_capitals(conversation: Conversation, *arguments: Any) -> Turn:
-        turn = record(conversation, *arguments)
+    def in_capitals(conversation: Any, prompt: Any, turn: Turn, text: str | None) -> None:
+        parse(conversation, prompt, turn, text)
         turn.text = turn.text.upper()
-        return turn
 
-    monkeypatch.setattr(Conversation, "_record", in_capitals)
+    monkeypatch.setattr(turns, "_parse", in_capitals)
     with pytest.raises(
         AssertionError, match="t-0#0 main turn 1: 'IT IS 3 AND 7' is not what was sampled: 'It is 3 and 7"
     ):

@@ -1,0 +1,54 @@
+"""Which outcome an episode gets: one judgement, in the order of what is true first."""
+
+from __future__ import annotations
+
+from runner.concurrency.user_code import TooSlow, describe_error
+from runner.episode.limits import Ending
+from runner.episode.state import EpisodeState
+from runner.errors import EpisodeOver
+from runner.trajectory import Outcome
+
+__all__ = ["failure", "judge"]
+
+
+def judge(episode: EpisodeState, error: BaseException | None) -> Ending:
+    """How a play ended that nobody cut from outside. A limit that fired comes before what the author raised after it.
+
+    Args:
+        episode: that was played.
+        error: what came out of the rollout, or None.
+    """
+    limits, abandoned = episode.limits, episode.author_code.abandoned
+    # A thread that was left behind may still change the world that the rewards would look at.
+    if abandoned:
+        text = f"{abandoned} did not come back in time; its thread was left behind and may still write"
+        return Ending(Outcome.ENV_ERROR, _limit_of(error) or "seconds", error=text)
+    if limits.ending is not None and limits.ending.outcome is not Outcome.COMPLETED:
+        return limits.ending
+    # After an ending, whoever asks for a turn has the clock's scope cancelled: then it is not the clock that fired.
+    if limits.clock.fired and limits.ending is None:
+        return Ending(Outcome.TIME_LIMIT, "seconds")
+    if limits.context_full is not None:
+        return limits.context_full
+    if error is not None and not _is_only(error, EpisodeOver):
+        return failure(error)
+    cut = Ending.of_cut_turn(limits.last_turn) if limits.last_turn is not None else None
+    return cut if cut is not None and not limits.ended_by_author else Ending(Outcome.COMPLETED)
+
+
+def failure(error: BaseException) -> Ending:
+    """The ending of an episode whose environment raised."""
+    return Ending(Outcome.ENV_ERROR, _limit_of(error), error=describe_error(error))
+
+
+def _is_only(error: BaseException, kind: type[BaseException]) -> bool:
+    """It is of this kind, or a group of nothing else."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(kind)[1] is None
+    return isinstance(error, kind)
+
+
+def _limit_of(error: BaseException | None) -> str:
+    if not isinstance(error, TooSlow):
+        return ""
+    return "step_seconds" if error.name == "step()" else "tool_seconds"

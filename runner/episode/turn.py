@@ -1,0 +1,225 @@
+"""A turn: the prompt, admission, the request, sampling, the record of it, and what was said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from runner.engines.base import FinishReason, GenerationRequest
+from runner.episode.key import MAIN
+from runner.episode.limits import Ending
+from runner.episode.parsed_turn import ParsedTurn, cut_in_reasoning, text_of
+from runner.episode.prompting import PreparedPrompt, next_prompt
+from runner.episode.sampling import Sample, sample
+from runner.episode.state import ConversationState
+from runner.errors import BadOption, EngineError, RequestRejected
+from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice
+from runner.seeds import derive_seed
+from runner.trajectory import Outcome, Turn
+
+__all__ = ["take_turn"]
+
+
+async def take_turn(
+    conversation: ConversationState, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None
+) -> Turn:
+    """Let the agent of a conversation speak once.
+
+    Raises:
+        EpisodeOver: a limit was reached, there is no exact prompt, or the engine failed.
+        RuntimeError: nothing was added that could be answered.
+        BadOption: the sampling, the limits or the tool choice cannot be used.
+    """
+    episode, chat = conversation.episode, conversation.chat
+    await episode.limits.admit(conversation.name, trained=conversation.train)
+    prompt = await next_prompt(conversation)
+    _refuse_too_long(conversation, prompt)
+    request = _request(conversation, prompt, sampling, tool_choice)
+    sampled, turn = Sample(prompt.segment.log), None
+    try:
+        episode.report_activity(f"{conversation.name}: engine")
+        await sample(
+            sampled,
+            chat.engine,
+            request.generation,
+            new_ids=prompt.new_ids,
+            source=prompt.source,
+            tokenizer=chat.tokenizer,
+            stall_seconds=episode.limits.configured.stall_seconds,
+        )
+    finally:
+        # Cancelled or failed, what the model saw and said is kept all the same: the engine had it from admission on.
+        if sampled.admitted:
+            turn = _record(conversation, prompt, request, sampled)
+            _parse(conversation, prompt, turn, sampled.text)
+            episode.limits.count(turn, trained=conversation.train)
+    if sampled.error is not None:
+        _end_by(conversation, sampled.error)
+    assert turn is not None  # an engine that did not fail has admitted the request
+    return turn
+
+
+def _refuse_too_long(conversation: ConversationState, prompt: PreparedPrompt) -> None:
+    if len(prompt.ids) >= conversation.context:
+        episode = conversation.episode
+        text = f"{episode.key.id}: {len(prompt.ids)} ids do not fit the context of {conversation.context}"
+        episode.limits.refuse_prompt(conversation.name, text, trained=conversation.train)
+
+
+def _end_by(conversation: ConversationState, error: EngineError) -> NoReturn:
+    # A request that the engine refuses is refused again: the same seeds make the same request.
+    rejected = isinstance(error, RequestRejected)
+    ending = Ending(Outcome.ENGINE_ERROR, agent=conversation.name, error=str(error), permanent=rejected)
+    conversation.episode.limits.end_episode(ending)
+
+
+# --- the request
+
+
+@dataclass(slots=True)
+class _Request:
+    generation: GenerationRequest
+    """What the engine is given."""
+    sampling: Sampling
+    """What the turn records: the sampling as it was asked for, without the constraint."""
+    tool_choice: ToolChoice
+    """Whether the turn may, must or must not call a tool, or the tool it must call."""
+    ceiling: str
+    """The limit that the engine's `max_tokens` stands for: "max_tokens", "context" or "tokens"."""
+
+
+def _request(
+    conversation: ConversationState, prompt: PreparedPrompt, sampling: Sampling | None, tool_choice: ToolChoice | None
+) -> _Request:
+    episode, chat, number = conversation.episode, conversation.chat, len(conversation.turns)
+    own = conversation.sampling()
+    settings = own if sampling is None else sampling.over(own)
+    choice = _tool_choice(conversation, tool_choice)
+    ceilings = {"max_tokens": settings.max_tokens, "context": conversation.context - len(prompt.ids)}
+    left = episode.limits.tokens_left() if conversation.train else None
+    if left is not None:
+        ceilings["tokens"] = left
+    ceiling = min(ceilings, key=ceilings.__getitem__)
+    generation = GenerationRequest(
+        name=f"{episode.key.id}/{conversation.name}/{number}",
+        prompt=prompt.ids,
+        sampling=settings if ceiling == "max_tokens" else replace(settings, max_tokens=ceilings[ceiling]),
+        stop_ids=tuple(dict.fromkeys((*chat.stop_ids, *settings.stop_ids))),
+        seed=derive_seed(episode.seed, conversation.name, number),
+        session=conversation.session,
+        constraint=_constraint(conversation, settings, choice),
+        # We look for stop strings in the deltas as they come, and what was sampled past one is thrown away.
+        acts_on_deltas=bool(settings.stop),
+    )
+    return _Request(generation, _unconstrained(settings), choice, ceiling)
+
+
+def _tool_choice(conversation: ConversationState, given: ToolChoice | None) -> ToolChoice:
+    if not conversation.tools:
+        return "none"
+    if given is not None:
+        return given
+    # The environment's is meant for `main`: another agent may not have the tool that it names.
+    choice = conversation.episode.environment.tool_choice
+    known = ("auto", "none", *(tool.name for tool in conversation.tools))
+    return choice if conversation.name == MAIN or choice in known else "auto"
+
+
+def _constraint(conversation: ConversationState, settings: Sampling, tool_choice: ToolChoice) -> Constraint | None:
+    tool_format, tools = conversation.chat.tool_format, conversation.tools
+    enforced = tool_format.constraint(tools, tool_choice) if tool_format and tools else None
+    given = _given_constraint(settings)
+    if enforced and given:
+        raise BadOption(
+            f"tool_choice={tool_choice!r} and Sampling({given.kind.value}=...) both constrain the same turn: "
+            f"give generate(tool_choice='none') where the text itself is constrained."
+        )
+    return enforced or given
+
+
+def _given_constraint(settings: Sampling) -> Constraint | None:
+    if settings.schema is not None:
+        return Constraint(ConstraintKind.JSON, json.dumps(settings.schema))
+    if settings.regex is not None:
+        return Constraint(ConstraintKind.REGEX, settings.regex)
+    if settings.choice is not None:
+        return Constraint(ConstraintKind.CHOICE, json.dumps(list(settings.choice)))
+    return None
+
+
+def _unconstrained(settings: Sampling) -> Sampling:
+    if settings.schema is None and settings.regex is None and settings.choice is None:
+        return settings
+    return replace(settings, schema=None, regex=None, choice=None)
+
+
+# --- what came of it
+
+
+def _record(conversation: ConversationState, prompt: PreparedPrompt, request: _Request, sampled: Sample) -> Turn:
+    """Put the prompt and the turn into the conversation; what the turn says is not read yet."""
+    segment = prompt.segment
+    if conversation.segment is not segment:
+        conversation.segment = segment
+        conversation.segments.append(segment)
+    if prompt.taken_back is not None:
+        prompt.taken_back.take_back(sampled.start)
+        conversation.retry = None
+    segment.messages.extend(prompt.messages)
+    # Only now, since a prompt that the engine never got stays queued; what was added meanwhile stays too.
+    del conversation.queued[: prompt.queued]
+    turn = Turn(
+        agent=conversation.name,
+        number=len(conversation.turns),
+        log=segment.log,
+        start=sampled.start,
+        end=sampled.end,
+        finish=sampled.finish,
+        stop=sampled.stop,
+        segment=len(conversation.segments) - 1,
+        seed=request.generation.seed,
+        sampling=request.sampling,
+        constraint=request.generation.constraint,
+        tool_choice=request.tool_choice,
+        cached_tokens=sampled.cached_tokens,
+        junction=prompt.junction,
+        timings=sampled.timings,
+        dropped=sampled.dropped,
+        resampled=sampled.resampled,
+    )
+    if turn.finish is FinishReason.LENGTH:
+        turn.stop = request.ceiling
+        # An engine knows one number only; which limit it stands for is known here.
+        if request.ceiling == "context":
+            turn.finish = FinishReason.CONTEXT
+    conversation.turns.append(turn)
+    return turn
+
+
+def _parse(conversation: ConversationState, prompt: PreparedPrompt, turn: Turn, text: str | None) -> None:
+    """Fill in what the sampled ids say, as text, reasoning and calls, and add it to the messages.
+
+    Args:
+        conversation: whose turn it is.
+        prompt: the turn's.
+        turn: gets what was said.
+        text: what stands before a stop string, where one was found; None reads the ids.
+    """
+    chat, ids, messages = conversation.chat, turn.log.ids, prompt.segment.messages
+    if prompt.continued:
+        # A call may be cut in two, so the message is read again from its first turn on.
+        messages.pop()
+        if text is not None:
+            text = chat.tokenizer.decode(ids[conversation.message_start : turn.start]) + text
+    else:
+        conversation.message_start, conversation.calls_before_message = turn.start, conversation.calls
+    if text is None:
+        stopped = turn.finish is FinishReason.STOP and isinstance(turn.stop, int)
+        text = text_of(ids[conversation.message_start : turn.end], chat, stopped=stopped)
+    before = conversation.calls_before_message
+    said = ParsedTurn.of(text, chat, conversation.tools, before=before, tool_choice=turn.tool_choice)
+    turn.text, turn.reasoning, turn.tool_calls = said.text, said.reasoning, said.tool_calls
+    turn.thinking = cut_in_reasoning(turn, text, chat)
+    conversation.calls = before + len(said.tool_calls)
+    messages.append(said.as_message())
