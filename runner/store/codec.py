@@ -327,14 +327,6 @@ _SEGMENTS = """
     FROM segments LEFT JOIN tools ON tools.key = segments.tools
     WHERE segments.episode = ? ORDER BY segments.number
 """
-# What files of formats 2 and 1 do not have; who only reads one leaves it as it is.
-_TURNS_2 = """
-    SELECT turns.*, constraints.kind, constraints.value, NULL AS sampling, 0 AS resampled
-    FROM turns LEFT JOIN constraints ON constraints.key = turns.constrained
-    WHERE turns.episode = ? ORDER BY turns.position
-"""
-_TURNS_1 = _TURNS_2.replace("turns.*", "turns.*, 0 AS thinking, 'auto' AS tool_choice")
-_SEGMENTS_1 = "SELECT *, NULL AS schemas FROM segments WHERE episode = ? ORDER BY number"
 
 
 def load_trajectory(connection: sqlite3.Connection, episode: StoredRow, decode_task: TaskDecoder) -> Trajectory:
@@ -360,7 +352,6 @@ def load_trajectory(connection: sqlite3.Connection, episode: StoredRow, decode_t
 
 def _decoded(connection: sqlite3.Connection, episode: StoredRow, task: Task) -> Trajectory:
     key = episode["key"]
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    segments = connection.execute(_SEGMENTS if version > 1 else _SEGMENTS_1, (key,)).fetchall()
-    turns = connection.execute({1: _TURNS_1, 2: _TURNS_2}.get(version, _TURNS), (key,)).fetchall()
+    segments = connection.execute(_SEGMENTS, (key,)).fetchall()
+    turns = connection.execute(_TURNS, (key,)).fetchall()
     return decode_trajectory(episode, task, segments, turns)

@@ -11,14 +11,13 @@ from typing import Final
 from urllib.parse import quote
 
 from runner.errors import NewerRunFile, RunFileError, StorageFailed
-from runner.store.schema import APPLICATION_ID, FORMAT, MIGRATIONS
+from runner.store.schema import APPLICATION_ID, FORMAT
 
 __all__ = [
     "FileLock",
     "check_format",
     "connect_writer",
     "make_folder",
-    "migrate",
     "open_reader",
     "storage_failed",
     "storage_faults",
@@ -160,15 +159,15 @@ def tables_in(connection: sqlite3.Connection) -> bool:
     return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
 
 
-def check_format(connection: sqlite3.Connection, path: Path) -> int:
-    """The file's format version; `FORMAT` for a file that is still empty.
+def check_format(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse what is no run file of this format; a database that is still empty passes.
 
     Raises:
-        RunFileError: a database, but no run file.
+        RunFileError: a database, but no run file, or one of an older format.
         NewerRunFile: its format is newer than this version's.
     """
     if not tables_in(connection):
-        return FORMAT
+        return
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     if application != APPLICATION_ID:
         raise RunFileError(
@@ -177,21 +176,14 @@ def check_format(connection: sqlite3.Connection, path: Path) -> int:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version > FORMAT:
         raise NewerRunFile(
-            f"run file {path}: its format is {version}, and this deltarunner reads formats up to {FORMAT}. "
+            f"run file {path}: its format is {version}, and this deltarunner reads format {FORMAT}. "
             f"Upgrade it (pip install -U deltarunner), or give another path (--file)."
         )
-    return int(version)
-
-
-def migrate(connection: sqlite3.Connection, found: int) -> None:
-    """Take the tables from format `found` to this version's, all steps or none."""
-    if found == FORMAT:
-        return
-    with transaction(connection):
-        for version in range(found, FORMAT):
-            for statement in MIGRATIONS[version]:
-                connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {FORMAT}")
+    if version < FORMAT:
+        raise RunFileError(
+            f"run file {path}: its format is {version}, and this deltarunner reads format {FORMAT} alone. "
+            f"Nothing converts it: play the run anew, to another path (--file)."
+        )
 
 
 class FileLock:

@@ -88,9 +88,6 @@ _RULES: Final = (
 BYTES: Final = 256
 """Where the control tokens of a vocabulary of bytes begin."""
 
-# Fields that headers of format 1 do not have: a run that was begun with one can be gone on with.
-_SINCE_FORMAT_2: Final = ("engine*.tokenizer", "engine*.stop_ids", "history.content_safe", "history.close_reasoning")
-
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -235,23 +232,16 @@ class Header:
         values["clock"] = datetime.fromisoformat(values["clock"])
         values["created"] = datetime.fromisoformat(values["created"])
         values["unrecorded"] = tuple(values["unrecorded"])
-        if isinstance(values.get("history"), str):  # format 1 has the policy alone
-            values["history"] = {"policy": values["history"]}
         return cls(**values)
 
     def changes(self, new: Header) -> list[Change]:
         """How `new` differs from this one, in the order of the fields; what is free to change is among it."""
         old_fields, new_fields = dict(_flat(decode_json(self.to_json()))), dict(_flat(decode_json(new.to_json())))
         return [
-            Change(path, old, changed, self._meaning(path, old))
+            Change(path, old, changed, _meaning(path))
             for path in dict.fromkeys([*old_fields, *new_fields])
             if (old := old_fields.get(path, MISSING)) != (changed := new_fields.get(path, MISSING))
         ]
-
-    def _meaning(self, path: str, old: Any) -> OnChange:
-        if old is MISSING and self.format < 2 and any(fnmatchcase(path, pattern) for pattern in _SINCE_FORMAT_2):
-            return OnChange.FREE
-        return _meaning(path)
 
     def refused(self, new: Header) -> list[Change]:
         """Of the changes, those with which the run cannot be resumed."""

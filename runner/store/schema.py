@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Final
 
-__all__ = ["APPLICATION_ID", "FORMAT", "MIGRATIONS", "TABLES"]
+__all__ = ["APPLICATION_ID", "FORMAT", "TABLES"]
 
 FORMAT: Final = 3
-"""The version of the tables, kept in `PRAGMA user_version`."""
+"""The version of the tables, kept in `PRAGMA user_version`. A file of any other version is refused by its number."""
 
 APPLICATION_ID: Final = 0x64656C74
 """In `PRAGMA application_id` ("delt"): tells a run file from any other SQLite database."""
-
-MIGRATIONS: Final[Mapping[int, Sequence[str]]] = {
-    1: (
-        "CREATE TABLE tools (key INTEGER PRIMARY KEY, tools TEXT NOT NULL)",
-        "ALTER TABLE segments ADD COLUMN tools INTEGER",
-        "ALTER TABLE turns ADD COLUMN thinking INTEGER NOT NULL DEFAULT 0",
-        "ALTER TABLE turns ADD COLUMN tool_choice TEXT NOT NULL DEFAULT 'auto'",
-    ),
-    2: (
-        "CREATE TABLE samplings (key INTEGER PRIMARY KEY, sampling TEXT NOT NULL)",
-        "ALTER TABLE turns ADD COLUMN sampled INTEGER",
-        "ALTER TABLE turns ADD COLUMN resampled INTEGER NOT NULL DEFAULT 0",
-    ),
-}
-"""Statements that take a file from the format they are filed under to the next one; run when a writer opens it."""
 
 TABLES: Final = """
 CREATE TABLE run (
@@ -116,12 +100,12 @@ CREATE TABLE turns (
     tool_calls  TEXT NOT NULL,              -- JSON: [{"id", "name", "arguments", "error"}, ...]
     seed        INTEGER,
     constrained INTEGER,                    -- constraints.key: what could be sampled
-    sampled     INTEGER,                    -- samplings.key: temperature and so on; NULL in what format 2 wrote
+    sampled     INTEGER,                    -- samplings.key: temperature and so on; NULL where the turn does not say
     cached      INTEGER,
     dropped     INTEGER NOT NULL,
-    resampled   INTEGER NOT NULL DEFAULT 0, -- ids of tries that the engine cut for its trainer
-    thinking    INTEGER NOT NULL DEFAULT 0, -- 1: it was cut inside its reasoning
-    tool_choice TEXT NOT NULL DEFAULT 'auto',
+    resampled   INTEGER NOT NULL,           -- ids of tries that the engine cut for its trainer
+    thinking    INTEGER NOT NULL,           -- 1: it was cut inside its reasoning
+    tool_choice TEXT NOT NULL,
     reward      REAL NOT NULL,
     queued      REAL NOT NULL,              -- seconds, as the next three
     first_token REAL NOT NULL,

@@ -23,7 +23,6 @@ from runner.store.database import (
     check_format,
     connect_writer,
     make_folder,
-    migrate,
     open_reader,
     storage_faults,
     tables_in,
@@ -134,14 +133,12 @@ class RunWriter:
         self._lock.acquire()
         with storage_faults(path):
             self._connection = connection = connect_writer(path)
-            found = check_format(connection, path)
+            check_format(connection, path)
             self.resumed = tables_in(connection)
             if self.resumed:
                 self._compare(path, connection)  # before the first write: what is refused is left as it is
             write_ahead(connection, durable=self._durable)
-            if self.resumed:
-                migrate(connection, found)
-            else:
+            if not self.resumed:
                 self._create(connection)
             if self.resumed and self._retry_failed:
                 reopen_failed(connection)
