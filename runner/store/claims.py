@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from tempfile import gettempdir
 
 from runner.errors import BadTask, ConfigurationChanged, StorageFailed
-from runner.store.json_values import decode_json, encode_task, encode_text
+from runner.store.columns import encode_text
+from runner.store.json_values import decode_json
+from runner.store.stored_tasks import encode_task
 from runner.tasks import Task
 from runner.trajectory import Outcome
 

@@ -17,13 +17,15 @@ import anyio
 
 from runner.concurrency.threads import soon_on_this_loop
 from runner.errors import StorageFailed
-from runner.options import Constraint
-from runner.store.codec import encode_trajectory
+from runner.store.codec import segment_values, trajectory_values, turn_values
+from runner.store.columns import Table, encode_text, insertion
 from runner.store.database import storage_failed, transaction
-from runner.store.json_values import class_name, encode_json, encode_task, encode_text
+from runner.store.json_values import class_name, encode_json
 from runner.store.reopening import UNSUCCEEDED
+from runner.store.schema import CONSTRAINTS, EPISODES, SAMPLINGS, SEGMENTS, TASKS, TOOLS, TURNS
+from runner.store.stored_tasks import encode_task
 from runner.tasks import Task
-from runner.trajectory import Trajectory
+from runner.trajectory import Trajectory, Turn
 
 __all__ = ["Commit", "CommitThread", "EpisodeCommit", "FinishCommit", "RewardCommit"]
 
@@ -36,39 +38,43 @@ loop still share transactions; one that ends alone is committed at once."""
 
 REMEMBERED: Final = 4096
 
-Values: TypeAlias = Mapping[str, Any]
+Values: TypeAlias = Sequence[Any]
+"""A row to be inserted: a value for each column of its table."""
 
 
 class Batch:
     """The statements of one transaction."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, list[Values]] = {}
+        self.rows: dict[Table, list[Values]] = {}
+        """The rows to be inserted, by table."""
         self.updates: list[tuple[str, tuple[Any, ...]]] = []
+        """Statements with their values, run when all rows are inserted."""
 
-    def insert(self, table: str, row: Values) -> None:
+    def insert(self, table: Table, row: Values) -> None:
+        """Add a row: the values of the table's columns, in their order."""
         self.rows.setdefault(table, []).append(row)
 
     def update(self, statement: str, *values: Any) -> None:
-        """To be run after all rows are inserted."""
+        """Add a statement that is run after all rows are inserted."""
         self.updates.append((statement, values))
 
     def absorb(self, other: Batch) -> None:
+        """Add all that another batch has."""
         for table, rows in other.rows.items():
             self.rows.setdefault(table, []).extend(rows)
         self.updates += other.updates
 
     def write(self, connection: sqlite3.Connection) -> None:
+        """Run the statements, inside of the transaction that is open."""
         for table, rows in self.rows.items():
             for chunk in _chunks(rows):
-                values = [value for row in chunk for value in row.values()]
-                connection.execute(_insertion(table, chunk[0], len(chunk)), values)
+                connection.execute(insertion(table, len(chunk)), [value for row in chunk for value in row])
         for statement, given in self.updates:
             connection.execute(statement, given)
 
 
 _CHUNKS: Final = (64, 16, 4, 1)
-_KNOWN_ALREADY: Final = frozenset({"tasks", "constraints", "samplings", "tools"})
 
 
 def _chunks(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
@@ -83,18 +89,12 @@ def _chunks(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
         start += size
 
 
-def _insertion(table: str, row: Values, count: int) -> str:
-    verb = "INSERT OR IGNORE" if table in _KNOWN_ALREADY else "INSERT"
-    columns = ", ".join(f'"{name}"' for name in row)
-    places = f"({', '.join('?' * len(row))})"
-    return f"{verb} INTO {table} ({columns}) VALUES {', '.join([places] * count)}"
-
-
 class Packer:
     """Makes rows of trajectories. It remembers what the file holds already, within bounds."""
 
     def __init__(self, *, next_key: int, launch: int, resumed: bool) -> None:
         self.resumed = resumed
+        """Whether the file held this run already when it was opened."""
         self._next_key = next_key
         self._launch = launch
         self._written: OrderedDict[Hashable, None] = OrderedDict()
@@ -104,48 +104,40 @@ class Packer:
         self._written.clear()
 
     def add(self, batch: Batch, trajectory: Trajectory, *, superseded: bool) -> None:
-        """The rows of one trajectory."""
-        rows = encode_trajectory(trajectory)
+        """Add the rows of one trajectory to a batch."""
         key = self._next_key
         self._next_key += 1
         self._add_task(batch, trajectory.task, trajectory.visit)
-        mine = {"key": key, "superseded": int(superseded), "committed": time.time(), "launch": self._launch}
-        batch.insert("episodes", rows.episode | mine)
-        for row in rows.segments:
-            row["tools"] = self._add_tools(batch, row["tools"])
-            batch.insert("segments", {"episode": key, **row})
-        for row in rows.turns:
-            row["constrained"] = self._add_constraint(batch, row["constrained"])
-            row["sampled"] = self._add_sampling(batch, row["sampled"])
-            batch.insert("turns", {"episode": key, **row})
+        written = int(superseded), time.time(), self._launch
+        batch.insert(EPISODES, [key, *trajectory_values(trajectory), *written])
+        for number, segment in enumerate(trajectory.segments):
+            tools = self._refer(batch, TOOLS, "tools", encode_json(segment.tools)) if segment.tools else None
+            batch.insert(SEGMENTS, [key, number, *segment_values(segment), tools])
+        for position, turn in enumerate(trajectory.turns):
+            constrained, sampled = self._constraint(batch, turn), self._sampling(batch, turn)
+            batch.insert(TURNS, [key, position, constrained, sampled, *turn_values(turn)])
 
     def _add_task(self, batch: Batch, task: Task, visit: int) -> None:
         if self._first_time((task.id, visit)):
-            row = {"id": encode_text(task.id), "visit": visit, "class": class_name(type(task))}
-            batch.insert("tasks", row | {"task": encode_task(task)})
+            batch.insert(TASKS, [encode_text(task.id), visit, class_name(type(task)), encode_task(task), 0])
 
-    def _add_tools(self, batch: Batch, tools: str | None) -> int | None:
-        if tools is None:
-            return None
-        key = _key_of("tools", tools)
-        if self._first_time(key):
-            batch.insert("tools", {"key": key, "tools": tools})
-        return key
-
-    def _add_constraint(self, batch: Batch, constraint: Constraint | None) -> int | None:
+    def _constraint(self, batch: Batch, turn: Turn) -> int | None:
+        constraint = turn.constraint
         if constraint is None:
             return None
-        key = _key_of(constraint.kind.value, constraint.value)
-        if self._first_time(key):
-            batch.insert("constraints", {"key": key, "kind": constraint.kind.value, "value": constraint.value})
-        return key
+        kind = constraint.kind.value
+        return self._refer(batch, CONSTRAINTS, kind, kind, constraint.value)
 
-    def _add_sampling(self, batch: Batch, sampling: str | None) -> int | None:
-        if sampling is None:
+    def _sampling(self, batch: Batch, turn: Turn) -> int | None:
+        if turn.sampling is None:
             return None
-        key = _key_of("sampling", sampling)
+        return self._refer(batch, SAMPLINGS, "sampling", encode_json(turn.sampling.given()))
+
+    def _refer(self, batch: Batch, table: Table, kind: str, *values: str) -> int:
+        """The key of a row that many others refer to; the row itself goes along the first time."""
+        key = _key_of(kind, values[-1])
         if self._first_time(key):
-            batch.insert("samplings", {"key": key, "sampling": sampling})
+            batch.insert(table, [key, *values])
         return key
 
     def _first_time(self, what: Hashable) -> bool:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias
 
 from runner.errors import BadOption, StorageFailed
-from runner.store.json_values import decode_json, encode_json, encode_standard_json, encode_task
+from runner.store.json_values import decode_json, encode_json, encode_standard_json
 from runner.store.reader import RunFile
-from runner.trajectory import Segment, Trajectory, Turn
+from runner.store.schema import TRAJECTORY
+from runner.store.stored_tasks import encode_task
+from runner.trajectory import Segment, Trajectory
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -76,26 +78,25 @@ def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes]) -> int:
     return count
 
 
+# Of a trajectory the fields of the table `episodes`, of a segment and a turn these. What is exported is trained, always.
+_FIELDS: Final = tuple(
+    column.attribute or column.name
+    for column in TRAJECTORY
+    if column.is_field and column.name not in ("id", "trained", "limit_agent")
+)
+_TURN_FIELDS: Final = (
+    *("number", "segment", "start", "end", "text", "reasoning", "tool_calls", "finish", "stop", "reward", "seed"),
+    *("constraint", "junction", "timings"),
+)
+
+
 def _as_object(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "id": trajectory.id,
         "task": decode_json(encode_task(trajectory.task)),
-        "visit": trajectory.visit,
-        "index": trajectory.index,
-        "agent": trajectory.agent,
-        "attempt": trajectory.attempt,
-        "outcome": trajectory.outcome,
-        "limit": trajectory.limit,
-        "reason": trajectory.reason,
-        "error": trajectory.error,
-        "reward": trajectory.reward,
-        "rewards": trajectory.rewards,
-        "metrics": trajectory.metrics,
-        "seed": trajectory.seed,
-        "seconds": trajectory.seconds,
-        "waited": trajectory.waited,
+        **{name: getattr(trajectory, name) for name in _FIELDS},
         "segments": [_segment_object(segment) for segment in trajectory.segments],
-        "turns": [_turn_object(turn) for turn in trajectory.turns],
+        "turns": [{name: getattr(turn, name) for name in _TURN_FIELDS} for turn in trajectory.turns],
     }
 
 
@@ -112,51 +113,20 @@ def _segment_object(segment: Segment) -> dict[str, Any]:
     }
 
 
-def _turn_object(turn: Turn) -> dict[str, Any]:
-    return {
-        "number": turn.number,
-        "segment": turn.segment,
-        "start": turn.start,
-        "end": turn.end,
-        "text": turn.text,
-        "reasoning": turn.reasoning,
-        "tool_calls": turn.tool_calls,
-        "finish": turn.finish,
-        "stop": turn.stop,
-        "reward": turn.reward,
-        "seed": turn.seed,
-        "constraint": turn.constraint,
-        "junction": turn.junction,
-        "timings": turn.timings,
-    }
-
-
 # --- Parquet
 
-Column: TypeAlias = Callable[[Trajectory], Any]
 ArrowArray: TypeAlias = Any
 
-_VALUES: Final[dict[str, tuple[Any, Column]]] = {
-    "id": ("string", lambda t: t.id),
-    "task_id": ("string", lambda t: t.task.id),
-    "visit": ("int32", lambda t: t.visit),
-    "index": ("int32", lambda t: t.index),
-    "agent": ("string", lambda t: t.agent),
-    "attempt": ("int32", lambda t: t.attempt),
-    "outcome": ("string", lambda t: t.outcome.value),
-    "limit": ("string", lambda t: t.limit),
-    "reason": ("string", lambda t: t.reason),
-    "error": ("string", lambda t: t.error),
-    "reward": ("float64", lambda t: t.reward),
-    "rewards": ("string", lambda t: encode_json(t.rewards)),
-    "metrics": ("string", lambda t: encode_json(t.metrics)),
-    "seed": ("int64", lambda t: t.seed),
-    "turns": ("int32", lambda t: len(t.turns)),
-    "sampled": ("int64", lambda t: t.sampled),
-    "seconds": ("float64", lambda t: t.seconds),
+_VALUES: Final[dict[str, tuple[str, Callable[[Trajectory], Any]]]] = {
+    **{
+        column.attribute or column.name: (column.arrow, column.get)
+        for column in TRAJECTORY
+        if column.arrow and column.get
+    },
     "task": ("string", lambda t: encode_task(t.task)),
     "messages": ("string", lambda t: encode_json([segment.messages for segment in t.segments])),
 }
+"""The columns that hold one value of a trajectory: the Arrow type, and what gives the value."""
 
 _PER_TOKEN: Final = ("token_ids", "logprobs", "mask", "weight_versions")
 

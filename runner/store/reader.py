@@ -11,9 +11,12 @@ from typing import Any, Self
 
 from runner.errors import RunFileError
 from runner.store.codec import load_trajectory
+from runner.store.columns import decode_text, encode_text
 from runner.store.database import open_reader, storage_faults
 from runner.store.header import Header
-from runner.store.json_values import TaskDecoder, decode_json, decode_text, encode_text
+from runner.store.json_values import decode_json
+from runner.store.schema import EPISODES
+from runner.store.stored_tasks import TaskDecoder
 from runner.tasks import Task
 from runner.trajectory import Outcome, Trajectory
 
@@ -24,86 +27,82 @@ PAGE = 256
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRow:
-    """What is known of a trajectory without loading it.
-
-    Attributes:
-        key: counts up in the order of commits.
-        id: the episode's, shared by its agents and attempts.
-        task_id: which task was played.
-        visit: which visit of it.
-        index: which of the task's group.
-        agent: whose trajectory it is.
-        attempt: counts from 0.
-        trained: whether its sampled ids are meant to be trained on.
-        superseded: it was played again, or is to be; no result of the run.
-        outcome: how the episode ended.
-        limit: the limit that fired, or "".
-        reason: what `Episode.end(reason)` was given.
-        error: what went wrong, or "".
-        reward: None where it was not scored.
-        rewards: by name, before weighting.
-        metrics: by name.
-        turns: how many.
-        segments: how many.
-        tokens: ids in all segments.
-        sampled: of those, sampled by the model.
-        prompted: prompt ids over all turns.
-        cached: of those, in the engine's prefix cache; None where it never said.
-        seed: of the episode's sampling.
-        seconds: how long it was alive.
-        waited: of that, for a place in the engine.
-        committed: when, in seconds since 1970.
-        launch: which opening of the file wrote it.
-    """
+    """What is known of a trajectory without loading it: a row of the table `episodes`."""
 
     key: int
+    """The number of the row, which counts up in the order of commits."""
     id: str
+    """The id of the episode, shared by its agents and attempts."""
     task_id: str
+    """The id of the task that was played."""
     visit: int
+    """Which visit of the task it was, counted from 0; a source may give a task again."""
     index: int
+    """Which episode of the task's group it was, counted from 0."""
     agent: str
+    """The agent whose trajectory it is."""
     attempt: int
+    """Which attempt at the episode it was, counted from 0."""
     trained: bool
+    """Whether the sampled ids are meant to be trained on."""
     superseded: bool
+    """Whether the episode was played again, or is to be; this attempt is then no result of the run."""
     outcome: Outcome
+    """How the episode ended."""
     limit: str
+    """The limit that fired, or ""."""
+    limit_agent: str
+    """The agent whose limit it was, or ""."""
     reason: str
+    """What `Episode.end(reason)` was given, or ""."""
     error: str
+    """What went wrong, or ""."""
     reward: float | None
+    """The reward; None where the episode was not scored."""
     rewards: Mapping[str, float | None]
+    """Each reward by its name, before weighting."""
     metrics: Mapping[str, float]
+    """Each metric by its name."""
     turns: int
+    """The number of turns."""
     segments: int
+    """The number of segments."""
     tokens: int
+    """The number of ids in all segments."""
     sampled: int
+    """The number of ids that the model sampled."""
     prompted: int
+    """The number of ids in the prompts of all turns, which the engine was given to read."""
     cached: int | None
+    """How many of the prompts' ids the engine's prefix cache held; None where it never said."""
     seed: int
+    """The seed of the episode's sampling."""
     seconds: float
+    """How long the episode was alive."""
     waited: float
+    """How much of that the episode waited for a place in the engine."""
     committed: float
+    """When the row was committed, in seconds since 1970."""
     launch: int
+    """Which opening of the file wrote the row, counted from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """The episodes of one visit of a task, for one agent.
-
-    Attributes:
-        task_id: which task.
-        visit: which visit of it.
-        agent: whose trajectories these are.
-        rows: by index; failed ones are among them, with reward None.
-        complete: as many episodes as the run's group size were played, none of them is to be played again.
-        scored: its group rewards are in the file.
-    """
+    """The episodes of one visit of a task, for one agent."""
 
     task_id: str
+    """The id of the task."""
     visit: int
+    """Which visit of the task it was, counted from 0."""
     agent: str
+    """The agent whose trajectories these are."""
     rows: tuple[EpisodeRow, ...]
+    """A row for each episode by its index; failed ones are among them, with reward None."""
     complete: bool
+    """Whether as many episodes as the run's group size were played, and none of them is to be played again."""
     scored: bool
+    """Whether the rewards of the group are in the file."""
 
 
 class RunFile:
@@ -318,32 +317,4 @@ _ROWS_OF_EPISODE = "SELECT * FROM episodes WHERE id = ? ORDER BY attempt DESC, t
 
 
 def _episode_row(row: sqlite3.Row) -> EpisodeRow:
-    return EpisodeRow(
-        key=row["key"],
-        id=decode_text(row["id"]),
-        task_id=decode_text(row["task_id"]),
-        visit=row["visit"],
-        index=row["group_index"],
-        agent=decode_text(row["agent"]),
-        attempt=row["attempt"],
-        trained=bool(row["trained"]),
-        superseded=bool(row["superseded"]),
-        outcome=Outcome(row["outcome"]),
-        limit=row["limit_name"],
-        reason=decode_text(row["reason"]),
-        error=decode_text(row["error"]),
-        reward=row["reward"],
-        rewards=decode_json(row["rewards"]),
-        metrics=decode_json(row["metrics"]),
-        turns=row["turns"],
-        segments=row["segments"],
-        tokens=row["tokens"],
-        sampled=row["sampled"],
-        prompted=row["prompted"],
-        cached=row["cached"],
-        seed=row["seed"],
-        seconds=row["seconds"],
-        waited=row["waited"],
-        committed=row["committed"],
-        launch=row["launch"],
-    )
+    return EpisodeRow(**{column.attribute or column.name: column.read(row) for column in EPISODES.columns})

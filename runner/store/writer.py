@@ -17,6 +17,7 @@ import anyio.to_thread
 from runner.errors import ConfigurationChanged, StorageFailed
 from runner.store.claims import Claimed, Claims
 from runner.store.codec import load_trajectory
+from runner.store.columns import decode_text, encode_text
 from runner.store.commits import Commit, CommitThread, EpisodeCommit, FinishCommit, RewardCommit
 from runner.store.database import (
     FileLock,
@@ -30,9 +31,9 @@ from runner.store.database import (
     write_ahead,
 )
 from runner.store.header import Header, OnChange
-from runner.store.json_values import TaskDecoder, decode_text, encode_text
 from runner.store.reopening import UNSUCCEEDED, reopen_failed
-from runner.store.schema import APPLICATION_ID, FORMAT, TABLES
+from runner.store.schema import schema_statements
+from runner.store.stored_tasks import TaskDecoder
 from runner.tasks import Task
 from runner.trajectory import Trajectory
 
@@ -152,10 +153,8 @@ class RunWriter:
 
     def _create(self, connection: sqlite3.Connection) -> None:
         with transaction(connection):
-            for statement in TABLES.split(";\n"):
+            for statement in schema_statements():
                 connection.execute(statement)
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version = {FORMAT}")
             connection.execute(
                 "INSERT INTO run (one, header, created) VALUES (1, ?, ?)", (self.header.to_json(), time.time())
             )

@@ -9,9 +9,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
+from runner.store.columns import decode_text
 from runner.store.database import open_reader, storage_faults
 from runner.store.header import Header
-from runner.store.json_values import decode_json, decode_text
+from runner.store.json_values import decode_json
 from runner.trajectory import Outcome
 from runner.verify.differences import Difference, Kind
 

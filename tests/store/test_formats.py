@@ -1,4 +1,4 @@
-"""A run file of another format than this version's: refused by its number, wherever one is opened, and left as it is."""
+"""Run files of other formats than this version reads: refused by number wherever opened, and left as they are."""
 
 from __future__ import annotations
 
