@@ -78,7 +78,7 @@ def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes]) -> int:
     return count
 
 
-# Of a trajectory the fields of the table `episodes`, of a segment and a turn these. What is exported is trained, always.
+# The fields of a trajectory that are columns of `episodes`. What is exported is trained, always.
 _FIELDS: Final = tuple(
     column.attribute or column.name
     for column in TRAJECTORY
@@ -117,7 +117,7 @@ def _segment_object(segment: Segment) -> dict[str, Any]:
 
 ArrowArray: TypeAlias = Any
 
-_VALUES: Final[dict[str, tuple[str, Callable[[Trajectory], Any]]]] = {
+_VALUES: Final[dict[str, tuple[Any, Callable[[Trajectory], Any]]]] = {
     **{
         column.attribute or column.name: (column.arrow, column.get)
         for column in TRAJECTORY

@@ -21,6 +21,7 @@ from runner.store.json_values import class_name, decode_json, encode_json
 from runner.store.schema import FORMAT
 from runner.store.secrets import hide_secrets
 from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.token_diff import first_mismatch
 from runner.wording import WORDING_VERSION
 
 if TYPE_CHECKING:
@@ -275,8 +276,7 @@ def _difference(old: Any, new: Any) -> str:
 
 def _first_different_line(old: str, new: str) -> str:
     old_lines, new_lines = [*old.splitlines(), ""], [*new.splitlines(), ""]
-    shared = min(len(old_lines), len(new_lines))
-    line = next((n for n in range(shared) if old_lines[n] != new_lines[n]), shared - 1)
+    line = min(first_mismatch(old_lines, new_lines), len(old_lines) - 1, len(new_lines) - 1)
     return f"differs from line {line + 1} on: {_shown(old_lines[line])} -> {_shown(new_lines[line])}"
 
 

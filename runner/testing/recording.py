@@ -20,7 +20,7 @@ from runner.engines.wrapping import WrappedEngine
 from runner.errors import BadInput, BadOption, RequestRejected
 from runner.testing.queued import CheckedEngine
 from runner.testing.recording_file import AGAIN, RecordedTurn, Recording, read_recording, write_recording
-from runner.testing.token_diff import first_difference, token_diff
+from runner.tokens.token_diff import first_mismatch, token_diff
 from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["RecordingEngine", "ReplayEngine", "record", "replay"]
@@ -128,11 +128,11 @@ class ReplayEngine(CheckedEngine):
     def _differs(self, name: str, prompt: array[int]) -> str:
         again = f"If that is meant, {AGAIN}."
         nearest = next((recorded for recorded in self._left if recorded.name == name), None) or max(
-            self._left, key=lambda recorded: first_difference(recorded.prompt, prompt), default=None
+            self._left, key=lambda recorded: first_mismatch(recorded.prompt, prompt), default=None
         )
         if nearest is None:
             return f"{name}: {self._path} has no further turn; all {len(self._recorded)} were said. {again}"
-        at = first_difference(nearest.prompt, prompt)
+        at = first_mismatch(nearest.prompt, prompt)
         return (
             f"{name}: the prompt differs from {nearest.name} in {self._path} at id {at} "
             f"(of {len(nearest.prompt)} recorded, {len(prompt)} now). {again}\n"
