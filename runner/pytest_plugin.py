@@ -124,7 +124,7 @@ def real_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine
 @pytest.fixture
 def recorded_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
     """`recorded_engine()`: says what `real_engine()` said when the test was recorded; see --runner-record."""
-    from runner.testing.cassette import Cassette
+    from runner.testing.recordings import Cassette
 
     cassette = Cassette(request, record=request.config.getoption("--runner-record"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -27,8 +28,8 @@ __all__ = [
     "read_fields",
 ]
 
-Row: TypeAlias = Mapping[str, Any]
-"""A row that was read, by column; `sqlite3.Row` is used as one."""
+Row: TypeAlias = sqlite3.Row | Mapping[str, Any]
+"""A row that was read, by column."""
 
 
 def encode_text(text: str) -> str | bytes:
