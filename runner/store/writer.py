@@ -40,8 +40,11 @@ from runner.trajectory import Trajectory
 __all__ = ["Claimed", "RunWriter"]
 
 CLOSE_SECONDS = 30.0
+"""How long a run that ends waits for its last transaction: a disk that hangs must not keep the process."""
 ANSWER_SECONDS = 60.0
+"""How long a commit is waited for."""
 WAITING_COMMITS = 1024
+"""Commits that are under way at most; further episodes wait, so that a slow disk does not fill the memory."""
 
 
 class RunWriter:
@@ -52,18 +55,12 @@ class RunWriter:
     call returns.
 
     Args:
-        path: the file; made with its folder if it is not there. None keeps no trajectories, only the tasks' ids.
-        header: of this run.
-        task_class: what stored tasks are read back as.
-        retry_failed: what failed in the file is no result any more, and is claimed again.
-        durable: every commit also survives a power cut (`synchronous=FULL`); without it they survive the death of
+        path: The file; made with its folder if it is not there. None keeps no trajectories, only the tasks' ids.
+        header: The configuration of this run.
+        task_class: The class that stored tasks are read back as.
+        retry_failed: What failed in the file is no result any more, and is claimed again.
+        durable: Every commit also survives a power cut (`synchronous=FULL`); without it they survive the death of
             the process in any way, `kill -9` included.
-
-    Attributes:
-        header: of the file: the one that it was begun with.
-        resumed: the file held this run already.
-        warnings: what is not as it was when the file was begun, and does not stand in the way.
-        reopened: (task, visit) of the groups of which an episode is to be played again that was a result before.
 
     Raises (when it is entered):
         ConfigurationChanged: the file holds a run of another configuration; the message lists what differs.
@@ -81,10 +78,15 @@ class RunWriter:
         durable: bool = False,
     ) -> None:
         self.path = path
+        """The file; None where no trajectories are kept."""
         self.header = header
+        """The configuration of the file: the one that it was begun with."""
         self.resumed = False
+        """Whether the file held this run already."""
         self.warnings: tuple[str, ...] = ()
+        """What is not as it was when the file was begun, and does not stand in the way."""
         self.reopened: frozenset[tuple[str, int]] = frozenset()
+        """The (task, visit) of the groups of which an episode is played again that was a result before."""
         self._given = header
         self._retry_failed = retry_failed
         self._decode_task = TaskDecoder(task_class)
@@ -102,6 +104,7 @@ class RunWriter:
             self._open()
             return self
         try:
+            # A limiter of its own, here and below: the threads of the default one may all be at work for others.
             await anyio.to_thread.run_sync(self._open, limiter=anyio.CapacityLimiter(1))
         except BaseException:
             self._close()
@@ -143,7 +146,7 @@ class RunWriter:
                 self._create(connection)
             if self.resumed and self._retry_failed:
                 reopen_failed(connection)
-            if self.resumed:
+            if self.resumed:  # also without retry_failed: an earlier run may have reopened some and was cut
                 self.reopened = frozenset((decode_text(id), visit) for id, visit in connection.execute(UNSUCCEEDED))
             launch = self._note_launch(connection)
             (last,) = connection.execute("SELECT coalesce(max(key), 0) FROM episodes").fetchone()
@@ -261,6 +264,7 @@ class RunWriter:
         """
         reader = self._reader
         after = 0
+        # One row a statement: a statement that is left open between rows would hold the log back from the file.
         while reader is not None and after < self._stored_until:
             row = reader.execute(_NEXT_STORED, (after, self._stored_until)).fetchone()
             if row is None:

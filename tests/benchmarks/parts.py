@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from runner import Concurrency, Message, Run, Trajectory
 from runner.episode.model import ChatModel
 from runner.runs.process import on_event_loop
-from runner.store.commits import Batch, Packer
+from runner.store.batch import Batch, Packer
 from runner.store.database import connect_writer, transaction, write_ahead
 from runner.store.schema import schema_statements
 from runner.testing import ScriptedEngine

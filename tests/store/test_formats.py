@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from runner.cli.app import app
 from runner.errors import NewerRunFile, RunFileError
-from runner.store.naming import next_run_file
 from runner.store.reader import RunFile
+from runner.store.run_folder import next_run_file
 from runner.store.schema import FORMAT
 from runner.testing import ScriptedEngine
 from tests.store.building import header, played
