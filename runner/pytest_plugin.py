@@ -153,7 +153,7 @@ def byte_tokenizer() -> PlainTokenizer:
 
 @pytest.fixture
 def awkward_tokenizer() -> AwkwardTokenizer:
-    """Its twin, in which ids that are decoded and encoded again come back as others."""
+    """A vocabulary in which ids that are decoded and encoded again come back as others; else as `byte_tokenizer`."""
     from runner.testing.vocabulary import AwkwardTokenizer
 
     return AwkwardTokenizer()

@@ -39,7 +39,7 @@ class Claims:
     """The ids of the tasks that this run was given; may be used from any thread.
 
     Args:
-        stored: A connection to what earlier runs left in the file; None where that is nothing.
+        stored: a connection to what earlier runs left in the file; None where that is nothing.
     """
 
     def __init__(self, stored: sqlite3.Connection | None) -> None:

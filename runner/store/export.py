@@ -26,7 +26,9 @@ Exporter: TypeAlias = Callable[[RunFile, Path], int]
 """Writes a run file to a path, and says how many trajectories it wrote."""
 
 ROW_GROUP_TOKENS: Final = 1_000_000
+"""Token ids after which a row group of a Parquet file is written: what is held in memory at a time."""
 ROW_GROUP_ROWS: Final = 2_000
+"""Rows after which it is written, where they have few ids."""
 
 
 @contextlib.contextmanager
@@ -59,7 +61,7 @@ def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes]) -> int:
     sampled; `mask` is 1 for ids that were.
 
     Args:
-        run_file: what to export.
+        run_file: the run file to export.
         target: a path, where the file appears once it is complete, or a binary stream.
 
     Returns:
@@ -141,9 +143,9 @@ def export_parquet(run_file: RunFile, path: str | Path, *, columns: Sequence[str
     one segment unless its history was rewritten. `reward` is null where a trajectory failed or was not scored.
 
     Args:
-        run_file: what to export.
-        path: where the file appears once it is complete.
-        columns: of `PARQUET_COLUMNS`, those wanted.
+        run_file: the run file to export.
+        path: the path where the file appears once it is complete.
+        columns: those of `PARQUET_COLUMNS` that are wanted.
 
     Returns:
         How many rows were written.
@@ -213,12 +215,19 @@ class _Tokens:
     """The ids of a row group end to end, as Arrow's nested lists want them: no object per id is made."""
 
     ids: array[int] = field(default_factory=lambda: array("i"))
+    """The token ids of all segments, shape [ids], int32."""
     logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """Their log-probabilities in nats, NaN where there is none; shape [ids], float32."""
     mask: array[int] = field(default_factory=lambda: array("b"))
+    """1 for those that were sampled; shape [ids], int8."""
     versions: array[int] = field(default_factory=lambda: array("i"))
+    """The numbers of their weight versions in `names`, -1 for none; shape [ids], int32."""
     names: dict[str, int] = field(default_factory=dict)
+    """The weight versions, each with its number."""
     segment_ends: array[int] = field(default_factory=lambda: array("i", [0]))
+    """Where each segment ends, as an index into `ids`, after a 0; shape [segments + 1], int32."""
     row_ends: array[int] = field(default_factory=lambda: array("i", [0]))
+    """Where each row ends, as an index into the segments, after a 0; shape [rows + 1], int32."""
 
     def add(self, trajectory: Trajectory) -> None:
         for segment in trajectory.segments:

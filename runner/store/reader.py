@@ -23,6 +23,7 @@ from runner.trajectory import Outcome, Trajectory
 __all__ = ["EpisodeRow", "GroupRow", "RunFile"]
 
 PAGE = 256
+"""Rows that are read at a time; memory follows this and not the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +119,22 @@ class RunFile:
 
     Args:
         path: the file.
-        task_class: what tasks are read back as; with the default, an author's own fields are in `Task.info`.
+        task_class: the class that tasks are read back as; with the default, an author's own fields are in `Task.info`.
 
     Raises:
-        RunFileError: there is no such file, or it is no run file.
+        RunFileError: there is no such file, or it is no run file, or one of an older format.
         StorageFailed: it cannot be read.
         NewerRunFile: it was written by a newer version.
     """
 
     def __init__(self, path: str | Path, *, task_class: type[Task] = Task) -> None:
         self.path = Path(path)
+        """The path of the file."""
         self._decode_task = TaskDecoder(task_class)
         self._connection = open_reader(self.path)
         try:
             self.header = self._header(self._one("SELECT header FROM run")["header"])
+            """How the run was configured when it was begun."""
         except RunFileError:
             self.close()
             raise
@@ -145,6 +148,7 @@ class RunFile:
         self.close()
 
     def close(self) -> None:
+        """Close the file; leaving the `with` block does."""
         self._connection.close()
 
     def __repr__(self) -> str:
@@ -154,7 +158,7 @@ class RunFile:
 
     @property
     def complete(self) -> bool:
-        """Every task of the run was played."""
+        """Whether every task of the run was played."""
         return bool(self._one("SELECT complete FROM run")[0])
 
     def first_launch(self) -> Header | None:
@@ -188,9 +192,11 @@ class RunFile:
     # --- summaries
 
     def __len__(self) -> int:
+        """How many trajectories one trains on."""
         return int(self._one("SELECT count(*) FROM trajectories")[0])
 
     def __iter__(self) -> Iterator[EpisodeRow]:
+        """Summaries of what one trains on, in the order of their commits."""
         return self.rows()
 
     def rows(
@@ -205,11 +211,11 @@ class RunFile:
         """Summaries of trajectories in the order of their commits; None leaves a choice open.
 
         Args:
-            task_id: of this task.
-            agent: of this agent.
-            outcome: that ended like this.
-            trained: of agents that are trained, or of those that are not.
-            superseded: attempts that were played again, or those that were not.
+            task_id: the id of the task that they were played for.
+            agent: the agent whose trajectories they are.
+            outcome: how the episode ended.
+            trained: whether the agent is trained.
+            superseded: whether the attempt was played again, or is to be.
         """
         chosen: dict[str, Any] = {
             "task_id": None if task_id is None else encode_text(task_id),
@@ -247,8 +253,8 @@ class RunFile:
         """One trajectory, whole.
 
         Args:
-            episode: a row, or the id of an episode; of that, the last attempt.
-            agent: whose; by default of the row's agent, or of the episode's first trained one.
+            episode: a row, or the id of an episode, which stands for its last attempt.
+            agent: the agent whose trajectory it is; by default the row's, or the episode's first trained one.
 
         Raises:
             RunFileError: there is no such episode or agent in the file.

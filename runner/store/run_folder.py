@@ -20,10 +20,10 @@ def next_run_file(folder: Path, environment_name: str, header: Header, *, also_c
     A file that another process is writing, or that cannot be read, is passed over.
 
     Args:
-        folder: The folder of the files.
-        environment_name: The name of what is played.
-        header: The configuration of the run.
-        also_complete: Take the newest file of the configuration, whether its run is complete or not.
+        folder: the folder of the files.
+        environment_name: the name of what is played.
+        header: the configuration of the run.
+        also_complete: take the newest file of the configuration, whether its run is complete or not.
     """
     numbered = list(run_files(folder, environment_name))
     for _, path in reversed(numbered):

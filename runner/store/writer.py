@@ -55,11 +55,11 @@ class RunWriter:
     call returns.
 
     Args:
-        path: The file; made with its folder if it is not there. None keeps no trajectories, only the tasks' ids.
-        header: The configuration of this run.
-        task_class: The class that stored tasks are read back as.
-        retry_failed: What failed in the file is no result any more, and is claimed again.
-        durable: Every commit also survives a power cut (`synchronous=FULL`); without it they survive the death of
+        path: the file; made with its folder if it is not there. None keeps no trajectories, only the tasks' ids.
+        header: the configuration of this run.
+        task_class: the class that stored tasks are read back as.
+        retry_failed: what failed in the file is no result any more, and is claimed again.
+        durable: every commit also survives a power cut (`synchronous=FULL`); without it they survive the death of
             the process in any way, `kill -9` included.
 
     Raises (when it is entered):

@@ -33,9 +33,9 @@ def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
     limit, error and reward agree.
 
     Args:
-        trajectory: of any agent, with any outcome.
-        engine: decodes: what was sampled must say what the turn says. A `ScriptedEngine(record=True)` also knows
-            which ids were sent, and those are compared.
+        trajectory: the trajectory of any agent, with any outcome.
+        engine: the engine, which decodes: what was sampled must say what the turn says. A `ScriptedEngine(record=True)`
+            also knows which ids were sent, and those are compared.
 
     Raises:
         BadOption: it is no trajectory.

@@ -38,15 +38,19 @@ __tracebackhide__ = True
 Check: TypeAlias = Callable[[Any], object]
 
 _SLOWLY: Final = Latency(first=1, between=1)
+"""A tick before every delta, so that a turn has suspension points of its own."""
 _MOST: Final = 100_000
+"""Suspension points after which a scenario is taken for one that never ends."""
 _MOST_SWALLOWED: Final = 1_000
 """One run may be given so many cancellations, one for each `await` of a long unwinding; then somebody swallows them."""
 
 _REASON: Final = "cancel_everywhere"
+"""What our cancellations say of themselves, by which they are told from those of scopes inside of the scenario."""
 _ENDLESS: Final[list[Coroutine[Any, Any, object]]] = []
 """Coroutines that end by nothing, kept so that Python does not try to close them."""
 
 _EVENT_LOOPS: Final = frozenset({"anyio", "asyncio", "trio"})
+"""Libraries whose frames are not a scenario's: what they do with a cancellation is right."""
 
 
 async def cancel_everywhere(
@@ -261,7 +265,7 @@ def play_cancelled(
         says: what the model says; a list is read from its beginning each time.
         task: the task or its id; by default the first one.
         check: gets the environment that played, after every time; raises if something is left behind.
-        limits: go over the environment's.
+        limits: the limits, which go over the environment's.
 
     Returns:
         How many times it was cancelled.

@@ -47,7 +47,7 @@ def replay(path: Path | str, *, tokenizer: Tokenizer | None = None, places: int 
     Args:
         path: the recording.
         tokenizer: the vocabulary of the model; by default it is loaded by the model's name, without the model.
-        places: requests that run at once.
+        places: the number of requests that run at once.
 
     Raises:
         BadInput: the file is missing, damaged, edited by hand or of another version, or its vocabulary or template is
@@ -58,12 +58,7 @@ def replay(path: Path | str, *, tokenizer: Tokenizer | None = None, places: int 
 
 
 class RecordingEngine(WrappedEngine):
-    """Another engine, whose requests and answers are kept.
-
-    Attributes:
-        inner: the engine.
-        recorded: how many requests were.
-    """
+    """Another engine, whose requests and answers are kept."""
 
     def __init__(self, inner: Engine) -> None:
         super().__init__(inner)
@@ -71,6 +66,7 @@ class RecordingEngine(WrappedEngine):
 
     @property
     def recorded(self) -> int:
+        """How many requests were recorded."""
         return len(self._calls)
 
     def stream(self, request: GenerationRequest) -> DeltaStream:
@@ -119,6 +115,7 @@ class ReplayEngine(CheckedEngine):
     async def _answer(self, call: ModelCall) -> Reply:
         prompt = array("i", call.prompt_ids)
         name = call.request.name
+        # By the prompt; by the name where several were sent the same one, such as the episodes of a group.
         same = [recorded for recorded in self._left if recorded.prompt == prompt]
         found = next((recorded for recorded in same if recorded.name == name), same[0] if same else None)
         if found is None:
@@ -181,7 +178,7 @@ class Cassette:
     """What the fixture `recorded_engine` gives out, and what becomes of it when the test has passed.
 
     Args:
-        request: pytest's, of the test.
+        request: the request that pytest gives the fixture.
         record: "none", "once" or "rewrite".
     """
 
@@ -208,7 +205,7 @@ class Cassette:
                 f"recorded_engine(): this test has the recording {path.name} already. Take the engine that was given, "
                 "or name the second one: recorded_engine(name='judge')."
             )
-        self._recorded[path] = None
+        self._recorded[path] = None  # taken, also where what follows raises
         if self._mode == "none" or (self._mode == "once" and path.exists()):
             engine = replay(path, tokenizer=tokenizer)
             self._replayed.append(engine)
