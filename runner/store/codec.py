@@ -8,7 +8,7 @@ from typing import Any
 
 from runner.errors import RunFileError
 from runner.options import Constraint, ConstraintKind, Sampling
-from runner.store.columns import Row, decode_text, read_fields
+from runner.store.columns import Row, decode_text, read_fields, row_maker
 from runner.store.json_values import decode_json
 from runner.store.packing import sources_of, unpack, unpacked_logprobs
 from runner.store.schema import JUNCTION, SEGMENT, TIMINGS, TRAJECTORY, TURN
@@ -22,32 +22,19 @@ __all__ = ["episode_row", "load_trajectory", "segment_values", "trajectory_value
 
 # --- writing
 
-_TRAJECTORY = tuple(column.get for column in TRAJECTORY if column.get)
-_SEGMENT = tuple(column.get for column in SEGMENT if column.get)
-_TURN = tuple(column.get for column in TURN if column.get)
-_TIMINGS = tuple(column.get for column in TIMINGS if column.get)
-_JUNCTION = tuple(column.get for column in JUNCTION if column.get)
-_NO_JUNCTION = (None,) * len(JUNCTION)
-
-
-def trajectory_values(trajectory: Trajectory) -> list[Any]:
-    """What the columns of `TRAJECTORY` hold of it, in their order."""
-    return [get(trajectory) for get in _TRAJECTORY]
-
-
-def segment_values(segment: Segment) -> list[Any]:
-    """What the columns of `SEGMENT` hold of it, in their order."""
-    return [get(segment) for get in _SEGMENT]
+# What the columns of each hold of an object, in their order.
+trajectory_values = row_maker(TRAJECTORY)
+segment_values = row_maker(SEGMENT)
+_turn_values = row_maker(TURN)
+_timings_values = row_maker(TIMINGS)
+_junction_values = row_maker(JUNCTION)
+_NO_JUNCTION = [None] * len(JUNCTION)
 
 
 def turn_values(turn: Turn) -> list[Any]:
     """What the columns of `TURN`, `TIMINGS` and `JUNCTION` hold of it, in their order."""
-    timings, junction = turn.timings, turn.junction
-    return [
-        *(get(turn) for get in _TURN),
-        *(get(timings) for get in _TIMINGS),
-        *(_NO_JUNCTION if junction is None else (get(junction) for get in _JUNCTION)),
-    ]
+    junction = _NO_JUNCTION if turn.junction is None else _junction_values(turn.junction)
+    return [*_turn_values(turn), *_timings_values(turn.timings), *junction]
 
 
 def episode_row(trajectory: Trajectory) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
@@ -25,7 +26,9 @@ __all__ = [
     "encode_text",
     "field",
     "insertion",
+    "member_of",
     "read_fields",
+    "row_maker",
 ]
 
 Row: TypeAlias = sqlite3.Row | Mapping[str, Any]
@@ -54,12 +57,19 @@ class Form:
     """Makes the stored value; None where the value is stored as it is."""
     read: Callable[[Any], Any] | None = None
     """Makes the value again of what is stored."""
+    part: str = ""
+    """The attribute of the value that is stored in its stead, after a full stop; "" for the value itself."""
 
 
 AS_IS: Final = Form()
 TEXT: Final = Form(encode_text, decode_text)
 JSON: Final = Form(encode_json, decode_json)
 FLAG: Final = Form(int, bool)
+
+
+def member_of(enumeration: type[Enum]) -> Form:
+    """The form of an enum's members, which are stored by their values."""
+    return Form(read=enumeration, part=".value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +86,8 @@ class Column:
     """How the value is stored."""
     attribute: str = ""
     """The name under which the value is read back; "" where that is the name of the column."""
-    get: Callable[[Any], Any] | None = None
-    """Gives the stored value of the object that the row is made of; None where the writer gives it."""
+    path: str = ""
+    """The attribute of an object that the value is made of, such as `task.id`; "" where the writer gives the value."""
     is_field: bool = False
     """Whether the value is given to the constructor when the object is made again."""
     arrow: str = ""
@@ -91,20 +101,27 @@ class Column:
 
 def field(name: str, sql: str, meaning: str, form: Form = AS_IS, *, attribute: str = "", arrow: str = "") -> Column:
     """A column that holds a field of an object."""
-    return Column(name, sql, meaning, form, attribute, _getter(attrgetter(attribute or name), form), True, arrow)
+    return Column(name, sql, meaning, form, attribute, (attribute or name) + form.part, True, arrow)
 
 
-def derived(
-    name: str, sql: str, meaning: str, of: Callable[[Any], Any], form: Form = AS_IS, *, arrow: str = ""
-) -> Column:
-    """A column whose value `of` makes of an object that keeps it in other fields, or deeper."""
-    return Column(name, sql, meaning, form, "", _getter(of, form), False, arrow)
+def derived(name: str, sql: str, meaning: str, path: str, form: Form = AS_IS, *, arrow: str = "") -> Column:
+    """A column that is made of what an object has at `path`, and is not read back as a field."""
+    return Column(name, sql, meaning, form, "", path, False, arrow)
 
 
-def _getter(value_of: Callable[[Any], Any], form: Form) -> Callable[[Any], Any]:
-    write = form.write
-    # An attrgetter alone stays in C, and most columns need no more.
-    return value_of if write is None else lambda owner: write(value_of(owner))
+def row_maker(columns: Sequence[Column]) -> Callable[[Any], list[Any]]:
+    """A function that makes of an object what these columns store of it, in their order."""
+    # One attrgetter takes all of them in C: this runs for every turn of a run.
+    take = attrgetter(*(column.path for column in columns))
+    writes = [(number, column.form.write) for number, column in enumerate(columns) if column.form.write]
+
+    def make(owner: Any) -> list[Any]:
+        row = list(take(owner))
+        for number, write in writes:
+            row[number] = write(row[number])
+        return row
+
+    return make
 
 
 def read_fields(columns: Iterable[Column], row: Row) -> dict[str, Any]:

@@ -7,10 +7,12 @@ import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias
 
 from runner.errors import BadOption, StorageFailed
+from runner.store.columns import Column, encode_text
 from runner.store.json_values import decode_json, encode_json, encode_standard_json
 from runner.store.reader import RunFile
 from runner.store.schema import TRAJECTORY
@@ -119,12 +121,16 @@ def _segment_object(segment: Segment) -> dict[str, Any]:
 
 ArrowArray: TypeAlias = Any
 
+
+def _value_of(column: Column) -> Callable[[Trajectory], Any]:
+    write, take = column.form.write, attrgetter(column.path)
+    # Text goes as it is: what makes it fit SQLite may be bytes, and Arrow encodes text itself.
+    return take if write is None or write is encode_text else lambda trajectory: write(take(trajectory))
+
+
+_IN_PARQUET: Final = tuple(column for column in TRAJECTORY if column.arrow)
 _VALUES: Final[dict[str, tuple[Any, Callable[[Trajectory], Any]]]] = {
-    **{
-        column.attribute or column.name: (column.arrow, column.get)
-        for column in TRAJECTORY
-        if column.arrow and column.get
-    },
+    **{column.attribute or column.name: (column.arrow, _value_of(column)) for column in _IN_PARQUET},
     "task": ("string", lambda t: encode_task(t.task)),
     "messages": ("string", lambda t: encode_json([segment.messages for segment in t.segments])),
 }

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from runner.engines.base import FinishReason
 from runner.messages import ToolCall
-from runner.store.columns import FLAG, JSON, TEXT, Column, Form, Table, decode_text, derived, encode_text, field
+from runner.store.columns import (
+    FLAG,
+    JSON,
+    TEXT,
+    Column,
+    Form,
+    Table,
+    decode_text,
+    derived,
+    encode_text,
+    field,
+    member_of,
+)
 from runner.store.json_values import decode_json, encode_json
 from runner.store.packing import pack, packed_logprobs, source_spans
 from runner.tokens.junction import Anchor, Close, Result, Seam
-from runner.trajectory import Outcome, Trajectory
+from runner.trajectory import Outcome, Segment, Turn
 
 __all__ = [
     "APPLICATION_ID",
@@ -46,8 +59,16 @@ def _read_stop(stored: Any) -> Any:
     return stored if stored is None or isinstance(stored, int) else decode_text(stored)
 
 
-def _cached(trajectory: Trajectory) -> int | None:
-    cached = [turn.cached_tokens for turn in trajectory.turns if turn.cached_tokens is not None]
+def _ids(segments: Sequence[Segment]) -> int:
+    return sum(len(segment.log) for segment in segments)
+
+
+def _prompted(turns: Sequence[Turn]) -> int:
+    return sum(turn.start for turn in turns)
+
+
+def _cached(turns: Sequence[Turn]) -> int | None:
+    cached = [turn.cached_tokens for turn in turns if turn.cached_tokens is not None]
     return sum(cached) if cached else None
 
 
@@ -56,13 +77,13 @@ def _cached(trajectory: Trajectory) -> int | None:
 # What a Parquet export has of it has an Arrow type. Its columns come in this order.
 TRAJECTORY: Final = (
     field("id", "TEXT NOT NULL", "the episode's id, shared by its agents and attempts", TEXT, arrow="string"),
-    derived("task_id", "TEXT NOT NULL", "the task", lambda t: t.task.id, TEXT, arrow="string"),
+    derived("task_id", "TEXT NOT NULL", "the task", "task.id", TEXT, arrow="string"),
     field("visit", "INTEGER NOT NULL", "which visit of the task, from 0", arrow="int32"),
     field("group_index", "INTEGER NOT NULL", "which of the task's group, from 0", attribute="index", arrow="int32"),
     field("agent", "TEXT NOT NULL", "who saw and did it", TEXT, arrow="string"),
     field("attempt", "INTEGER NOT NULL", "which attempt at the episode, from 0", arrow="int32"),
     field("trained", "INTEGER NOT NULL", "1: its sampled ids are meant to be trained on", FLAG),
-    field("outcome", "TEXT NOT NULL", "how the episode ended", Form(lambda o: o.value, Outcome), arrow="string"),
+    field("outcome", "TEXT NOT NULL", "how the episode ended", member_of(Outcome), arrow="string"),
     field("limit_name", "TEXT NOT NULL", "the limit that fired, or empty", attribute="limit", arrow="string"),
     field("limit_agent", "TEXT NOT NULL", "the agent whose limit it was, or empty", TEXT),
     field("reason", "TEXT NOT NULL", "what `Episode.end(reason)` was given, or empty", TEXT, arrow="string"),
@@ -71,12 +92,18 @@ TRAJECTORY: Final = (
     field("rewards", "TEXT NOT NULL", "JSON: each reward by name, before weighting", JSON, arrow="string"),
     field("metrics", "TEXT NOT NULL", "JSON: each metric by name", JSON, arrow="string"),
     field("seed", "INTEGER NOT NULL", "the seed of the episode's sampling", arrow="int64"),
-    derived("turns", "INTEGER NOT NULL", "how many turns it has", lambda t: len(t.turns), arrow="int32"),
-    derived("segments", "INTEGER NOT NULL", "how many segments it has", lambda t: len(t.segments)),
-    derived("tokens", "INTEGER NOT NULL", "ids in all segments", lambda t: sum(len(s.log) for s in t.segments)),
-    derived("sampled", "INTEGER NOT NULL", "of those, sampled by the model", lambda t: t.sampled, arrow="int64"),
-    derived("prompted", "INTEGER NOT NULL", "ids in the prompts of all turns", lambda t: sum(u.start for u in t.turns)),
-    derived("cached", "INTEGER", "of those, held by the engine's prefix cache; NULL where it never said", _cached),
+    derived("turns", "INTEGER NOT NULL", "how many turns it has", "turns", Form(len), arrow="int32"),
+    derived("segments", "INTEGER NOT NULL", "how many segments it has", "segments", Form(len)),
+    derived("tokens", "INTEGER NOT NULL", "ids in all segments", "segments", Form(_ids)),
+    derived("sampled", "INTEGER NOT NULL", "of those, sampled by the model", "sampled", arrow="int64"),
+    derived("prompted", "INTEGER NOT NULL", "ids in the prompts of all turns", "turns", Form(_prompted)),
+    derived(
+        "cached",
+        "INTEGER",
+        "of those, held by the engine's prefix cache; NULL where it never said",
+        "turns",
+        Form(_cached),
+    ),
     field("seconds", "REAL NOT NULL", "how long the episode was alive", arrow="float64"),
     field("waited", "REAL NOT NULL", "of that, how long it waited for a place in the engine"),
 )
@@ -99,25 +126,28 @@ SEGMENT: Final = (
     field("cause", "TEXT NOT NULL", "why it was begun"),
     field("unseen", "INTEGER NOT NULL", "how many of the last messages the model never saw"),
     field("messages", "TEXT NOT NULL", "JSON: the view of it", JSON),
-    derived("ids", "BLOB NOT NULL", "int32, little-endian, 4 bytes an id", lambda s: pack(s.log.ids)),
+    derived("ids", "BLOB NOT NULL", "int32, little-endian, 4 bytes an id", "log.ids", Form(pack)),
     derived(
         "logprobs",
         "BLOB",
         "float32, little-endian, one per *sampled* id (2 or 3) in order; NULL where the engine gave none",
-        lambda s: packed_logprobs(s.log),
+        "log",
+        Form(packed_logprobs),
     ),
     derived(
         "sources",
         "TEXT NOT NULL",
         "JSON runs `[[source, length], ...]`: 0 first prompt, 1 bridge, 2 sampled, 3 sampled in a turn that the next "
         "segment plays again. The loss mask is 1 where it is 2",
-        lambda s: encode_json(list(source_spans(s.log.sources))),
+        "log.sources",
+        Form(lambda sources: encode_json(list(source_spans(sources)))),
     ),
     derived(
         "versions",
         "TEXT NOT NULL",
         "JSON `[[weight version, start, end], ...]`, indices into `ids`",
-        lambda s: encode_json([(span.version, span.start, span.end) for span in s.log.versions]),
+        "log.versions",
+        Form(lambda versions: encode_json([(span.version, span.start, span.end) for span in versions])),
     ),
 )
 
@@ -148,7 +178,7 @@ TURN: Final = (
         "finish",
         "TEXT NOT NULL",
         "`stop`, `length`, `context`, `abort`, `repetition` or `error`",
-        Form(lambda finish: finish.value, FinishReason),
+        member_of(FinishReason),
     ),
     field(
         "stop", "", "what caused it: an integer is the stop id, text the stop string or cause", Form(_stop, _read_stop)
@@ -182,21 +212,17 @@ TIMINGS: Final = (
 )
 
 
-def _named(enumeration: type[Any]) -> Form:
-    return Form(lambda value: value.value, enumeration)
-
-
 JUNCTION: Final = (
-    field("junction_result", "TEXT", "what became of the history", _named(Result), attribute="result"),
-    field("junction_anchor", "TEXT", "what the bridge was attached after", _named(Anchor), attribute="anchor"),
+    field("junction_result", "TEXT", "what became of the history", member_of(Result), attribute="result"),
+    field("junction_anchor", "TEXT", "what the bridge was attached after", member_of(Anchor), attribute="anchor"),
     field(
         "junction_close",
         "TEXT",
         "where the closing tokens of the turn before came from",
-        _named(Close),
+        member_of(Close),
         attribute="close",
     ),
-    field("junction_seam", "TEXT", "how the seam was proven", _named(Seam), attribute="seam"),
+    field("junction_seam", "TEXT", "how the seam was proven", member_of(Seam), attribute="seam"),
     field("junction_inserted", "INTEGER", "ids that were put in between", attribute="inserted"),
     field("junction_dropped", "INTEGER", "sampled ids that are not in this prompt", attribute="dropped"),
     field("junction_cause", "TEXT", "why the prompt was not simply appended to, or empty", attribute="cause"),
