@@ -124,7 +124,7 @@ def real_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine
 @pytest.fixture
 def recorded_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
     """`recorded_engine()`: says what `real_engine()` said when the test was recorded; see --runner-record."""
-    from runner.testing.cassette import Cassette
+    from runner.testing.recordings import Cassette
 
     cassette = Cassette(request, record=request.config.getoption("--runner-record"))
 
@@ -153,7 +153,7 @@ def byte_tokenizer() -> PlainTokenizer:
 
 @pytest.fixture
 def awkward_tokenizer() -> AwkwardTokenizer:
-    """Its twin, in which ids that are decoded and encoded again come back as others."""
+    """A vocabulary in which ids that are decoded and encoded again come back as others; else as `byte_tokenizer`."""
     from runner.testing.vocabulary import AwkwardTokenizer
 
     return AwkwardTokenizer()

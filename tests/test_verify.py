@@ -252,13 +252,6 @@ def test_a_missing_file_and_one_that_is_no_run_file_end_with_7(tmp_path: Path) -
         assert (told["verified"], told["error"]["kind"], told["exit_code"]) == (False, "RunFileError", 7)
 
 
-def test_a_file_that_was_begun_in_format_1_says_that_it_keeps_too_little(path: Path) -> None:
-    change_header(path, lambda header: header.update(format=1), launches=True)
-    result = verify(path)
-    assert result.exit_code == 7
-    assert "begun in format 1" in result.stderr
-
-
 def test_a_model_that_is_not_here_or_has_another_vocabulary_ends_with_5(
     tmp_path: Path, demo_model_folder: Path
 ) -> None:

@@ -33,8 +33,8 @@ from runner.runs.console import discard
 from runner.runs.process import Reporter, on_event_loop
 from runner.runs.run import Run
 from runner.store.header import Header, OnChange
-from runner.store.naming import next_run_file
 from runner.store.reader import RunFile
+from runner.store.run_folder import next_run_file
 from runner.tokens.template import ChatTemplate
 from runner.trajectory import Outcome, Trajectory
 from runner.transcript import transcript

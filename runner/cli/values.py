@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-import orjson
-
+from runner.environment.loading import json_or_text
 from runner.errors import BadOption
 from runner.options import Limits
 
@@ -38,10 +37,7 @@ def plain_value(text: str) -> Any:
     """A value as JSON; true, false and none in any case; and anything else as text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return text
+    return json_or_text(text)
 
 
 def limits_of(given: Iterable[str]) -> Limits:

@@ -85,11 +85,6 @@ def verify_command(file: Path, *, models: Sequence[str] = (), json: bool = False
 
 def _verdict(run_file: RunFile, models: Sequence[str]) -> Verdict:
     header = run_file.header
-    if header.format < 2:
-        raise RunFileError(
-            f"run file {run_file.path}: it was begun in format {header.format}, which does not keep all that prompts "
-            f"are made from (tools, vocabulary), so nothing in it can be verified."
-        )
     verdict = Verdict(difference=_header_difference(run_file))
     if verdict.difference is None:
         chats = Chats(header, models)

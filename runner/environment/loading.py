@@ -241,7 +241,7 @@ def _read(cls: type[Environment[Any]], name: str, parameter: inspect.Parameter, 
     except PydanticUserError:  # a type of the author's own that pydantic cannot make
         raise BadOption(f"--set {name}: {cls.__name__} takes {hint!r}, which cannot be given as text.") from None
     if hint is parameter.empty or hint is Any:
-        return _json_or_text(text)
+        return json_or_text(text)
     try:
         return adapter.validate_strings(text)
     except ValidationError as error:
@@ -253,7 +253,8 @@ def _read(cls: type[Environment[Any]], name: str, parameter: inspect.Parameter, 
         ) from None
 
 
-def _json_or_text(text: str) -> Any:
+def json_or_text(text: str) -> Any:
+    """The value of `text` as JSON, or the text itself where it is none."""
     import orjson
 
     try:

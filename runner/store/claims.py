@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from tempfile import gettempdir
 
 from runner.errors import BadTask, ConfigurationChanged, StorageFailed
-from runner.store.json_values import decode_json, encode_task, encode_text
+from runner.store.columns import encode_text
+from runner.store.json_values import decode_json
+from runner.store.stored_tasks import encode_task
 from runner.tasks import Task
 from runner.trajectory import Outcome
 
@@ -21,30 +23,30 @@ _EPISODES_OF_TASK = "SELECT group_index, attempt, outcome, superseded FROM episo
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A task that may be played now.
-
-    Attributes:
-        visit: how often it was given before in this run.
-        finished: indices of its group whose episode has a final outcome in the file.
-        attempts: by index, the attempts that the file holds; the next one has this number.
-        group_scored: the group's rewards are in the file.
-    """
+    """A task that may be played now."""
 
     visit: int = 0
+    """How often the task was given before in this run."""
     finished: frozenset[int] = frozenset()
+    """The indices of its group whose episode has a final outcome in the file."""
     attempts: Mapping[int, int] = field(default_factory=dict)
+    """How many attempts the file holds, by index; the next attempt has this number."""
     group_scored: bool = False
+    """Whether the rewards of the group are in the file."""
 
 
 class Claims:
-    """The ids of the tasks that this run was given, in a temporary database: on disk where they are many.
+    """The ids of the tasks that this run was given; may be used from any thread.
 
-    May be used from any thread. `stored` is a connection to what earlier runs left in the file, if there is any.
+    Args:
+        stored: a connection to what earlier runs left in the file; None where that is nothing.
     """
 
     def __init__(self, stored: sqlite3.Connection | None) -> None:
         self._stored = stored
         self._lock = threading.Lock()
+        # A nameless database is temporary: SQLite keeps it in memory while it is small, and on disk where a source
+        # gives millions of tasks. It dies with the process, so it needs no journal and no sync.
         self._given = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         for pragma in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -4096"):
             self._given.execute(f"PRAGMA {pragma}")
@@ -95,6 +97,7 @@ class Claims:
         return Claimed(visit, frozenset(finished), attempts, bool(row["group_scored"]))
 
     def close(self) -> None:
+        """Let go of the ids."""
         with self._lock:
             self._given.close()
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import queue
 import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import anyio
 
 from runner.concurrency.threads import soon_on_this_loop
 from runner.errors import StorageFailed
-from runner.options import Constraint
-from runner.store.codec import encode_trajectory
+from runner.store.batch import Batch, Packer
+from runner.store.columns import encode_text
 from runner.store.database import storage_failed, transaction
-from runner.store.json_values import class_name, encode_json, encode_task, encode_text
+from runner.store.json_values import encode_json
 from runner.store.reopening import UNSUCCEEDED
-from runner.tasks import Task
 from runner.trajectory import Trajectory
 
 __all__ = ["Commit", "CommitThread", "EpisodeCommit", "FinishCommit", "RewardCommit"]
@@ -34,154 +31,22 @@ GATHER_SECONDS: Final = 0.005
 """From the beginning of one transaction to that of the next at least, so that episodes which end one by one on a busy
 loop still share transactions; one that ends alone is committed at once."""
 
-REMEMBERED: Final = 4096
-
-Values: TypeAlias = Mapping[str, Any]
-
-
-class Batch:
-    """The statements of one transaction."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, list[Values]] = {}
-        self.updates: list[tuple[str, tuple[Any, ...]]] = []
-
-    def insert(self, table: str, row: Values) -> None:
-        self.rows.setdefault(table, []).append(row)
-
-    def update(self, statement: str, *values: Any) -> None:
-        """To be run after all rows are inserted."""
-        self.updates.append((statement, values))
-
-    def absorb(self, other: Batch) -> None:
-        for table, rows in other.rows.items():
-            self.rows.setdefault(table, []).extend(rows)
-        self.updates += other.updates
-
-    def write(self, connection: sqlite3.Connection) -> None:
-        for table, rows in self.rows.items():
-            for chunk in _chunks(rows):
-                values = [value for row in chunk for value in row.values()]
-                connection.execute(_insertion(table, chunk[0], len(chunk)), values)
-        for statement, given in self.updates:
-            connection.execute(statement, given)
-
-
-_CHUNKS: Final = (64, 16, 4, 1)
-_KNOWN_ALREADY: Final = frozenset({"tasks", "constraints", "samplings", "tools"})
-
-
-def _chunks(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
-    """Rows that go together in one statement, in few sizes so that few statements are compiled.
-
-    Every statement lets go of the interpreter's lock and asks for it again, which a busy event loop answers late.
-    """
-    start = 0
-    while start < len(rows):
-        size = next(size for size in _CHUNKS if size <= len(rows) - start)
-        yield rows[start : start + size]
-        start += size
-
-
-def _insertion(table: str, row: Values, count: int) -> str:
-    verb = "INSERT OR IGNORE" if table in _KNOWN_ALREADY else "INSERT"
-    columns = ", ".join(f'"{name}"' for name in row)
-    places = f"({', '.join('?' * len(row))})"
-    return f"{verb} INTO {table} ({columns}) VALUES {', '.join([places] * count)}"
-
-
-class Packer:
-    """Makes rows of trajectories. It remembers what the file holds already, within bounds."""
-
-    def __init__(self, *, next_key: int, launch: int, resumed: bool) -> None:
-        self.resumed = resumed
-        self._next_key = next_key
-        self._launch = launch
-        self._written: OrderedDict[Hashable, None] = OrderedDict()
-
-    def forget(self) -> None:
-        """After a transaction that failed: the file may hold nothing of what was packed."""
-        self._written.clear()
-
-    def add(self, batch: Batch, trajectory: Trajectory, *, superseded: bool) -> None:
-        """The rows of one trajectory."""
-        rows = encode_trajectory(trajectory)
-        key = self._next_key
-        self._next_key += 1
-        self._add_task(batch, trajectory.task, trajectory.visit)
-        mine = {"key": key, "superseded": int(superseded), "committed": time.time(), "launch": self._launch}
-        batch.insert("episodes", rows.episode | mine)
-        for row in rows.segments:
-            row["tools"] = self._add_tools(batch, row["tools"])
-            batch.insert("segments", {"episode": key, **row})
-        for row in rows.turns:
-            row["constrained"] = self._add_constraint(batch, row["constrained"])
-            row["sampled"] = self._add_sampling(batch, row["sampled"])
-            batch.insert("turns", {"episode": key, **row})
-
-    def _add_task(self, batch: Batch, task: Task, visit: int) -> None:
-        if self._first_time((task.id, visit)):
-            row = {"id": encode_text(task.id), "visit": visit, "class": class_name(type(task))}
-            batch.insert("tasks", row | {"task": encode_task(task)})
-
-    def _add_tools(self, batch: Batch, tools: str | None) -> int | None:
-        if tools is None:
-            return None
-        key = _key_of("tools", tools)
-        if self._first_time(key):
-            batch.insert("tools", {"key": key, "tools": tools})
-        return key
-
-    def _add_constraint(self, batch: Batch, constraint: Constraint | None) -> int | None:
-        if constraint is None:
-            return None
-        key = _key_of(constraint.kind.value, constraint.value)
-        if self._first_time(key):
-            batch.insert("constraints", {"key": key, "kind": constraint.kind.value, "value": constraint.value})
-        return key
-
-    def _add_sampling(self, batch: Batch, sampling: str | None) -> int | None:
-        if sampling is None:
-            return None
-        key = _key_of("sampling", sampling)
-        if self._first_time(key):
-            batch.insert("samplings", {"key": key, "sampling": sampling})
-        return key
-
-    def _first_time(self, what: Hashable) -> bool:
-        if what in self._written:
-            self._written.move_to_end(what)
-            return False
-        self._written[what] = None
-        if len(self._written) > REMEMBERED:
-            self._written.popitem(last=False)
-        return True
-
-
-def _key_of(kind: str, value: str) -> int:
-    """The same for the same text, so that nothing has to be looked up; 63 bits."""
-    text = f"{kind}:{value}".encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-
 
 class Commit(ABC):
-    """Something to be committed, and how that ended.
-
-    Attributes:
-        done: set on the event loop when it is committed, or has failed.
-        error: why it is not in the file.
-        tokens: its size.
-    """
+    """Something to be committed, and how that ended."""
 
     tokens = 0
+    """The number of token ids that it holds, by which transactions are kept small."""
 
     def __init__(self) -> None:
         self.done = anyio.Event()
+        """Set on the event loop when it is committed, or has failed."""
         self.error: StorageFailed | None = None
+        """Why it is not in the file; None where it is."""
 
     @abstractmethod
     def pack(self, batch: Batch, packer: Packer) -> None:
-        """Its statements; runs in the writer's thread."""
+        """Add its statements to a batch; runs in the writer's thread."""
 
 
 class EpisodeCommit(Commit):
@@ -196,10 +61,12 @@ class EpisodeCommit(Commit):
     def pack(self, batch: Batch, packer: Packer) -> None:
         for trajectory in self._trajectories:
             packer.add(batch, trajectory, superseded=self._retry)
-        first = self._trajectories[0]
+        first = self._trajectories[0]  # all agents of an episode share what is asked of it here
         task = encode_text(first.task.id), first.visit
         if first.attempt:
             batch.update(_SUPERSEDE, *task, first.index, first.attempt)
+        # In a run that began with this file no group is scored before its last episode. A resumed run adds episodes to
+        # groups that were, and to runs that were complete.
         if packer.resumed:
             batch.update("UPDATE tasks SET group_scored = 0 WHERE id = ? AND visit = ? AND group_scored", *task)
             batch.update("UPDATE run SET complete = 0, summary = NULL WHERE complete")
@@ -259,16 +126,16 @@ _FINISH = f"UPDATE run SET summary = ?, complete = ? AND NOT EXISTS ({UNSUCCEEDE
 class CommitThread:
     """Takes commits from the event loop, groups those that wait, and says when they are on disk.
 
-    Attributes:
-        transactions: how many were committed.
-        wake_ups: how often the event loop was called.
+    One transaction for all that waits costs little more than for one, and the loop is woken once for all of them.
     """
 
     def __init__(
         self, connection: sqlite3.Connection, path: Path, *, next_key: int, launch: int, resumed: bool
     ) -> None:
         self.transactions = 0
+        """The number of transactions that were committed."""
         self.wake_ups = 0
+        """How often the event loop was called."""
         self._connection = connection
         self._path = path
         self._packer = Packer(next_key=next_key, launch=launch, resumed=resumed)
@@ -283,6 +150,7 @@ class CommitThread:
         self._thread.start()
 
     def send(self, commit: Commit) -> None:
+        """Hand over a commit; called on the event loop, and waits for nothing."""
         self._queue.put(commit)
 
     def close(self) -> None:
@@ -307,7 +175,7 @@ class CommitThread:
         tokens = 0
         while tokens < GROUP_TOKENS:
             try:
-                commit = self._queue.get(block=not group)
+                commit = self._queue.get(block=not group)  # the first is waited for, the others are there or not
             except queue.Empty:
                 break
             if commit is None:
@@ -326,7 +194,7 @@ class CommitThread:
                 batch.write(self._connection)
             self.transactions += 1
         except sqlite3.OperationalError as error:
-            self._failed(packed, error)
+            self._failed(packed, error)  # a full disk or a lock, which is nobody's own: alone each would fail too
         except (sqlite3.Error, OverflowError, UnicodeError) as error:
             self._failed(packed, error)
             # Something in one of them cannot be stored; the others have nothing to do with it.
@@ -336,7 +204,7 @@ class CommitThread:
                     self._commit([commit])
 
     def _pack(self, commit: Commit, into: Batch) -> bool:
-        batch = Batch()
+        batch = Batch()  # of its own, so that a commit which fails half way leaves no rows among the others'
         try:
             commit.pack(batch, self._packer)
         except Exception as error:  # what is packed holds an author's values, with methods of their own

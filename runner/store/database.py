@@ -11,14 +11,13 @@ from typing import Final
 from urllib.parse import quote
 
 from runner.errors import NewerRunFile, RunFileError, StorageFailed
-from runner.store.schema import APPLICATION_ID, FORMAT, MIGRATIONS
+from runner.store.schema import APPLICATION_ID, FORMAT
 
 __all__ = [
     "FileLock",
     "check_format",
     "connect_writer",
     "make_folder",
-    "migrate",
     "open_reader",
     "storage_failed",
     "storage_faults",
@@ -77,6 +76,8 @@ def storage_faults(path: Path) -> Iterator[None]:
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     """All of the block or nothing of it."""
+    # The write lock is taken here, where SQLite waits for it; a transaction that begins by reading could be refused
+    # it at once, in the middle.
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -106,13 +107,16 @@ def make_folder(path: Path) -> None:
 
 def connect_writer(path: Path) -> sqlite3.Connection:
     """A connection that may write and has not done so."""
+    # Opened in a worker thread and used in the writer's own; transactions are begun by hand (`transaction`).
     return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
 
 
 def write_ahead(connection: sqlite3.Connection, *, durable: bool) -> None:
     """Have commits go to a log (WAL), so that readers and the writer are never in each other's way."""
     connection.execute("PRAGMA journal_mode = WAL")
+    # NORMAL hands a commit to the operating system, which outlives this process; FULL waits until the disk has it.
     connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+    # The log goes into the file after so many pages, four times SQLite's own number: each time it waits for the disk.
     connection.execute("PRAGMA wal_autocheckpoint = 4000")
 
 
@@ -157,18 +161,19 @@ def _unwritten_log(path: Path) -> bool:
 
 
 def tables_in(connection: sqlite3.Connection) -> bool:
+    """Whether the database holds any table."""
     return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
 
 
-def check_format(connection: sqlite3.Connection, path: Path) -> int:
-    """The file's format version; `FORMAT` for a file that is still empty.
+def check_format(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse what is no run file of this format; a database that is still empty passes.
 
     Raises:
-        RunFileError: a database, but no run file.
+        RunFileError: a database, but no run file, or one of an older format.
         NewerRunFile: its format is newer than this version's.
     """
     if not tables_in(connection):
-        return FORMAT
+        return
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     if application != APPLICATION_ID:
         raise RunFileError(
@@ -177,28 +182,22 @@ def check_format(connection: sqlite3.Connection, path: Path) -> int:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version > FORMAT:
         raise NewerRunFile(
-            f"run file {path}: its format is {version}, and this deltarunner reads formats up to {FORMAT}. "
+            f"run file {path}: its format is {version}, and this deltarunner reads format {FORMAT}. "
             f"Upgrade it (pip install -U deltarunner), or give another path (--file)."
         )
-    return int(version)
-
-
-def migrate(connection: sqlite3.Connection, found: int) -> None:
-    """Take the tables from format `found` to this version's, all steps or none."""
-    if found == FORMAT:
-        return
-    with transaction(connection):
-        for version in range(found, FORMAT):
-            for statement in MIGRATIONS[version]:
-                connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {FORMAT}")
+    if version < FORMAT:
+        raise RunFileError(
+            f"run file {path}: its format is {version}, and this deltarunner reads format {FORMAT} alone. "
+            f"Nothing converts it: play the run anew, to another path (--file)."
+        )
 
 
 class FileLock:
-    """That no other process, and no other run of this one, writes the same run file.
+    """Keeps every other process, and every other run of this one, from writing the same run file.
 
     It is SQLite's own lock on an empty database beside the file: the kernel lets go of it when the process dies, in
-    whatever way, and processes forked from it do not inherit it.
+    whatever way, and processes forked from it do not inherit it. The file's own lock is taken and left with every
+    transaction, so it would let two runs write by turns.
     """
 
     def __init__(self, path: Path) -> None:
@@ -214,7 +213,7 @@ class FileLock:
         side = self._path.with_name(f".{self._path.name}.lock")
         try:
             self._connection = sqlite3.connect(side, isolation_level=None, check_same_thread=False, timeout=0)
-            self._connection.execute("PRAGMA journal_mode = MEMORY")
+            self._connection.execute("PRAGMA journal_mode = MEMORY")  # no journal of the lock stands beside it
             self._connection.execute("BEGIN EXCLUSIVE")
         except sqlite3.Error as error:
             self.release()
@@ -235,6 +234,7 @@ class FileLock:
         return False
 
     def release(self) -> None:
+        """Let go of it, if it is held by this object."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -7,13 +7,17 @@ import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias
 
 from runner.errors import BadOption, StorageFailed
-from runner.store.json_values import decode_json, encode_json, encode_standard_json, encode_task
+from runner.store.columns import Column, encode_text
+from runner.store.json_values import decode_json, encode_json, encode_standard_json
 from runner.store.reader import RunFile
-from runner.trajectory import Segment, Trajectory, Turn
+from runner.store.schema import TRAJECTORY
+from runner.store.stored_tasks import encode_task
+from runner.trajectory import Segment, Trajectory
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,7 +28,9 @@ Exporter: TypeAlias = Callable[[RunFile, Path], int]
 """Writes a run file to a path, and says how many trajectories it wrote."""
 
 ROW_GROUP_TOKENS: Final = 1_000_000
+"""Token ids after which a row group of a Parquet file is written: what is held in memory at a time."""
 ROW_GROUP_ROWS: Final = 2_000
+"""Rows after which it is written, where they have few ids."""
 
 
 @contextlib.contextmanager
@@ -57,7 +63,7 @@ def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes]) -> int:
     sampled; `mask` is 1 for ids that were.
 
     Args:
-        run_file: what to export.
+        run_file: the run file to export.
         target: a path, where the file appears once it is complete, or a binary stream.
 
     Returns:
@@ -76,26 +82,25 @@ def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes]) -> int:
     return count
 
 
+# The fields of a trajectory that are columns of `episodes`. What is exported is trained, always.
+_FIELDS: Final = tuple(
+    column.attribute or column.name
+    for column in TRAJECTORY
+    if column.is_field and column.name not in ("id", "trained", "limit_agent")
+)
+_TURN_FIELDS: Final = (
+    *("number", "segment", "start", "end", "text", "reasoning", "tool_calls", "finish", "stop", "reward", "seed"),
+    *("constraint", "junction", "timings"),
+)
+
+
 def _as_object(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "id": trajectory.id,
         "task": decode_json(encode_task(trajectory.task)),
-        "visit": trajectory.visit,
-        "index": trajectory.index,
-        "agent": trajectory.agent,
-        "attempt": trajectory.attempt,
-        "outcome": trajectory.outcome,
-        "limit": trajectory.limit,
-        "reason": trajectory.reason,
-        "error": trajectory.error,
-        "reward": trajectory.reward,
-        "rewards": trajectory.rewards,
-        "metrics": trajectory.metrics,
-        "seed": trajectory.seed,
-        "seconds": trajectory.seconds,
-        "waited": trajectory.waited,
+        **{name: getattr(trajectory, name) for name in _FIELDS},
         "segments": [_segment_object(segment) for segment in trajectory.segments],
-        "turns": [_turn_object(turn) for turn in trajectory.turns],
+        "turns": [{name: getattr(turn, name) for name in _TURN_FIELDS} for turn in trajectory.turns],
     }
 
 
@@ -112,51 +117,24 @@ def _segment_object(segment: Segment) -> dict[str, Any]:
     }
 
 
-def _turn_object(turn: Turn) -> dict[str, Any]:
-    return {
-        "number": turn.number,
-        "segment": turn.segment,
-        "start": turn.start,
-        "end": turn.end,
-        "text": turn.text,
-        "reasoning": turn.reasoning,
-        "tool_calls": turn.tool_calls,
-        "finish": turn.finish,
-        "stop": turn.stop,
-        "reward": turn.reward,
-        "seed": turn.seed,
-        "constraint": turn.constraint,
-        "junction": turn.junction,
-        "timings": turn.timings,
-    }
-
-
 # --- Parquet
 
-Column: TypeAlias = Callable[[Trajectory], Any]
 ArrowArray: TypeAlias = Any
 
-_VALUES: Final[dict[str, tuple[Any, Column]]] = {
-    "id": ("string", lambda t: t.id),
-    "task_id": ("string", lambda t: t.task.id),
-    "visit": ("int32", lambda t: t.visit),
-    "index": ("int32", lambda t: t.index),
-    "agent": ("string", lambda t: t.agent),
-    "attempt": ("int32", lambda t: t.attempt),
-    "outcome": ("string", lambda t: t.outcome.value),
-    "limit": ("string", lambda t: t.limit),
-    "reason": ("string", lambda t: t.reason),
-    "error": ("string", lambda t: t.error),
-    "reward": ("float64", lambda t: t.reward),
-    "rewards": ("string", lambda t: encode_json(t.rewards)),
-    "metrics": ("string", lambda t: encode_json(t.metrics)),
-    "seed": ("int64", lambda t: t.seed),
-    "turns": ("int32", lambda t: len(t.turns)),
-    "sampled": ("int64", lambda t: t.sampled),
-    "seconds": ("float64", lambda t: t.seconds),
+
+def _value_of(column: Column) -> Callable[[Trajectory], Any]:
+    write, take = column.form.write, attrgetter(column.path)
+    # Text goes as it is: what makes it fit SQLite may be bytes, and Arrow encodes text itself.
+    return take if write is None or write is encode_text else lambda trajectory: write(take(trajectory))
+
+
+_IN_PARQUET: Final = tuple(column for column in TRAJECTORY if column.arrow)
+_VALUES: Final[dict[str, tuple[Any, Callable[[Trajectory], Any]]]] = {
+    **{column.attribute or column.name: (column.arrow, _value_of(column)) for column in _IN_PARQUET},
     "task": ("string", lambda t: encode_task(t.task)),
     "messages": ("string", lambda t: encode_json([segment.messages for segment in t.segments])),
 }
+"""The columns that hold one value of a trajectory: the Arrow type, and what gives the value."""
 
 _PER_TOKEN: Final = ("token_ids", "logprobs", "mask", "weight_versions")
 
@@ -171,9 +149,9 @@ def export_parquet(run_file: RunFile, path: str | Path, *, columns: Sequence[str
     one segment unless its history was rewritten. `reward` is null where a trajectory failed or was not scored.
 
     Args:
-        run_file: what to export.
-        path: where the file appears once it is complete.
-        columns: of `PARQUET_COLUMNS`, those wanted.
+        run_file: the run file to export.
+        path: the path where the file appears once it is complete.
+        columns: those of `PARQUET_COLUMNS` that are wanted.
 
     Returns:
         How many rows were written.
@@ -243,12 +221,19 @@ class _Tokens:
     """The ids of a row group end to end, as Arrow's nested lists want them: no object per id is made."""
 
     ids: array[int] = field(default_factory=lambda: array("i"))
+    """The token ids of all segments, shape [ids], int32."""
     logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """Their log-probabilities in nats, NaN where there is none; shape [ids], float32."""
     mask: array[int] = field(default_factory=lambda: array("b"))
+    """1 for those that were sampled; shape [ids], int8."""
     versions: array[int] = field(default_factory=lambda: array("i"))
+    """The numbers of their weight versions in `names`, -1 for none; shape [ids], int32."""
     names: dict[str, int] = field(default_factory=dict)
+    """The weight versions, each with its number."""
     segment_ends: array[int] = field(default_factory=lambda: array("i", [0]))
+    """Where each segment ends, as an index into `ids`, after a 0; shape [segments + 1], int32."""
     row_ends: array[int] = field(default_factory=lambda: array("i", [0]))
+    """Where each row ends, as an index into the segments, after a 0; shape [rows + 1], int32."""
 
     def add(self, trajectory: Trajectory) -> None:
         for segment in trajectory.segments:

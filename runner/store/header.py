@@ -22,6 +22,7 @@ from runner.store.json_values import class_name, decode_json, encode_json
 from runner.store.schema import FORMAT
 from runner.store.secrets import hide_secrets
 from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.token_diff import first_mismatch
 from runner.wording import WORDING_VERSION
 
 if TYPE_CHECKING:
@@ -46,9 +47,12 @@ _DISTRIBUTIONS: Final = (
 class OnChange(enum.StrEnum):
     """What a difference between a file's header and a new one means."""
 
-    REFUSE = "refuse"  # the episodes would not be those of one run
+    REFUSE = "refuse"
+    """The run is not gone on with: the episodes would not be those of one run."""
     WARN = "warn"
+    """The run goes on, and says so."""
     FREE = "free"
+    """The run goes on, and says nothing."""
 
 
 # The first pattern that fits a field's path decides.
@@ -89,25 +93,19 @@ _RULES: Final = (
 BYTES: Final = 256
 """Where the control tokens of a vocabulary of bytes begin."""
 
-# Fields that headers of format 1 do not have: a run that was begun with one can be gone on with.
-_SINCE_FORMAT_2: Final = ("engine*.tokenizer", "engine*.stop_ids", "history.content_safe", "history.close_reasoning")
-
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A field that is not what it was.
-
-    Attributes:
-        path: the field, such as "sampling.temperature".
-        old: in the file; `MISSING` where it is not there.
-        new: now.
-        meaning: what follows from it.
-    """
+    """A field that is not what it was."""
 
     path: str
+    """The field, such as "sampling.temperature"."""
     old: Any
+    """The value in the file; `MISSING` where it is not there."""
     new: Any
+    """The value now; `MISSING` likewise."""
     meaning: OnChange
+    """What follows from the change."""
 
     def __str__(self) -> str:
         return f"{self.path}: {_difference(self.old, self.new)}"
@@ -122,68 +120,65 @@ MISSING: Final = _Missing.MISSING
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """How a run was configured. All values are JSON; secrets among them are hashes.
-
-    Attributes:
-        environment: module:Class.
-        arguments: the constructor's, defaults included.
-        unrecorded: the names of those that have no form in JSON.
-        system_prompt: the environment's.
-        tool_choice: the environment's.
-        tools: the environment's tools in OpenAI's shape, by name.
-        engine: what `Engine.describe()` says, the fingerprint of its `tokenizer` and its `stop_ids`; of a vocabulary
-            of bytes also the `control_tokens` and the `eos_token` that it is made of.
-        engines: the same for agents that are placed elsewhere, by agent.
-        template: the engine's chat template: name, text, variables, fingerprint.
-        template_options: names that the template reads, such as `enable_thinking`.
-        clock: the time that templates see.
-        sampling: over that of the environment, by field.
-        environment_sampling: the environment's own.
-        limits: every field.
-        concurrency: how wide the run is.
-        group_size: episodes of each task.
-        seed: all random numbers follow from it.
-        weights: of each reward, by name.
-        history: how the past of a conversation is kept, as a `History` has it.
-        wording: version of the fixed words that go back to a model.
-        retries: how often an episode is played again after an engine's failure.
-        breaker: the share of failures that ends the run.
-        max_version_lag: weight updates that an episode may be behind; None for any.
-        versions: of Python and of packages that matter; those not installed are absent.
-        platform: operating system and machine.
-        git: `revision` and `dirty` of the environment's folder; empty where there is none.
-        created: when.
-        format: of the file.
-    """
+    """How a run was configured. All values are JSON; secrets among them are hashes."""
 
     environment: str
+    """The environment, as module:Class."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The arguments of its constructor, defaults included."""
     unrecorded: tuple[str, ...] = ()
+    """The names of those arguments that have no form in JSON."""
     system_prompt: str | None = None
+    """The environment's system prompt."""
     tool_choice: str = "auto"
+    """The environment's tool choice."""
     tools: Mapping[str, Any] = field(default_factory=dict)
+    """The environment's tools in OpenAI's shape, by name."""
     engine: Mapping[str, Any] = field(default_factory=dict)
+    """What `Engine.describe()` says, the fingerprint of its `tokenizer` and its `stop_ids`; of a vocabulary of bytes
+    also the `control_tokens` and the `eos_token` that it is made of."""
     engines: Mapping[str, Any] = field(default_factory=dict)
+    """The same for every agent that has an engine of its own, by agent."""
     template: Mapping[str, Any] = field(default_factory=dict)
+    """The engine's chat template: name, text, variables, fingerprint."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Names that the template reads, such as `enable_thinking`."""
     clock: datetime
+    """The time that templates see."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The run's sampling, which goes over that of the environment, by field."""
     environment_sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The environment's own sampling, by field."""
     limits: Mapping[str, Any] = field(default_factory=dict)
+    """The limits, with every field."""
     concurrency: Mapping[str, Any] = field(default_factory=dict)
+    """How wide the run is."""
     group_size: int = 1
+    """The number of episodes of each task."""
     seed: int = 0
+    """The number from which all random numbers follow."""
     weights: Mapping[str, float] = field(default_factory=dict)
+    """The weight of each reward, by name."""
     history: Mapping[str, Any] = field(default_factory=dict)
+    """How the past of a conversation is kept, as a `History` has it."""
     wording: int = WORDING_VERSION
+    """The version of the fixed words that go back to a model."""
     retries: int = 0
+    """How often an episode is played again after an engine's failure."""
     breaker: float = 1.0
+    """The share of failures that ends the run."""
     max_version_lag: int | None = None
+    """The number of weight updates that an episode may be behind; None for any."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    """The versions of Python and of the packages that matter; those not installed are absent."""
     platform: str = ""
+    """The operating system and the machine."""
     git: Mapping[str, Any] = field(default_factory=dict)
+    """The `revision` of the environment's folder, and whether it is `dirty`; empty where there is none."""
     created: datetime
+    """When the run was begun."""
     format: int = FORMAT
+    """The format of the file."""
 
     @classmethod
     def of(cls, run: Run, *, now: datetime) -> Self:
@@ -222,6 +217,7 @@ class Header:
         )
 
     def to_json(self) -> str:
+        """The header as the text that the file keeps."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         values["clock"] = self.clock.isoformat()
         values["created"] = self.created.isoformat()
@@ -236,23 +232,16 @@ class Header:
         values["clock"] = datetime.fromisoformat(values["clock"])
         values["created"] = datetime.fromisoformat(values["created"])
         values["unrecorded"] = tuple(values["unrecorded"])
-        if isinstance(values.get("history"), str):  # format 1 has the policy alone
-            values["history"] = {"policy": values["history"]}
         return cls(**values)
 
     def changes(self, new: Header) -> list[Change]:
         """How `new` differs from this one, in the order of the fields; what is free to change is among it."""
         old_fields, new_fields = dict(_flat(decode_json(self.to_json()))), dict(_flat(decode_json(new.to_json())))
         return [
-            Change(path, old, changed, self._meaning(path, old))
+            Change(path, old, changed, _meaning(path))
             for path in dict.fromkeys([*old_fields, *new_fields])
             if (old := old_fields.get(path, MISSING)) != (changed := new_fields.get(path, MISSING))
         ]
-
-    def _meaning(self, path: str, old: Any) -> OnChange:
-        if old is MISSING and self.format < 2 and any(fnmatchcase(path, pattern) for pattern in _SINCE_FORMAT_2):
-            return OnChange.FREE
-        return _meaning(path)
 
     def refused(self, new: Header) -> list[Change]:
         """Of the changes, those with which the run cannot be resumed."""
@@ -276,6 +265,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 _SHOWN = 80
+"""Characters of a value that a message shows."""
 
 
 def _difference(old: Any, new: Any) -> str:
@@ -286,8 +276,7 @@ def _difference(old: Any, new: Any) -> str:
 
 def _first_different_line(old: str, new: str) -> str:
     old_lines, new_lines = [*old.splitlines(), ""], [*new.splitlines(), ""]
-    shared = min(len(old_lines), len(new_lines))
-    line = next((n for n in range(shared) if old_lines[n] != new_lines[n]), shared - 1)
+    line = min(first_mismatch(old_lines, new_lines), len(old_lines) - 1, len(new_lines) - 1)
     return f"differs from line {line + 1} on: {_shown(old_lines[line])} -> {_shown(new_lines[line])}"
 
 

@@ -1,4 +1,4 @@
-"""Plain values of a run file: JSON, text and tasks, and what they were when they come back."""
+"""Any value as JSON for a run file, and what it was when it comes back."""
 
 from __future__ import annotations
 
@@ -12,19 +12,7 @@ from typing import Any
 import orjson
 from pydantic import BaseModel
 
-from runner.errors import RunFileError
-from runner.tasks import Task, TaskBuilder
-
-__all__ = [
-    "TaskDecoder",
-    "class_name",
-    "decode_json",
-    "decode_text",
-    "encode_json",
-    "encode_standard_json",
-    "encode_task",
-    "encode_text",
-]
+__all__ = ["class_name", "decode_json", "encode_json", "encode_standard_json"]
 
 
 def encode_json(value: Any) -> str:
@@ -102,53 +90,6 @@ def _has_strange_float(value: Any) -> bool:
     return False
 
 
-def encode_text(text: str) -> str | bytes:
-    """`text` for a column; bytes where it holds half a surrogate pair, which SQLite's text cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogatepass")
-    return text
-
-
-def decode_text(value: str | bytes) -> str:
-    return value if isinstance(value, str) else value.decode("utf-8", "surrogatepass")
-
-
-# --- tasks
-
-
 def class_name(cls: type) -> str:
+    """The class as `module:Class`, as the command line takes it."""
     return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def encode_task(task: Task) -> str:
-    """The task's fields as JSON."""
-    return encode_json({field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
-
-
-class TaskDecoder:
-    """Makes tasks again of their JSON, as a `task_class`; fields that the class does not have are put under `info`."""
-
-    def __init__(self, task_class: type[Task] = Task) -> None:
-        self._build = TaskBuilder(task_class)
-
-    def __call__(self, text: str) -> Task:
-        """The task.
-
-        Raises:
-            RunFileError: the fields do not fit the class.
-        """
-        fields = decode_json(text)
-        extra = {name: fields.pop(name) for name in fields.keys() - self._build.known}
-        if extra:
-            fields["info"] = {**fields["info"], **extra}
-        if fields["prompt"] == []:
-            fields["prompt"] = ()  # the class's own default
-        try:
-            return self._build(fields)
-        except (TypeError, ValueError) as error:
-            raise RunFileError(
-                f"task {fields.get('id')!r} of the run file is no {class_name(self._build.task_class)} ({error}). "
-                f"Give the class that it was written with (task_class=), or none."
-            ) from error

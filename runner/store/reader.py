@@ -7,103 +7,105 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from runner.errors import RunFileError
 from runner.store.codec import load_trajectory
+from runner.store.columns import decode_text, encode_text
 from runner.store.database import open_reader, storage_faults
 from runner.store.header import Header
-from runner.store.json_values import TaskDecoder, decode_json, decode_text, encode_text
+from runner.store.json_values import decode_json
+from runner.store.schema import EPISODES
+from runner.store.stored_tasks import TaskDecoder
 from runner.tasks import Task
 from runner.trajectory import Outcome, Trajectory
 
 __all__ = ["EpisodeRow", "GroupRow", "RunFile"]
 
 PAGE = 256
+"""Rows that are read at a time; memory follows this and not the run."""
+
+_COLUMNS: Final = ", ".join(column.name for column in EPISODES.columns)
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRow:
-    """What is known of a trajectory without loading it.
-
-    Attributes:
-        key: counts up in the order of commits.
-        id: the episode's, shared by its agents and attempts.
-        task_id: which task was played.
-        visit: which visit of it.
-        index: which of the task's group.
-        agent: whose trajectory it is.
-        attempt: counts from 0.
-        trained: whether its sampled ids are meant to be trained on.
-        superseded: it was played again, or is to be; no result of the run.
-        outcome: how the episode ended.
-        limit: the limit that fired, or "".
-        reason: what `Episode.end(reason)` was given.
-        error: what went wrong, or "".
-        reward: None where it was not scored.
-        rewards: by name, before weighting.
-        metrics: by name.
-        turns: how many.
-        segments: how many.
-        tokens: ids in all segments.
-        sampled: of those, sampled by the model.
-        prompted: prompt ids over all turns.
-        cached: of those, in the engine's prefix cache; None where it never said.
-        seed: of the episode's sampling.
-        seconds: how long it was alive.
-        waited: of that, for a place in the engine.
-        committed: when, in seconds since 1970.
-        launch: which opening of the file wrote it.
-    """
+    """What is known of a trajectory without loading it: a row of the table `episodes`."""
 
     key: int
+    """The number of the row, which counts up in the order of commits."""
     id: str
+    """The id of the episode, shared by its agents and attempts."""
     task_id: str
+    """The id of the task that was played."""
     visit: int
+    """Which visit of the task it was, counted from 0; a source may give a task again."""
     index: int
+    """Which episode of the task's group it was, counted from 0."""
     agent: str
+    """The agent whose trajectory it is."""
     attempt: int
+    """Which attempt at the episode it was, counted from 0."""
     trained: bool
-    superseded: bool
+    """Whether the sampled ids are meant to be trained on."""
     outcome: Outcome
+    """How the episode ended."""
     limit: str
+    """The limit that fired, or ""."""
+    limit_agent: str
+    """The agent whose limit it was, or ""."""
     reason: str
+    """What `Episode.end(reason)` was given, or ""."""
     error: str
+    """What went wrong, or ""."""
     reward: float | None
+    """The reward; None where the episode was not scored."""
     rewards: Mapping[str, float | None]
+    """Each reward by its name, before weighting."""
     metrics: Mapping[str, float]
-    turns: int
-    segments: int
-    tokens: int
-    sampled: int
-    prompted: int
-    cached: int | None
+    """Each metric by its name."""
     seed: int
+    """The seed of the episode's sampling."""
+    turns: int
+    """The number of turns."""
+    segments: int
+    """The number of segments."""
+    tokens: int
+    """The number of ids in all segments."""
+    sampled: int
+    """The number of ids that the model sampled."""
+    prompted: int
+    """The number of ids in the prompts of all turns, which the engine was given to read."""
+    cached: int | None
+    """How many of the prompts' ids the engine's prefix cache held; None where it never said."""
     seconds: float
+    """How long the episode was alive."""
     waited: float
+    """How much of that the episode waited for a place in the engine."""
+    superseded: bool
+    """Whether the episode was played again, or is to be; this attempt is then no result of the run."""
     committed: float
+    """When the row was committed, in seconds since 1970."""
     launch: int
+    """Which opening of the file wrote the row, counted from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """The episodes of one visit of a task, for one agent.
-
-    Attributes:
-        task_id: which task.
-        visit: which visit of it.
-        agent: whose trajectories these are.
-        rows: by index; failed ones are among them, with reward None.
-        complete: as many episodes as the run's group size were played, none of them is to be played again.
-        scored: its group rewards are in the file.
-    """
+    """The episodes of one visit of a task, for one agent."""
 
     task_id: str
+    """The id of the task."""
     visit: int
+    """Which visit of the task it was, counted from 0."""
     agent: str
+    """The agent whose trajectories these are."""
     rows: tuple[EpisodeRow, ...]
+    """A row for each episode by its index; failed ones are among them, with reward None."""
     complete: bool
+    """Whether as many episodes as the run's group size were played, and none of them is to be played again."""
     scored: bool
+    """Whether the rewards of the group are in the file."""
 
 
 class RunFile:
@@ -119,20 +121,22 @@ class RunFile:
 
     Args:
         path: the file.
-        task_class: what tasks are read back as; with the default, an author's own fields are in `Task.info`.
+        task_class: the class that tasks are read back as; with the default, an author's own fields are in `Task.info`.
 
     Raises:
-        RunFileError: there is no such file, or it is no run file.
+        RunFileError: there is no such file, or it is no run file, or one of an older format.
         StorageFailed: it cannot be read.
         NewerRunFile: it was written by a newer version.
     """
 
     def __init__(self, path: str | Path, *, task_class: type[Task] = Task) -> None:
         self.path = Path(path)
+        """The path of the file."""
         self._decode_task = TaskDecoder(task_class)
         self._connection = open_reader(self.path)
         try:
             self.header = self._header(self._one("SELECT header FROM run")["header"])
+            """How the run was configured when it was begun."""
         except RunFileError:
             self.close()
             raise
@@ -146,6 +150,7 @@ class RunFile:
         self.close()
 
     def close(self) -> None:
+        """Close the file; leaving the `with` block does."""
         self._connection.close()
 
     def __repr__(self) -> str:
@@ -155,7 +160,7 @@ class RunFile:
 
     @property
     def complete(self) -> bool:
-        """Every task of the run was played."""
+        """Whether every task of the run was played."""
         return bool(self._one("SELECT complete FROM run")[0])
 
     def first_launch(self) -> Header | None:
@@ -189,9 +194,11 @@ class RunFile:
     # --- summaries
 
     def __len__(self) -> int:
+        """How many trajectories one trains on."""
         return int(self._one("SELECT count(*) FROM trajectories")[0])
 
     def __iter__(self) -> Iterator[EpisodeRow]:
+        """Summaries of what one trains on, in the order of their commits."""
         return self.rows()
 
     def rows(
@@ -206,11 +213,11 @@ class RunFile:
         """Summaries of trajectories in the order of their commits; None leaves a choice open.
 
         Args:
-            task_id: of this task.
-            agent: of this agent.
-            outcome: that ended like this.
-            trained: of agents that are trained, or of those that are not.
-            superseded: attempts that were played again, or those that were not.
+            task_id: the id of the task that they were played for.
+            agent: the agent whose trajectories they are.
+            outcome: how the episode ended.
+            trained: whether the agent is trained.
+            superseded: whether the attempt was played again, or is to be.
         """
         chosen: dict[str, Any] = {
             "task_id": None if task_id is None else encode_text(task_id),
@@ -221,7 +228,7 @@ class RunFile:
         }
         chosen = {column: value for column, value in chosen.items() if value is not None}
         condition = "".join(f" AND {column} = :{column}" for column in chosen)
-        statement = f"SELECT * FROM episodes WHERE key > :after{condition} ORDER BY key LIMIT {PAGE}"
+        statement = f"SELECT {_COLUMNS} FROM episodes WHERE key > :after{condition} ORDER BY key LIMIT {PAGE}"
         return map(_episode_row, self._pages(statement, chosen))
 
     def groups(self) -> Iterator[GroupRow]:
@@ -248,14 +255,14 @@ class RunFile:
         """One trajectory, whole.
 
         Args:
-            episode: a row, or the id of an episode; of that, the last attempt.
-            agent: whose; by default of the row's agent, or of the episode's first trained one.
+            episode: a row, or the id of an episode, which stands for its last attempt.
+            agent: the agent whose trajectory it is; by default the row's, or the episode's first trained one.
 
         Raises:
             RunFileError: there is no such episode or agent in the file.
         """
         if isinstance(episode, EpisodeRow) and agent in (None, episode.agent):
-            agent, rows = episode.agent, self._all("SELECT * FROM episodes WHERE key = ?", episode.key)
+            agent, rows = episode.agent, self._all(f"SELECT {_COLUMNS} FROM episodes WHERE key = ?", episode.key)
         elif isinstance(episode, EpisodeRow):
             rows = self._all(_ROWS_OF_ATTEMPT, encode_text(episode.id), episode.attempt)
         else:
@@ -276,7 +283,7 @@ class RunFile:
 
     def trajectories(self) -> Iterator[Trajectory]:
         """What one trains on, whole, one at a time."""
-        statement = "SELECT * FROM trajectories WHERE key > :after ORDER BY key LIMIT 1"
+        statement = f"SELECT {_COLUMNS} FROM trajectories WHERE key > :after ORDER BY key LIMIT 1"
         return map(self._load, self._pages(statement, {}))
 
     def task(self, row: EpisodeRow) -> Task:
@@ -310,40 +317,16 @@ class RunFile:
             after = page[-1]["key"]
 
 
-_ROWS_OF_TASK = """
-    SELECT * FROM episodes WHERE task_id = ? AND visit = ? AND NOT superseded ORDER BY group_index, agent
+_ROWS_OF_TASK = f"""
+    SELECT {_COLUMNS} FROM episodes WHERE task_id = ? AND visit = ? AND NOT superseded ORDER BY group_index, agent
 """
-_ROWS_OF_ATTEMPT = "SELECT * FROM episodes WHERE id = ? AND attempt = ? ORDER BY trained DESC, key"
-_ROWS_OF_EPISODE = "SELECT * FROM episodes WHERE id = ? ORDER BY attempt DESC, trained DESC, key"
+_ROWS_OF_ATTEMPT = f"SELECT {_COLUMNS} FROM episodes WHERE id = ? AND attempt = ? ORDER BY trained DESC, key"
+_ROWS_OF_EPISODE = f"SELECT {_COLUMNS} FROM episodes WHERE id = ? ORDER BY attempt DESC, trained DESC, key"
+
+
+_READ: Final = tuple(column.form.read for column in EPISODES.columns)
 
 
 def _episode_row(row: sqlite3.Row) -> EpisodeRow:
-    return EpisodeRow(
-        key=row["key"],
-        id=decode_text(row["id"]),
-        task_id=decode_text(row["task_id"]),
-        visit=row["visit"],
-        index=row["group_index"],
-        agent=decode_text(row["agent"]),
-        attempt=row["attempt"],
-        trained=bool(row["trained"]),
-        superseded=bool(row["superseded"]),
-        outcome=Outcome(row["outcome"]),
-        limit=row["limit_name"],
-        reason=decode_text(row["reason"]),
-        error=decode_text(row["error"]),
-        reward=row["reward"],
-        rewards=decode_json(row["rewards"]),
-        metrics=decode_json(row["metrics"]),
-        turns=row["turns"],
-        segments=row["segments"],
-        tokens=row["tokens"],
-        sampled=row["sampled"],
-        prompted=row["prompted"],
-        cached=row["cached"],
-        seed=row["seed"],
-        seconds=row["seconds"],
-        waited=row["waited"],
-        committed=row["committed"],
-        launch=row["launch"],
-    )
+    # By position: looking every column up by its name costs more than reading it.
+    return EpisodeRow(*[read(stored) if read else stored for stored, read in zip(row, _READ, strict=True)])

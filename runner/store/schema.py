@@ -1,158 +1,327 @@
-"""The tables of a run file. docs/run-file.md explains them to people who read one from SQL."""
+"""The tables of a run file, column by column; its SQL, its rows, what is read back and the docs follow from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
-__all__ = ["APPLICATION_ID", "FORMAT", "MIGRATIONS", "TABLES"]
+from runner.engines.base import FinishReason
+from runner.messages import ToolCall
+from runner.store.columns import (
+    FLAG,
+    JSON,
+    TEXT,
+    Column,
+    Form,
+    Table,
+    decode_text,
+    derived,
+    encode_text,
+    field,
+    member_of,
+)
+from runner.store.json_values import decode_json, encode_json
+from runner.store.packing import pack, packed_logprobs, source_spans
+from runner.tokens.junction import Anchor, Close, Result, Seam
+from runner.trajectory import Outcome, Segment, Turn
+
+__all__ = [
+    "APPLICATION_ID",
+    "CONSTRAINTS",
+    "EPISODES",
+    "FORMAT",
+    "JUNCTION",
+    "SAMPLINGS",
+    "SEGMENT",
+    "SEGMENTS",
+    "TABLES",
+    "TASKS",
+    "TIMINGS",
+    "TOOLS",
+    "TRAJECTORY",
+    "TURN",
+    "TURNS",
+    "schema_statements",
+]
 
 FORMAT: Final = 3
-"""The version of the tables, kept in `PRAGMA user_version`."""
+"""The version of the tables, kept in `PRAGMA user_version`. A file of any other version is refused by its number."""
 
 APPLICATION_ID: Final = 0x64656C74
 """In `PRAGMA application_id` ("delt"): tells a run file from any other SQLite database."""
 
-MIGRATIONS: Final[Mapping[int, Sequence[str]]] = {
-    1: (
-        "CREATE TABLE tools (key INTEGER PRIMARY KEY, tools TEXT NOT NULL)",
-        "ALTER TABLE segments ADD COLUMN tools INTEGER",
-        "ALTER TABLE turns ADD COLUMN thinking INTEGER NOT NULL DEFAULT 0",
-        "ALTER TABLE turns ADD COLUMN tool_choice TEXT NOT NULL DEFAULT 'auto'",
+
+def _stop(value: Any) -> Any:
+    return encode_text(value) if isinstance(value, str) else value
+
+
+def _read_stop(stored: Any) -> Any:
+    return stored if stored is None or isinstance(stored, int) else decode_text(stored)
+
+
+def _ids(segments: Sequence[Segment]) -> int:
+    return sum(len(segment.log) for segment in segments)
+
+
+def _prompted(turns: Sequence[Turn]) -> int:
+    return sum(turn.start for turn in turns)
+
+
+def _cached(turns: Sequence[Turn]) -> int | None:
+    cached = [turn.cached_tokens for turn in turns if turn.cached_tokens is not None]
+    return sum(cached) if cached else None
+
+
+# --- one trajectory: what one agent saw and did in one episode
+
+# What a Parquet export has of it has an Arrow type. Its columns come in this order.
+TRAJECTORY: Final = (
+    field("id", "TEXT NOT NULL", "the episode's id, shared by its agents and attempts", TEXT, arrow="string"),
+    derived("task_id", "TEXT NOT NULL", "the task", "task.id", TEXT, arrow="string"),
+    field("visit", "INTEGER NOT NULL", "which visit of the task, from 0", arrow="int32"),
+    field("group_index", "INTEGER NOT NULL", "which of the task's group, from 0", attribute="index", arrow="int32"),
+    field("agent", "TEXT NOT NULL", "who saw and did it", TEXT, arrow="string"),
+    field("attempt", "INTEGER NOT NULL", "which attempt at the episode, from 0", arrow="int32"),
+    field("trained", "INTEGER NOT NULL", "1: its sampled ids are meant to be trained on", FLAG),
+    field("outcome", "TEXT NOT NULL", "how the episode ended", member_of(Outcome), arrow="string"),
+    field("limit_name", "TEXT NOT NULL", "the limit that fired, or empty", attribute="limit", arrow="string"),
+    field("limit_agent", "TEXT NOT NULL", "the agent whose limit it was, or empty", TEXT),
+    field("reason", "TEXT NOT NULL", "what `Episode.end(reason)` was given, or empty", TEXT, arrow="string"),
+    field("error", "TEXT NOT NULL", "what went wrong, or empty", TEXT, arrow="string"),
+    field("reward", "REAL", "NULL where it was not scored; never 0 for a failure", arrow="float64"),
+    field("rewards", "TEXT NOT NULL", "JSON: each reward by name, before weighting", JSON, arrow="string"),
+    field("metrics", "TEXT NOT NULL", "JSON: each metric by name", JSON, arrow="string"),
+    field("seed", "INTEGER NOT NULL", "the seed of the episode's sampling", arrow="int64"),
+    derived("turns", "INTEGER NOT NULL", "how many turns it has", "turns", Form(len), arrow="int32"),
+    derived("segments", "INTEGER NOT NULL", "how many segments it has", "segments", Form(len)),
+    derived("tokens", "INTEGER NOT NULL", "ids in all segments", "segments", Form(_ids)),
+    derived("sampled", "INTEGER NOT NULL", "of those, sampled by the model", "sampled", arrow="int64"),
+    derived("prompted", "INTEGER NOT NULL", "ids in the prompts of all turns", "turns", Form(_prompted)),
+    derived(
+        "cached",
+        "INTEGER",
+        "of those, held by the engine's prefix cache; NULL where it never said",
+        "turns",
+        Form(_cached),
     ),
-    2: (
-        "CREATE TABLE samplings (key INTEGER PRIMARY KEY, sampling TEXT NOT NULL)",
-        "ALTER TABLE turns ADD COLUMN sampled INTEGER",
-        "ALTER TABLE turns ADD COLUMN resampled INTEGER NOT NULL DEFAULT 0",
+    field("seconds", "REAL NOT NULL", "how long the episode was alive", arrow="float64"),
+    field("waited", "REAL NOT NULL", "of that, how long it waited for a place in the engine"),
+)
+
+EPISODES: Final = Table(
+    "episodes",
+    "a trajectory: what one agent saw and did in one episode",
+    (
+        Column("key", "INTEGER PRIMARY KEY", "counts up in the order of commits"),
+        *TRAJECTORY,
+        Column("superseded", "INTEGER NOT NULL", "1: an attempt that was, or is to be, played again", FLAG),
+        Column("committed", "REAL NOT NULL", "when it was committed"),
+        Column("launch", "INTEGER NOT NULL", "`launches.number` of the process that wrote it"),
     ),
-}
-"""Statements that take a file from the format they are filed under to the next one; run when a writer opens it."""
+)
 
-TABLES: Final = """
-CREATE TABLE run (
-    one         INTEGER PRIMARY KEY CHECK (one = 1),
-    header      TEXT NOT NULL,              -- JSON: the configuration, as the run was begun
-    created     REAL NOT NULL,              -- seconds since 1970, as all points in time here
-    complete    INTEGER NOT NULL DEFAULT 0, -- 1: every task of the run was played
-    summary     TEXT                        -- JSON; NULL until the run ended
-);
+# --- its segments
 
-CREATE TABLE launches (                     -- one row each time a process opened the file to write
-    number      INTEGER PRIMARY KEY,
-    started     REAL NOT NULL,
-    process     INTEGER NOT NULL,
-    host        TEXT NOT NULL,
-    header      TEXT NOT NULL               -- JSON: as it was for this launch (versions, sizes)
-);
+SEGMENT: Final = (
+    field("cause", "TEXT NOT NULL", "why it was begun"),
+    field("unseen", "INTEGER NOT NULL", "how many of the last messages the model never saw"),
+    field("messages", "TEXT NOT NULL", "JSON: the view of it", JSON),
+    derived("ids", "BLOB NOT NULL", "int32, little-endian, 4 bytes an id", "log.ids", Form(pack)),
+    derived(
+        "logprobs",
+        "BLOB",
+        "float32, little-endian, one per *sampled* id (2 or 3) in order; NULL where the engine gave none",
+        "log",
+        Form(packed_logprobs),
+    ),
+    derived(
+        "sources",
+        "TEXT NOT NULL",
+        "JSON runs `[[source, length], ...]`: 0 first prompt, 1 bridge, 2 sampled, 3 sampled in a turn that the next "
+        "segment plays again. The loss mask is 1 where it is 2",
+        "log.sources",
+        Form(lambda sources: encode_json(list(source_spans(sources)))),
+    ),
+    derived(
+        "versions",
+        "TEXT NOT NULL",
+        "JSON `[[weight version, start, end], ...]`, indices into `ids`",
+        "log.versions",
+        Form(lambda versions: encode_json([(span.version, span.start, span.end) for span in versions])),
+    ),
+)
 
-CREATE TABLE tasks (
-    id           TEXT NOT NULL,
-    visit        INTEGER NOT NULL,
-    class        TEXT NOT NULL,             -- module:Class of the task
-    task         TEXT NOT NULL,             -- JSON: its fields
-    group_scored INTEGER NOT NULL DEFAULT 0,
-    PRIMARY KEY (id, visit)
-);
+SEGMENTS: Final = Table(
+    "segments",
+    "a token log and the messages that are its view",
+    (
+        Column("episode", "INTEGER NOT NULL", "`episodes.key`"),
+        Column("number", "INTEGER NOT NULL", "counts from 0 in its trajectory"),
+        *SEGMENT,
+        Column(
+            "tools",
+            "INTEGER",
+            "`tools.key`: what its prompts were rendered with; NULL where nothing could be called",
+        ),
+    ),
+    key="PRIMARY KEY (episode, number)",
+)
 
-CREATE TABLE episodes (                     -- one row per trajectory: what one agent saw and did in one episode
-    key           INTEGER PRIMARY KEY,      -- counts up in the order of commits
-    id            TEXT NOT NULL,            -- the episode's, shared by its agents and attempts
-    task_id       TEXT NOT NULL,
-    visit         INTEGER NOT NULL,
-    group_index   INTEGER NOT NULL,
-    agent         TEXT NOT NULL,
-    attempt       INTEGER NOT NULL,
-    trained       INTEGER NOT NULL,
-    superseded    INTEGER NOT NULL,         -- 1: an attempt that was, or is to be, played again
-    outcome       TEXT NOT NULL,
-    limit_name    TEXT NOT NULL,
-    limit_agent   TEXT NOT NULL,
-    reason        TEXT NOT NULL,
-    error         TEXT NOT NULL,
-    reward        REAL,                     -- NULL where it was not scored; never 0 for a failure
-    rewards       TEXT NOT NULL,            -- JSON: each by name, before weighting
-    metrics       TEXT NOT NULL,            -- JSON
-    turns         INTEGER NOT NULL,
-    segments      INTEGER NOT NULL,
-    tokens        INTEGER NOT NULL,         -- ids in all segments
-    sampled       INTEGER NOT NULL,         -- of those, sampled by the model
-    prompted      INTEGER NOT NULL,         -- prompt ids over all turns: what the engine was given to read
-    cached        INTEGER,                  -- of those, in the engine's prefix cache; NULL where it never says
-    seed          INTEGER NOT NULL,
-    seconds       REAL NOT NULL,
-    waited        REAL NOT NULL,
-    committed     REAL NOT NULL,
-    launch        INTEGER NOT NULL
-);
-CREATE UNIQUE INDEX episodes_by_task ON episodes (task_id, visit, group_index, agent, attempt);
-CREATE INDEX episodes_by_id ON episodes (id);
-CREATE INDEX episodes_current ON episodes (superseded, trained);
+# --- its turns
 
-CREATE TABLE segments (
-    episode     INTEGER NOT NULL,           -- episodes.key
-    number      INTEGER NOT NULL,
-    cause       TEXT NOT NULL,
-    unseen      INTEGER NOT NULL,
-    messages    TEXT NOT NULL,              -- JSON
-    ids         BLOB NOT NULL,              -- int32, little-endian, one per id
-    logprobs    BLOB,                       -- float32, little-endian, one per *sampled* id; NULL where there are none
-    sources     TEXT NOT NULL,              -- JSON: [[source, length], ...]; numbers of `Source`
-    versions    TEXT NOT NULL,              -- JSON: [[weight version, start, end], ...]
-    tools       INTEGER,                    -- tools.key: what could be called; NULL where there was nothing
-    PRIMARY KEY (episode, number)
-);
+TURN: Final = (
+    field("number", "INTEGER NOT NULL", "counts the turns of this agent from 0"),
+    field("segment", "INTEGER NOT NULL", "`segments.number`"),
+    field("start", "INTEGER NOT NULL", "the first sampled id, as an index into the segment's `ids`"),
+    field("end", "INTEGER NOT NULL", "one past the last"),
+    field(
+        "finish",
+        "TEXT NOT NULL",
+        "`stop`, `length`, `context`, `abort`, `repetition` or `error`",
+        member_of(FinishReason),
+    ),
+    field(
+        "stop", "", "what caused it: an integer is the stop id, text the stop string or cause", Form(_stop, _read_stop)
+    ),
+    field("text", "TEXT NOT NULL", "what was said beside reasoning and tool calls", TEXT),
+    field("reasoning", "TEXT NOT NULL", "what was thought, or empty", TEXT),
+    field(
+        "tool_calls",
+        "TEXT NOT NULL",
+        'JSON: `[{"id", "name", "arguments", "error"}, ...]`',
+        Form(encode_json, lambda stored: [ToolCall(**call) for call in decode_json(stored)]),
+    ),
+    field("seed", "INTEGER", "the seed of its random numbers; NULL where it had none"),
+    field("cached", "INTEGER", "ids of its prompt that the engine's prefix cache held", attribute="cached_tokens"),
+    field("dropped", "INTEGER NOT NULL", "ids that were sampled past a stop string and are not in the segment"),
+    field(
+        "resampled",
+        "INTEGER NOT NULL",
+        "ids of tries that the engine cut for its trainer: the turn is the last try",
+    ),
+    field("thinking", "INTEGER NOT NULL", "1: it was cut inside its reasoning", FLAG),
+    field("tool_choice", "TEXT NOT NULL", "`auto`, `required`, `none`, or the tool that it had to call"),
+    field("reward", "REAL NOT NULL", "the credit that the author gave to this turn"),
+)
 
-CREATE TABLE turns (
-    episode     INTEGER NOT NULL,           -- episodes.key
-    position    INTEGER NOT NULL,           -- counts from 0 in its trajectory
-    number      INTEGER NOT NULL,
-    segment     INTEGER NOT NULL,
-    start       INTEGER NOT NULL,           -- the first sampled id, as an index into the segment's ids
-    "end"       INTEGER NOT NULL,           -- one past the last
-    finish      TEXT NOT NULL,
-    stop,                                   -- INTEGER: the stop id; TEXT: the stop string or cause; or NULL
-    text        TEXT NOT NULL,
-    reasoning   TEXT NOT NULL,
-    tool_calls  TEXT NOT NULL,              -- JSON: [{"id", "name", "arguments", "error"}, ...]
-    seed        INTEGER,
-    constrained INTEGER,                    -- constraints.key: what could be sampled
-    sampled     INTEGER,                    -- samplings.key: temperature and so on; NULL in what format 2 wrote
-    cached      INTEGER,
-    dropped     INTEGER NOT NULL,
-    resampled   INTEGER NOT NULL DEFAULT 0, -- ids of tries that the engine cut for its trainer
-    thinking    INTEGER NOT NULL DEFAULT 0, -- 1: it was cut inside its reasoning
-    tool_choice TEXT NOT NULL DEFAULT 'auto',
-    reward      REAL NOT NULL,
-    queued      REAL NOT NULL,              -- seconds, as the next three
-    first_token REAL NOT NULL,
-    decode      REAL NOT NULL,
-    environment REAL NOT NULL,
-    junction_result   TEXT,                 -- all NULL for the first turn of a segment
-    junction_anchor   TEXT,
-    junction_close    TEXT,
-    junction_seam     TEXT,
-    junction_inserted INTEGER,
-    junction_dropped  INTEGER,
-    junction_cause    TEXT,
-    PRIMARY KEY (episode, position)
-);
+TIMINGS: Final = (
+    field("queued", "REAL NOT NULL", "seconds until it had a place in the engine"),
+    field("first_token", "REAL NOT NULL", "seconds from there to the first id"),
+    field("decode", "REAL NOT NULL", "seconds from the first id to the last"),
+    field("environment", "REAL NOT NULL", "seconds of the tools or the step that answered it"),
+)
 
-CREATE TABLE constraints (                  -- a grammar is the same for thousands of turns
-    key         INTEGER PRIMARY KEY,        -- a hash of the rest
-    kind        TEXT NOT NULL,
-    value       TEXT NOT NULL
-);
 
-CREATE TABLE samplings (                    -- as the turn asked for it; the same for thousands of turns
-    key         INTEGER PRIMARY KEY,        -- a hash of the rest
-    sampling    TEXT NOT NULL               -- JSON: the fields of `Sampling`; constraints are in `constraints`
-);
+JUNCTION: Final = (
+    field("junction_result", "TEXT", "what became of the history", member_of(Result), attribute="result"),
+    field("junction_anchor", "TEXT", "what the bridge was attached after", member_of(Anchor), attribute="anchor"),
+    field(
+        "junction_close",
+        "TEXT",
+        "where the closing tokens of the turn before came from",
+        member_of(Close),
+        attribute="close",
+    ),
+    field("junction_seam", "TEXT", "how the seam was proven", member_of(Seam), attribute="seam"),
+    field("junction_inserted", "INTEGER", "ids that were put in between", attribute="inserted"),
+    field("junction_dropped", "INTEGER", "sampled ids that are not in this prompt", attribute="dropped"),
+    field("junction_cause", "TEXT", "why the prompt was not simply appended to, or empty", attribute="cause"),
+)
+"""How a turn's prompt was made from the turn before; all are NULL for a prompt that was made from nothing."""
 
-CREATE TABLE tools (                        -- as the prompts were rendered with; the same for thousands of segments
-    key         INTEGER PRIMARY KEY,        -- a hash of the rest
-    tools       TEXT NOT NULL               -- JSON: in OpenAI's form, in order
-);
+TURNS: Final = Table(
+    "turns",
+    "a generation by the model: it saw `ids[:start]` of its segment and sampled `ids[start:end]`",
+    (
+        Column("episode", "INTEGER NOT NULL", "`episodes.key`"),
+        Column("position", "INTEGER NOT NULL", "counts from 0 in its trajectory"),
+        Column("constrained", "INTEGER", "`constraints.key`: what could be sampled; NULL where anything could"),
+        Column("sampled", "INTEGER", "`samplings.key`: temperature and so on; NULL where it does not say"),
+        *TURN,
+        *TIMINGS,
+        *JUNCTION,
+    ),
+    key="PRIMARY KEY (episode, position)",
+)
 
-CREATE VIEW trajectories AS                 -- what one trains on: the last attempts of trained agents
-    SELECT * FROM episodes WHERE trained AND NOT superseded;
-"""
+# --- what rows refer to, and what stands for the whole run
+
+
+def _key(meaning: str = "a hash of the rest") -> Column:
+    return Column("key", "INTEGER PRIMARY KEY", meaning)
+
+
+TASKS: Final = Table(
+    "tasks",
+    "one visit of a task",
+    (
+        Column("id", "TEXT NOT NULL", "the task's id"),
+        Column("visit", "INTEGER NOT NULL", "which visit of it, from 0"),
+        Column("class", "TEXT NOT NULL", "`module:Class` of the task"),
+        Column("task", "TEXT NOT NULL", "JSON: its fields"),
+        Column("group_scored", "INTEGER NOT NULL", "1: the rewards of its group are stored"),
+    ),
+    key="PRIMARY KEY (id, visit)",
+    shared=True,
+)
+CONSTRAINTS: Final = Table(
+    "constraints",
+    "a grammar, kept once for the thousands of turns that it constrained",
+    (
+        _key(),
+        Column("kind", "TEXT NOT NULL", "`json`, `regex`, `grammar`, `choice` or `structural_tag`"),
+        Column("value", "TEXT NOT NULL", "the grammar"),
+    ),
+    shared=True,
+)
+SAMPLINGS: Final = Table(
+    "samplings",
+    "how turns were sampled, kept once for all that were sampled alike",
+    (_key(), Column("sampling", "TEXT NOT NULL", "JSON: the fields of `Sampling` beside constraints")),
+    shared=True,
+)
+TOOLS: Final = Table(
+    "tools",
+    "the tools that could be called, kept once for all segments that had the same",
+    (_key(), Column("tools", "TEXT NOT NULL", "JSON: their schemas in OpenAI's form and order")),
+    shared=True,
+)
+RUN: Final = Table(
+    "run",
+    "the run; there is one",
+    (
+        Column("one", "INTEGER PRIMARY KEY CHECK (one = 1)", "1"),
+        Column("header", "TEXT NOT NULL", "JSON: the configuration, as the run was begun"),
+        Column("created", "REAL NOT NULL", "when it was begun"),
+        Column("complete", "INTEGER NOT NULL DEFAULT 0", "1: every task of the run was played"),
+        Column("summary", "TEXT", "JSON; NULL until the run ended"),
+    ),
+)
+LAUNCHES: Final = Table(
+    "launches",
+    "one time that a process opened the file to write",
+    (
+        Column("number", "INTEGER PRIMARY KEY", "counts from 1"),
+        Column("started", "REAL NOT NULL", "when it was"),
+        Column("process", "INTEGER NOT NULL", "the id of the process"),
+        Column("host", "TEXT NOT NULL", "the machine"),
+        Column("header", "TEXT NOT NULL", "JSON: the configuration as it was then (versions, sizes)"),
+    ),
+)
+
+TABLES: Final = (RUN, LAUNCHES, TASKS, EPISODES, SEGMENTS, TURNS, CONSTRAINTS, SAMPLINGS, TOOLS)
+"""Every table of a run file."""
+
+
+def schema_statements() -> list[str]:
+    """What makes an empty database a run file."""
+    return [
+        *(table.create() for table in TABLES),
+        "CREATE UNIQUE INDEX episodes_by_task ON episodes (task_id, visit, group_index, agent, attempt)",
+        "CREATE INDEX episodes_by_id ON episodes (id)",
+        "CREATE INDEX episodes_current ON episodes (superseded, trained)",
+        "CREATE VIEW trajectories AS -- what one trains on: the last attempts of trained agents\n"
+        "    SELECT * FROM episodes WHERE trained AND NOT superseded",
+        f"PRAGMA application_id = {APPLICATION_ID}",
+        f"PRAGMA user_version = {FORMAT}",
+    ]

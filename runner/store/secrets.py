@@ -50,6 +50,7 @@ def hide_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Only text is hidden: numbers and switches (`token_ids`, `use_key=True`) are no secrets.
     """
+    # A hash and no fixed word, so that a run that is gone on with another secret is seen to be another.
     return {name: _hidden(value) if is_secret_name(name) else _searched(value) for name, value in values.items()}
 
 

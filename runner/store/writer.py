@@ -17,13 +17,13 @@ import anyio.to_thread
 from runner.errors import ConfigurationChanged, StorageFailed
 from runner.store.claims import Claimed, Claims
 from runner.store.codec import load_trajectory
+from runner.store.columns import decode_text, encode_text
 from runner.store.commits import Commit, CommitThread, EpisodeCommit, FinishCommit, RewardCommit
 from runner.store.database import (
     FileLock,
     check_format,
     connect_writer,
     make_folder,
-    migrate,
     open_reader,
     storage_faults,
     tables_in,
@@ -31,17 +31,20 @@ from runner.store.database import (
     write_ahead,
 )
 from runner.store.header import Header, OnChange
-from runner.store.json_values import TaskDecoder, decode_text, encode_text
 from runner.store.reopening import UNSUCCEEDED, reopen_failed
-from runner.store.schema import APPLICATION_ID, FORMAT, TABLES
+from runner.store.schema import schema_statements
+from runner.store.stored_tasks import TaskDecoder
 from runner.tasks import Task
 from runner.trajectory import Trajectory
 
 __all__ = ["Claimed", "RunWriter"]
 
 CLOSE_SECONDS = 30.0
+"""How long a run that ends waits for its last transaction: a disk that hangs must not keep the process."""
 ANSWER_SECONDS = 60.0
+"""How long a commit is waited for."""
 WAITING_COMMITS = 1024
+"""Commits that are under way at most; further episodes wait, so that a slow disk does not fill the memory."""
 
 
 class RunWriter:
@@ -53,17 +56,11 @@ class RunWriter:
 
     Args:
         path: the file; made with its folder if it is not there. None keeps no trajectories, only the tasks' ids.
-        header: of this run.
-        task_class: what stored tasks are read back as.
+        header: the configuration of this run.
+        task_class: the class that stored tasks are read back as.
         retry_failed: what failed in the file is no result any more, and is claimed again.
         durable: every commit also survives a power cut (`synchronous=FULL`); without it they survive the death of
             the process in any way, `kill -9` included.
-
-    Attributes:
-        header: of the file: the one that it was begun with.
-        resumed: the file held this run already.
-        warnings: what is not as it was when the file was begun, and does not stand in the way.
-        reopened: (task, visit) of the groups of which an episode is to be played again that was a result before.
 
     Raises (when it is entered):
         ConfigurationChanged: the file holds a run of another configuration; the message lists what differs.
@@ -81,10 +78,15 @@ class RunWriter:
         durable: bool = False,
     ) -> None:
         self.path = path
+        """The file; None where no trajectories are kept."""
         self.header = header
+        """The configuration of the file: the one that it was begun with."""
         self.resumed = False
+        """Whether the file held this run already."""
         self.warnings: tuple[str, ...] = ()
+        """What is not as it was when the file was begun, and does not stand in the way."""
         self.reopened: frozenset[tuple[str, int]] = frozenset()
+        """The (task, visit) of the groups of which an episode is played again that was a result before."""
         self._given = header
         self._retry_failed = retry_failed
         self._decode_task = TaskDecoder(task_class)
@@ -102,6 +104,7 @@ class RunWriter:
             self._open()
             return self
         try:
+            # A limiter of its own, here and below: the threads of the default one may all be at work for others.
             await anyio.to_thread.run_sync(self._open, limiter=anyio.CapacityLimiter(1))
         except BaseException:
             self._close()
@@ -134,18 +137,16 @@ class RunWriter:
         self._lock.acquire()
         with storage_faults(path):
             self._connection = connection = connect_writer(path)
-            found = check_format(connection, path)
+            check_format(connection, path)
             self.resumed = tables_in(connection)
             if self.resumed:
                 self._compare(path, connection)  # before the first write: what is refused is left as it is
             write_ahead(connection, durable=self._durable)
-            if self.resumed:
-                migrate(connection, found)
-            else:
+            if not self.resumed:
                 self._create(connection)
             if self.resumed and self._retry_failed:
                 reopen_failed(connection)
-            if self.resumed:
+            if self.resumed:  # also without retry_failed: an earlier run may have reopened some and was cut
                 self.reopened = frozenset((decode_text(id), visit) for id, visit in connection.execute(UNSUCCEEDED))
             launch = self._note_launch(connection)
             (last,) = connection.execute("SELECT coalesce(max(key), 0) FROM episodes").fetchone()
@@ -155,10 +156,8 @@ class RunWriter:
 
     def _create(self, connection: sqlite3.Connection) -> None:
         with transaction(connection):
-            for statement in TABLES.split(";\n"):
+            for statement in schema_statements():
                 connection.execute(statement)
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version = {FORMAT}")
             connection.execute(
                 "INSERT INTO run (one, header, created) VALUES (1, ?, ?)", (self.header.to_json(), time.time())
             )
@@ -265,6 +264,7 @@ class RunWriter:
         """
         reader = self._reader
         after = 0
+        # One row a statement: a statement that is left open between rows would hold the log back from the file.
         while reader is not None and after < self._stored_until:
             row = reader.execute(_NEXT_STORED, (after, self._stored_until)).fetchone()
             if row is None:

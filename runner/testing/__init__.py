@@ -6,15 +6,14 @@ from runner.engines.scripted.engine import RecordedCall, ScriptedEngine
 from runner.engines.scripted.replies import Replies
 from runner.engines.scripted.script import Fault, Latency, ModelCall, Reply, call
 from runner.testing.assertions import assert_exact
-from runner.testing.cancellation import cancel_everywhere
-from runner.testing.cancelling import play_cancelled
+from runner.testing.cancelling import cancel_everywhere, play_cancelled
 from runner.testing.chunking import inside
 from runner.testing.clock import VirtualClock
 from runner.testing.forcing import FORCING, ForcedEngine, force
 from runner.testing.leaks import Leaked, no_leaks
 from runner.testing.playing import play, play_async, play_many, play_many_async
 from runner.testing.queued import QueuedEngine
-from runner.testing.recording import record, replay
+from runner.testing.recordings import record, replay
 from runner.testing.vocabulary import AwkwardTokenizer, PlainTokenizer
 from runner.testing.watchdog import LoopWatchdog
 

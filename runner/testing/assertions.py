@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -13,23 +13,15 @@ from runner.episode.prompting import REENCODED
 from runner.errors import BadOption
 from runner.messages import Message
 from runner.tokens.log import Source
+from runner.tokens.token_diff import first_mismatch
 from runner.tokens.tokenizer import Tokenizer
-from runner.trajectory import Outcome, Segment, Trajectory, Turn
+from runner.trajectory import Segment, Trajectory, Turn
+from runner.verify.records import LIMITS_OF
 
 __all__ = ["assert_exact"]
 
 _SHOWN: Final = 24
 """Ids on each side of a seam that a failure shows."""
-
-_LIMITS: Final[Mapping[Outcome, frozenset[str]]] = {
-    Outcome.TURN_LIMIT: frozenset({"turns"}),
-    Outcome.TOKEN_LIMIT: frozenset({"tokens", "max_tokens"}),
-    Outcome.CONTEXT_LIMIT: frozenset({"context"}),
-    Outcome.TIME_LIMIT: frozenset({"seconds"}),
-    Outcome.COMPLETED: frozenset({""}),
-    Outcome.CANCELLED: frozenset({""}),
-}
-"""What `limit` may say of each outcome; of the others it says anything."""
 
 
 def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
@@ -41,9 +33,9 @@ def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
     limit, error and reward agree.
 
     Args:
-        trajectory: of any agent, with any outcome.
-        engine: decodes: what was sampled must say what the turn says. A `ScriptedEngine(record=True)` also knows
-            which ids were sent, and those are compared.
+        trajectory: the trajectory of any agent, with any outcome.
+        engine: the engine, which decodes: what was sampled must say what the turn says. A `ScriptedEngine(record=True)`
+            also knows which ids were sent, and those are compared.
 
     Raises:
         BadOption: it is no trajectory.
@@ -192,7 +184,7 @@ def _check_ending(trajectory: Trajectory) -> None:
     """How it ended, in every field that tells."""
     __tracebackhide__ = True
     name, outcome = f"{trajectory.id} {trajectory.agent}", trajectory.outcome
-    limits = _LIMITS.get(outcome)
+    limits = LIMITS_OF.get(outcome)
     if limits is not None and trajectory.limit not in limits:
         raise AssertionError(f"{name}: outcome {outcome.value}, and its limit is {trajectory.limit!r}")
     _require(trajectory.error or not outcome.failed, f"{name}: outcome {outcome.value}, and no error says why")
@@ -254,8 +246,7 @@ def _around(ids: array[int], at: int, engine: Engine | None) -> str:
 
 def _sent(call: Any, turn: Turn, engine: Engine) -> str:
     sent, kept = call.prompt, turn.prompt_ids
-    at = next((i for i, (one, other) in enumerate(zip(sent, kept, strict=False)) if one != other), -1)
-    first = max(0, (at if at >= 0 else min(len(sent), len(kept))) - _SHOWN)
+    first = max(0, first_mismatch(sent, kept) - _SHOWN)
     return f"  sent: {_shown(sent[first:][: 2 * _SHOWN], engine)}\n  kept: {_shown(kept[first:][: 2 * _SHOWN], engine)}"
 
 

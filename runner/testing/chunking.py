@@ -14,17 +14,15 @@ from runner.tokens.tokenizer import Tokenizer
 __all__ = ["Inside", "inside"]
 
 _SEVERAL_BYTES: Final = rb"[\xc2-\xf4][\x80-\xbf]+"
+"""A character of several bytes in UTF-8: one that begins it, and those that go on with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Cuts a reply in the middle of a piece of its text; made by `inside`.
-
-    Attributes:
-        piece: the text; "" stands for every character of several bytes.
-    """
+    """Cuts a reply in the middle of a piece of its text; made by `inside`."""
 
     piece: str
+    """The text; "" stands for every character of several bytes."""
 
     def sizes(self, ids: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
         """How many ids each delta has, so that one ends inside the piece, wherever it occurs.

@@ -22,7 +22,9 @@ __tracebackhide__ = True
 T = TypeVar("T")
 
 _PATIENCE = 1.0
+"""Seconds of real time that worker threads may be at work before they are taken for ones that hang."""
 _LOOK = 0.005
+"""Seconds of real time after which a loop that waits for others looks again."""
 
 
 class VirtualClock:
@@ -41,6 +43,7 @@ class VirtualClock:
 
     def __init__(self, *, autojump: bool = True) -> None:
         self.autojump = autojump
+        """Whether time jumps to the next deadline when everything waits."""
         self._now = 0.0
         self._trio: Any = None
 
@@ -124,7 +127,7 @@ class _VirtualSelector(selectors.DefaultSelector):
         self._busy_since: float | None = None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None or timeout <= 0:
+        if timeout is None or timeout <= 0:  # no timer is set, or something is ready: there is nowhere to jump to
             return super().select(timeout)
         if ready := super().select(0):
             self._busy_since = None

@@ -31,21 +31,17 @@ def make_engine(**options: Any) -> Engine:
 
 
 class EngineAtHome(WrappedEngine):
-    """An engine and the event loop that it lives on; `play` and its kin go there.
-
-    Attributes:
-        home: calls functions on that loop.
-        inner: the engine.
-    """
+    """An engine and the event loop that it lives on; `play` and its kin go there."""
 
     def __init__(self, inner: Engine, home: BlockingPortal, loop: Any) -> None:
         super().__init__(inner)
         self.home = home
+        """Calls functions on the loop of the engine."""
         self._loop = loop
 
     @property
     def running(self) -> bool:  # type: ignore[override]  # whoever asks is about to play on it
-        """It is; a run on another event loop is refused here.
+        """Whether it runs; who asks on another event loop is refused here.
 
         Raises:
             BadOption: says how to play on it.

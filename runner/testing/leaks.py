@@ -45,14 +45,11 @@ LEFT_TASKS: Final[deque[str]] = deque(maxlen=64)
 
 
 class Leaked(AssertionError):
-    """Something outlived its block; the message lists what.
-
-    Attributes:
-        leaks: each by name.
-    """
+    """Something outlived its block; the message lists what."""
 
     def __init__(self, leaks: Sequence[str]) -> None:
         self.leaks = tuple(leaks)
+        """What was left behind, each by name."""
         super().__init__("left behind: " + "; ".join(leaks))
 
 
@@ -64,7 +61,7 @@ def no_leaks(*engines: Engine, settle: float = 5.0) -> Iterator[None]:
     loop. An exception that leaves the block passes, with a note of what leaked.
 
     Args:
-        engines: whose open and waiting requests and live sessions are counted.
+        engines: the engines whose open and waiting requests and live sessions are counted.
         settle: seconds that threads and processes which are about to end get to do so.
 
     Raises:
@@ -81,7 +78,7 @@ def no_leaks(*engines: Engine, settle: float = 5.0) -> Iterator[None]:
             try:
                 yield
             finally:
-                gc.collect()
+                gc.collect()  # what nobody holds any more complains now, where it is listened to
     except BaseException as error:
         for leak in [*_leaks(engines, before, settle=0), *unclosed]:
             error.add_note(f"leaked: {leak}")

@@ -96,9 +96,9 @@ def play(
         engine: an engine; or what to say: a list of replies, each said once and in order (none: `[]`), one text or
             function that answers every turn of `main`, or a dict of these by agent.
         task: the task or its id; by default the first one.
-        agent: whose trajectory is wanted, where several are trained; `play_many(..., tasks=1)` gives all of them.
+        agent: the agent whose trajectory is wanted, where several are trained; `play_many(..., tasks=1)` gives all.
         clock: a virtual clock, on which limits of minutes pass at once.
-        options: those of `Run`.
+        options: the options of `Run`.
 
     Returns:
         The trajectory of the agent.
@@ -127,7 +127,7 @@ def play_many(
             queue of replies plays one episode after another, unless `concurrency` says otherwise.
         tasks: how many of the environment's own, or others; by default all of them.
         clock: a virtual clock.
-        options: those of `Run`; `group_size=4` plays each task four times.
+        options: the options of `Run`; `group_size=4` plays each task four times.
 
     Returns:
         Every trained trajectory, failed ones too: by task as they were given, then by index, then by agent; of tasks

@@ -31,14 +31,11 @@ Saying: TypeAlias = Answer | Sequence[int] | Callable[[ModelCall], Answer | Awai
 
 
 class CheckedEngine(ScriptedEngine):
-    """A scripted engine that keeps every call, and what went wrong with its replies.
-
-    Attributes:
-        problems: one sentence each, with what to do about it.
-    """
+    """A scripted engine that keeps every call, and what went wrong with its replies."""
 
     def __init__(self, **settings: Any) -> None:
         self.problems: list[str] = []
+        """What went wrong, one sentence each with what to do about it."""
         name = settings.pop("template", "pythonic")
         template = _loaded(name) if isinstance(name, str) else name
         super().__init__(self._speak, record=True, template=template, **settings)
@@ -85,13 +82,10 @@ class CheckedEngine(ScriptedEngine):
 class QueuedEngine(CheckedEngine):
     """Says what was enqueued, in that order, each once; each agent has a queue of its own.
 
+    `calls` has what was asked and said, one `RecordedCall` for each request; its `prompt` has the exact ids.
+
     Args:
         settings: those of `ScriptedEngine`: tokenizer, template, context, places, chunks, latency, tick, faults ...
-
-    Attributes:
-        calls: what was asked and said, one `RecordedCall` for each request; `prompt` has the exact ids.
-        to_add: how messages say that one more is given.
-        to_drop: how they say that nothing is.
 
     Raises:
         BadOption: a setting that cannot be.
@@ -99,7 +93,9 @@ class QueuedEngine(CheckedEngine):
 
     def __init__(self, **settings: Any) -> None:
         self.to_add = "Add one with say(...)"
+        """How messages say that one more reply is to be given."""
         self.to_drop = "forget them with clear()"
+        """How messages say that a reply is to be taken out."""
         self._queues: dict[str, deque[_Saying]] = {}
         self._always: dict[str, _Saying] = {}
         super().__init__(**settings)
@@ -116,8 +112,8 @@ class QueuedEngine(CheckedEngine):
         """Enqueue replies.
 
         Args:
-            sayings: one reply each.
-            agent: who says them.
+            sayings: the replies, one each.
+            agent: the agent who says them.
             chunks: how the ids are cut into deltas: see `Chunks`, or `inside("é")` to cut inside a piece of the text.
             latency: when the ids arrive, in ticks of the engine.
             fault: what goes wrong.

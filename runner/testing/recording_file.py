@@ -26,32 +26,32 @@ __all__ = ["AGAIN", "RecordedTurn", "Recording", "read_recording", "write_record
 __tracebackhide__ = True
 
 VERSION: Final = 1
+"""The version of the file."""
 AGAIN: Final = "run pytest with --runner-record=rewrite to record it anew"
 
 _OWN: Final[dict[str, Callable[[], ByteTokenizer]]] = {"bytes": PlainTokenizer, "awkward": AwkwardTokenizer}
+"""Vocabularies that are recorded by a name of the kit, since no model has them."""
 
 
 @dataclass(slots=True)
 class RecordedTurn:
-    """One request and what came of it.
-
-    Attributes:
-        name: episode, agent and turn.
-        prompt: every id that was sent.
-        said: every id that was sampled, read or not.
-        logprobs: of those, or None.
-        finish: why it ended.
-        stop: the stop id behind it.
-    """
+    """One request and what came of it."""
 
     name: str
+    """The name of the request: episode, agent and turn."""
     prompt: array[int]
+    """Every id that was sent."""
     said: array[int] = field(default_factory=lambda: array("i"))
+    """Every id that was sampled, read or not."""
     logprobs: list[float] | None = field(default_factory=list)
+    """The log-probability of each sampled id in nats; None where the engine gave none."""
     finish: FinishReason | None = None
+    """Why the turn ended; None while it goes on."""
     stop: int | None = None
+    """The stop id that ended it, if one did."""
 
     def hear(self, delta: Delta) -> None:
+        """Keep a delta."""
         self.said.extend(delta.token_ids)
         if delta.logprobs is None:
             self.logprobs = None
@@ -59,10 +59,12 @@ class RecordedTurn:
             self.logprobs.extend(delta.logprobs)
 
     def end(self, finish: Finish | None) -> None:
+        """Keep how the turn ended; None is an engine that failed."""
         self.finish = finish.reason if finish is not None else FinishReason.ERROR
         self.stop = finish.stop if finish is not None and isinstance(finish.stop, int) else None
 
     def reply(self) -> Reply:
+        """What a scripted engine says to say the same."""
         # What the runner cut itself, it will cut again: the engine only stops there.
         stops = self.finish is FinishReason.STOP
         finish = FinishReason.STOP if stops else FinishReason.LENGTH
@@ -71,23 +73,20 @@ class RecordedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What is in a file.
-
-    Attributes:
-        path: the file.
-        turns: sorted by name.
-        tokenizer: the vocabulary of the model that spoke.
-        template: its chat template.
-        stop_ids: what ended its turns.
-        context: the most ids that a prompt and what is sampled on it may have together.
-    """
+    """What is in a file."""
 
     path: Path
+    """The file."""
     turns: Sequence[RecordedTurn]
+    """The turns, sorted by name."""
     tokenizer: Tokenizer
+    """The vocabulary of the model that spoke."""
     template: ChatTemplate
+    """The chat template of the model."""
     stop_ids: tuple[int, ...]
+    """The ids that ended its turns."""
     context: int
+    """The most ids that a prompt and what is sampled on it may have together."""
 
 
 def write_recording(path: Path, engine: Engine, turns: Sequence[RecordedTurn]) -> None:
@@ -152,6 +151,8 @@ def _written(calls: Sequence[RecordedTurn], tokenizer: Tokenizer) -> Iterator[di
         names[call.name] = names.get(call.name, 0) + 1
         if names[call.name] > 1:  # an episode that was played again
             call = replace(call, name=f"{call.name} ({names[call.name]})")
+        # A prompt is written from where the longest turn before it ends, so that the file does not grow with the square
+        # of the turns.
         before = [earlier for earlier in calls[:number] if _is_prefix(earlier, call)]
         longest = max(before, key=lambda earlier: len(earlier.prompt) + len(earlier.said), default=None)
         known = len(longest.prompt) + len(longest.said) if longest is not None else 0

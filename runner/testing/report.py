@@ -16,7 +16,9 @@ from runner.transcript import transcript
 __all__ = ["endings", "episodes"]
 
 _MOST: Final = 3
+"""Episodes that are shown whole, and ways to end that are listed."""
 _WIDTH: Final = 120
+"""Characters of a line of the report."""
 
 
 def episodes(played: Iterable[tuple[Trajectory, Engine]]) -> str:

@@ -52,7 +52,7 @@ def awkward_text(*, max_pieces: int = 8) -> SearchStrategy[str]:
     """Text with control tokens, markers, quotes, template code, one character written in several ways; no surrogates.
 
     Args:
-        max_pieces: how long it gets.
+        max_pieces: the most pieces that a text is joined of.
     """
     plain = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
     return st.lists(st.sampled_from(_PIECES) | plain, max_size=max_pieces).map("".join)
@@ -62,7 +62,7 @@ def tool_calls(tools: Sequence[Tool] | None = None) -> SearchStrategy[ToolCall]:
     """Calls: of these tools with arguments that fit their schemas, or of any name with any arguments.
 
     Args:
-        tools: such as `Calculator().bound_tools()`.
+        tools: the tools, such as `Calculator().bound_tools()`.
 
     Raises:
         BadOption: there is none among them.
@@ -89,8 +89,8 @@ def conversations(*, max_messages: int = 6, text: SearchStrategy[str] | None = N
     the model's.
 
     Args:
-        max_messages: about how many.
-        text: of the messages; by default awkward.
+        max_messages: about how many messages there are at most.
+        text: the texts of the messages; by default awkward ones.
     """
     return _conversation(max_messages, text if text is not None else awkward_text())
 
@@ -99,7 +99,7 @@ def chunkings(*, most: int = 8) -> SearchStrategy[Chunks]:
     """Ways to cut ids into deltas: see `Chunks`.
 
     Args:
-        most: the longest delta.
+        most: the number of ids in the longest delta.
     """
     size = st.integers(1, most)
     named: SearchStrategy[Chunks] = st.sampled_from(["whole", "random", None])

@@ -20,6 +20,7 @@ _WORDS: Final = (
     *("00", "42", "é", "日本", "\U0001f600", "</", "><", '{"', '"}', '": ', "think>"),
 )
 _PADDING: Final = 8
+"""Rows behind the vocabulary that decode to nothing, as models have them that pad their embedding."""
 
 
 class PlainTokenizer(ByteTokenizer):
@@ -28,14 +29,12 @@ class PlainTokenizer(ByteTokenizer):
     Args:
         control_tokens: further control tokens.
         template: a bundled name or the path of a .jinja file.
-
-    Attributes:
-        template: the chat template.
     """
 
     def __init__(self, control_tokens: Sequence[str] = (), *, template: str = "pythonic") -> None:
         super().__init__(control_tokens)
         self.template = ChatTemplate.load(template)
+        """The chat template."""
 
     def chat(
         self, messages: Prompt, *, tools: Sequence[dict[str, Any]] = (), generation_prompt: bool = True
@@ -44,7 +43,7 @@ class PlainTokenizer(ByteTokenizer):
 
         Args:
             messages: a text, a message or a list of messages.
-            tools: their schemas, in OpenAI's shape.
+            tools: the schemas of the tools, in OpenAI's shape.
             generation_prompt: end with the opening of the model's turn.
         """
         text = self._renderer.render(as_messages(messages), tools=tools, generation_prompt=generation_prompt)
@@ -80,7 +79,7 @@ class AwkwardTokenizer(PlainTokenizer):
         ids: list[int] = []
         plain: list[int] = []
         for token_id in super().encode(text, content):
-            if token_id < 256:
+            if token_id < 256:  # a byte: joined with its neighbours to words; above are control tokens
                 plain.append(token_id)
             else:
                 ids += [*self._joined(bytes(plain)), token_id]

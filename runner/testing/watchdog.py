@@ -17,15 +17,14 @@ class LoopWatchdog:
 
     Args:
         seconds: how long the loop may stand still in all, in one piece of code; under 0.1 nothing is noticed.
-        tick: how often is looked; what is over within four of them is not noticed at all.
-
-    Attributes:
-        blockers: who held it up for longer than that, so far, the worst first.
+        tick: seconds between two looks; what is over within four of them is not noticed at all.
     """
 
     def __init__(self, seconds: float = 0.2, *, tick: float = TICK) -> None:
         self.seconds = seconds
+        """How long the loop may stand still in one piece of code; may be set before the block is entered."""
         self.blockers: list[Blocker] = []
+        """The pieces of code that held it up for longer so far, the worst of each block first."""
         self._tick = tick
         self._depth = 0
         self._monitor: LagMonitor

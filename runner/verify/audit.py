@@ -9,9 +9,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
+from runner.store.columns import decode_text
 from runner.store.database import open_reader, storage_faults
 from runner.store.header import Header
-from runner.store.json_values import decode_json, decode_text
+from runner.store.json_values import decode_json
 from runner.trajectory import Outcome
 from runner.verify.differences import Difference, Kind
 
@@ -25,13 +26,14 @@ def _names(outcomes: Iterator[Outcome]) -> str:
 _AGAIN: Final = _names(outcome for outcome in Outcome if outcome.played_again(failed=True))
 _UNFINISHED: Final = _names(outcome for outcome in Outcome if outcome.cut_short)
 
-_SAME_PLACE: Final = (
+_SAME_EPISODE: Final = (
     "other.task_id = this.task_id AND other.visit = this.visit AND other.group_index = this.group_index"
 )
 _OF_ALL_AGENTS: Final = ("outcome", "limit_name", "limit_agent", "reason", "error", "metrics", "seed", "superseded")
 _DISAGREE: Final = " OR ".join(f"count(DISTINCT {column}) > 1" for column in _OF_ALL_AGENTS)
 
-# Each selects the episodes, or tasks, of which something is wrong.
+# Each selects the episodes, or tasks, of which something is wrong. In SQL, since a run may have more episodes than fit
+# the memory.
 _MISFITS: Final = (
     ("SELECT '' AS id FROM segments WHERE episode NOT IN (SELECT key FROM episodes)", "segments of no episode"),
     ("SELECT '' AS id FROM turns WHERE episode NOT IN (SELECT key FROM episodes)", "turns of no episode"),
@@ -51,7 +53,7 @@ _MISFITS: Final = (
     ),
     (
         "SELECT id FROM episodes AS this WHERE NOT superseded AND EXISTS "
-        f"(SELECT 1 FROM episodes AS other WHERE {_SAME_PLACE} AND other.attempt > this.attempt)",
+        f"(SELECT 1 FROM episodes AS other WHERE {_SAME_EPISODE} AND other.attempt > this.attempt)",
         "two of its attempts are results of the run",
     ),
     (
@@ -60,7 +62,7 @@ _MISFITS: Final = (
     ),
     (
         "SELECT id FROM episodes AS this WHERE superseded AND (SELECT complete FROM run) AND NOT EXISTS "
-        f"(SELECT 1 FROM episodes AS other WHERE {_SAME_PLACE} AND NOT other.superseded)",
+        f"(SELECT 1 FROM episodes AS other WHERE {_SAME_EPISODE} AND NOT other.superseded)",
         "none of its attempts is a result of the run, which is complete",
     ),
     (
@@ -83,10 +85,10 @@ def first_misfit(path: Path, header: Header) -> Difference | None:
 
     Args:
         path: the run file.
-        header: of the run.
+        header: the configuration of the run.
     """
     with storage_faults(path), closing(open_reader(path)) as connection:
-        connection.execute("BEGIN")
+        connection.execute("BEGIN")  # every statement sees the file as it is at the first one
         for statement, explanation in _MISFITS:
             row = connection.execute(f"{statement} LIMIT 1", {"group_size": header.group_size}).fetchone()
             if row is not None:

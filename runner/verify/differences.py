@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
+from runner.tokens.token_diff import first_mismatch
 from runner.trajectory import Trajectory, Turn
 
-__all__ = ["Comparison", "Difference", "Found", "Ids", "Kind", "Spoken", "first_other"]
+__all__ = ["Comparison", "Difference", "DifferenceFound", "Ids", "Kind", "Spoken"]
 
 AROUND = 12
 """Ids on each side of a difference that are shown."""
@@ -23,98 +24,102 @@ Ids: TypeAlias = Sequence[int]
 class Kind(enum.StrEnum):
     """What it is that does not follow from the rest."""
 
-    HEADER = "header"  # the run's configuration is not the one that it was begun with
-    EPISODES = "episodes"  # the episodes of the file do not fit one another, or what the run says of them
-    UNREADABLE = "unreadable"  # a row holds no trajectory
-    LAYOUT = "layout"  # turns, ids, sources and messages do not fit one another
-    FIRST_PROMPT = "first_prompt"  # the render of the first messages
-    BRIDGE = "bridge"  # what stands between two turns
-    JUNCTION = "junction"  # the record of how a prompt was made
-    STOP = "stop"  # what ended a turn is not where it was sampled
-    TURN = "turn"  # the sampled ids say something else than the turn
-    MESSAGE = "message"  # or than the assistant message
-    OUTCOME = "outcome"  # how it ended contradicts itself
-    REWARD = "reward"  # it is not the weighted sum of its parts, or there should be none
-    SEED = "seed"  # it does not follow from the run's
-    LOGPROBS = "logprobs"  # there is not one for each sampled id, or it cannot be one
-    VERSIONS = "versions"  # weight versions do not cover the sampled ids
+    HEADER = "header"
+    """The run's configuration is not the one that it was begun with."""
+    EPISODES = "episodes"
+    """The episodes of the file do not fit one another, or what the run says of them."""
+    UNREADABLE = "unreadable"
+    """A row holds no trajectory."""
+    LAYOUT = "layout"
+    """Turns, ids, sources and messages do not fit one another."""
+    FIRST_PROMPT = "first_prompt"
+    """A first prompt is not the render of its messages."""
+    BRIDGE = "bridge"
+    """What stands between two turns is not what the template puts there."""
+    JUNCTION = "junction"
+    """The record of how a prompt was made is not how it is made."""
+    STOP = "stop"
+    """What is said to have ended a turn is not where it was sampled."""
+    TURN = "turn"
+    """The sampled ids say something else than the turn."""
+    MESSAGE = "message"
+    """The sampled ids say something else than the assistant's message, or a message cannot be."""
+    OUTCOME = "outcome"
+    """How the episode ended contradicts itself."""
+    REWARD = "reward"
+    """The reward is not the weighted sum of its parts, or there should be none."""
+    SEED = "seed"
+    """A seed does not follow from the run's."""
+    LOGPROBS = "logprobs"
+    """A sampled id has no log-probability, or one that cannot be."""
+    VERSIONS = "versions"
+    """The weight versions do not cover the sampled ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first thing of a trajectory that does not follow from its messages and its sampled ids.
-
-    Attributes:
-        kind: what it is.
-        explanation: the same for people.
-        episode: its id.
-        agent: whose trajectory.
-        attempt: of the episode.
-        segment: of the trajectory, or None where it is in none.
-        turn: the turn that it belongs to, as in `Turn.number`, or None.
-        index: the first id that differs, as an index into the segment's ids, or None.
-        stored: what the file holds around it, decoded.
-        derived: what was made again.
-        stored_ids: the ids behind `stored`, where ids were compared.
-        derived_ids: those behind `derived`.
-    """
+    """The first thing of a trajectory that does not follow from its messages and its sampled ids."""
 
     kind: Kind
+    """What it is that does not follow."""
     explanation: str
+    """The same for people."""
     episode: str = ""
+    """The id of the episode."""
     agent: str = ""
+    """The agent whose trajectory it is."""
     attempt: int = 0
+    """The attempt at the episode."""
     segment: int | None = None
+    """The segment of the trajectory; None where the difference is in none."""
     turn: int | None = None
+    """The turn that it belongs to, as in `Turn.number`, or None."""
     index: int | None = None
+    """The first id that differs, as an index into the segment's ids, or None."""
     stored: str = ""
+    """What the file holds around it, decoded."""
     derived: str = ""
+    """What was made again, decoded."""
     stored_ids: tuple[int, ...] = ()
+    """The ids behind `stored`, where ids were compared."""
     derived_ids: tuple[int, ...] = ()
+    """The ids behind `derived`."""
 
 
-class Found(Exception):
-    """The first difference of a trajectory was found.
-
-    Attributes:
-        difference: what it is.
-    """
+class DifferenceFound(Exception):
+    """Ends the examination of a trajectory, since what follows a first difference differs for its sake."""
 
     def __init__(self, difference: Difference) -> None:
         super().__init__(difference.explanation)
         self.difference = difference
+        """The difference that was found."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spoken:
-    """The text of a turn's ids, with those of the cut turns that it goes on with.
-
-    Attributes:
-        turn: the turn.
-        begin: the first of the ids, as an index into the segment's.
-        text: without the stop.
-    """
+    """The text of a turn's ids, with those of the cut turns that it goes on with."""
 
     turn: Turn
+    """The turn that said it."""
     begin: int
+    """The first of the ids, as an index into the segment's."""
     text: str
+    """What was said, without the stop."""
 
 
 class Comparison:
-    """Compares what is stored with what was derived, at one place of a trajectory after the other.
+    """Compares what is stored with what was derived, in one turn of a trajectory after the other.
 
     Args:
         trajectory: what is looked at.
         decode: ids to text.
-
-    Attributes:
-        segment: where it is being looked at.
-        turn: likewise, as in `Turn.number`; None where it is no turn.
     """
 
     def __init__(self, trajectory: Trajectory, decode: Callable[[Ids], str]) -> None:
         self.segment: int | None = None
+        """The segment that is being looked at."""
         self.turn: int | None = None
+        """The turn that is being looked at, as in `Turn.number`; None beside every turn."""
         self._trajectory = trajectory
         self._decode = decode
 
@@ -122,7 +127,7 @@ class Comparison:
         """Say that something differs here.
 
         Raises:
-            Found: always.
+            DifferenceFound: always.
         """
         trajectory = self._trajectory
         difference = Difference(
@@ -135,17 +140,17 @@ class Comparison:
             turn=self.turn,
             **fields,
         )
-        raise Found(difference)
+        raise DifferenceFound(difference)
 
     def ids(self, kind: Kind, stored: Ids, derived: Ids, start: int) -> None:
         """Compare ids, both from `start` of the segment on.
 
         Raises:
-            Found: they differ.
+            DifferenceFound: they differ.
         """
         if list(stored) == list(derived):
             return
-        at = first_other(stored, derived)
+        at = first_mismatch(stored, derived)
         window = slice(max(0, at - AROUND), at + AROUND)
         one, other = (self._named(ids, at) for ids in (stored, derived))
         self.differ(
@@ -162,11 +167,11 @@ class Comparison:
         """Compare text with what was read from sampled ids.
 
         Raises:
-            Found: they differ.
+            DifferenceFound: they differ.
         """
         if stored == derived:
             return
-        at = first_other(stored, derived)
+        at = first_mismatch(stored, derived)
         window = slice(max(0, at - TEXT_AROUND), at + TEXT_AROUND)
         self.differ(
             kind,
@@ -182,15 +187,10 @@ class Comparison:
         if offset < 0:
             return spoken.begin
         ids, wanted = spoken.turn.log.ids, offset + at
-        places = range(spoken.begin, spoken.turn.end)
-        later = (index for index in places if len(self._decode(ids[spoken.begin : index + 1])) > wanted)
+        candidates = range(spoken.begin, spoken.turn.end)
+        # Ids are decoded from the beginning each time: a character may be spread over several of them.
+        later = (index for index in candidates if len(self._decode(ids[spoken.begin : index + 1])) > wanted)
         return next(later, max(spoken.begin, spoken.turn.end - 1))
 
     def _named(self, ids: Ids, at: int) -> str:
         return f"id {ids[at]} ({self._decode(ids[at : at + 1])!r})" if at < len(ids) else "nothing more"
-
-
-def first_other(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """The first index at which two sequences differ; where one goes on with the other, the length of the shorter."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))

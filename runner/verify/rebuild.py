@@ -25,10 +25,11 @@ from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.junction import Junction
 from runner.tokens.log import Source
 from runner.tokens.template import ChatTemplate
+from runner.tokens.token_diff import first_mismatch
 from runner.tokens.tokenizer import Tokenizer
 from runner.tools.tool import Tool
 from runner.trajectory import Segment, Trajectory, Turn
-from runner.verify.differences import Comparison, Difference, Found, Ids, Kind, Spoken, first_other
+from runner.verify.differences import Comparison, Difference, DifferenceFound, Ids, Kind, Spoken
 
 __all__ = ["first_difference", "stored_chat"]
 
@@ -67,26 +68,23 @@ def first_difference(trajectory: Trajectory, chat: ChatModel) -> Difference | No
     """
     try:
         _Check(trajectory, chat).run()
-    except Found as found:
+    except DifferenceFound as found:
         return found.difference
     return None
 
 
 @dataclass(slots=True)
 class _Part:
-    """A segment as it is checked.
-
-    Attributes:
-        segment: the segment.
-        turns: that were sampled in it, in order.
-        spoken: where its assistant messages are that were sampled here, as indices into `seen`.
-        seen: the messages that were put before the model, and those that it said.
-    """
+    """A segment as it is checked."""
 
     segment: Segment
+    """The segment."""
     turns: list[Turn]
+    """The turns that were sampled in it, in order."""
     seen: list[Message]
+    """The messages that were put before the model, and those that it said."""
     spoken: list[int]
+    """The indices into `seen` of the assistant messages that were sampled in this segment."""
 
     @property
     def prompt(self) -> list[Message]:
@@ -95,12 +93,12 @@ class _Part:
 
 
 class _Check:
-    """One trajectory, from its first id to its last; raises `Found` at the first difference."""
+    """One trajectory, from its first id to its last; raises `DifferenceFound` at the first difference."""
 
     def __init__(self, trajectory: Trajectory, chat: ChatModel) -> None:
         self._trajectory = trajectory
         self._chat = chat
-        self._calls = 0
+        self._calls = 0  # made so far: the calls of a turn are numbered on from those before
         self._junction: Junction | None = None  # of the bridge that was made last
         self._done: list[_Part] = []
         self._compare = Comparison(trajectory, chat.tokenizer.decode)
@@ -144,7 +142,7 @@ class _Check:
             said = Source.SAMPLED if taken_back is None or turn.start < taken_back else Source.RETRIED
             sources.extend(array("b", [said]) * (turn.end - turn.start))
         if segment.log.sources != sources:
-            at = first_other(segment.log.sources, sources)
+            at = first_mismatch(segment.log.sources, sources)
             stored, derived = (_source(each, at) for each in (segment.log.sources, sources))
             self._compare.turn = next((turn.number for turn in turns if at < turn.end), None)
             self._compare.differ(Kind.LAYOUT, "the source of an id", index=at, stored=stored, derived=derived)
@@ -219,7 +217,8 @@ class _Check:
         return self._made(Kind.BRIDGE, lambda: self._appended(part.segment, before, history, new))
 
     def _appended(self, segment: Segment, before: Turn, history: Sequence[Message], new: Sequence[Message]) -> Ids:
-        # A stand-in for the history would prove nothing.
+        # The run renders a short stand-in for the history where that is proven to give the same bridge. Verification
+        # has to find out whether it did, so it renders the history itself.
         tail = self._chat.bridger.locality.full(history, new, segment.tools)
         bridge = self._chat.bridge(before, history, new, segment.tools, tail)
         self._junction = bridge.junction

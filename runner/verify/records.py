@@ -16,20 +16,22 @@ from runner.seeds import derive_seed
 from runner.store.header import Header
 from runner.tokens.log import VersionSpan
 from runner.trajectory import Outcome, Segment, Trajectory, Turn
-from runner.verify.differences import Comparison, Difference, Found, Kind
+from runner.verify.differences import Comparison, Difference, DifferenceFound, Kind
 
-__all__ = ["first_contradiction"]
+__all__ = ["LIMITS_OF", "first_contradiction"]
 
 ABOVE_ZERO: Final = 1e-3
 """A logarithm that was computed with 32 bits may come out so much above 0."""
 
-_LIMITS: Final[Mapping[Outcome, tuple[str, ...]]] = {
+LIMITS_OF: Final[Mapping[Outcome, tuple[str, ...]]] = {
     Outcome.COMPLETED: ("",),
     Outcome.TURN_LIMIT: ("turns",),
     Outcome.TOKEN_LIMIT: ("tokens", "max_tokens"),
+    Outcome.CONTEXT_LIMIT: ("context",),
     Outcome.TIME_LIMIT: ("seconds",),
     Outcome.CANCELLED: ("",),
 }
+"""What `limit` may say of each outcome; of the others it says anything."""
 
 
 def first_contradiction(trajectory: Trajectory, header: Header) -> Difference | None:
@@ -41,13 +43,13 @@ def first_contradiction(trajectory: Trajectory, header: Header) -> Difference | 
     """
     try:
         _Records(trajectory, header).check()
-    except Found as found:
+    except DifferenceFound as found:
         return found.difference
     return None
 
 
 class _Records:
-    """One trajectory; raises `Found` at the first contradiction."""
+    """One trajectory; raises `DifferenceFound` at the first contradiction."""
 
     def __init__(self, trajectory: Trajectory, header: Header) -> None:
         self._trajectory = trajectory
@@ -56,7 +58,7 @@ class _Records:
         self._compare = Comparison(trajectory, repr)
 
     def check(self) -> None:
-        self._check_key()
+        self._check_identity()
         self._check_outcome()
         self._check_reward()
         for number, segment in enumerate(self._trajectory.segments):
@@ -74,7 +76,7 @@ class _Records:
 
     # --- the episode
 
-    def _check_key(self) -> None:
+    def _check_identity(self) -> None:
         trajectory = self._trajectory
         key = EpisodeKey(task=trajectory.task, index=trajectory.index, visit=trajectory.visit)
         if trajectory.id != key.id:
@@ -88,7 +90,7 @@ class _Records:
 
     def _check_outcome(self) -> None:
         trajectory, outcome = self._trajectory, self._trajectory.outcome
-        limits = _LIMITS.get(outcome)
+        limits = LIMITS_OF.get(outcome)
         if limits is not None and trajectory.limit not in limits:
             self._differ(Kind.OUTCOME, f"{outcome.value} by another limit", trajectory.limit, " or ".join(limits))
         if outcome is Outcome.COMPLETED and trajectory.error:
@@ -158,7 +160,7 @@ class _Records:
         if turn.seed is not None and turn.seed != seed:
             self._differ(Kind.SEED, "the turn's seed does not follow from the episode's", turn.seed, seed)
         sampling, sampled = turn.sampling, turn.end - turn.start
-        if sampling is None:  # a file of an older format
+        if sampling is None:  # of a turn that no run sampled
             return
         if sampled > sampling.max_tokens:
             self._differ(Kind.TURN, "more ids were sampled than max_tokens", sampled, sampling.max_tokens)
@@ -179,7 +181,7 @@ class _Records:
 
 
 _STAMPED: Final = frozenset({"versions_stamped_by", "weight_version"})
-"""What engines say of themselves that give a weight version for each id."""
+"""Keys of `Engine.describe()` of which an engine has one if it gives a weight version for each id."""
 
 
 def _same(one: float | None, other: float | None) -> bool:

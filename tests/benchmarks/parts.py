@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 from runner import Concurrency, Message, Run, Trajectory
 from runner.episode.model import ChatModel
 from runner.runs.process import on_event_loop
-from runner.store.commits import Batch, Packer
+from runner.store.batch import Batch, Packer
 from runner.store.database import connect_writer, transaction, write_ahead
-from runner.store.schema import TABLES
+from runner.store.schema import schema_statements
 from runner.testing import ScriptedEngine
 from tests.benchmarks.environments import REPLIES, AsyncSums
 from tests.benchmarks.figures import Figure, main, on_one_core
@@ -68,7 +68,7 @@ def _written(batch: Batch) -> float:
         connection = connect_writer(Path(folder) / "run.db")
         write_ahead(connection, durable=False)
         with transaction(connection):
-            for statement in TABLES.split(";\n"):
+            for statement in schema_statements():
                 connection.execute(statement)
         began = time.thread_time()
         with transaction(connection):

@@ -1,18 +1,26 @@
-"""docs/run-file.md says what is true: its queries run, its tables and columns are those of the file."""
+"""docs/run-file.md says what is true: its queries run, its tables and columns are those of the file.
+
+`python -m tests.store.test_documentation` writes the tables of the page anew.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from runner.store.columns import Column, Table
 from runner.store.export import PARQUET_COLUMNS
-from runner.store.reader import RunFile
-from runner.trajectory import Outcome
+from runner.store.reader import EpisodeRow, RunFile
+from runner.store.schema import EPISODES, JUNCTION, SEGMENT, TABLES, TIMINGS, TRAJECTORY, TURN
+from runner.tokens.junction import Junction
+from runner.trajectory import Outcome, Segment, Timings, Trajectory, Turn
 from tests.store.building import played
 from tests.store.test_reader import write
 
@@ -52,12 +60,59 @@ def test_the_answers_are_right(connection: sqlite3.Connection) -> None:
     assert answers["json_extract(call.value,"] == [("add", 6, 0)]
 
 
-def test_every_column_is_on_the_page(connection: sqlite3.Connection) -> None:
-    words = set(re.findall(r"\w+", PAGE.read_text()))
-    for table in ("run", "episodes", "tasks", "segments"):
-        columns = {name for _, name, *_ in connection.execute(f"PRAGMA table_info({table})")}
-        assert columns - words <= {"one", "class", "task", "group_scored"}, table
-    assert set(PARQUET_COLUMNS) <= words
+BEGIN = "<!-- The tables, by `python -m tests.store.test_documentation` -->\n"
+END = "<!-- The end of the tables -->\n"
+
+
+def described(table: Table) -> str:
+    """A table as the page has it."""
+    lines = [f"| `{column.name}` | {column.sql.partition(' ')[0]} | {column.meaning} |" for column in table.columns]
+    return "\n".join(
+        [f"A row of `{table.name}` is {table.meaning}.", "", "| column | | |", "|---|---|---|", *lines, "\n"]
+    )
+
+
+def page_of_tables(page: str) -> str:
+    """The page, with every table and column of the file."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{''.join(map(described, TABLES))}{END}{after}"
+
+
+def test_every_table_and_column_is_on_the_page_with_what_it_means() -> None:
+    assert PAGE.read_text() == page_of_tables(PAGE.read_text())
+    assert set(PARQUET_COLUMNS) <= set(re.findall(r"\w+", PAGE.read_text()))
+
+
+def test_the_tables_of_a_file_are_those_of_the_page_with_the_meanings_as_comments(
+    connection: sqlite3.Connection,
+) -> None:
+    made = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall())
+    assert list(made) == [table.name for table in TABLES]
+    for table in TABLES:
+        columns = [name for _, name, *_ in connection.execute(f"PRAGMA table_info({table.name})")]
+        assert columns == [column.name for column in table.columns]
+        assert all(f"-- {column.meaning}" in made[table.name] for column in table.columns)
+
+
+def test_a_summary_has_every_column_of_its_table() -> None:
+    columns = [column.attribute or column.name for column in EPISODES.columns]
+    assert columns == [field.name for field in dataclasses.fields(EpisodeRow)]  # it is made by position
+
+
+@pytest.mark.parametrize(
+    ("made", "columns", "deeper"),
+    [
+        (Trajectory, TRAJECTORY, {"task", "segments", "turns"}),
+        (Segment, SEGMENT, {"log", "tools"}),
+        (Turn, TURN, {"agent", "log", "sampling", "constraint", "junction", "timings"}),
+        (Timings, TIMINGS, set()),
+        (Junction, JUNCTION, set()),
+    ],
+)
+def test_every_field_of_a_trajectory_has_a_column(made: Any, columns: Sequence[Column], deeper: set[str]) -> None:
+    stored = {column.attribute or column.name for column in columns if column.is_field}
+    assert stored | deeper == {field.name for field in dataclasses.fields(made)}
 
 
 def test_the_first_example_of_the_page_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,3 +121,7 @@ def test_the_first_example_of_the_page_runs(path: Path, capsys: pytest.CaptureFi
     code = example[1].replace("from runner import RunFile\n", "").replace("runs/calculator-001.db", str(path))
     exec(code, {"RunFile": RunFile})
     assert "a-0-0 a completed 1.0 2 8" in capsys.readouterr().out
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_of_tables(PAGE.read_text()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -258,18 +257,6 @@ def test_the_clock_of_a_run_prints_as_the_one_in_its_file_does() -> None:
     stored = Header.from_json(begun.to_json())
     assert begun.clock.strftime("%c %Z") == stored.clock.strftime("%c %Z")
     assert stored.clock.utcoffset() == timedelta(hours=-5)
-
-
-def test_a_run_that_an_older_version_began_can_be_gone_on_with() -> None:
-    engine = {"kind": "vllm", "model": "m"}
-    text = header(engine=engine, engines={"judge": engine}, format=1).to_json()
-    old = Header.from_json(text.replace('"history":{}', '"history":"append"'))
-    now = {**engine, "tokenizer": "f", "stop_ids": [2]}
-    history = dataclasses.asdict(History())
-    assert old.refused(header(engine=now, engines={"judge": now}, history=history)) == []
-    forking = header(engine=now, engines={"judge": now}, history={**history, "policy": "fork"})
-    assert [change.path for change in old.refused(forking)] == ["history.policy"]
-    assert len(header(engine=engine).refused(header(engine=now))) == 2
 
 
 def test_no_secret_is_in_the_header_of_a_run() -> None:

@@ -1,4 +1,4 @@
-"""A run that goes on with its file: what is stored, what may have changed, files of older formats."""
+"""A run that goes on with its file: what is stored, and what may have changed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.errors import ConfigurationChanged, NewerRunFile, RunFileError
+from runner.errors import ConfigurationChanged, RunFileError
 from runner.options import Sampling
-from runner.store import database, schema
 from runner.store.reader import RunFile
 from runner.store.writer import RunWriter
 from runner.trajectory import Trajectory
@@ -71,29 +70,6 @@ async def test_a_resumed_run_goes_on_with_the_clock_of_the_file(path: Path) -> N
         assert writer.header.clock == first
 
 
-async def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
-    await claims(path)
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute(f"PRAGMA user_version = {schema.FORMAT + 1}")
-    with pytest.raises(NewerRunFile, match=rf"format is {schema.FORMAT + 1}.*pip install -U deltarunner"):
-        await claims(path)
-    with pytest.raises(NewerRunFile):
-        RunFile(path)
-
-
-async def test_a_file_of_an_older_version_is_migrated(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with RunWriter(path, header()) as writer:
-        await writer.commit_episode([played()])
-    monkeypatch.setattr(database, "FORMAT", schema.FORMAT + 1)
-    monkeypatch.setattr(
-        database, "MIGRATIONS", {schema.FORMAT: ["ALTER TABLE episodes ADD COLUMN mood TEXT NOT NULL DEFAULT 'calm'"]}
-    )
-    await claims(path)
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("SELECT mood FROM episodes").fetchall() == [("calm",)]
-        assert connection.execute("PRAGMA user_version").fetchone() == (schema.FORMAT + 1,)
-
-
 def with_tools(task: str, *names: str) -> Trajectory:
     trajectory = played(task)
     trajectory.turns[-1].thinking = True
@@ -112,45 +88,6 @@ async def test_the_tools_of_a_segment_are_kept_once_and_come_back_in_their_order
             assert_equal(run_file.trajectory(trajectory.id), trajectory)
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT count(*) FROM tools").fetchone() == (2,)
-
-
-def make_format_2(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        for statement in (
-            "ALTER TABLE turns DROP COLUMN sampled",
-            "ALTER TABLE turns DROP COLUMN resampled",
-            "DROP TABLE samplings",
-            "PRAGMA user_version = 2",
-        ):
-            connection.execute(statement)
-
-
-def make_format_1(path: Path) -> None:
-    make_format_2(path)
-    with closing(sqlite3.connect(path)) as connection:
-        for statement in (
-            "ALTER TABLE segments DROP COLUMN tools",
-            "ALTER TABLE turns DROP COLUMN thinking",
-            "ALTER TABLE turns DROP COLUMN tool_choice",
-            "DROP TABLE tools",
-            "PRAGMA user_version = 1",
-        ):
-            connection.execute(statement)
-
-
-async def test_a_file_of_format_1_is_read_as_it_is_and_gone_on_with(path: Path) -> None:
-    async with RunWriter(path, header(format=1)) as writer:
-        await writer.commit_episode([played("a")])
-    make_format_1(path)
-    with RunFile(path) as run_file:
-        assert_equal(run_file.trajectory("a-0-0"), played("a"))
-    async with RunWriter(path, header()) as writer:
-        await writer.commit_episode([with_tools("b", "add")])
-        assert [trajectory.id for trajectory in writer.stored()] == ["a-0-0"]
-    with RunFile(path) as run_file:
-        assert run_file.header.format == 1
-        assert_equal(run_file.trajectory("a-0-0"), played("a"))
-        assert_equal(run_file.trajectory("b-0-0"), with_tools("b", "add"))
 
 
 def warm(task: str, temperature: float) -> Trajectory:
@@ -172,19 +109,6 @@ async def test_how_a_turn_was_sampled_is_kept_once_for_all_that_were_sampled_ali
         assert run_file.trajectory("b-0-0").turns[0].sampling == written[1].turns[0].sampling
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT count(*) FROM samplings").fetchone() == (2,)
-
-
-async def test_a_file_of_format_2_is_read_as_it_is_and_gone_on_with(path: Path) -> None:
-    async with RunWriter(path, header(format=2)) as writer:
-        await writer.commit_episode([with_tools("a", "add")])
-    make_format_2(path)
-    with RunFile(path) as run_file:
-        assert_equal(run_file.trajectory("a-0-0"), with_tools("a", "add"))
-    async with RunWriter(path, header()) as writer:
-        await writer.commit_episode([warm("b", 0.5)])
-    with RunFile(path) as run_file:
-        assert_equal(run_file.trajectory("a-0-0"), with_tools("a", "add"))
-        assert_equal(run_file.trajectory("b-0-0"), warm("b", 0.5))
 
 
 async def test_the_first_launch_is_that_of_the_process_that_began_the_run(path: Path) -> None:

@@ -21,9 +21,10 @@ from runner.engines.base import FinishReason
 from runner.errors import RunFileError
 from runner.messages import ToolCall
 from runner.options import Constraint, ConstraintKind
-from runner.store.codec import pack, source_spans, unpack
-from runner.store.json_values import TaskDecoder, decode_json, encode_json, encode_task
+from runner.store.json_values import decode_json, encode_json
+from runner.store.packing import pack, source_spans, unpack
 from runner.store.reader import RunFile
+from runner.store.stored_tasks import TaskDecoder, encode_task
 from runner.store.writer import RunWriter
 from runner.tasks import Task
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam

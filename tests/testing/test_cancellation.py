@@ -9,7 +9,7 @@ import anyio
 import pytest
 from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint
 
-from runner.testing import cancel_everywhere, cancellation
+from runner.testing import cancel_everywhere, cancelling
 
 pytestmark = pytest.mark.anyio
 
@@ -182,12 +182,12 @@ async def test_whoever_swallows_it_again_and_again_is_named_and_not_waited_for(
         await cancel_everywhere(scenario)
     # Python would complain of one that cannot be closed, so it is kept; here it can be.
     monkeypatch.setattr(sys.modules[__name__], "OVER", [True])
-    while cancellation._ENDLESS:
-        cancellation._ENDLESS.pop().close()
+    while cancelling._ENDLESS:
+        cancelling._ENDLESS.pop().close()
 
 
 async def test_a_shield_that_is_never_left_is_told_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.testing.cancellation._MOST", 1_000)
+    monkeypatch.setattr("runner.testing.cancelling._MOST", 1_000)
 
     async def shielded() -> None:
         with anyio.CancelScope(shield=True):

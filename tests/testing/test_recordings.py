@@ -9,7 +9,7 @@ import pytest
 
 from runner import BadInput
 from runner.testing import AwkwardTokenizer, PlainTokenizer, QueuedEngine, play, play_many, record, replay
-from runner.testing.token_diff import token_diff
+from runner.tokens.token_diff import token_diff
 from tests.testing.inner import run
 from tests.testing.test_playing import Sums
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from runner.engines.base import (
     Delta,
@@ -20,10 +21,10 @@ from runner.engines.wrapping import WrappedEngine
 from runner.errors import BadInput, BadOption, RequestRejected
 from runner.testing.queued import CheckedEngine
 from runner.testing.recording_file import AGAIN, RecordedTurn, Recording, read_recording, write_recording
-from runner.testing.token_diff import first_difference, token_diff
+from runner.tokens.token_diff import first_mismatch, token_diff
 from runner.tokens.tokenizer import Tokenizer
 
-__all__ = ["RecordingEngine", "ReplayEngine", "record", "replay"]
+__all__ = ["Cassette", "RecordingEngine", "ReplayEngine", "record", "replay"]
 
 # Pytest shows the line of the test, where the fix belongs.
 __tracebackhide__ = True
@@ -46,7 +47,7 @@ def replay(path: Path | str, *, tokenizer: Tokenizer | None = None, places: int 
     Args:
         path: the recording.
         tokenizer: the vocabulary of the model; by default it is loaded by the model's name, without the model.
-        places: requests that run at once.
+        places: the number of requests that run at once.
 
     Raises:
         BadInput: the file is missing, damaged, edited by hand or of another version, or its vocabulary or template is
@@ -57,12 +58,7 @@ def replay(path: Path | str, *, tokenizer: Tokenizer | None = None, places: int 
 
 
 class RecordingEngine(WrappedEngine):
-    """Another engine, whose requests and answers are kept.
-
-    Attributes:
-        inner: the engine.
-        recorded: how many requests were.
-    """
+    """Another engine, whose requests and answers are kept."""
 
     def __init__(self, inner: Engine) -> None:
         super().__init__(inner)
@@ -70,6 +66,7 @@ class RecordingEngine(WrappedEngine):
 
     @property
     def recorded(self) -> int:
+        """How many requests were recorded."""
         return len(self._calls)
 
     def stream(self, request: GenerationRequest) -> DeltaStream:
@@ -118,6 +115,7 @@ class ReplayEngine(CheckedEngine):
     async def _answer(self, call: ModelCall) -> Reply:
         prompt = array("i", call.prompt_ids)
         name = call.request.name
+        # By the prompt; by the name where several were sent the same one, such as the episodes of a group.
         same = [recorded for recorded in self._left if recorded.prompt == prompt]
         found = next((recorded for recorded in same if recorded.name == name), same[0] if same else None)
         if found is None:
@@ -128,11 +126,11 @@ class ReplayEngine(CheckedEngine):
     def _differs(self, name: str, prompt: array[int]) -> str:
         again = f"If that is meant, {AGAIN}."
         nearest = next((recorded for recorded in self._left if recorded.name == name), None) or max(
-            self._left, key=lambda recorded: first_difference(recorded.prompt, prompt), default=None
+            self._left, key=lambda recorded: first_mismatch(recorded.prompt, prompt), default=None
         )
         if nearest is None:
             return f"{name}: {self._path} has no further turn; all {len(self._recorded)} were said. {again}"
-        at = first_difference(nearest.prompt, prompt)
+        at = first_mismatch(nearest.prompt, prompt)
         return (
             f"{name}: the prompt differs from {nearest.name} in {self._path} at id {at} "
             f"(of {len(nearest.prompt)} recorded, {len(prompt)} now). {again}\n"
@@ -171,3 +169,75 @@ class _RecordedStream(DeltaStream):
         delta = await self._inner.__anext__()
         self._call.hear(delta)
         return delta
+
+
+# --- of a test
+
+
+class Cassette:
+    """What the fixture `recorded_engine` gives out, and what becomes of it when the test has passed.
+
+    Args:
+        request: the request that pytest gives the fixture.
+        record: "none", "once" or "rewrite".
+    """
+
+    def __init__(self, request: Any, *, record: str) -> None:
+        self._request = request
+        self._mode = record
+        self._replayed: list[ReplayEngine] = []
+        self._recorded: dict[Path, RecordingEngine | None] = {}
+
+    def engine(self, source: Any, *, name: str, tokenizer: Tokenizer | None) -> Engine:
+        """An engine that plays a recording back, or makes one.
+
+        Args:
+            source: what is recorded: an engine, or a function that gives one; by default `real_engine()`.
+            name: tells the recordings of a test apart.
+            tokenizer: the vocabulary, where it cannot be loaded by the model's name.
+
+        Raises:
+            BadInput: the recording cannot be played back.
+        """
+        path = self._path(name)
+        if path in self._recorded:
+            raise BadOption(
+                f"recorded_engine(): this test has the recording {path.name} already. Take the engine that was given, "
+                "or name the second one: recorded_engine(name='judge')."
+            )
+        self._recorded[path] = None  # taken, also where what follows raises
+        if self._mode == "none" or (self._mode == "once" and path.exists()):
+            engine = replay(path, tokenizer=tokenizer)
+            self._replayed.append(engine)
+            return engine
+        self._recorded[path] = recording = record(self._source(source))
+        return recording
+
+    def save(self) -> None:
+        """Write what was recorded.
+
+        Raises:
+            BadInput: there is nothing to write.
+        """
+        for path, recording in self._recorded.items():
+            if recording is not None:
+                recording.save(path)
+
+    def problems(self) -> list[str]:
+        """What was played back and does not fit the test any more."""
+        left = [engine.leftovers() for engine in self._replayed]
+        return [problem for engine in self._replayed for problem in engine.problems] + [text for text in left if text]
+
+    def _source(self, source: Any) -> Engine:
+        if source is None:
+            source = self._request.getfixturevalue("real_engine")
+        made = source if isinstance(source, Engine) else source() if callable(source) else source
+        if not isinstance(made, Engine):
+            raise BadOption(f"recorded_engine({made!r:.60}): give an engine to record, or a function that gives one.")
+        return made
+
+    def _path(self, name: str) -> Path:
+        node = self._request.node
+        parts = [Path(node.path).stem.removeprefix("test_"), node.name.removeprefix("test_"), *([name] if name else [])]
+        safe = [re.sub(r"[^\w-]+", "-", part).strip("-") for part in parts]
+        return Path(node.path).parent / "recordings" / f"{'.'.join(safe)}.json"

@@ -1,4 +1,4 @@
-"""Names of run files: `runs/calculator-001.db`, and which one a command goes on with."""
+"""The run files of a folder, `runs/calculator-001.db` and so on, and which of them a command goes on with."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def next_run_file(folder: Path, environment_name: str, header: Header, *, also_c
     A file that another process is writing, or that cannot be read, is passed over.
 
     Args:
-        folder: where the files are.
-        environment_name: what is played.
-        header: the configuration.
+        folder: the folder of the files.
+        environment_name: the name of what is played.
+        header: the configuration of the run.
         also_complete: take the newest file of the configuration, whether its run is complete or not.
     """
     numbered = list(run_files(folder, environment_name))

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from runner.store.naming import next_run_file
+from runner.store.run_folder import next_run_file
 from runner.store.writer import RunWriter
 from tests.store.building import header, played
 

@@ -1,25 +1,28 @@
-"""Two lists of token ids, aligned where they first differ, for people."""
+"""Where two sequences first differ, and two lists of token ids aligned there for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 from itertools import zip_longest
-from typing import Final
+from typing import Any, Final
 
 from runner.tokens.tokenizer import Tokenizer
 
-__all__ = ["first_difference", "token_diff"]
+__all__ = ["first_mismatch", "token_diff"]
 
 _BEFORE: Final = 4
+"""Ids that are shown before the first one that differs."""
 _COLUMNS: Final = 12
+"""Ids that are shown in all: as many as fit a line of a terminal."""
 _TEXT: Final = 40
+"""Characters of text that are shown on each side."""
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
-    """The index of the first id that differs; where one is the other's beginning, its length."""
+def first_mismatch(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """The first index at which two sequences differ; where one begins with the other, the length of the shorter."""
     pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def token_diff(
@@ -33,7 +36,7 @@ def token_diff(
         tokenizer: decodes them.
         names: what to call them.
     """
-    at = first_difference(recorded, now)
+    at = first_mismatch(recorded, now)
     begin = max(0, at - _BEFORE)
     columns = list(_columns(recorded[begin : begin + _COLUMNS], now[begin : begin + _COLUMNS]))[:_COLUMNS]
     sides = [[_cell(column[side], tokenizer) for column in columns] for side in (0, 1)]

@@ -1,0 +1,90 @@
+"""Token logs as the bytes and spans that a run file keeps of them, and back."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+from runner.tokens.log import Source, TokenLog
+
+__all__ = ["pack", "packed_logprobs", "source_spans", "sources_of", "unpack", "unpacked_logprobs"]
+
+
+def pack(values: array[Any]) -> bytes:
+    """The values one after the other, little-endian on every machine."""
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values.tobytes()
+
+
+def unpack(typecode: str, data: bytes) -> array[Any]:
+    """What `pack` was given, with the type code of `array`."""
+    values: array[Any] = array(typecode)
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+# A regular expression finds the runs in C; a loop over every id would cost more than all the rest of a commit.
+_SAME = re.compile(rb"(?s)(.)\1*")
+
+
+def source_spans(sources: array[int]) -> Iterator[tuple[int, int]]:
+    """Runs of ids from one source, in order: (source, length)."""
+    for run in _SAME.finditer(sources.tobytes()):
+        yield run[0][0], run.end() - run.start()
+
+
+def sources_of(spans: list[tuple[int, int]]) -> array[int]:
+    """The source of every id, shape [length], int8, of what `source_spans` gave."""
+    sources = array("b")
+    for source, length in spans:
+        sources.extend(array("b", [source]) * length)
+    return sources
+
+
+def _sampled_slices(sources: array[int]) -> Iterator[slice]:
+    start = 0
+    for source, length in source_spans(sources):
+        if source in (Source.SAMPLED, Source.RETRIED):
+            yield slice(start, start + length)
+        start += length
+
+
+_NAN = array("f", [math.nan])
+
+
+def packed_logprobs(log: TokenLog) -> bytes | None:
+    """The log-probabilities of the sampled ids alone; None where the engine gave none."""
+    sampled = array("f")
+    for part in _sampled_slices(log.sources):
+        sampled.extend(log.logprobs[part])
+    data = pack(sampled)
+    return None if data == pack(_NAN * len(sampled)) else data
+
+
+def unpacked_logprobs(data: bytes | None, sources: array[int], segment: int) -> array[float]:
+    """A log-probability for every id of a segment, NaN for those not sampled; shape [length], float32.
+
+    Raises:
+        ValueError: there are more or fewer than sampled ids.
+    """
+    logprobs = _NAN * len(sources)
+    if data is None:
+        return logprobs
+    sampled, parts = unpack("f", data), list(_sampled_slices(sources))
+    ids = sum(part.stop - part.start for part in parts)
+    if len(sampled) != ids:
+        raise ValueError(f"segment {segment} has {len(sampled)} log-probabilities of {ids} sampled ids")
+    taken = 0
+    for part in parts:
+        length = part.stop - part.start
+        logprobs[part] = sampled[taken : taken + length]
+        taken += length
+    return logprobs

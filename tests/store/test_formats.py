@@ -1,0 +1,93 @@
+"""Run files of other formats than this version reads: refused by number wherever opened, and left as they are."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import anyio
+import pytest
+from typer.testing import CliRunner
+
+from runner.cli.app import app
+from runner.errors import NewerRunFile, RunFileError
+from runner.store.reader import RunFile
+from runner.store.run_folder import next_run_file
+from runner.store.schema import FORMAT
+from runner.testing import ScriptedEngine
+from tests.store.building import header, played
+from tests.store.claiming import claims
+from tests.store.test_reader import write
+
+OLDER = [*range(1, FORMAT)]
+COMMANDS = [["show"], ["show", "a"], ["verify"], ["export"], ["run", "calculator", "--file"]]
+OPENERS: list[Callable[[Path], object]] = [
+    RunFile,
+    lambda path: anyio.run(claims, path),
+    lambda path: anyio.run(speak, path),
+]
+
+
+async def speak(path: Path) -> None:
+    async with ScriptedEngine(path):
+        pass
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "sums-001.db"
+    write(path, [played("a")])
+    return path
+
+
+def renumber(path: Path, version: int) -> bytes:
+    """Say that the file is of another format; gives what the file is then."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"PRAGMA user_version = {version}")
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("version", OLDER)
+@pytest.mark.parametrize("opened", OPENERS, ids=["read", "written", "spoken"])
+def test_a_file_of_an_older_format_is_refused_by_its_number_with_the_fix(
+    path: Path, version: int, opened: Callable[[Path], object]
+) -> None:
+    before = renumber(path, version)
+    with pytest.raises(RunFileError) as refused:
+        opened(path)
+    message = str(refused.value)
+    assert message.startswith(f"run file {path}: its format is {version}, and this deltarunner reads format {FORMAT}")
+    assert "play the run anew" in message
+    assert not isinstance(refused.value, NewerRunFile)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("opened", OPENERS[:2], ids=["read", "written"])
+def test_a_file_of_a_newer_format_is_refused_by_its_number_with_the_fix(
+    path: Path, opened: Callable[[Path], object]
+) -> None:
+    before = renumber(path, FORMAT + 1)
+    with pytest.raises(NewerRunFile, match=rf"format is {FORMAT + 1}.*format {FORMAT}\..*pip install -U deltarunner"):
+        opened(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("version", [*OLDER, FORMAT + 1])
+def test_every_command_that_opens_a_file_says_so_and_ends_with_7(path: Path, command: list[str], version: int) -> None:
+    before = renumber(path, version)
+    name, *rest = command
+    arguments = [name, *rest, str(path)] if name == "run" else [name, str(path), *rest]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 7, result.output
+    assert f"its format is {version}" in result.stderr
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("version", OLDER)
+def test_a_run_that_looks_for_its_file_passes_over_one_of_an_older_format(path: Path, version: int) -> None:
+    assert next_run_file(path.parent, "sums", header()) == path
+    renumber(path, version)
+    assert next_run_file(path.parent, "sums", header()).name == "sums-002.db"
