@@ -32,8 +32,8 @@ from runner.engines.scripted.engine import ScriptedEngine
 from runner.engines.scripted.script import ModelCall
 from runner.environment.environment import Environment, check_playable
 from runner.environment.loading import construct, find_environment
-from runner.environment.task_feed import Tasks
-from runner.environment.task_selection import own_tasks, select
+from runner.environment.task_feed import Tasks, own_tasks
+from runner.environment.task_selection import select
 from runner.episode.conversation import Conversation
 from runner.errors import BadEnvironment, DeltarunnerError
 from runner.options import Concurrency, Limits

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-import orjson
-
+from runner.environment.loading import json_or_text
 from runner.errors import BadOption
 from runner.options import Limits
 
@@ -17,14 +16,14 @@ __all__ = ["limits_of", "pairs", "plain_value"]
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
-def pairs(given: Iterable[str], option: str) -> dict[str, str]:
-    """The names and values of `name=value`.
+def pairs(given: Iterable[str] | None, option: str) -> dict[str, str]:
+    """The names and values of `name=value`; of an option that was not given there are none.
 
     Raises:
         BadOption: there is no "=", or a name is given twice.
     """
     found: dict[str, str] = {}
-    for text in given:
+    for text in given or ():
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise BadOption(f"{option} {text}: write {option} name=value.")
@@ -36,15 +35,10 @@ def pairs(given: Iterable[str], option: str) -> dict[str, str]:
 
 def plain_value(text: str) -> Any:
     """A value as JSON; true, false and none in any case; and anything else as text."""
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return text
+    return _WORDS[text.lower()] if text.lower() in _WORDS else json_or_text(text)
 
 
-def limits_of(given: Iterable[str]) -> Limits:
+def limits_of(given: Iterable[str] | None) -> Limits:
     """Limits from `name=value`; none lifts one.
 
     Raises:
