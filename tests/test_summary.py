@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from runner import Conversation, Run, RunFile, reward, run
-from runner.cli.display import Gauge, live_view
+from runner.cli.display import live_view
 from runner.cli.report import summary_table
+from runner.runs.figures import Gauge, in_words
 from runner.runs.summary import Mean, Summary
 from runner.testing import ScriptedEngine
 from tests.playing import Plain, recording, tasks

@@ -25,6 +25,7 @@ def pairs(given: Iterable[str] | None, option: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in given or ():
         name, equals, value = text.partition("=")
+        # At the first "=" only: a value may hold further ones.
         if not equals or not name:
             raise BadOption(f"{option} {text}: write {option} name=value.")
         if name in found:

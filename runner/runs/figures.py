@@ -122,6 +122,7 @@ class Gauge:
         run, summary = self.run, self.run.summary
         stats = [engine.stats() for engine in run.engines]
         lag = run.lag.percentile(99)
+        # Only of a loop that is late: whose code ran longest is no news while it was fast.
         blockers = run.lag.blockers(1) if lag > LATE_SECONDS else []
         reward = summary.reward
         return Figures(
@@ -145,6 +146,7 @@ class Gauge:
     def _rate(self, sampled: int) -> float:
         now = time.monotonic()
         self._samples.append((now, sampled))
+        # Over some seconds: an engine sends its ids in steps, and the pace of one step would jump.
         while self._samples[0][0] < now - RATE_SECONDS:
             self._samples.popleft()
         since, before = self._samples[0]

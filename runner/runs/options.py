@@ -106,6 +106,7 @@ class RunOptions:
     """Whether episodes are played again that earlier runs of the file left failed (`env_error`, `token_error`)."""
 
     def __post_init__(self) -> None:
+        # By hand and not by pydantic: each message names the option as it was written, and the fix.
         _check_engines(self.engines)
         _check_whole("group_size", self.group_size, least=1)
         _check_whole("retries", self.retries, least=0)

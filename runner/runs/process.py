@@ -62,7 +62,7 @@ def run(
 
     Args:
         environment: the environment, or its class.
-        engine: what speaks.
+        engine: the engine that the agents sample from.
         tasks: instead of the environment's own, as `Run` takes them.
         quiet: do not say on stderr how far the run is.
         options: the other fields of `RunOptions`, by name.

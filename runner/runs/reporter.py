@@ -22,7 +22,10 @@ from runner.transcript import printable
 __all__ = ["PlainReporter", "Reporter", "WatchingReporter", "discard"]
 
 REFRESH_SECONDS: Final = 0.25
+"""How often the figures are read."""
+
 PLAIN_SECONDS: Final = 5.0
+"""How often plain lines are said at first."""
 
 
 class Reporter:
@@ -32,10 +35,10 @@ class Reporter:
         """Look at the run while it plays, until cancelled; this one does not."""
 
     def finished(self, trajectory: Trajectory) -> None:
-        """A trajectory was committed."""
+        """Hear of a trajectory that was committed."""
 
     def say(self, line: str) -> None:
-        """Something that a person must know."""
+        """Say something that a person must know."""
         try:
             print(printable(line), file=sys.stderr, flush=True)
         except BrokenPipeError:
@@ -124,12 +127,13 @@ class PlainReporter(WatchingReporter):
         if figures.elapsed < self._next and tenths <= self._tenths:
             return
         self._tenths = tenths
+        # A twentieth of the time so far: a log of a run of hours is no longer than one can read.
         self._next = figures.elapsed + max(PLAIN_SECONDS, figures.elapsed / 20)
         self.say(", ".join(in_words(figures)))
         if figures.blocker is not None:
             self.say(f"{figures.blocker.where} {figures.blocker.advice}")
 
     def _stopping(self, figures: Figures) -> None:
-        if self._tenths >= 0:
+        if self._tenths >= 0:  # once, with the last figures
             self._tenths = -1
             self.say(", ".join(in_words(figures)))

@@ -51,7 +51,8 @@ class Run:
 
     Args:
         environment: the environment, or its class if it can be constructed without arguments.
-        engine: what speaks. Whoever entered it closes it; a run enters one that nobody has, and runs may share it.
+        engine: the engine that the agents sample from. A run enters an engine that nobody has entered, and leaves it
+            at its end; one that its caller entered stays open. Several runs may share an engine.
         tasks: instead of the environment's own: an iterable, an async iterable, a source, or the path of a JSONL file.
         options: the other fields of `RunOptions`, by name.
 
@@ -119,6 +120,7 @@ class Run:
         self._entered = True
         async with AsyncExitStack() as exit_stack:
             exit_stack.callback(self.workers.close)
+            # Engines before all else: what the header says, and which adapters there are, only a running one knows.
             for engine in self.engines:
                 await exit_stack.enter_async_context(running(engine))
             staleness = Staleness(self.engine, self.options.max_version_lag)

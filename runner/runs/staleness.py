@@ -53,6 +53,7 @@ class Staleness:
     def _cut_stale(self, plays: Iterable[Play]) -> None:
         """Cut the episodes that are too old already: the rest of them would be played in vain."""
         for play in plays:
+            # Other agents are not trained on, so it is no matter how old what they said is.
             trained = (agent.logs() for agent in play.episode.conversations.values() if agent.train)
             why = self._why_too_old(log for logs in trained for log in logs)
             if why:
@@ -62,6 +63,7 @@ class Staleness:
         """Whether an episode that ended is too old; its trajectories then say so, and have no reward."""
         why = self._why_too_old(segment.log for each in trajectories if each.trained for segment in each.segments)
         for trajectory in trajectories if why else ():
+            # All that was given for another outcome goes: an episode that is played again has no reward yet.
             trajectory.outcome, trajectory.error = Outcome.CANCELLED, why
             trajectory.limit = trajectory.limit_agent = ""
             trajectory.reward, trajectory.rewards, trajectory.metrics = None, {}, {}

@@ -59,4 +59,5 @@ class RunState:
     def engine_died(self, error: EngineDead) -> None:
         """End the run; what is in flight failed because of its engine, and not of itself."""
         self.fail(error)
+        # Not as partial: they are failures of the engine, and say so in the file.
         self.cancel(Ending(Outcome.ENGINE_ERROR, error=str(error)))
