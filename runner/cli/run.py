@@ -67,7 +67,8 @@ def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], Engi
     Raises:
         DeltarunnerError: why it could not begin, or ended before its work did.
     """
-    log, shown = _log_of(settings), None
+    log = _log_of(settings)
+    shown: ShownRun | None = None
     try:
         with redirect_stdout(sys.stderr) if settings.json else nullcontext():
             plan = Plan.of(settings, make_engine)
@@ -82,7 +83,7 @@ def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], Engi
 
 
 def _log_of(settings: RunSettings) -> Path:
-    """Where the run's log is, or would be; not beside the run file's own name, which is found only with its header."""
+    """Where the run's log is, or would be: it has a name before the run file has, whose number hangs on the header."""
     name = settings.file or FOLDER / f"{short_name(settings.environment)}.db"
     return name.with_name(f"{name.stem}.log") if name.name else Path(".log")
 

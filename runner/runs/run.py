@@ -126,12 +126,12 @@ class Run:
             staleness = Staleness(self.engine, self.options.max_version_lag)
             check_adapter(self.engine, self.options.sampling.over(self.environment.sampling))
             await exit_stack.enter_async_context(self.lag)
-            writer = await exit_stack.enter_async_context(await self._writer())
+            writer = await exit_stack.enter_async_context(await self._make_writer())
             # A resumed run goes on with the clock that its templates saw first.
-            context = await self._context(writer.header.clock)
+            context = await self._make_context(writer.header.clock)
             lifespan = lifespan_of(self.environment, self.workers, close_seconds=context.limits.close_seconds)
             context.shared = await exit_stack.enter_async_context(lifespan)
-            feed = await self._feed()  # after lifespan(), whose resources tasks() may read
+            feed = await self._make_feed()  # after lifespan(), whose resources tasks() may read
             exit_stack.push_async_callback(feed.aclose)
             started = StartedRun(self.options, self.engines, context, writer, feed, self._state, staleness)
             exit_stack.enter_context(staleness.cutting(self.plays))
@@ -159,7 +159,7 @@ class Run:
                 return False
             raise single from single.__cause__
 
-    async def _writer(self) -> RunWriter:
+    async def _make_writer(self) -> RunWriter:
         describe = partial(describe_run, self.environment, self.engine, self.options, now=datetime.now().astimezone())
         # In a thread where a file is kept: only then git is asked, which takes some milliseconds.
         header = describe() if self.options.file is None else await self.workers.call(Job(describe, "run header"))
@@ -168,7 +168,7 @@ class Run:
         task_class, retry_failed = self.environment.task_class(), self.options.retry_failed
         return RunWriter(self.file, header, task_class=task_class, retry_failed=retry_failed)
 
-    async def _context(self, now: datetime) -> RunContext:
+    async def _make_context(self, now: datetime) -> RunContext:
         """What all episodes share; templates that cannot serve them are refused before anything is sampled."""
         environment, options = self.environment, self.options
         await check_templates([each.template for each in self.engines], options.template_options, now)
@@ -192,7 +192,7 @@ class Run:
             workers=self.workers,
         )
 
-    async def _feed(self) -> TaskFeed:
+    async def _make_feed(self) -> TaskFeed:
         tasks = self.options.tasks
         if tasks is None:  # in a thread, since it may load them all
             tasks = await self.workers.call(Job(partial(own_tasks, self.environment), "tasks()"))

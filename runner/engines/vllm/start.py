@@ -25,6 +25,7 @@ import anyio.to_thread
 
 from runner.engines.vllm.ending import expected_end, release, shared_memory_of
 from runner.engines.vllm.settings import VllmSettings, choose_settings
+from runner.engines.vllm.weight_transfer import one_line
 from runner.engines.vllm.worker import parent_watch
 from runner.engines.vllm.worker.scheduler_count import SchedulerCount
 from runner.errors import BadInput, BadModel, BadOption
@@ -125,7 +126,7 @@ class VllmProcess:
             except BadInput:
                 raise
             except Exception as error:  # vLLM raises anything; each is about this model and these arguments
-                cause = parent_watch.read_failure(self._failures) or _one_line(error)
+                cause = parent_watch.read_failure(self._failures) or one_line(error)
                 raise BadModel(f"vLLM cannot run the model {self.source.name!r}: {cause}") from error
             finally:
                 self.cores, self._others = self._started(), None
@@ -164,7 +165,7 @@ class VllmProcess:
         try:
             return AsyncEngineArgs(model=self.source.location, **self.settings.arguments)
         except (TypeError, ValueError) as error:
-            raise BadOption(f"VllmEngine: vLLM refuses an engine argument: {_one_line(error)}") from error
+            raise BadOption(f"VllmEngine: vLLM refuses an engine argument: {one_line(error)}") from error
 
     def _variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         ours = {parent_watch.PARENT: parent_watch.own_name(), parent_watch.FAILURES: str(self._failures)}
@@ -206,10 +207,6 @@ def _new_file() -> Path:
 
 def _cores() -> list[BaseProcess]:
     return [process for process in multiprocessing.active_children() if process.name.startswith("EngineCore")]
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 
 
 def _log_variables() -> dict[str, str]:
