@@ -48,7 +48,7 @@ class Results:
         # Where nobody reads any more, the run file has it.
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             for trajectory in told:
-                # The source first: what it gives next may hang on a result that the reader sees.
+                # The source first: the reader may be slow, and what is played next follows from what was heard.
                 await self._feed.finished(trajectory)
                 await self._announce_to.send(Result(trajectory, trajectory is told[-1], missing))
 

@@ -45,7 +45,7 @@ class StartedRun:
         context: what all episodes share.
         writer: the run file.
         feed: the tasks' source.
-        state: what the run's caller sees of it and ends it by.
+        state: what changes while it plays; the run's caller reads it and ends the run by it.
         staleness: says which episode is too old.
     """
 
