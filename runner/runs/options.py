@@ -38,9 +38,9 @@ class RunKeywords(TypedDict, total=False):
     weights: Mapping[str, float] | None
     retries: int
     breaker: float
-    history: History | str | None
     max_version_lag: int | None
     retry_failed: bool
+    history: History | str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +95,15 @@ class RunOptions:
     breaker: float = 0.5
     """The run stops when more than this share of the recent episodes failed; 1 never stops it."""
 
-    history: History = History()
-    """How the past of a conversation is kept: append, fork or refuse, or a `History` with further options."""
-
     max_version_lag: int | None = None
     """How many weight updates an episode's oldest sampled id may be behind the engine, when an update lands or the
     episode ends. An older episode is dropped and counted, and its task is played again; None keeps any."""
 
     retry_failed: bool = False
     """Whether episodes are played again that earlier runs of the file left failed (`env_error`, `token_error`)."""
+
+    history: History = History()
+    """How the past of a conversation is kept: append, fork or refuse, or a `History` with further options."""
 
     def __post_init__(self) -> None:
         # By hand and not by pydantic: each message names the option as it was written, and the fix.
