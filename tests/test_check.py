@@ -382,7 +382,7 @@ def test_a_class_without_a_reward_is_refused_before_anything_is_played(folder: P
     assert result.exit_code == 3
 
 
-def test_the_babbler_calls_every_tool_with_arguments_that_fit() -> None:
+def test_the_random_model_calls_every_tool_with_arguments_that_fit() -> None:
     def many(a: int, b: list[str], c: dict[str, float], d: bool, e: str | None) -> None:
         """Take much."""
 

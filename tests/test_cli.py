@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 import runner.errors
 from runner import BadOption, BadTask, RunFile, ScriptedEngine, TooManyFailures
 from runner.cli.app import EPILOG, app
-from runner.cli.run import RunSettings, run_command
+from runner.cli.run import run_command
+from runner.cli.settings import RunSettings
 from runner.cli.values import limits_of, pairs, plain_value
 from runner.engines.base import Engine
 from runner.engines.scripted.script import call
@@ -110,7 +111,8 @@ def in_a_process(**options: Any) -> subprocess.CompletedProcess[str]:
 import json, sys
 from runner import ScriptedEngine
 from runner.cli.app import ending
-from runner.cli.run import RunSettings, run_command
+from runner.cli.run import run_command
+from runner.cli.settings import RunSettings
 
 settings = RunSettings(**json.loads(sys.argv[1]))
 sys.exit(ending(lambda: run_command(settings, lambda _: ScriptedEngine("hi"))))
@@ -235,7 +237,7 @@ def test_tasks_may_come_from_a_file(folder: Path) -> None:
         ({"settings": ("counts=3",)}, BadOption, "Did you mean 'count'"),
         ({"limits": ("turn=3",)}, BadOption, "Did you mean 'turns'"),
         ({"limits": ("turns=0",)}, BadOption, "at least 1"),
-        ({"sampling": {"temperature": -1.0}}, BadOption, "of at least 0"),
+        ({"temperature": -1.0}, BadOption, "of at least 0"),
         ({"episodes": 3, "group_size": 2}, BadOption, "no multiple of --group-size 2"),
         ({"group_size": 2, "index": 2}, BadOption, "a group has the episodes 0 to 1"),
         ({"task": "nowhere"}, BadTask, "no task 'nowhere' among 4; the first ids are 't-0', 't-1', 't-2'"),

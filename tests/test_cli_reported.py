@@ -22,7 +22,8 @@ from typer.testing import CliRunner, Result
 
 from runner import BadTask, ConfigurationChanged, Run, RunFile, RunFileError, ScriptedEngine
 from runner.cli.app import app
-from runner.cli.run import RunSettings, run_command
+from runner.cli.run import run_command
+from runner.cli.settings import RunSettings
 from runner.engines.scripted.script import ModelCall, call
 from runner.errors import DeltarunnerError
 from runner.training import TrainingTensors
@@ -327,7 +328,7 @@ async def test_the_step_of_the_readme_is_skipped_where_every_group_is_flat(weath
         ({"tasks": Path("typo.jsonl"), "episodes": 2}, BadTask, r"typo.jsonl:2: nothing reads 'promt'"),
         ({"seed": 1}, ConfigurationChanged, "seed: 0 -> 1"),
         ({"group_size": 2}, ConfigurationChanged, "group_size: 1 -> 2"),
-        ({"sampling": {"temperature": 0.5}}, ConfigurationChanged, r"sampling.temperature: \(not set\) -> 0.5"),
+        ({"temperature": 0.5}, ConfigurationChanged, r"sampling.temperature: \(not set\) -> 0.5"),
         ({"limits": ("turns=3",)}, ConfigurationChanged, "limits.turns"),
         ({"environment": "mine.py:Ranked"}, ConfigurationChanged, "environment: .*Greeting.* -> .*Ranked"),
         ({"file": Path("mine.py")}, RunFileError, "no run file"),

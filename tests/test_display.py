@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from runner import Concurrency, Conversation, Environment, Run, ScriptedEngine, Task, reward
-from runner.cli.display import Figures, Gauge, LiveDisplay, PlainDisplay, Stuck, as_time, display_for, live_view
+from runner.cli.display import LiveDisplay, PlainDisplay, display_for, live_view
 from runner.concurrency.loop_lag import Blocker
+from runner.runs.figures import Figures, Gauge, Stuck, as_time
 
 FIGURES = Figures(
     total=64,

@@ -30,7 +30,8 @@ from runner import (
     reward,
     run,
 )
-from runner.runs.process import Reporter, on_event_loop, supervise
+from runner.runs.process import on_event_loop, supervise
+from runner.runs.reporter import Reporter
 from runner.runs.run import Run
 
 WATCHDOG = 20.0
@@ -98,15 +99,6 @@ def test_what_went_wrong_beside_the_episodes_is_said(capsys: pytest.CaptureFixtu
     assert summary.reward.count == 0
     said = capsys.readouterr().err
     assert re.search(r"fault: group_reward rank\(\) of task '\d': TypeError: 'Group' object is not iterable", said)
-
-
-def test_run_takes_what_the_run_takes() -> None:
-    import inspect
-
-    from runner.runs.process import RunOptions
-
-    parameters = inspect.signature(Run.__init__).parameters
-    assert list(RunOptions.__annotations__) == [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
 def test_the_collector_is_tuned_while_playing_and_as_before_afterwards() -> None:
@@ -209,7 +201,8 @@ PREAMBLE = """
 import os, signal, sys, threading, time
 import anyio
 from runner import Concurrency, Environment, Limits, ScriptedEngine, Task, reward, run
-from runner.runs.process import Reporter, end_process, on_event_loop, supervise
+from runner.runs.process import end_process, on_event_loop, supervise
+from runner.runs.reporter import Reporter
 from runner.runs.run import Run
 
 class Base(Environment):

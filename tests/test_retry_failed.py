@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from runner import BadOption, Conversation, Environment, Group, Outcome, Run, RunFile, Task, group_reward, reward
 from runner.cli.app import app
-from runner.cli.run import RunSettings, run_command
+from runner.cli.run import run_command
+from runner.cli.settings import RunSettings
 from runner.options import Concurrency
 from runner.store.reader import EpisodeRow
 from runner.testing import ScriptedEngine, assert_exact

@@ -328,9 +328,8 @@ async def test_group_rewards_that_are_missing_in_the_file_are_computed_again(tmp
             return [float(t.index) for t in group.trajectories]
 
     file = tmp_path / "run.db"
-    run = Run(Compared, recording("Yes"), group_size=2, file=file)
-    run.indices = [0]  # the first run ends with half of the group
-    async with run:
+    # The first run ends with half of the group.
+    async with Run(Compared, recording("Yes"), group_size=2, indices=[0], file=file) as run:
         assert [t.reward async for t in run] == [1.0]
     async with Run(Compared, recording("Yes"), group_size=2, file=file) as run:
         groups = [group async for group in run.groups()]

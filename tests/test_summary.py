@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from runner import Conversation, Run, RunFile, reward, run
-from runner.cli.display import Gauge, live_view, plain_parts
+from runner.cli.display import live_view
 from runner.cli.report import summary_table
+from runner.runs.figures import Gauge, in_words
 from runner.runs.summary import Mean, Summary
 from runner.testing import ScriptedEngine
 from tests.playing import Plain, recording, tasks
@@ -85,7 +86,7 @@ async def test_each_trained_agent_has_a_mean_reward_of_its_own_also_after_resumi
             r"^reward of main +1\.000.*\n  correct +1\.000.*\nreward of black +-0\.500", table, re.MULTILINE
         )
         figures = Gauge(duels).read()
-        assert "mean reward of main 1.000" in list(plain_parts(figures))
+        assert "mean reward of main 1.000" in list(in_words(figures))
         assert "reward of main 1.000" in printed(live_view(figures, "duel", width=80, height=20))
 
 

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from runner import ScriptedEngine
 from runner.cli.app import app
-from runner.cli.run import RunSettings, run_command
+from runner.cli.run import run_command
+from runner.cli.settings import RunSettings
 from runner.engines.scripted.script import call
 from runner.transcript import one_line, printable
 
@@ -50,7 +51,7 @@ def show(*options: str) -> str:
 
 
 def play(text: str, id: str = "t") -> None:
-    settings = RunSettings(environment="mine.py:Writing", settings=(f"text={text}", f"id={id}"), file=Path("w.db"))
+    settings = RunSettings(environment="mine.py:Writing", settings=[f"text={text}", f"id={id}"], file=Path("w.db"))
     assert run_command(settings, lambda _: ScriptedEngine([call("look"), "Seen."])) == 0
 
 

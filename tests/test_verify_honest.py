@@ -94,9 +94,7 @@ async def weighed_anew(file: Path) -> None:
 
 
 async def half_a_group(file: Path) -> None:
-    run = Run(Compared, engine(), tasks=tasks(3), group_size=3, file=file)
-    run.indices = [1]
-    await played(run)
+    await played(Run(Compared, engine(), tasks=tasks(3), group_size=3, indices=[1], file=file))
     await honest(file)
     await played(Run(Compared, engine(), tasks=tasks(3), group_size=3, file=file))
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn, TextIO, TypeVar
 import typer
 from typer.core import TyperGroup
 
+from runner.cli.settings import ENVIRONMENT, JSON, SETTINGS, TEMPLATE_OPTION, RunSettings, filled_in
 from runner.errors import DeltarunnerError
 
 __all__ = ["app", "ending", "main"]
@@ -53,13 +54,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-ENVIRONMENT = typer.Argument(
-    metavar="ENV",
-    help="A bundled environment (`deltarunner list`), path.py:Class, or module:Class.",
-    show_default=False,
-)
-SETTINGS = typer.Option("--set", metavar="NAME=VALUE", help="An argument of the environment's constructor.")
 
 
 def _say_version(asked: bool) -> None:
@@ -137,96 +131,18 @@ def _tell(text: str) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    from runner.runs.console import discard
+    from runner.runs.reporter import discard
 
     discard(stream)
 
 
 @command("run")
-def run(
-    environment: Annotated[str, ENVIRONMENT],
-    episodes: Annotated[
-        int | None, typer.Option("--episodes", "-n", min=1, help="How many to play; default all of its tasks.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="smollm2-135m, a folder, or a Hugging Face id.")] = "smollm2-135m",
-    template: Annotated[
-        str | None, typer.Option(help="Chat template: pythonic, hermes, or a file; default the model's own.")
-    ] = None,
-    template_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="A name that the template reads (enable_thinking=false)."),
-    ] = None,
-    engine_option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of vLLM's engine (max_num_seqs=64).")
-    ] = None,
-    settings: Annotated[list[str] | None, SETTINGS] = None,
-    tasks: Annotated[
-        Path | None, typer.Option(help="Tasks from a JSONL file instead of the environment's own.")
-    ] = None,
-    group_size: Annotated[int, typer.Option(min=1, help="Episodes of each task.")] = 1,
-    seed: Annotated[int, typer.Option(help="All random numbers follow from it.")] = 0,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="The most tokens of one turn.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Only the k likeliest tokens.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest one.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends a turn.")] = None,
-    limit: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A limit of an episode (turns=8, seconds=60).")
-    ] = None,
-    history: Annotated[
-        str, typer.Option(help="Where the chat template rewrites the past: append, fork or refuse.")
-    ] = "append",
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Episodes alive at once.")] = None,
-    file: Annotated[Path | None, typer.Option(help="The run file; default runs/ENV-NNN.db.")] = None,
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Play the failed episodes of the file again.")
-    ] = False,
-    task: Annotated[str | None, typer.Option(help="Play only the task of this id; shown, not kept.")] = None,
-    index: Annotated[int | None, typer.Option(min=0, help="Of the task's group, only this episode.")] = None,
-    show: Annotated[int, typer.Option(min=0, help="Show so many transcripts at the end.")] = 0,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Clocks off and one episode at a time, for breakpoint().")
-    ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="One line of JSON on stdout, everything else on stderr.")
-    ] = False,
-) -> int:
+@filled_in(RunSettings)
+def run(settings: RunSettings) -> int:
     """Play an environment's episodes and keep them in a run file. The same command again resumes what was cut short."""
-    from runner.cli.run import RunSettings, run_command
+    from runner.cli.run import run_command
 
-    return run_command(
-        RunSettings(
-            environment=environment,
-            episodes=episodes,
-            model=model,
-            template=template,
-            template_options=tuple(template_option or ()),
-            engine_options=tuple(engine_option or ()),
-            settings=tuple(settings or ()),
-            tasks=tasks,
-            group_size=group_size,
-            seed=seed,
-            sampling={
-                "temperature": temperature,
-                "max_tokens": max_tokens,
-                "top_p": top_p,
-                "top_k": top_k,
-                "min_p": min_p,
-                "stop": tuple(stop) if stop else None,
-            },
-            limits=tuple(limit or ()),
-            history=history,
-            concurrency=concurrency,
-            file=file,
-            retry_failed=retry_failed,
-            task=task,
-            index=index,
-            show=show,
-            debug=debug,
-            json=json,
-        )
-    )
+    return run_command(settings)
 
 
 @command("list")
@@ -272,9 +188,7 @@ def verify(
     model: Annotated[
         list[str] | None, typer.Option(metavar="FOLDER", help="The run's model, where it is not where it was.")
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="One line of JSON on stdout, everything else on stderr.")
-    ] = False,
+    json: Annotated[bool, JSON] = False,
 ) -> int:
     """Make every prompt of a run file again from its messages and sampled ids, and say what differs."""
     from runner.cli.verify import verify_command
@@ -288,10 +202,7 @@ def check_template(
     template: Annotated[
         str | None, typer.Option(help="Check the model with this chat template: pythonic, hermes, or a file.")
     ] = None,
-    template_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="A name that the template reads (enable_thinking=false)."),
-    ] = None,
+    template_option: Annotated[list[str] | None, TEMPLATE_OPTION] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> int:
     """What a chat template does, and what may be appended to a sampled turn with it."""

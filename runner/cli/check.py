@@ -24,7 +24,7 @@ from runner.cli.findings import (
     of_lifespan,
 )
 from runner.cli.leftovers import TemporaryFiles, unawaited, watched
-from runner.cli.random_model import TURNS, Babbler
+from runner.cli.random_model import TURNS, RandomModel
 from runner.cli.report import make_console
 from runner.cli.slowing import slowed
 from runner.cli.values import pairs
@@ -33,8 +33,8 @@ from runner.engines.scripted.script import ModelCall
 from runner.environment.checks import check_playable
 from runner.environment.environment import Environment
 from runner.environment.loading import construct, find_environment
-from runner.environment.task_feed import Tasks
-from runner.environment.task_selection import own_tasks, select
+from runner.environment.task_feed import Tasks, own_tasks
+from runner.environment.task_selection import select
 from runner.episode.conversation import Conversation
 from runner.errors import BadEnvironment, DeltarunnerError
 from runner.options import Concurrency, Limits
@@ -58,23 +58,25 @@ ONE_AT_A_TIME: Final = Concurrency(episodes=1)
 
 @dataclass(slots=True)
 class Played:
-    """What came of playing the environment once.
-
-    Attributes:
-        seen: what each agent of each episode saw and was given, by name.
-        turns: of all episodes.
-        tools: what could be called, by name.
-        findings: what went wrong.
-        was_cut: the run ended before all was played.
-        environments: that played, kept alive so that nothing they hold is closed by being forgotten.
-    """
+    """What came of playing the environment once."""
 
     seen: dict[str, Seen] = field(default_factory=dict)
+    """What each agent of each episode saw and was given, by the names of both."""
+
     turns: int = 0
+    """The turns of all episodes."""
+
     tools: dict[str, Tool] = field(default_factory=dict)
+    """The tools that could be called, by name."""
+
     findings: list[Finding] = field(default_factory=list)
+    """What went wrong."""
+
     was_cut: bool = False
+    """Whether the run ended before all was played."""
+
     environments: list[Environment[Any]] = field(default_factory=list)
+    """The environments that played, kept alive so that nothing they hold is closed by being forgotten."""
 
 
 def check_command(name: str, settings: tuple[str, ...], *, episodes: int) -> int:
@@ -98,10 +100,6 @@ class Checking:
 
     First all episodes at once, in groups of two; then one at a time in the opposite order; and where something may hang
     on it, once more in that order, or with tools of one turn that end in another one.
-
-    Attributes:
-        environment: one that is not played; it is looked at.
-        first: what came of the first play.
     """
 
     def __init__(self, cls: type[Environment[Any]], settings: tuple[str, ...], episodes: int) -> None:
@@ -109,7 +107,9 @@ class Checking:
         self._settings = settings
         self._episodes = episodes
         self.environment = self._made()
+        """An environment that is not played: it is looked at."""
         self.first = Played()
+        """What came of the first play."""
 
     def findings(self) -> list[Finding]:
         """Everything that is wrong, what is wrong for certain in the class itself first."""
@@ -130,6 +130,7 @@ class Checking:
             yield from self._of_differences(again)
 
     def _of_differences(self, again: Played) -> Iterator[Finding]:
+        # Played at once and one by one, in opposite orders: what differs comes from outside of the episode.
         differences = Differences.between(self.first.seen, again.seen, self.environment)
         if differences.counts:
             third, _ = self._play(ONE_AT_A_TIME)
@@ -164,12 +165,12 @@ class Checking:
         environment, played = self._made(), Played()
         shared = SharedState(environment)
         _keep(environment, played.environments)
-        babbler = Babbler(partial(_tools, played.environments, later_first), together=later_first is not None)
+        model = RandomModel(partial(_tools, played.environments, later_first), together=later_first is not None)
         tasks = select(own_tasks(environment), environment.task_class(), most=self._episodes)
         run = partial(
             Run,
             environment,
-            ScriptedEngine(babbler, context=1 << 20),
+            ScriptedEngine(model, context=1 << 20),
             tasks=_backwards(tasks) if concurrency is ONE_AT_A_TIME else tasks,
             group_size=2 if _has_group_rewards(environment) else group_size,
             limits=Limits(turns=min(TURNS, environment.limits.turns or TURNS), seconds=SECONDS),
@@ -181,7 +182,7 @@ class Checking:
             played.findings += watched(play, played.environments)
         else:
             on_event_loop(play)
-        played.tools = babbler.known
+        played.tools = model.known
         return played, list(shared.findings())
 
 

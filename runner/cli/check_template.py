@@ -42,18 +42,16 @@ RESULT_STYLES = {Exactness.EXACT: "green", Exactness.SOFT: "yellow", Exactness.U
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is checked.
-
-    Attributes:
-        template: not compiled yet.
-        source: the model whose vocabulary is used; None for bytes and the template's own control tokens.
-    """
+    """What is checked."""
 
     template: ChatTemplate
+    """The template, not compiled yet: that may never end."""
+
     source: ModelSource | None = None
+    """The model whose vocabulary is used; None for bytes and the template's own control tokens."""
 
     def vocabulary(self) -> dict[str, Any]:
-        """As the process that probes is told."""
+        """The vocabulary in the words of a request to the process that probes."""
         if self.source is None:
             return {}
         return {"folder": str(self.source.folder), "stop_ids": stop_ids(self.source, None)}
@@ -61,21 +59,22 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was found out.
-
-    Attributes:
-        profile: what the template does.
-        verdicts: what may be appended.
-        example: a short conversation as its token log would be.
-        stops: names and ids of what ends a turn.
-        lacking: control tokens that the template writes and the vocabulary has not got.
-    """
+    """What was found out."""
 
     profile: TemplateProfile
+    """What the template does."""
+
     verdicts: Sequence[Verdict]
+    """What may be appended, and how exactly."""
+
     example: Sequence[Passage]
+    """A short conversation as its token log would be."""
+
     stops: Mapping[str, int]
+    """The ids that end a turn, by their names."""
+
     lacking: Sequence[str] = ()
+    """Control tokens that the template writes and the vocabulary has not got."""
 
     @property
     def missing(self) -> list[Verdict]:

@@ -41,17 +41,16 @@ _DEEPEST: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong, or looks so.
-
-    Attributes:
-        text: what, and what to do about it.
-        fatal: episodes fail, or their results are wrong.
-        of_episode: several episodes may say the same, each with numbers of its own.
-    """
+    """Something that is wrong, or looks so."""
 
     text: str
+    """What is wrong, and what to do about it."""
+
     fatal: bool = True
+    """Whether episodes fail by it, or their results are wrong."""
+
     of_episode: bool = False
+    """Whether several episodes may say the same, each with numbers of its own."""
 
 
 # --- the class
@@ -118,6 +117,7 @@ class SharedState:
             for name, value in vars(base).items():
                 if not name.startswith("__") and name not in vars(Environment) and _is_state(value):
                     yield f"{base.__name__}.{name}", value, True
+        # A default is made once, when the function is: every call that leaves it out gets the same object.
         for parameter in inspect.signature(cls.__init__).parameters.values():
             if isinstance(parameter.default, _CONTAINERS):
                 yield f"{cls.__name__}({parameter.name}=), a default,", parameter.default, True
@@ -154,7 +154,7 @@ def _is_state(value: Any) -> bool:
 
 
 def _frozen(value: Any, depth: int = 0) -> Any:
-    """What can be compared later: the contents of containers, and of other objects which ones they are."""
+    """What can be compared later: of containers their contents, of any other object which one it is."""
     if isinstance(value, count):
         return repr(value)
     if isinstance(value, _PLAIN) and not isinstance(value, tuple):
@@ -188,23 +188,25 @@ TOGETHER: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one agent of an episode saw and was given.
-
-    Attributes:
-        agent: who.
-        messages: all of them.
-        given: how many of them stood in the task, with the system message.
-        spoken: how many of the assistant's were sampled; those before them stood in the prompt.
-        rewards: and metrics, by name.
-        outcome: how it ended.
-    """
+    """What one agent of an episode saw and was given."""
 
     agent: str
+    """The agent's name."""
+
     messages: Sequence[Mapping[str, Any]]
+    """All messages of its conversation."""
+
     given: int
+    """How many of the messages stood in the task, with the system message."""
+
     spoken: int
+    """How many of the assistant's messages were sampled; those before them stood in the prompt."""
+
     rewards: Mapping[str, float | None]
+    """Its rewards and metrics by name."""
+
     outcome: Outcome
+    """How the episode ended."""
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Seen:
@@ -221,15 +223,13 @@ Episodes = Mapping[str, Seen]
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What was not the same when the same episodes were played twice, by what made the difference.
-
-    Attributes:
-        counts: in how many episodes.
-        episodes: how many were compared.
-    """
+    """What was not the same when the same episodes were played twice, by what made the difference."""
 
     counts: Counter[str]
+    """In how many episodes each cause made a difference."""
+
     episodes: int
+    """How many episodes were compared."""
 
     @classmethod
     def between(cls, first: Episodes, again: Episodes, environment: Environment[Any]) -> Differences:

@@ -117,6 +117,7 @@ class TemporaryFiles:
         self._before: set[str] = set()
 
     def __enter__(self) -> TemporaryFiles:
+        # Both: this process reads the variable once, and those that it starts read it anew.
         self._was = tempfile.tempdir, os.environ.get("TMPDIR")
         tempfile.tempdir = os.environ["TMPDIR"] = self._folder.name
         return self

@@ -30,17 +30,16 @@ _LEFT_BY_TESTS: Final = frozenset({"__pycache__", ".pytest_cache", ".hypothesis"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a project is called where.
-
-    Attributes:
-        project: what pip installs, such as `word-game`.
-        package: what Python imports and `deltarunner run` takes, such as `word_game`.
-        environment: the class, such as `WordGame`.
-    """
+    """What a project is called where."""
 
     project: str
+    """The name that pip installs, such as `word-game`."""
+
     package: str
+    """The name that Python imports and `deltarunner run` takes, such as `word_game`."""
+
     environment: str
+    """The name of the class, such as `WordGame`."""
 
     @classmethod
     def of(cls, name: str) -> Self:

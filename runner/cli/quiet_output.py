@@ -53,6 +53,6 @@ def _redirected(descriptor: int, stream: TextIO, target: int) -> Iterator[TextIO
         try:
             yield terminal
         finally:
-            stream.flush()
+            stream.flush()  # while its descriptor still leads to the log
             terminal.flush()
             os.dup2(terminal.fileno(), descriptor)

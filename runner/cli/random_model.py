@@ -11,13 +11,13 @@ from runner.messages import ToolCall
 from runner.tools.schema import JsonSchema
 from runner.tools.tool import Tool
 
-__all__ = ["TURNS", "Babbler"]
+__all__ = ["TURNS", "RandomModel"]
 
 TURNS = 8
 """After so many turns it has said enough."""
 
 
-class Babbler:
+class RandomModel:
     """Plays the model: calls the tools in turn with arguments that fit, and says something at the end.
 
     What it says follows from the task, the agent and the turn alone: episodes of a group are told the same.
@@ -25,13 +25,11 @@ class Babbler:
     Args:
         tools_of: what the agent that is asked may call now.
         together: call two asynchronous tools in one turn.
-
-    Attributes:
-        known: the tools that it could have called, by name.
     """
 
     def __init__(self, tools_of: Callable[[ModelCall], Sequence[Tool]], *, together: bool = False) -> None:
         self.known: dict[str, Tool] = {}
+        """The tools that it could have called, by name."""
         self._tools_of = tools_of
         self._together = together
 

@@ -14,9 +14,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runner.cli.display import LATE_SECONDS, as_time
+from runner.cli.console import LastingConsole, PipedConsole
 from runner.concurrency.loop_lag import LagMonitor
-from runner.runs.console import LastingConsole, PipedConsole
+from runner.runs.figures import LATE_SECONDS, as_time
 from runner.transcript import one_line, printable
 
 __all__ = ["lag_lines", "make_console", "own_command", "quoted", "summary_table"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
@@ -12,13 +11,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from runner.engines.scripted.engine import ScriptedEngine
 from runner.environment.environment import Environment
-from runner.errors import ConfigurationChanged
-from runner.runs.process import on_event_loop
-from runner.runs.run import Run
+from runner.runs.describe import describe_configuration
+from runner.runs.options import RunOptions
 from runner.store.database import storage_faults, tables_in
-from runner.store.header import Header
 from runner.store.reader import RunFile
 
 __all__ = ["check_resumable", "is_begun"]
@@ -40,13 +36,13 @@ def is_begun(path: Path) -> bool:
         return tables_in(file)
 
 
-def check_resumable(path: Path, environment: Environment[Any], options: Mapping[str, Any], *, model: str) -> None:
+def check_resumable(path: Path, environment: Environment[Any], options: RunOptions, *, model: str) -> None:
     """Compare a file with the run that is to go on with it, in all but what only a running engine can say.
 
     Args:
         path: the file; one that is not begun can be.
         environment: what is to be played.
-        options: those of `Run`.
+        options: those of the run.
         model: what is to speak.
 
     Raises:
@@ -57,18 +53,7 @@ def check_resumable(path: Path, environment: Environment[Any], options: Mapping[
         return
     with RunFile(path) as run_file:
         stored = run_file.header
-    given = on_event_loop(_header, environment, options)
+    given = describe_configuration(environment, options, now=datetime.now().astimezone())
     # A scripted engine has no model.
     engine = {**stored.engine, "model": model} if stored.engine.get("kind") == "vllm" else stored.engine
-    refused = stored.refused(replace(given, engine=engine, engines=stored.engines, template=stored.template))
-    if refused:
-        lines = "\n".join(f"  {change}" for change in refused)
-        raise ConfigurationChanged(
-            f"run file {path} holds a run of another configuration:\n{lines}\n"
-            f"Give the same options to resume it, or another path (--file) to begin a new run."
-        )
-
-
-async def _header(environment: Environment[Any], options: Mapping[str, Any]) -> Header:
-    # A run is made on an event loop, and its header asks an engine; what this one says is not compared.
-    return Header.of(Run(environment, ScriptedEngine(""), **options), now=datetime.now().astimezone())
+    stored.check_same(replace(given, engine=engine, engines=stored.engines, template=stored.template), path)

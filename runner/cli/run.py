@@ -7,9 +7,9 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack, nullcontext, redirect_stdout
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,23 @@ import orjson
 from rich.console import Console
 from rich.text import Text
 
-from runner.cli.display import Display, PlainDisplay, display_for
+from runner.cli.display import PlainDisplay, display_for
 from runner.cli.quiet_output import quiet_output
 from runner.cli.report import lag_lines, make_console, own_command, quoted, summary_table
 from runner.cli.resuming import check_resumable, is_begun
+from runner.cli.settings import RunSettings
 from runner.cli.values import limits_of, pairs, plain_value
 from runner.engines.base import Engine
 from runner.environment.checks import check_playable
 from runner.environment.environment import Environment
 from runner.environment.loading import construct, find_environment, short_name
-from runner.environment.task_selection import at_once, own_tasks, select
+from runner.environment.task_feed import Tasks, own_tasks
+from runner.environment.task_selection import at_once, select
 from runner.errors import BadOption, DeltarunnerError, TooManyFailures
 from runner.options import UNSET, Concurrency, Sampling
-from runner.runs.console import discard
-from runner.runs.process import Reporter, on_event_loop
+from runner.runs.options import RunKeywords, RunOptions
+from runner.runs.process import on_event_loop, supervise
+from runner.runs.reporter import Reporter, discard
 from runner.runs.run import Run
 from runner.store.header import Header, OnChange
 from runner.store.reader import RunFile
@@ -39,36 +42,9 @@ from runner.tokens.template import ChatTemplate
 from runner.trajectory import Outcome, Trajectory
 from runner.transcript import transcript
 
-__all__ = ["RunSettings", "run_command", "vllm_engine"]
+__all__ = ["run_command", "vllm_engine"]
 
 FOLDER = Path("runs")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSettings:
-    """The options of `deltarunner run`, as they were given."""
-
-    environment: str
-    episodes: int | None = None
-    model: str = "smollm2-135m"
-    template: str | None = None
-    template_options: tuple[str, ...] = ()
-    engine_options: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
-    tasks: Path | None = None
-    group_size: int = 1
-    seed: int = 0
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    limits: tuple[str, ...] = ()
-    history: str = "append"
-    concurrency: int | None = None
-    file: Path | None = None
-    retry_failed: bool = False
-    task: str | None = None
-    index: int | None = None
-    show: int = 0
-    debug: bool = False
-    json: bool = False
 
 
 def vllm_engine(settings: RunSettings) -> Engine:
@@ -92,71 +68,56 @@ def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], Engi
     Raises:
         DeltarunnerError: why it could not begin, or ended before its work did.
     """
-    told = Told(settings)
+    log = _log_of(settings)
+    shown: ShownRun | None = None
     try:
-        code = _play(settings, make_engine, told)
+        with redirect_stdout(sys.stderr) if settings.json else nullcontext():
+            plan = Plan.of(settings, make_engine)
+        with _console(settings, log) as console:
+            shown = ShownRun(plan, console, log)
+            code = shown.play()
     except DeltarunnerError as error:
-        told.print(error)
+        _print_json(settings, log, shown, error)
         raise
-    told.print()
+    _print_json(settings, log, shown, None)
     return code
 
 
-def _play(settings: RunSettings, make_engine: Callable[[RunSettings], Engine], told: Told) -> int:
-    with redirect_stdout(sys.stderr) if settings.json else nullcontext():
-        plan = Plan.of(settings, make_engine)
-    with ExitStack() as output:
-        # Not while debugging: then what the environment prints belongs on the terminal.
-        terminal = None if settings.debug else output.enter_context(quiet_output(told.log))
-        stdout = terminal.stdout if terminal else sys.stdout
-        stderr = terminal.stderr if terminal else sys.stderr
-        show = told.show = Show(plan, make_console(stderr if settings.json else stdout, lasting=True), told.log)
-        try:
-            code = show.play()
-        except DeltarunnerError as error:
-            show.results(error)
-            raise
-        show.results()
-    return code
+def _log_of(settings: RunSettings) -> Path:
+    """Where the run's log is, or would be: it has a name before the run file has, whose number hangs on the header."""
+    name = settings.file or FOLDER / f"{short_name(settings.environment)}.db"
+    return name.with_name(f"{name.stem}.log") if name.name else Path(".log")
 
 
-class Told:
-    """The last line of `--json`, also of a run that was refused before anything could be shown.
+@contextmanager
+def _console(settings: RunSettings, log: Path) -> Iterator[Console]:
+    """The console of what is meant to be seen, while everything else goes to the log."""
+    # Not while debugging: then what the environment prints belongs on the terminal.
+    with nullcontext() if settings.debug else quiet_output(log) as terminal:
+        stdout, stderr = (terminal.stdout, terminal.stderr) if terminal else (sys.stdout, sys.stderr)
+        yield make_console(stderr if settings.json else stdout, lasting=True)
 
-    Attributes:
-        log: where the run's log is, or would be.
-        show: the run, once there is one.
-    """
 
-    def __init__(self, settings: RunSettings) -> None:
-        name = settings.file or FOLDER / f"{short_name(settings.environment)}.db"
-        self.log = name.with_name(f"{name.stem}.log") if name.name else Path(".log")
-        self.show: Show | None = None
-        self._settings = settings
-
-    def print(self, failure: DeltarunnerError | None = None) -> None:
-        """Print it, if it was asked for."""
-        if self._settings.json:
-            line = orjson.dumps(self._as_dict(failure), option=orjson.OPT_NON_STR_KEYS)
-            try:
-                print(line.decode(), flush=True)
-            except BrokenPipeError:  # a reader who left changes nothing of what the run came to
-                discard(sys.stdout)
-
-    def _as_dict(self, failure: DeltarunnerError | None) -> dict[str, Any]:
-        run = self.show.run if self.show else None
-        received = self.show.received if self.show else None
-        return {
-            "environment": self._settings.environment,
-            "model": self._settings.model,
-            "file": str(run.file) if run and run.file else None,
-            "log": str(self.log),
-            "stored_before": self.show.earlier if self.show else 0,
-            "signal": received.name if received else None,
-            "error": {"kind": type(failure).__name__, "message": str(failure)} if failure else None,
-            "exit_code": failure.exit_code if failure else (128 + received if received else 0),
-            "summary": run.summary.as_dict() if run else None,
-        }
+def _print_json(settings: RunSettings, log: Path, shown: ShownRun | None, failure: DeltarunnerError | None) -> None:
+    """Print the last line of `--json`, also of a run that was refused before anything could be shown."""
+    if not settings.json:
+        return
+    run, received = (shown.run, shown.received) if shown else (None, None)
+    outcome = {
+        "environment": settings.environment,
+        "model": settings.model,
+        "file": str(run.file) if run and run.file else None,
+        "log": str(log),
+        "stored_before": shown.earlier if shown else 0,
+        "signal": received.name if received else None,
+        "error": {"kind": type(failure).__name__, "message": str(failure)} if failure else None,
+        "exit_code": failure.exit_code if failure else (128 + received if received else 0),
+        "summary": run.summary.as_dict() if run else None,
+    }
+    try:
+        print(orjson.dumps(outcome, option=orjson.OPT_NON_STR_KEYS).decode(), flush=True)
+    except BrokenPipeError:  # a reader who left changes nothing of what the run came to
+        discard(sys.stdout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +127,10 @@ class Plan:
     settings: RunSettings
     environment: Environment[Any]
     engine: Engine
-    options: Mapping[str, Any]
+    tasks: Tasks
+    options: RunKeywords
     total: int | None
+    """How many episodes that makes, where it is known."""
 
     @classmethod
     def of(cls, settings: RunSettings, make_engine: Callable[[RunSettings], Engine]) -> Plan:
@@ -182,10 +145,10 @@ class Plan:
             ChatTemplate.load(settings.template)
         limits = limits_of(settings.limits)
         tasks, total = _tasks(settings, environment)
-        options = {
-            "tasks": tasks,
+        options: RunKeywords = {
             "group_size": settings.group_size,
-            "sampling": Sampling(**{k: UNSET if v is None else v for k, v in settings.sampling.items()}),
+            "indices": None if settings.index is None else (settings.index,),
+            "sampling": _sampling(settings),
             "limits": limits.over(limits.defaults()).lifted() if settings.debug else limits,
             "concurrency": Concurrency(episodes=settings.concurrency or (1 if settings.debug else None)),
             "seed": settings.seed,
@@ -196,17 +159,24 @@ class Plan:
             },
         }
         if settings.file is not None:
-            check_resumable(settings.file, environment, options, model=settings.model)
-        return cls(
-            settings=settings, environment=environment, engine=make_engine(settings), options=options, total=total
-        )
+            # Now: a run of another configuration is refused before an engine takes its time to start.
+            given = RunOptions(tasks=tasks, **options)  # type: ignore[arg-type]  # settled there
+            check_resumable(settings.file, environment, given, model=settings.model)
+        engine = make_engine(settings)
+        return cls(settings=settings, environment=environment, engine=engine, tasks=tasks, options=options, total=total)
 
     @property
     def title(self) -> str:
         return f"{short_name(self.settings.environment)} on {self.settings.model}"
 
 
-def _tasks(settings: RunSettings, environment: Environment[Any]) -> tuple[Any, int | None]:
+def _sampling(settings: RunSettings) -> Sampling:
+    given = {name: getattr(settings, name) for name in ("temperature", "max_tokens", "top_p", "top_k", "min_p")}
+    given["stop"] = tuple(settings.stop) if settings.stop else None
+    return Sampling(**{name: UNSET if value is None else value for name, value in given.items()})
+
+
+def _tasks(settings: RunSettings, environment: Environment[Any]) -> tuple[Tasks, int | None]:
     """The tasks, and how many episodes that makes where it is known."""
     size = settings.group_size
     if settings.retry_failed and settings.task is not None and settings.file is None:
@@ -228,34 +198,39 @@ def _tasks(settings: RunSettings, environment: Environment[Any]) -> tuple[Any, i
     return at_once(chosen, source, environment) if settings.tasks is not None else chosen, settings.episodes
 
 
-class Show(Reporter):
-    """One run of the command line, from its first line to its last.
-
-    Attributes:
-        run: what is played; None until it could be made.
-        received: the signal that ended it early.
-        earlier: episodes that the run file had already.
-    """
+class ShownRun(Reporter):
+    """One run of the command line, from its first line to its last."""
 
     def __init__(self, plan: Plan, console: Console, log: Path) -> None:
+        self.run: Run | None = None
+        """What is played; None until it could be made."""
+        self.received: signal.Signals | None = None
+        """The signal that ended it early."""
+        self.earlier = 0
+        """How many episodes the run file had already."""
         self._plan = plan
         self._settings = plan.settings
         self._console = console
         self._log = log
-        self._display = self._make_display()
-        self.run: Run | None = None
+        self._display = (PlainDisplay if plan.settings.debug else display_for)(console, plan.title)
+        self._display.total = plan.total
         self._kept: list[Trajectory] = []
-        self.received: signal.Signals | None = None
-        self.earlier = 0
-
-    def _make_display(self) -> Display:
-        kind = PlainDisplay if self._settings.debug else display_for
-        display = kind(self._console, self._plan.title)
-        display.total = self._plan.total
-        return display
 
     def play(self) -> int:
-        """Play the run and return the exit code."""
+        """Play the run, print what came of it, and return the exit code.
+
+        Raises:
+            DeltarunnerError: why it ended before its work did; what was done by then is printed all the same.
+        """
+        try:
+            code = self._played()
+        except DeltarunnerError as error:
+            self._print_results(error)
+            raise
+        self._print_results()
+        return code
+
+    def _played(self) -> int:
         self._console.print(Text(f"log   {self._log} (what vLLM and the environment print)"), soft_wrap=True)
         _begin_log(self._log)
         self._resolve_model()
@@ -278,15 +253,18 @@ class Show(Reporter):
             if self._settings.debug:
                 await self._start_quietly(stack)
             plan, again = self._plan, self._settings.retry_failed
-            self.run = run = Run(plan.environment, plan.engine, file=self._file(), retry_failed=again, **plan.options)
-            if self._settings.index is not None:
-                run.indices = (self._settings.index,)
-            return await self._display.supervise(run, self)
+            options: RunKeywords = {**plan.options, "file": self._file(), "retry_failed": again}
+            self.run = Run(plan.environment, plan.engine, tasks=plan.tasks, **options)
+            return await supervise(self.run, self)
 
     async def _start_quietly(self, stack: AsyncExitStack) -> None:
         self.say(f"{self._plan.title}: starting the engine")
         with quiet_output(self._log):
             await stack.enter_async_context(self._plan.engine)
+
+    async def watch(self, run: Run) -> None:
+        """Show the run."""
+        await self._display.watch(run)
 
     def finished(self, trajectory: Trajectory) -> None:
         """Keep it, if it is one of those that are shown at the end."""
@@ -334,8 +312,7 @@ class Show(Reporter):
 
     # --- afterwards
 
-    def results(self, failure: DeltarunnerError | None = None) -> None:
-        """Print what came of it."""
+    def _print_results(self, failure: DeltarunnerError | None = None) -> None:
         run = self.run
         if run is None or not run.summary.elapsed:
             return
@@ -349,9 +326,9 @@ class Show(Reporter):
             self._console.print(line, soft_wrap=True)
         if run.file is not None:
             self._console.print()
-            self._next(run.file, failed=failure is not None)
+            self._print_next(run.file, failed=failure is not None)
 
-    def _next(self, file: Path, *, failed: bool) -> None:
+    def _print_next(self, file: Path, *, failed: bool) -> None:
         command = own_command()
         with RunFile(file) as stored:
             complete = stored.complete

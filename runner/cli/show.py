@@ -83,7 +83,7 @@ def _table(rows: Iterator[EpisodeRow]) -> Table:
             f"{row.seconds:.1f}",
             Text(printable(row.error.partition("\n")[0]), style="red", no_wrap=True, overflow="ellipsis"),
         )
-    if not several:
+    if not several:  # known only now: rows are read one by one
         table.columns.pop(1)
     return table
 

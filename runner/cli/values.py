@@ -16,15 +16,16 @@ __all__ = ["limits_of", "pairs", "plain_value"]
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
-def pairs(given: Iterable[str], option: str) -> dict[str, str]:
-    """The names and values of `name=value`.
+def pairs(given: Iterable[str] | None, option: str) -> dict[str, str]:
+    """The names and values of `name=value`; of an option that was not given there are none.
 
     Raises:
         BadOption: there is no "=", or a name is given twice.
     """
     found: dict[str, str] = {}
-    for text in given:
+    for text in given or ():
         name, equals, value = text.partition("=")
+        # At the first "=" only: a value may hold further ones.
         if not equals or not name:
             raise BadOption(f"{option} {text}: write {option} name=value.")
         if name in found:
@@ -35,12 +36,10 @@ def pairs(given: Iterable[str], option: str) -> dict[str, str]:
 
 def plain_value(text: str) -> Any:
     """A value as JSON; true, false and none in any case; and anything else as text."""
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
-    return json_or_text(text)
+    return _WORDS[text.lower()] if text.lower() in _WORDS else json_or_text(text)
 
 
-def limits_of(given: Iterable[str]) -> Limits:
+def limits_of(given: Iterable[str] | None) -> Limits:
     """Limits from `name=value`; none lifts one.
 
     Raises:

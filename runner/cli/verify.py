@@ -35,21 +35,22 @@ __all__ = ["verify_command"]
 
 @dataclass(slots=True)
 class Verdict:
-    """What was found.
-
-    Attributes:
-        trajectories: how many were looked at.
-        turns: of those.
-        ids: of those.
-        differing: trajectories that do not follow.
-        difference: the first one, or None.
-    """
+    """What was found."""
 
     trajectories: int = 0
+    """How many trajectories were looked at."""
+
     turns: int = 0
+    """How many turns they have."""
+
     ids: int = 0
+    """How many ids they have."""
+
     differing: int = 0
+    """How many of them do not follow from their messages and sampled ids."""
+
     difference: Difference | None = None
+    """The first difference, or None."""
 
     @property
     def exit_code(self) -> int:
@@ -129,6 +130,7 @@ def _difference(run_file: RunFile, row: EpisodeRow, chats: Chats) -> Difference 
             agent=row.agent,
             attempt=row.attempt,
         )
+    # They stand beside the trajectory, for lists that read none: in a damaged file the two may disagree.
     counted = {name: getattr(row, name) for name in _COUNTS}
     held = episode_row(trajectory)
     wrong = next((name for name in _COUNTS if counted[name] != held[name]), None)

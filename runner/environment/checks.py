@@ -7,6 +7,7 @@ from typing import Any
 
 from runner.concurrency.user_code import describe_error
 from runner.environment.environment import Environment, NotInEpisode
+from runner.episode.hooks import Hooks
 from runner.episode.model import ChatModel
 from runner.errors import BadEnvironment, BadOption, BadTemplate, DeltarunnerError
 from runner.scoring import ScorerKind
@@ -75,7 +76,7 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> None:
         raise BadOption(f"tool_choice={choice!r}: no such tool. Tools: {', '.join(names) or 'none'}.")
 
 
-def common_system_prompt(environment: Environment[Any]) -> str | None:
+def common_system_prompt(environment: Hooks) -> str | None:
     """The system prompt that all episodes have; None where there is none, or where it depends on the episode."""
     try:
         return environment.system_prompt

@@ -1,4 +1,4 @@
-"""What a run gets from the environment object before any episode: its shared resources and its tasks."""
+"""The lifespan of an environment: resources that all its episodes share, entered before them and left after."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import anyio
 from runner.concurrency.threads import Job, Workers, WorkerThread
 from runner.concurrency.user_code import describe_error
 from runner.environment.environment import Environment
-from runner.environment.task_feed import Tasks
-from runner.errors import BadEnvironment, BadTask, DeltarunnerError, unwrapped
+from runner.errors import BadEnvironment, DeltarunnerError, unwrapped
 
-__all__ = ["lifespan_of", "own_tasks"]
+__all__ = ["lifespan_of"]
 
 
 @asynccontextmanager
@@ -79,18 +78,19 @@ class _Lifespan:
         else:
             self._thread = WorkerThread()
             self._manager = await self._in_thread(make)
+        # What the call gave decides, and not whether the method is async: a plain method may return either kind.
         if not hasattr(self._manager, "__aenter__"):
             return await self._in_thread(lambda: self._manager.__enter__())
         self._end_thread()
         return await self._manager.__aenter__()
 
     async def leave(self, passing: BaseException | None) -> bool:
-        """Leave it; tells whether it swallowed what is passing."""
+        """Leave it, and tell whether it swallowed the error that passes through it."""
         try:
             return await self._leave(type(passing) if passing else None, passing)
         except (Exception, SystemExit, BaseExceptionGroup) as error:
             if passing is not None and unwrapped(error) is unwrapped(passing):
-                return False
+                return False  # it let the error through, perhaps in a task group that wrapped it
             if _holds_a_cancellation(error):
                 raise
             raise BadEnvironment(f"lifespan() raised {describe_error(error)}, on its way out") from error
@@ -114,20 +114,3 @@ class _Lifespan:
 
 def _holds_a_cancellation(error: BaseException) -> bool:
     return isinstance(error, BaseExceptionGroup) and error.subgroup(anyio.get_cancelled_exc_class()) is not None
-
-
-async def own_tasks(environment: Environment[Any], workers: Workers) -> Tasks:
-    """The environment's own tasks; asked for in a thread, since it may load them all.
-
-    Raises:
-        BadTask: `tasks()` raised.
-    """
-    if inspect.isasyncgenfunction(environment.tasks):
-        return environment.tasks()
-    try:
-        tasks: Tasks = await workers.call(Job(environment.tasks, "tasks()"))
-    except DeltarunnerError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise BadTask(f"tasks() raised {describe_error(error)}") from error
-    return tasks

@@ -20,26 +20,26 @@ from runner.concurrency.user_code import describe_error
 from runner.environment.environment import Environment
 from runner.errors import BadEnvironment, BadOption, DeltarunnerError
 
-__all__ = ["Bundled", "bundled_environments", "construct", "find_environment", "short_name"]
+__all__ = ["Bundled", "bundled_environments", "construct", "find_environment", "json_or_text", "short_name"]
 
 GROUP = "deltarunner.environments"
 
 
 @dataclass(frozen=True, slots=True)
 class Bundled:
-    """An environment that a package brings along.
-
-    Attributes:
-        name: what `deltarunner run` takes.
-        description: the first line of its docstring, or why it cannot be loaded.
-        settings: its constructor's parameters.
-        usable: it can be loaded.
-    """
+    """An environment that a package brings along."""
 
     name: str
+    """The name that `deltarunner run` takes."""
+
     description: str
+    """The first line of its docstring, or why it cannot be loaded."""
+
     settings: str = ""
+    """Its constructor's parameters."""
+
     usable: bool = True
+    """Whether it can be loaded."""
 
 
 def bundled_environments() -> list[Bundled]:
@@ -245,7 +245,7 @@ def _read(cls: type[Environment[Any]], name: str, parameter: inspect.Parameter, 
     try:
         return adapter.validate_strings(text)
     except ValidationError as error:
-        with contextlib.suppress(ValidationError):
+        with contextlib.suppress(ValidationError):  # a list or a dict is given as JSON
             return adapter.validate_json(text)
         kind = getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
         raise BadOption(

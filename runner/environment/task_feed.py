@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import anyio
 import orjson
@@ -13,11 +13,12 @@ import orjson
 from runner.concurrency.cancellation import native_cancellation_as
 from runner.concurrency.threads import Job, Workers
 from runner.concurrency.user_code import describe_error, is_async
-from runner.errors import BadTask
+from runner.environment.environment import Environment
+from runner.errors import BadTask, DeltarunnerError
 from runner.tasks import Task, TaskBuilder, check_own_fields
 from runner.trajectory import Trajectory
 
-__all__ = ["AsyncTaskSource", "TaskFeed", "TaskSource", "Tasks", "read_tasks"]
+__all__ = ["AsyncTaskSource", "TaskFeed", "TaskSource", "Tasks", "own_tasks", "read_tasks"]
 
 Tasks: TypeAlias = Iterable[Task] | AsyncIterable[Task] | str | Path
 """What a run takes as tasks; a string or a path is a JSONL file."""
@@ -33,10 +34,12 @@ class TaskSource(Protocol):
     first, in the order they were committed.
     """
 
-    def __iter__(self) -> Iterator[Task]: ...
+    def __iter__(self) -> Iterator[Task]:
+        """Give the tasks. The next one is asked for, in a thread, when there is a place for its first episode."""
+        ...
 
     def finished(self, trajectory: Trajectory) -> None:
-        """Called for every trajectory after its commit."""
+        """Hear of a trajectory after its commit, one at a time; it may be async. What it raises ends the run."""
         ...
 
 
@@ -44,31 +47,51 @@ class TaskSource(Protocol):
 class AsyncTaskSource(Protocol):
     """The same, giving its tasks asynchronously."""
 
-    def __aiter__(self) -> AsyncIterator[Task]: ...
+    def __aiter__(self) -> AsyncIterator[Task]:
+        """Give the tasks. The next one is asked for when there is a place for its first episode."""
+        ...
 
     def finished(self, trajectory: Trajectory) -> None:
-        """Called for every trajectory after its commit."""
+        """Hear of a trajectory after its commit, one at a time; it may be async. What it raises ends the run."""
         ...
+
+
+def own_tasks(environment: Environment[Any]) -> Tasks:
+    """What the environment's `tasks()` gives.
+
+    Raises:
+        BadTask: it raised, or gave nothing that can be iterated over.
+    """
+    try:
+        source: Any = environment.tasks()
+    except DeltarunnerError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise BadTask(f"tasks() raised {describe_error(error)}") from error
+    if not isinstance(source, Iterable | AsyncIterable | Path):
+        close = getattr(source, "close", None)
+        if close is not None:  # a coroutine that nobody awaits would be warned of
+            close()
+        raise BadTask(f"tasks() gave {source!r:.80}: return a list of Task, or yield them (`async def` only to yield).")
+    return cast("Tasks", source)
 
 
 class TaskFeed:
     """Tasks one at a time, pulled when somebody has a place for one.
 
     What may block runs in the run's threads: `next` of a synchronous source, and its `finished`. A list cannot block.
-
-    Attributes:
-        repeatable: the source hears of results and may give a task again.
     """
 
     def __init__(self, tasks: Tasks, *, task_class: type[Task], workers: Workers) -> None:
         source = read_tasks(Path(tasks), task_class) if isinstance(tasks, str | Path) else tasks
         self.repeatable = hasattr(source, "finished")
+        """Whether the source hears of results, and so may give a task again."""
         self._source: Any = source
         self._workers = workers
         self._asynchronous: AsyncIterator[Task] | None = None
         self._synchronous: Iterator[Task] | None = None
         self._blocks = not isinstance(source, Sequence)
-        self._hearing = anyio.Lock()
+        self._hearing = anyio.Lock()  # episodes end side by side, and an author's source is not made for that
         if isinstance(source, AsyncIterable):
             self._asynchronous = aiter(source)
         elif isinstance(source, Iterable):

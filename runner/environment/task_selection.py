@@ -1,8 +1,8 @@
-"""Which of an environment's tasks a command plays: all, the first so many, or the one with an id."""
+"""Which of an environment's tasks are played: all, the first so many, or the one with an id."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -14,27 +14,7 @@ from runner.environment.task_feed import Tasks, read_tasks
 from runner.errors import BadTask, DeltarunnerError
 from runner.tasks import Task
 
-__all__ = ["at_once", "own_tasks", "select"]
-
-
-def own_tasks(environment: Environment[Any]) -> Tasks:
-    """What the environment's `tasks()` gives.
-
-    Raises:
-        BadTask: it raised, or gave nothing that can be iterated over.
-    """
-    try:
-        source: Any = environment.tasks()
-    except DeltarunnerError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise BadTask(f"tasks() raised {describe_error(error)}") from error
-    if not isinstance(source, Iterable | AsyncIterable):
-        close = getattr(source, "close", None)
-        if close is not None:  # a coroutine that nobody awaits would be warned of
-            close()
-        raise BadTask(f"tasks() gave {source!r:.80}: return a list of Task, or yield them (`async def` only to yield).")
-    return source
+__all__ = ["at_once", "select"]
 
 
 def select(source: Tasks, task_class: type[Task], *, most: int | None = None, only: str | None = None) -> Tasks:
@@ -43,8 +23,8 @@ def select(source: Tasks, task_class: type[Task], *, most: int | None = None, on
     Args:
         source: tasks, or the path of a JSONL file.
         task_class: what the lines of a file become.
-        most: how many.
-        only: the id of the one; that there is none is found out when all have been seen.
+        most: how many, the first ones; None is all of them.
+        only: the id of the only one; that there is none is found out when all have been seen.
     """
     if isinstance(source, str | Path):
         source = read_tasks(Path(source), task_class)
@@ -76,14 +56,18 @@ def at_once(chosen: Tasks, source: Tasks, environment: Environment[Any]) -> Task
         raise BadTask(f"tasks() raised {describe_error(error)}") from error
 
 
-class _Selection:
+class _Choice:
+    """Some of a source's tasks. A source that hears of results has its `finished` put on the choice."""
+
     finished: Callable[..., Any]
 
-    def __init__(self, source: Iterable[Task], most: int | None, only: str | None) -> None:
+    def __init__(self, source: Any, most: int | None, only: str | None) -> None:
         self._source = source
         self._most = most
         self._only = only
 
+
+class _Selection(_Choice):
     def __iter__(self) -> Iterator[Task]:
         if self._only is None:
             yield from islice(self._source, self._most)
@@ -97,17 +81,11 @@ class _Selection:
         raise _no_such(self._only, seen)
 
 
-class _AsyncSelection:
-    finished: Callable[..., Any]
-
-    def __init__(self, source: AsyncIterable[Task], most: int | None, only: str | None) -> None:
-        self._source = source
-        self._most = most
-        self._only = only
-
+class _AsyncSelection(_Choice):
     async def __aiter__(self) -> AsyncIterator[Task]:
         tasks: Any = aiter(self._source)
         seen: list[str] = []
+        # Closed here: what is left of an async generator would be closed by whichever loop comes by.
         async with aclosing(tasks) if hasattr(tasks, "aclose") else nullcontext():
             if self._most == 0:
                 return

@@ -1,26 +1,25 @@
-"""Groups: the episodes of one task that a trainer compares, and the rewards that need all of them."""
+"""Groups: the episodes of one task that a trainer compares, put together as they finish."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
-from runner.concurrency.user_code import AuthorCode, describe_error
-from runner.episode.context import RunContext
-from runner.episode.key import task_rng
-from runner.scoring import Score, ScorerKind, as_score, weighted_sum
+from runner.episode.key import MAIN, task_rng
 from runner.tasks import Task
 from runner.trajectory import Group, Trajectory
 
-__all__ = ["GroupBook", "Result", "WaitingGroups", "by_agent", "score_group"]
+__all__ = ["PendingGroups", "Result", "WaitingGroups", "by_agent"]
 
 
-class GroupBook:
+class PendingGroups:
     """The groups that are being played: their committed trajectories, until the last one is in.
 
     Memory follows the groups in flight.
+
+    Args:
+        keep: keep the trajectories; without it, groups are only counted.
     """
 
     def __init__(self, *, keep: bool) -> None:
@@ -28,7 +27,7 @@ class GroupBook:
         self._open: dict[tuple[str, int], _OpenGroup] = {}
 
     def open(self, task: Task, visit: int, missing: int) -> None:
-        """A group of which `missing` episodes are to be played."""
+        """Begin a group of which `missing` episodes are to be played."""
         self._open[task.id, visit] = _OpenGroup(missing)
 
     def finished(self, trajectories: Sequence[Trajectory]) -> tuple[int, list[Trajectory] | None]:
@@ -63,17 +62,16 @@ class _OpenGroup:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A trajectory on its way to the reader.
-
-    Attributes:
-        trajectory: committed, and scored as far as it ever is.
-        last: it is the last of its episode's agents.
-        missing: how many episodes of its group this run plays.
-    """
+    """A trajectory on its way to the reader."""
 
     trajectory: Trajectory
+    """The trajectory is committed, and scored as far as it ever is."""
+
     last: bool
+    """Whether no further agent of the same episode follows."""
+
     missing: int
+    """How many episodes of its group this run plays."""
 
 
 class WaitingGroups:
@@ -91,7 +89,7 @@ class WaitingGroups:
         return self._open.pop(key).trajectories if group.played == group.missing else []
 
     def rest(self) -> Iterator[list[Trajectory]]:
-        """What there is of the others."""
+        """The trajectories of each group that is not whole."""
         for group in self._open.values():
             yield group.trajectories
 
@@ -102,10 +100,10 @@ def by_agent(trajectories: Iterable[Trajectory], *, seed: int, group_size: int) 
     episodes: set[int] = set()
     cut_short = False
     for trajectory in trajectories:
-        # Of an agent that never spoke in an episode there is no trajectory.
+        # Every agent's episodes count: of one that never spoke in an episode there is no trajectory.
         episodes.add(trajectory.index)
         cut_short = cut_short or trajectory.outcome.cut_short
-        if trajectory.trained or trajectory.agent == "main":
+        if trajectory.trained or trajectory.agent == MAIN:
             agents.setdefault(trajectory.agent, []).append(trajectory)
     return [
         Group(
@@ -117,43 +115,3 @@ def by_agent(trajectories: Iterable[Trajectory], *, seed: int, group_size: int) 
         )
         for agent, members in agents.items()
     ]
-
-
-async def score_group(context: RunContext, groups: Sequence[Group], fault: Callable[[str], None]) -> None:
-    """Give every scored trajectory its group rewards and its new sum, in place.
-
-    The author's method gets these only: a failed one has nothing to compare. A group reward that raises leaves the
-    reward None; that is a fault of the environment, told to `fault`.
-    """
-    scorers = [scorer for scorer in context.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
-    author = AuthorCode(context.workers)
-    for group in filter(_any, map(_scored, groups)):
-        for scorer in scorers:
-            method = getattr(context.environment, scorer.name)
-            name = f"group_reward {scorer.name}()"
-            try:
-                values = await author.call(method, group, name=name, seconds=context.limits.reward_seconds)
-                scores = _one_each(values, group, scorer.name)
-            except Exception as error:
-                fault(f"{name} of task {group.task.id!r}: {describe_error(error)}")
-                scores = [None] * len(group.trajectories)
-            for trajectory, score in zip(group.trajectories, scores, strict=True):
-                trajectory.rewards[scorer.name] = score
-                trajectory.reward = weighted_sum(trajectory.rewards, context.scorers)
-
-
-def _scored(group: Group) -> Group:
-    return replace(group, trajectories=[t for t in group.trajectories if t.outcome.scored and t.turns])
-
-
-def _any(group: Group) -> bool:
-    return len(group.trajectories) > 0
-
-
-def _one_each(values: Any, group: Group, name: str) -> list[Score]:
-    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-        raise TypeError(f"return one number per trajectory, got {values!r:.80}")
-    scores = [as_score(value, name) for value in values]
-    if len(scores) != len(group.trajectories):
-        raise ValueError(f"{len(scores)} numbers for {len(group.trajectories)} trajectories")
-    return scores

@@ -50,22 +50,23 @@ async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[st
 
 
 async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, tools: bool, system: bool) -> list[str]:
-    """What cannot be appended exactly under this template, and its tokens that the vocabulary lacks, for people.
+    """Say, for people, what this template cannot append exactly, and which of its tokens the vocabulary lacks.
 
     The appends of a template that comes with us are not looked at: they are exact.
 
     Args:
         chat: the model and its template.
-        now: the run's time.
-        workers: where the template is probed.
-        tools: the environment has some.
-        system: it has a system prompt.
+        now: the time that the run's templates see.
+        workers: the threads in which the template is probed.
+        tools: whether the environment has tools.
+        system: whether it has a system prompt.
 
     Raises:
         BadTemplate: the run's policy is to refuse that.
     """
     from runner.tokens.probing.probe import probe
 
+    # A run that forks follows the template anyway, so no append of it has to be exact.
     template = chat.renderer.template
     letters = list(_letters(chat))
     if chat.history.policy is HistoryPolicy.FORK or _is_bundled(template):

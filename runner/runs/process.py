@@ -10,12 +10,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypedDict, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, TypeVarTuple
 
 import anyio
 from typing_extensions import Unpack
@@ -26,67 +25,35 @@ from runner.engines.base import Engine
 from runner.environment.environment import Environment
 from runner.environment.task_feed import Tasks
 from runner.errors import DeltarunnerError, RunStuck
-from runner.options import Concurrency, History, Limits, Sampling
+from runner.runs.options import RunKeywords
 from runner.runs.run import Run
 from runner.runs.summary import Summary
-from runner.store.header import Header
-from runner.trajectory import Trajectory
 
-__all__ = ["Reporter", "RunOptions", "end_process", "exit_now", "on_event_loop", "run", "supervise"]
+if TYPE_CHECKING:
+    from runner.runs.reporter import Reporter
+
+__all__ = ["end_process", "exit_now", "on_event_loop", "run", "supervise"]
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
-FAULTS = 3
-FLUSH_SECONDS = 10.0
-THREAD_SECONDS = 0.2
+FAULTS: Final = 3
+"""So many of the last faults are said when a run is over."""
 
+FLUSH_SECONDS: Final = 10.0
+"""How long a process that ends at once waits for its run file."""
 
-class RunOptions(TypedDict, total=False):
-    """What `Run` takes by name; see there."""
-
-    tasks: Tasks | None
-    group_size: int
-    engines: Mapping[str, Engine] | None
-    sampling: Sampling | None
-    limits: Limits | None
-    concurrency: Concurrency | None
-    seed: int
-    template_options: Mapping[str, Any] | None
-    file: str | Path | Callable[[Header], Path] | None
-    weights: Mapping[str, float] | None
-    retries: int
-    breaker: float
-    history: History | str | None
-    max_version_lag: int | None
-    retry_failed: bool
-
-
-class Reporter:
-    """Is told how a run goes. This one passes on what a person must know and nothing else."""
-
-    def finished(self, trajectory: Trajectory) -> None:
-        """A trajectory was committed."""
-
-    def say(self, line: str) -> None:
-        """Something that a person must know."""
-        try:
-            print(line, file=sys.stderr, flush=True)
-        except BrokenPipeError:
-            from runner.runs.console import discard
-
-            discard(sys.stderr)
-
-    def restore(self) -> None:
-        """Leave the terminal as it was found: the process is about to end at once."""
+THREAD_SECONDS: Final = 0.2
+"""How long each thread may take to end with the process."""
 
 
 def run(
     environment: Environment[Any] | type[Environment[Any]],
     engine: Engine,
     *,
+    tasks: Tasks | None = None,
     quiet: bool = False,
-    **options: Unpack[RunOptions],
+    **options: Unpack[RunKeywords],
 ) -> Summary:
     """Play a run to its end, on an event loop of its own: the one synchronous door.
 
@@ -95,9 +62,10 @@ def run(
 
     Args:
         environment: the environment, or its class.
-        engine: what speaks.
+        engine: the engine that the agents sample from.
+        tasks: instead of the environment's own, as `Run` takes them.
         quiet: do not say on stderr how far the run is.
-        options: those of `Run`.
+        options: the other fields of `RunOptions`, by name.
 
     Returns:
         The summary; trajectories are in the run file (`file=`).
@@ -107,10 +75,16 @@ def run(
         KeyboardInterrupt: after Ctrl-C, when everything is recorded.
         SystemExit: after SIGTERM, when everything is recorded; its code is 143, as of a process that the signal ended.
     """
+    # Not at the top: they bring Rich along, and the testing kit wants an event loop only.
+    from runner.runs.reporter import PlainReporter, Reporter
 
     async def play() -> tuple[Summary, signal.Signals | None]:
-        made = Run(environment, engine, **options)
-        received = await (supervise(made, Reporter()) if quiet else _watched(made))
+        made = Run(environment, engine, tasks=tasks, **options)
+        # Plain lines, also on a terminal: what else is printed there is not ours to hold back.
+        reporter = Reporter() if quiet else PlainReporter(type(made.environment).__name__)
+        received = await supervise(made, reporter)
+        for fault in [] if quiet else list(made.summary.faults)[-FAULTS:]:
+            reporter.say(f"fault: {fault}")
         return made.summary, received
 
     summary, received = on_event_loop(play)
@@ -121,18 +95,6 @@ def run(
     return summary
 
 
-async def _watched(made: Run) -> signal.Signals | None:
-    from runner.cli.display import PlainDisplay
-    from runner.runs.console import LastingConsole
-
-    # Plain lines, also on a terminal: what else is printed there is not ours to hold back.
-    display = PlainDisplay(LastingConsole(stderr=True, highlight=False), type(made.environment).__name__)
-    received = await display.supervise(made)
-    for fault in list(made.summary.faults)[-FAULTS:]:
-        display.say(f"fault: {fault}")
-    return received
-
-
 def on_event_loop(function: Callable[[*Arguments], Awaitable[T]], *arguments: *Arguments) -> T:
     """Run an asynchronous function on an event loop of its own: asyncio, as vLLM wants it, by uvloop if it is there."""
     settings = {"use_uvloop": importlib.util.find_spec("uvloop") is not None}
@@ -140,14 +102,32 @@ def on_event_loop(function: Callable[[*Arguments], Awaitable[T]], *arguments: *A
 
 
 async def supervise(run: Run, reporter: Reporter) -> signal.Signals | None:
-    """Play a run that is not entered yet to its end; returns the signal that ended it early, if one did.
+    """Play a run that is not entered yet to its end, before a reporter.
 
     The first Ctrl-C drains, the second cancels, the third ends the process; SIGTERM cancels. An event loop that stands
     still for a minute ends the process with `RunStuck.exit_code`, once what was finished is committed.
 
+    Returns:
+        The signal that ended it early, if one did.
+
     Raises:
         DeltarunnerError: why the run could not begin or ended before its work did.
     """
+    failure: Exception | None = None
+    received: signal.Signals | None = None
+    async with anyio.create_task_group() as watching:
+        watching.start_soon(reporter.watch, run, name="display")
+        try:
+            received = await _play_until_signal(run, reporter)
+        except Exception as error:  # as a value: a task group would wrap it
+            failure = error
+        watching.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return received
+
+
+async def _play_until_signal(run: Run, reporter: Reporter) -> signal.Signals | None:
     run.lag.on_stuck = partial(_end_stuck, run, reporter)
     with anyio.CancelScope() as scope:
         stopper = Stopper(run, reporter, give_up=scope.cancel)
@@ -166,16 +146,13 @@ async def supervise(run: Run, reporter: Reporter) -> signal.Signals | None:
 
 
 class Stopper:
-    """What signals do to a run.
-
-    Attributes:
-        started: the run is playing; before, a signal gives the start up.
-        received: the first signal.
-    """
+    """What signals do to a run."""
 
     def __init__(self, run: Run, reporter: Reporter, *, give_up: Callable[[], None]) -> None:
         self.started = False
+        """Whether the run is playing; before that, a signal gives the start up."""
         self.received: signal.Signals | None = None
+        """The first signal."""
         self._run = run
         self._reporter = reporter
         self._give_up = give_up
@@ -203,10 +180,12 @@ class Stopper:
     def _take(self, number: signal.Signals, loop: asyncio.AbstractEventLoop) -> None:
         self.received = self.received or number
         self._step = max(self._step + 1, 2 if number is signal.SIGTERM else 0)
+        # There is nothing to finish before the run plays: giving up the start is one step, not two.
         last = 2 if self.started else 1
         if self._step > last and number is signal.SIGINT:
             self._reporter.restore()
             exit_now(128 + self.received)
+        # A handler may interrupt anything, so all that touches the run waits for the loop.
         loop.call_soon_threadsafe(self._act, self._step)
 
     def _act(self, step: int) -> None:
@@ -233,7 +212,7 @@ def collector_settings() -> Iterator[None]:
     """
     before = gc.get_threshold()
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # what is there by now lives as long as the process: there is no use in looking at it again
     gc.set_threshold(50_000, 20, 20)
     try:
         yield

@@ -1,37 +1,65 @@
-"""The results of a run, as its caller reads them: one by one, or by task."""
+"""The results of a run, from the episodes that announce them to whoever reads the run."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 
 import anyio
-from anyio.streams.memory import MemoryObjectReceiveStream
 
+from runner.environment.task_feed import TaskFeed
+from runner.episode.key import MAIN
 from runner.errors import DeltarunnerError
-from runner.runs.groups import Result, WaitingGroups, by_agent
-from runner.store.writer import RunWriter
+from runner.runs.groups import Result, WaitingGroups
+from runner.runs.state import RunState
 from runner.trajectory import Group, Trajectory
 
 __all__ = ["Results"]
 
 
-class _Run(Protocol):
-    seed: int
-    group_size: int
-    failure: DeltarunnerError | None
-
-
 class Results:
-    """What the episodes of a run announce, and what an earlier run of the same file left of their groups."""
+    """Trajectories on their way to the reader, who takes them one by one, or by task.
 
-    def __init__(self, run: _Run, announced: MemoryObjectReceiveStream[Result], writer: RunWriter) -> None:
-        self._run = run
-        self._announced = announced
-        self._writer = writer
+    Args:
+        state: says why the run ended.
+        feed: the tasks' source, which may want to hear of every result.
+        groups_of: the groups of a task, with what an earlier run of the file left of them.
+        width: how many results wait for the reader before an episode does.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        feed: TaskFeed,
+        groups_of: Callable[[list[Trajectory]], Awaitable[list[Group]]],
+        *,
+        width: int,
+    ) -> None:
+        self._state = state
+        self._feed = feed
+        self._groups_of = groups_of
+        self._announce_to, self._announced = anyio.create_memory_object_stream[Result](width)
+
+    # --- from the episodes
+
+    async def announce(self, trajectories: list[Trajectory], missing: int) -> None:
+        """Tell the tasks' source and the reader of an episode: of its trained agents, or where none is, of `main`."""
+        told = [t for t in trajectories if t.trained or t.agent == MAIN]
+        # Where nobody reads any more, the run file has it.
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+            for trajectory in told:
+                # The source first: the reader may be slow, and what is played next follows from what was heard.
+                await self._feed.finished(trajectory)
+                await self._announce_to.send(Result(trajectory, trajectory is told[-1], missing))
+
+    def end(self) -> None:
+        """Let the reader see the end, once it has taken what was announced."""
+        self._announce_to.close()
+
+    # --- to the reader
 
     def close(self) -> None:
-        """Nobody reads any more: an episode that announces itself must not wait for a reader."""
+        """Read no further: an episode that announces itself must not wait for a reader."""
         self._announced.close()
 
     async def next(self) -> Result:
@@ -47,8 +75,8 @@ class Results:
         except anyio.ClosedResourceError:
             raise RuntimeError("the run is over: iterate over it inside its `async with` block") from None
         except anyio.EndOfStream:
-            if self._run.failure is not None:
-                raise self._run.failure from None
+            if self._state.failure is not None:
+                raise self._state.failure from None
             raise StopAsyncIteration from None
 
     async def groups(self) -> AsyncIterator[Group]:
@@ -57,24 +85,11 @@ class Results:
         try:
             while True:
                 whole = waiting.add(await self.next())
-                for group in await self.groups_of(whole) if whole else ():
+                for group in await self._groups_of(whole) if whole else ():
                     yield group
         except (StopAsyncIteration, DeltarunnerError) as end:
             for unfinished in waiting.rest():
-                for group in await self.groups_of(unfinished):
+                for group in await self._groups_of(unfinished):
                     yield group
             if isinstance(end, DeltarunnerError):
                 raise
-
-    async def groups_of(self, trajectories: list[Trajectory]) -> list[Group]:
-        """The groups of a task, one for each agent, with what an earlier run of the file left of them."""
-        members = await self._with_stored(trajectories)
-        return by_agent(members, seed=self._run.seed, group_size=self._run.group_size)
-
-    async def _with_stored(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        if not self._writer.resumed:
-            return trajectories
-        first = trajectories[0]
-        new = {(member.index, member.agent) for member in trajectories}
-        stored = await self._writer.stored_group(first.task.id, first.visit)
-        return [*trajectories, *(t for t in stored if (t.index, t.agent) not in new)]

@@ -1,10 +1,10 @@
-"""Freshness: an episode whose oldest sampled id is too many weight updates behind is dropped and played again."""
+"""Staleness: an episode whose oldest sampled id is too many weight updates behind is dropped and played again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
-from runner import checked
 from runner.engines.base import Engine
 from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
@@ -12,54 +12,62 @@ from runner.errors import BadOption
 from runner.tokens.log import Source, TokenLog
 from runner.trajectory import Outcome, Trajectory
 
-__all__ = ["Freshness", "oldest_version"]
+__all__ = ["Staleness", "oldest_version"]
 
 
-class Freshness:
+class Staleness:
     """How old the weights behind an episode may be.
 
     Args:
-        engine: of the trained agents.
+        engine: the engine of the trained agents, running.
         max_lag: updates that an episode's oldest sampled id may be behind the engine; None allows any.
 
     Raises:
-        BadOption: no whole number of at least 0, or an engine whose weights are not ours.
+        BadOption: the engine does not know of weight versions.
     """
 
     def __init__(self, engine: Engine, max_lag: int | None) -> None:
-        if max_lag is not None:
-            checked.whole(f"max_version_lag={max_lag!r:.60}", max_lag, least=0, otherwise=", or None for any age")
+        if max_lag is not None and engine.control is None:
+            kind = type(engine).__name__
+            raise BadOption(f"max_version_lag={max_lag}: {kind} has no weights of ours; leave it out.")
         self._engine = engine
         self._max_lag = max_lag
 
-    def check(self) -> None:
-        """Refuse an engine, once it runs, that does not know of weight versions.
+    @contextmanager
+    def cutting(self, plays: Collection[Play]) -> Iterator[None]:
+        """After each update of the weights, cut those of `plays` that are too old."""
+        control = self._engine.control
+        if control is None:
+            yield
+            return
 
-        Raises:
-            BadOption: it does not.
-        """
-        if self._max_lag is not None and self._engine.control is None:
-            kind = type(self._engine).__name__
-            raise BadOption(f"max_version_lag={self._max_lag}: {kind} has no weights of ours; leave it out.")
+        def cut() -> None:
+            self._cut_stale(plays)
 
-    def cut_stale(self, plays: Iterable[Play]) -> None:
-        """Cut the episodes in flight that are too old already: the rest of them would be played in vain."""
+        control.listeners.add(cut)
+        try:
+            yield
+        finally:
+            control.listeners.discard(cut)
+
+    def _cut_stale(self, plays: Iterable[Play]) -> None:
+        """Cut the episodes that are too old already: the rest of them would be played in vain."""
         for play in plays:
-            told = self._told(play.trained_logs())
-            if told:
-                play.cancel(Ending(Outcome.CANCELLED, error=told))
+            why = self._why_too_old(play.trained_logs())
+            if why:
+                play.cancel(Ending(Outcome.CANCELLED, error=why))
 
-    def drop_stale(self, trajectories: Iterable[Trajectory]) -> bool:
+    def drop_stale(self, trajectories: list[Trajectory]) -> bool:
         """Whether an episode that ended is too old; its trajectories then say so, and have no reward."""
-        trajectories = list(trajectories)
-        told = self._told(segment.log for each in trajectories if each.trained for segment in each.segments)
-        for trajectory in trajectories if told else ():
-            trajectory.outcome, trajectory.error = Outcome.CANCELLED, told
+        why = self._why_too_old(segment.log for each in trajectories if each.trained for segment in each.segments)
+        for trajectory in trajectories if why else ():
+            # All that was given for another outcome goes: an episode that is played again has no reward yet.
+            trajectory.outcome, trajectory.error = Outcome.CANCELLED, why
             trajectory.limit = trajectory.limit_agent = ""
             trajectory.reward, trajectory.rewards, trajectory.metrics = None, {}, {}
-        return bool(told)
+        return bool(why)
 
-    def _told(self, logs: Iterable[TokenLog]) -> str:
+    def _why_too_old(self, logs: Iterable[TokenLog]) -> str:
         """What makes the episode with these logs too old, for people; "" where nothing does."""
         control = self._engine.control
         if self._max_lag is None or control is None:

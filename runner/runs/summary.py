@@ -16,18 +16,18 @@ __all__ = ["Mean", "Summary", "TokenCounts"]
 
 @dataclass(slots=True)
 class Mean:
-    """A mean and its standard error, by Welford's recurrence.
-
-    Attributes:
-        count: of values.
-        mean: NaN where there is none: nothing that could be told is not zero.
-    """
+    """A mean and its standard error, by Welford's recurrence."""
 
     count: int = 0
+    """How many values there were."""
+
     mean: float = math.nan
+    """Their mean; NaN where there were none, since nothing that could be told is not zero."""
+
     _squares: float = 0.0
 
     def add(self, value: float) -> None:
+        """Count a value."""
         self.count += 1
         before = self.mean if self.count > 1 else value
         delta = value - before
@@ -36,10 +36,11 @@ class Mean:
 
     @property
     def standard_error(self) -> float:
-        """Of the mean; NaN below two values."""
+        """The standard error of the mean; NaN below two values."""
         return math.sqrt(self._squares / (self.count - 1) / self.count) if self.count > 1 else math.nan
 
     def as_dict(self) -> dict[str, Any]:
+        """As JSON, which has no NaN: None stands for it."""
         error = self.standard_error
         return {
             "mean": self.mean if self.count else None,
@@ -50,70 +51,91 @@ class Mean:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Ids of all turns.
-
-    Attributes:
-        prompt: what the model was given, every turn's whole prompt.
-        cached: of that, what the engine's prefix cache held, where it says.
-        sampled: what it sampled.
-        bridged: what was put between its turns.
-    """
+    """Ids of all turns."""
 
     prompt: int = 0
+    """Ids that the model was given, every turn's whole prompt."""
+
     cached: int = 0
+    """Ids of those that the engine's prefix cache held, where the engine says so."""
+
     sampled: int = 0
+    """Ids that the model sampled."""
+
     bridged: int = 0
+    """Ids that were put between two turns of the model."""
 
 
 @dataclass(slots=True)
 class Summary:
-    """What came of a run.
-
-    Attributes:
-        episodes: that ended, in whatever way.
-        outcomes: how many ended how.
-        reward: over the episodes that have one: of `main`, or where that is not trained, of the first agent that is.
-        agents: the same for each trained agent by name, over its trajectories that have one.
-        rewards: each reward of the agent behind `reward` by name, before weighting.
-        metrics: each metric by name, over the episodes where it could be told.
-        tokens: over all agents.
-        junctions: (result, anchor, close, seam) and how often.
-        junction_causes: why some were not simply appended, and how often.
-        finishes: how turns ended.
-        turns: of all agents.
-        retried: attempts that were played again after an engine's failure.
-        stale: attempts that were dropped since the weights behind them were too old.
-        resampled: ids that were sampled, then dropped since the engine cut their turn for its trainer.
-        recalled_tokens: of those sampled, what earlier runs of the same file sampled.
-        faults: what went wrong without changing an outcome, the latest.
-        times: seconds of all turns together: queued, first_token, decode, environment.
-        solved: how many groups had (episodes, of those solved), for pass@k.
-    """
+    """What came of a run."""
 
     group_size: int = 1
+    """How many episodes of each task there are."""
+
     episodes: int = 0
+    """Episodes that ended, in whatever way."""
+
     outcomes: Counter[Outcome] = field(default_factory=Counter)
+    """How many episodes ended in each way."""
+
     reward: Mean = field(default_factory=Mean)
+    """The reward over the episodes that have one: of `main`, or where that is not trained, of the first agent that
+    is."""
+
     agents: dict[str, Mean] = field(default_factory=dict)
+    """The reward of each trained agent by its name, over its trajectories that have one."""
+
     rewards: dict[str, Mean] = field(default_factory=dict)
+    """Each reward of the agent behind `reward` by its name, before weighting."""
+
     metrics: dict[str, Mean] = field(default_factory=dict)
+    """Each metric by its name, over the episodes where it could be told."""
+
     tokens: TokenCounts = field(default_factory=TokenCounts)
+    """The ids of all agents."""
+
     junctions: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
+    """How often each (result, anchor, close, seam) of a junction came."""
+
     junction_causes: Counter[str] = field(default_factory=Counter)
+    """Why some messages were not simply appended, and how often."""
+
     finishes: Counter[str] = field(default_factory=Counter)
+    """How many turns finished for each reason."""
+
     times: dict[str, float] = field(default_factory=dict)
+    """Seconds of all turns together, as `queued`, `first_token`, `decode` and `environment`."""
+
     turns: int = 0
+    """The turns of all agents."""
+
     retried: int = 0
+    """Attempts that were played again after an engine's failure."""
+
     stale: int = 0
+    """Attempts that were dropped since the weights behind them were too old."""
+
     resampled: int = 0
+    """Ids that were sampled and then dropped, since the engine cut their turn for its trainer."""
+
     recalled_tokens: int = 0
+    """Sampled ids among `tokens` that earlier runs of the same file sampled."""
+
     faults: deque[str] = field(default_factory=lambda: deque(maxlen=100))
+    """What went wrong without changing an outcome: the latest of it."""
+
     solved: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """How many groups had so many (episodes, solved ones), for pass@k."""
+
     seconds: float = 0.0
+    """How long the run played, once it is over; `elapsed` also tells before."""
+
     _began: float = 0.0
     _open: dict[tuple[str, int], list[bool]] = field(default_factory=dict)
 
     def start(self) -> None:
+        """The run begins to play."""
         self._began = time.monotonic()
 
     @property
@@ -122,15 +144,17 @@ class Summary:
         return self.seconds or (time.monotonic() - self._began if self._began else 0.0)
 
     def stop(self) -> None:
+        """The run is over."""
         self.seconds = time.monotonic() - self._began
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Sampled by this run, what it found in its file not counted."""
+        """Ids that this run sampled a second, without those of earlier runs of its file; None before it plays."""
         return (self.tokens.sampled - self.recalled_tokens) / self.elapsed if self.elapsed else None
 
     @property
     def failed(self) -> int:
+        """Episodes whose outcome is a failure, of whatever kind."""
         return sum(count for outcome, count in self.outcomes.items() if outcome.failed)
 
     @property
@@ -168,6 +192,7 @@ class Summary:
         for name, value in trajectory.rewards.items():
             if value is not None:
                 self.rewards.setdefault(name, Mean()).add(value)
+        # What is solved is told of whole groups only: of half of one, pass@k would be biased.
         group = self._open.setdefault((trajectory.task.id, trajectory.visit), [])
         group.append(trajectory.reward is not None and trajectory.reward >= SOLVED)
         if len(group) == self.group_size:
@@ -230,6 +255,7 @@ class Summary:
 
 
 SOLVED = 1.0
+"""The reward from which on an episode counts as solved."""
 
 
 def _add_known(mean: Mean, reward: float | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable
+from typing import Final
 
 import anyio
 
@@ -14,18 +15,27 @@ from runner.trajectory import Outcome, Trajectory
 
 __all__ = ["Breaker", "until_dead", "until_stuck"]
 
-BREAKER_WINDOW = 32
-BREAKER_LEAST = 16
-STUCK_SECONDS = 600.0
-LISTED = 10
-HEALTH_SECONDS = 1.0
+BREAKER_WINDOW: Final = 32
+"""The breaker looks at so many of the last episodes."""
+
+BREAKER_LEAST: Final = 16
+"""With fewer episodes the breaker waits: a run whose first one fails may be fine."""
+
+STUCK_SECONDS: Final = 600.0
+"""So long nothing may happen."""
+
+LISTED: Final = 10
+"""So many episodes of a run that is stuck are named."""
+
+HEALTH_SECONDS: Final = 1.0
+"""Engines are asked this often whether they are alive."""
 
 
 class Breaker:
     """Counts failures among the recent episodes.
 
     Args:
-        share: of the recent episodes, more of which must not fail.
+        share: the part of the recent episodes that may fail.
     """
 
     def __init__(self, share: float) -> None:
@@ -35,7 +45,7 @@ class Breaker:
 
     def note(self, trajectory: Trajectory) -> TooManyFailures | None:
         """Count an episode; gives the error to end the run with, once there were too many failures."""
-        if trajectory.outcome is Outcome.CANCELLED:
+        if trajectory.outcome is Outcome.CANCELLED:  # by whoever ended it, so it tells nothing of the environment
             return None
         self._recent.append(trajectory.outcome.failed)
         if trajectory.outcome.failed:
@@ -66,12 +76,13 @@ async def until_stuck(plays: Collection[Play], progress: Callable[[], Hashable])
 
     Args:
         plays: the episodes in flight; as long as there are none nothing is stuck.
-        progress: something that differs whenever anything has happened.
+        progress: gives something that differs whenever anything has happened.
     """
     seen: Hashable = None
     since = anyio.current_time()
     while True:
         await anyio.sleep(1)
+        # Sampled ids alone would not do: an episode may go from one thing to the next without its engine.
         signs = progress(), max((play.since for play in plays), default=0.0)
         if signs != seen or not plays:
             seen, since = signs, anyio.current_time()

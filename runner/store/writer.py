@@ -14,7 +14,7 @@ from typing import Any, Self
 import anyio
 import anyio.to_thread
 
-from runner.errors import ConfigurationChanged, StorageFailed
+from runner.errors import StorageFailed
 from runner.store.claims import Claimed, Claims
 from runner.store.codec import load_trajectory
 from runner.store.columns import decode_text, encode_text
@@ -165,13 +165,7 @@ class RunWriter:
     def _compare(self, path: Path, connection: sqlite3.Connection) -> None:
         (text,) = connection.execute("SELECT header FROM run").fetchone()
         stored = Header.from_json(text)
-        refused = stored.refused(self._given)
-        if refused:
-            lines = "\n".join(f"  {change}" for change in refused)
-            raise ConfigurationChanged(
-                f"run file {path} holds a run of another configuration:\n{lines}\n"
-                f"Give the same options to resume it, or another path (--file) to begin a new run."
-            )
+        stored.check_same(self._given, path)
         self.warnings = tuple(str(c) for c in stored.changes(self._given) if c.meaning is OnChange.WARN)
         self.header = stored
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypedDict, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -20,11 +20,12 @@ from runner.engines.scripted.replies import Replies
 from runner.engines.scripted.script import Reply
 from runner.environment.checks import as_environment
 from runner.environment.environment import Environment
-from runner.environment.task_feed import Tasks
-from runner.environment.task_selection import own_tasks, select
+from runner.environment.task_feed import Tasks, own_tasks
+from runner.environment.task_selection import select
 from runner.episode.key import MAIN
 from runner.errors import BadOption, BadTask, DeltarunnerError
-from runner.options import Concurrency, History, Limits, Sampling
+from runner.options import Concurrency
+from runner.runs.options import RunKeywords
 from runner.runs.process import on_event_loop
 from runner.runs.run import Run
 from runner.store.reader import RunFile
@@ -60,23 +61,6 @@ _IN_A_LOOP: Final = {
 }
 
 
-class PlayOptions(TypedDict, total=False):
-    """What `Run` takes by name; see there."""
-
-    group_size: int
-    engines: Mapping[str, Engine] | None
-    sampling: Sampling | None
-    limits: Limits | None
-    concurrency: Concurrency | None
-    seed: int
-    template_options: Mapping[str, Any] | None
-    file: str | Path | None
-    weights: Mapping[str, float] | None
-    retries: int
-    breaker: float
-    history: History | str | None
-
-
 def play(
     environment: Played,
     engine: Said,
@@ -84,7 +68,7 @@ def play(
     task: Task | str | None = None,
     agent: str = MAIN,
     clock: VirtualClock | None = None,
-    **options: Unpack[PlayOptions],
+    **options: Unpack[RunKeywords],
 ) -> Trajectory:
     """Play one episode to its end, in a plain `def test_...`.
 
@@ -98,7 +82,7 @@ def play(
         task: the task or its id; by default the first one.
         agent: the agent whose trajectory is wanted, where several are trained; `play_many(..., tasks=1)` gives all.
         clock: a virtual clock, on which limits of minutes pass at once.
-        options: the options of `Run`.
+        options: the fields of `RunOptions`, by name, but `tasks`.
 
     Returns:
         The trajectory of the agent.
@@ -117,7 +101,7 @@ def play_many(
     *,
     tasks: int | Tasks | None = None,
     clock: VirtualClock | None = None,
-    **options: Unpack[PlayOptions],
+    **options: Unpack[RunKeywords],
 ) -> list[Trajectory]:
     """Play many episodes at once, in a plain `def test_...`.
 
@@ -127,7 +111,7 @@ def play_many(
             queue of replies plays one episode after another, unless `concurrency` says otherwise.
         tasks: how many of the environment's own, or others; by default all of them.
         clock: a virtual clock.
-        options: the options of `Run`; `group_size=4` plays each task four times.
+        options: the fields of `RunOptions`, by name; `group_size=4` plays each task four times.
 
     Returns:
         Every trained trajectory, failed ones too: by task as they were given, then by index, then by agent; of tasks
@@ -147,7 +131,7 @@ async def play_async(
     *,
     task: Task | str | None = None,
     agent: str = MAIN,
-    **options: Unpack[PlayOptions],
+    **options: Unpack[RunKeywords],
 ) -> Trajectory:
     """`play`, for an `async def` test."""
     __tracebackhide__ = True
@@ -175,7 +159,7 @@ def chosen_task(environment: Played, task: Task | str | None) -> Task:
 
 
 async def _one(
-    environment: Played, engine: Said, task: Task | str | None, agent: str, options: PlayOptions
+    environment: Played, engine: Said, task: Task | str | None, agent: str, options: RunKeywords
 ) -> Trajectory:
     if options.get("group_size", 1) != 1:
         raise BadOption(f"play(group_size={options['group_size']!r}): it plays one episode; play_many() plays groups.")
@@ -205,7 +189,7 @@ def _of_agent(trajectories: Sequence[Trajectory], agent: str) -> Trajectory:
 
 
 async def play_many_async(
-    environment: Played, engine: Said, *, tasks: int | Tasks | None = None, **options: Unpack[PlayOptions]
+    environment: Played, engine: Said, *, tasks: int | Tasks | None = None, **options: Unpack[RunKeywords]
 ) -> list[Trajectory]:
     """`play_many`, for an `async def` test."""
     __tracebackhide__ = True
@@ -215,7 +199,7 @@ async def play_many_async(
         raise error.with_traceback(None) from error.__cause__
 
 
-async def _many(environment: Played, engine: Said, tasks: int | Tasks | None, options: PlayOptions) -> list[Trajectory]:
+async def _many(environment: Played, engine: Said, tasks: int | Tasks | None, options: RunKeywords) -> list[Trajectory]:
     speaker = engine_of(engine)
     if isinstance(speaker, QueuedEngine) and speaker is engine:
         options.setdefault("concurrency", Concurrency(episodes=1))
@@ -231,16 +215,16 @@ async def _many(environment: Played, engine: Said, tasks: int | Tasks | None, op
     return sorted(trajectories, key=lambda t: (order[t.task.id], t.visit, t.index, t.agent != MAIN, t.agent))
 
 
-async def _played(environment: Played, engine: Engine, tasks: Tasks, options: PlayOptions) -> list[Trajectory]:
+async def _played(environment: Played, engine: Engine, tasks: Tasks, options: RunKeywords) -> list[Trajectory]:
     home: BlockingPortal | None = getattr(engine, "home", None)
     if home is None:
         return await _on_this_loop(environment, engine, tasks, options)
     return await _at_home(home, partial(_on_this_loop, environment, engine, tasks, options))
 
 
-async def _on_this_loop(environment: Played, engine: Engine, tasks: Tasks, options: PlayOptions) -> list[Trajectory]:
-    for name in options.keys() - PlayOptions.__annotations__.keys():
-        raise BadOption(f"play({name}=): there is no such option; these are: {', '.join(PlayOptions.__annotations__)}.")
+async def _on_this_loop(environment: Played, engine: Engine, tasks: Tasks, options: RunKeywords) -> list[Trajectory]:
+    for name in options.keys() - RunKeywords.__annotations__.keys():
+        raise BadOption(f"play({name}=): there is no such option; these are: {', '.join(RunKeywords.__annotations__)}.")
     # A test looks at failed episodes too: they do not stop the run.
     settings: dict[str, Any] = {"breaker": 1, **options, "tasks": tasks}
     async with AsyncExitStack() as watched:

@@ -13,7 +13,10 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from runner.options import Concurrency, History, HistoryPolicy, Limits, Sampling
+from runner.options import History, HistoryPolicy, Limits, Sampling
+from runner.runs.describe import describe_run
+from runner.runs.options import RunOptions
+from runner.scoring import Scorer, ScorerKind
 from runner.store.header import Header, OnChange
 from runner.store.secrets import hide_secrets, is_secret_name
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -178,6 +181,8 @@ class Greeter:
     system_prompt = "Be kind."
     tool_choice = "auto"
     sampling = Sampling(temperature=0.5)
+    limits = Limits()
+    scorers = (Scorer("correct", ScorerKind.REWARD), Scorer("n", ScorerKind.METRIC))
 
     def construction(self) -> dict[str, Any]:
         account = Account("me", "hunter2")
@@ -204,24 +209,17 @@ def header_of(environment: object, now: datetime = CLOCK) -> Header:
         tokenizer=ByteTokenizer(["<|call|>"]),
         stop_ids=(257,),
     )
-    run = SimpleNamespace(
-        environment=environment,
-        engine=engine,
-        engines={"judge": engine},
+    options = RunOptions(
         sampling=Sampling(max_tokens=64),
-        limits=Limits.defaults(),
-        concurrency=Concurrency(),
         group_size=4,
         seed=3,
         template_options={"enable_thinking": False},
-        scorers=(SimpleNamespace(name="correct", kind="reward", weight=2.0), SimpleNamespace(name="n", kind="metric")),
+        weights={"correct": 2.0},
         history=History(policy=HistoryPolicy.FORK),
-        retries=2,
-        breaker=0.5,
-        max_version_lag=None,
-        keeps_file=True,
+        file=Path("run.db"),
     )
-    return Header.of(cast("Any", run), now=now)
+    object.__setattr__(options, "engines", {"judge": engine})
+    return describe_run(cast("Any", environment), cast("Any", engine), options, now=now)
 
 
 def test_a_header_says_everything_that_matters() -> None:

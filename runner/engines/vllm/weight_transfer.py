@@ -141,7 +141,7 @@ class _Client:
         from_thread.run(call, *given, token=self._loop)
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """What vLLM's worker said, where it was a worker that failed."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     _, found, rest = text.partition("Worker failed with error '")

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
-from typing import IO
-
 from rich.console import Console
 
-__all__ = ["LastingConsole", "PipedConsole", "discard"]
+from runner.runs.reporter import discard
 
-
-def discard(stream: IO[str]) -> None:
-    """Send to nowhere what is written to `stream` from here on, what it holds back included."""
-    with suppress(OSError, ValueError):  # a stream without a descriptor has no reader who could leave
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+__all__ = ["LastingConsole", "PipedConsole"]
 
 
 class LastingConsole(Console):

@@ -1,0 +1,105 @@
+"""The options of `deltarunner run`, each written once: as the help shows it, and as the command reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+__all__ = ["ENVIRONMENT", "JSON", "SETTINGS", "TEMPLATE_OPTION", "RunSettings", "filled_in"]
+
+S = TypeVar("S")
+
+ENVIRONMENT = typer.Argument(
+    metavar="ENV",
+    help="A bundled environment (`deltarunner list`), path.py:Class, or module:Class.",
+    show_default=False,
+)
+SETTINGS = typer.Option("--set", metavar="NAME=VALUE", help="An argument of the environment's constructor.")
+TEMPLATE_OPTION = typer.Option(
+    "--template-option", metavar="NAME=VALUE", help="A name that the template reads (enable_thinking=false)."
+)
+JSON = typer.Option("--json", help="One line of JSON on stdout, everything else on stderr.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """What `deltarunner run` was told on the command line, not yet checked beyond its types."""
+
+    environment: Annotated[str, ENVIRONMENT]
+    episodes: Annotated[
+        int | None, typer.Option("--episodes", "-n", min=1, help="How many to play; default all of its tasks.")
+    ] = None
+    model: Annotated[str, typer.Option(help="smollm2-135m, a folder, or a Hugging Face id.")] = "smollm2-135m"
+    template: Annotated[
+        str | None, typer.Option(help="Chat template: pythonic, hermes, or a file; default the model's own.")
+    ] = None
+    template_options: Annotated[list[str] | None, TEMPLATE_OPTION] = None
+    engine_options: Annotated[
+        list[str] | None,
+        typer.Option("--engine-option", metavar="NAME=VALUE", help="An argument of vLLM's engine (max_num_seqs=64)."),
+    ] = None
+    settings: Annotated[list[str] | None, SETTINGS] = None
+    tasks: Annotated[Path | None, typer.Option(help="Tasks from a JSONL file instead of the environment's own.")] = None
+    group_size: Annotated[int, typer.Option(min=1, help="Episodes of each task.")] = 1
+    seed: Annotated[int, typer.Option(help="All random numbers follow from it.")] = 0
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None
+    max_tokens: Annotated[int | None, typer.Option(help="The most tokens of one turn.")] = None
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None
+    top_k: Annotated[int | None, typer.Option(help="Only the k likeliest tokens.")] = None
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest one.")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends a turn.")] = None
+    limits: Annotated[
+        list[str] | None,
+        typer.Option("--limit", metavar="NAME=VALUE", help="A limit of an episode (turns=8, seconds=60)."),
+    ] = None
+    history: Annotated[str, typer.Option(help="Where the chat template rewrites the past: append, fork or refuse.")] = (
+        "append"
+    )
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Episodes alive at once.")] = None
+    file: Annotated[Path | None, typer.Option(help="The run file; default runs/ENV-NNN.db.")] = None
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Play the failed episodes of the file again.")
+    ] = False
+    task: Annotated[str | None, typer.Option(help="Play only the task of this id; shown, not kept.")] = None
+    index: Annotated[int | None, typer.Option(min=0, help="Of the task's group, only this episode.")] = None
+    show: Annotated[int, typer.Option(min=0, help="Show so many transcripts at the end.")] = 0
+    debug: Annotated[bool, typer.Option("--debug", help="Clocks off and one episode at a time, for breakpoint().")] = (
+        False
+    )
+    json: Annotated[bool, JSON] = False
+
+
+def filled_in(settings: type[S]) -> Callable[[Callable[[S], int]], Callable[..., int]]:
+    """Make a command of a function that takes its options as one object: each field becomes an option.
+
+    Args:
+        settings: a dataclass whose fields are annotated as Typer wants parameters.
+    """
+    hints = typing.get_type_hints(settings, include_extras=True)  # the text of annotations as what it means
+    parameters = [
+        inspect.Parameter(
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default,
+            annotation=hints[each.name],
+        )
+        for each in dataclasses.fields(settings)  # type: ignore[arg-type]  # the caller sees to it
+    ]
+
+    def decorate(function: Callable[[S], int]) -> Callable[..., int]:
+        def command(**given: Any) -> int:
+            return function(settings(**given))
+
+        command.__doc__ = function.__doc__
+        command.__annotations__ = hints
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # where Typer looks
+        return command
+
+    return decorate

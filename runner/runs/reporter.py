@@ -1,0 +1,139 @@
+"""Reporters: told how a run goes while it plays, and what of that a person sees."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import IO, Final
+
+import anyio
+import anyio.to_thread
+
+from runner.runs.figures import Figures, Gauge, in_words
+from runner.runs.run import Run
+from runner.trajectory import Trajectory
+from runner.transcript import printable
+
+__all__ = ["PlainReporter", "Reporter", "WatchingReporter", "discard"]
+
+REFRESH_SECONDS: Final = 0.25
+"""How often the figures are read."""
+
+PLAIN_SECONDS: Final = 5.0
+"""How often plain lines are said at first."""
+
+
+class Reporter:
+    """Is told how a run goes. This one passes on what a person must know and nothing else."""
+
+    async def watch(self, run: Run) -> None:
+        """Look at the run while it plays, until cancelled; this one does not."""
+
+    def finished(self, trajectory: Trajectory) -> None:
+        """Hear of a trajectory that was committed."""
+
+    def say(self, line: str) -> None:
+        """Say something that a person must know."""
+        try:
+            print(printable(line), file=sys.stderr, flush=True)
+        except BrokenPipeError:
+            discard(sys.stderr)
+
+    def restore(self) -> None:
+        """Leave the terminal as it was found: the process is about to end at once."""
+
+
+def discard(stream: IO[str]) -> None:
+    """Send to nowhere what is written to `stream` from here on, what it holds back included."""
+    with suppress(OSError, ValueError):  # a stream without a descriptor has no reader who could leave
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+class WatchingReporter(Reporter):
+    """Shows the figures of a run while it plays.
+
+    Args:
+        title: what is played on what.
+    """
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.total: int | None = None
+        """How many episodes there are to be, or None where nobody knows."""
+        self.before = 0
+        """How many of them earlier runs of the file played."""
+        self.last_fault = ""
+        """What went wrong in the last episode that failed."""
+
+    async def watch(self, run: Run) -> None:
+        """Show the run until cancelled."""
+        gauge = Gauge(run)
+        began = time.monotonic()
+        # Drawn in a thread: a terminal that is paused (Ctrl-S), or a pipe that nobody reads, must not stop the run.
+        thread = anyio.CapacityLimiter(1)
+        with self._shown():
+            while True:
+                gauge.total, gauge.before, gauge.last_fault = self.total, self.before, self.last_fault
+                if not run.summary.elapsed:
+                    draw = partial(self._starting, time.monotonic() - began)
+                else:
+                    draw = partial(self._stopping if run.over else self._playing, gauge.read())
+                await anyio.to_thread.run_sync(draw, limiter=thread)
+                await anyio.sleep(REFRESH_SECONDS)
+
+    def finished(self, trajectory: Trajectory) -> None:
+        """Remember what went wrong last."""
+        never_spoke = bool(trajectory.error) and not trajectory.turns  # its prompt was over the context
+        if trajectory.outcome.failed or never_spoke:
+            self.last_fault = f"{trajectory.id} {trajectory.outcome.value}: {trajectory.error}"
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        yield
+
+    @abstractmethod
+    def _starting(self, seconds: float) -> None: ...
+
+    @abstractmethod
+    def _playing(self, figures: Figures) -> None: ...
+
+    @abstractmethod
+    def _stopping(self, figures: Figures) -> None: ...
+
+
+class PlainReporter(WatchingReporter):
+    """A line for every tenth of the run, or every five seconds where that comes first; less often as time goes by."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__(title)
+        self._said = False
+        self._tenths = 0
+        self._next = PLAIN_SECONDS
+
+    def _starting(self, seconds: float) -> None:
+        if not self._said:
+            self._said = True
+            self.say(f"{self.title}: starting the engine")
+
+    def _playing(self, figures: Figures) -> None:
+        tenths = 10 * figures.done // figures.total if figures.total else 0
+        if figures.elapsed < self._next and tenths <= self._tenths:
+            return
+        self._tenths = tenths
+        # A twentieth of the time so far: a log of a run of hours is no longer than one can read.
+        self._next = figures.elapsed + max(PLAIN_SECONDS, figures.elapsed / 20)
+        self.say(", ".join(in_words(figures)))
+        if figures.blocker is not None:
+            self.say(f"{figures.blocker.where} {figures.blocker.advice}")
+
+    def _stopping(self, figures: Figures) -> None:
+        if self._tenths >= 0:  # once, with the last figures
+            self._tenths = -1
+            self.say(", ".join(in_words(figures)))

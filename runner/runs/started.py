@@ -1,0 +1,144 @@
+"""A run that was started: it takes tasks, plays their episodes, and hands over what came of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby, islice
+from operator import attrgetter
+from typing import Final
+
+import anyio
+
+from runner.concurrency.threads import Job
+from runner.engines.base import Engine
+from runner.environment.task_feed import TaskFeed
+from runner.episode.context import RunContext
+from runner.episode.key import EpisodeKey
+from runner.errors import DeltarunnerError
+from runner.runs.attempts import Attempts
+from runner.runs.group_scoring import GroupScoring
+from runner.runs.options import RunOptions
+from runner.runs.results import Results
+from runner.runs.staleness import Staleness
+from runner.runs.state import RunState
+from runner.runs.task_feeder import TaskFeeder
+from runner.runs.watchdogs import Breaker, until_dead, until_stuck
+from runner.store.writer import RunWriter
+
+__all__ = ["StartedRun"]
+
+RECALLED_AT_ONCE: Final = 100
+"""So many episodes of the file are read in one visit to a thread."""
+
+_EPISODE: Final = attrgetter("task.id", "visit", "index")
+
+
+class StartedRun:
+    """What a run has once its engines, its file and its tasks are there.
+
+    The way of a task: `TaskFeeder` takes it from its source and begins its episodes, `play_episode` plays one and
+    keeps it, `GroupScoring` compares it with the others of its task, and `Results` hands it to the reader.
+
+    Args:
+        options: those of the run.
+        engines: all engines of the run, the one of the trained agents first.
+        context: what all episodes share.
+        writer: the run file.
+        feed: the tasks' source.
+        state: what changes while it plays; the run's caller reads it and ends the run by it.
+        staleness: says which episode is too old.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        engines: Sequence[Engine],
+        context: RunContext,
+        writer: RunWriter,
+        feed: TaskFeed,
+        state: RunState,
+        staleness: Staleness,
+    ) -> None:
+        width = options.concurrency.episodes or 2 * engines[0].places
+        indices = range(options.group_size) if options.indices is None else options.indices
+        self.context = context
+        self.writer = writer
+        self._engines = engines
+        self._feed = feed
+        self._state = state
+        self._breaker = Breaker(options.breaker)
+        self._scoring = GroupScoring(context, writer, state.summary, group_size=options.group_size)
+        self._attempts = Attempts(state, context, engines, writer, staleness, options.retries)
+        self._feeder = TaskFeeder(feed, context, writer, self._scoring, state, indices=indices, width=width)
+        self.results = Results(state, feed, self._scoring.groups_of, width=width)
+
+    async def play_all(self) -> None:
+        """Play every task, and watch over it; why it ended before its work did is left in the run's state."""
+        try:
+            async with anyio.create_task_group() as watched:
+                watched.start_soon(self._watch_progress)
+                watched.start_soon(self._watch_engines)
+                try:
+                    await self._play_tasks()
+                except DeltarunnerError as error:  # here, since the task group would wrap it
+                    self._state.failure = self._state.failure or error
+                watched.cancel_scope.cancel()
+        finally:
+            self.results.end()
+            self._state.over = True
+
+    async def _play_tasks(self) -> None:
+        state, summary = self._state, self._state.summary
+        await self._recall_stored()
+        all_begun = False
+        async with anyio.create_task_group() as episodes:
+            # Two scopes: one that drains ends this one, and lets the episodes that were begun end by themselves.
+            with state.feeding:
+                await self._feeder.begin_episodes(episodes, self.play_episode)
+                all_begun = True
+        for missing, trajectories in self._scoring.unfinished():
+            await self.results.announce(trajectories, missing)
+        summary.faults.extend(f"engines: no agent {name!r} ever spoke" for name in self.context.unused())
+        summary.stop()
+        complete = all_begun and state.failure is None and not summary.cut_short
+        await self.writer.finish(summary.as_dict(), complete=complete)
+
+    async def play_episode(self, key: EpisodeKey) -> None:
+        """Play an episode, keep it, count it, and announce what is scored by it: itself, or its whole group."""
+        try:
+            trajectories = await self._attempts.play(key)
+            # Nothing is announced that the file does not hold: a reader never saw what a resumed run plays again.
+            await self.writer.commit_episode(trajectories)
+            self._state.summary.add(trajectories)
+            too_many_failed = self._breaker.note(trajectories[0])
+            if too_many_failed is not None:
+                self._state.fail(too_many_failed)
+            scored, missing = await self._scoring.finished(trajectories)
+            for members in scored:
+                await self.results.announce(members, missing)
+        except DeltarunnerError as error:
+            self._state.fail(error, cancel=True)
+
+    async def _recall_stored(self) -> None:
+        """Count what an earlier run of the file finished, and tell the tasks' source."""
+        if not self.writer.resumed:
+            return
+        stored = (list(agents) for _, agents in groupby(self.writer.stored(), key=_EPISODE))
+        # In a thread, some at a time: a large file must not hold up the loop.
+        while some := await self.context.workers.call(Job(lambda: list(islice(stored, RECALLED_AT_ONCE)), "run file")):
+            for trajectories in some:
+                if not trajectories[0].outcome.cut_short:
+                    self._state.summary.recall(trajectories, final=self._scoring.is_final(trajectories))
+                for trajectory in trajectories:
+                    await self._feed.finished(trajectory)
+
+    async def _watch_progress(self) -> None:
+        self._state.fail(await until_stuck(self._state.plays, self._progress), cancel=True)
+
+    def _progress(self) -> tuple[object, ...]:
+        # While an engine stands still for its trainer, nothing can happen, and nothing is stuck.
+        moved = [object() if engine.standstill.on else engine.stats().sampled_tokens for engine in self._engines]
+        return (self._state.summary.episodes, *moved)
+
+    async def _watch_engines(self) -> None:
+        self._state.engine_died(await until_dead(self._engines))

@@ -1,0 +1,63 @@
+"""What changes while a run plays: the episodes in flight, what came of them, and why the run ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import anyio
+
+from runner.episode.lifecycle import Play
+from runner.episode.limits import Ending
+from runner.errors import DeltarunnerError, EngineDead
+from runner.runs.summary import Summary
+from runner.trajectory import Outcome
+
+__all__ = ["RunState"]
+
+
+@dataclass(slots=True, eq=False)
+class RunState:
+    """The state that the parts of a run share, and the ways to end the run."""
+
+    summary: Summary
+    """What came of the episodes so far."""
+
+    plays: set[Play] = field(default_factory=set)
+    """The episodes in flight."""
+
+    failure: DeltarunnerError | None = None
+    """Why the run ends before its work is done; the first reason stays."""
+
+    draining: bool = False
+    """Whether no further episode begins."""
+
+    over: bool = False
+    """Whether every episode has ended and the last result is on its way to the reader."""
+
+    feeding: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    """The scope in which episodes are begun. It ends without those that were begun: they have a scope of their own."""
+
+    def drain(self) -> None:
+        """Begin no further episode; those in flight are played to their end."""
+        self.draining = True
+        self.feeding.cancel()
+
+    def cancel(self, ending: Ending | None = None) -> None:
+        """Cut every episode in flight, with this ending or as partial."""
+        self.drain()
+        for play in self.plays:
+            play.cancel(ending)
+
+    def fail(self, failure: DeltarunnerError, *, cancel: bool = False) -> None:
+        """End the run for this reason; episodes in flight go on to their end, or with `cancel` are cut."""
+        self.failure = self.failure or failure
+        if cancel:
+            self.cancel()
+        else:
+            self.drain()
+
+    def engine_died(self, error: EngineDead) -> None:
+        """End the run; what is in flight failed because of its engine, and not of itself."""
+        self.fail(error)
+        # Not as partial: they are failures of the engine, and say so in the file.
+        self.cancel(Ending(Outcome.ENGINE_ERROR, error=str(error)))

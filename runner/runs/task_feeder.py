@@ -1,0 +1,130 @@
+"""Feeds a run with tasks: takes them from their source and begins their episodes, as places become free."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import anyio
+from anyio.abc import TaskGroup
+
+from runner.concurrency.threads import Job
+from runner.concurrency.user_code import describe_error
+from runner.environment.checks import common_system_prompt
+from runner.environment.task_feed import TaskFeed
+from runner.episode.context import RunContext
+from runner.episode.hooks import check_system_prompts
+from runner.episode.key import EpisodeKey
+from runner.errors import BadTask, DeltarunnerError
+from runner.messages import as_messages
+from runner.runs.group_scoring import GroupScoring
+from runner.runs.state import RunState
+from runner.store.claims import Claimed
+from runner.store.writer import RunWriter
+from runner.tasks import Task
+
+__all__ = ["TaskFeeder"]
+
+
+class TaskFeeder:
+    """Begins the episodes of a run, at most `width` of them at once.
+
+    Args:
+        feed: where the tasks come from.
+        context: what all episodes of the run share.
+        writer: knows which episodes an earlier run of the file finished.
+        scoring: is told which groups are being played.
+        state: is told why no further task can be had.
+        indices: the episodes of each group.
+        width: episodes alive at once.
+    """
+
+    def __init__(
+        self,
+        feed: TaskFeed,
+        context: RunContext,
+        writer: RunWriter,
+        scoring: GroupScoring,
+        state: RunState,
+        *,
+        indices: Sequence[int],
+        width: int,
+    ) -> None:
+        self._feed = feed
+        self._context = context
+        self._writer = writer
+        self._scoring = scoring
+        self._state = state
+        self._indices = indices
+        self._places = anyio.Semaphore(width)
+        self._given = 0
+
+    async def begin_episodes(self, episodes: TaskGroup, play: Callable[[EpisodeKey], Awaitable[None]]) -> None:
+        """Begin every episode of every task.
+
+        A task that cannot be had ends the run; what was begun is played to its end.
+
+        Args:
+            episodes: the episodes run in it.
+            play: plays an episode and keeps what came of it.
+        """
+
+        async def play_in_place(key: EpisodeKey) -> None:
+            try:
+                await play(key)
+            finally:
+                self._places.release()
+
+        try:
+            while True:
+                # The place before the task: a source decides on the next task only when it can be played.
+                await self._places.acquire()
+                task = await self._feed.next()
+                if task is None:
+                    return
+                for number, key in enumerate(await self._episodes_of(task, episodes)):
+                    if number:
+                        await self._places.acquire()
+                    episodes.start_soon(play_in_place, key, name=f"episode {key.id}")
+        except DeltarunnerError as error:
+            self._state.fail(error)
+        except (Exception, SystemExit) as error:
+            self._state.fail(BadTask(f"tasks() raised {describe_error(error)}"))
+
+    async def _episodes_of(self, task: Task, episodes: TaskGroup) -> list[EpisodeKey]:
+        """The episodes of a task that no earlier run finished; where there is none, its place is given back."""
+        self._check_system_prompt(task)
+        claimed = await self._claim(task)
+        missing = [index for index in self._indices if index not in claimed.finished]
+        if missing:
+            self._scoring.open(task, claimed.visit, len(missing))
+        else:
+            self._places.release()
+            if self._scoring.has_rewards and not claimed.group_scored:
+                episodes.start_soon(self._score_stored, task, claimed.visit)
+        return [
+            EpisodeKey(task=task, index=index, visit=claimed.visit, attempt=claimed.attempts.get(index, 0))
+            for index in missing
+        ]
+
+    async def _claim(self, task: Task) -> Claimed:
+        self._given += 1
+        position, repeatable = self._given, self._feed.repeatable
+        if not self._writer.resumed:
+            return self._writer.claim(task, position, repeatable=repeatable)
+        # Only what an earlier run left has to be read from the file, which may make the loop wait.
+        job = Job(lambda: self._writer.claim(task, position, repeatable=repeatable), "run file")
+        claimed: Claimed = await self._context.workers.call(job)
+        return claimed
+
+    async def _score_stored(self, task: Task, visit: int) -> None:
+        try:
+            await self._scoring.score_stored(task, visit)
+        except DeltarunnerError as error:
+            self._state.fail(error, cancel=True)
+
+    def _check_system_prompt(self, task: Task) -> None:
+        """Refuse a second system prompt before anything is sampled, where that can be known without an episode."""
+        environment = self._context.environment
+        system_prompt = common_system_prompt(environment)
+        if system_prompt is not None and not environment.overrides("prompt"):
+            check_system_prompts(environment, system_prompt, task, as_messages(task.prompt))
