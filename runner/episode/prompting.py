@@ -17,7 +17,7 @@ from runner.tokens.bridging.bridge import Bridge
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
 from runner.tokens.log import Source, TokenLog
-from runner.tokens.shape import is_plain
+from runner.tokens.shape import AnsweredTurn, is_plain
 from runner.trajectory import Segment, Turn
 
 __all__ = ["REENCODED", "RETRY", "Prepared", "PromptMaker", "followed_junction", "forked_junction"]
@@ -123,12 +123,12 @@ class PromptMaker:
         return Prepared(segment, prompt, bridge.ids, Source.BRIDGE, new, junction=junction)
 
     async def _bridge(self, segment: Segment, last: Turn, new: Sequence[Message], tools: Schemas) -> Bridge:
-        bridger, history = self._chat.bridger, segment.messages
-        plain = self._plain
-        tail = bridger.tail_at_once(history, new, tools, turn=last.number, plain=plain)
+        bridger = self._chat.bridger
+        answered = AnsweredTurn(segment.messages, new, tools, last.number, self._plain)
+        tail = bridger.tail_at_once(answered)
         if tail is None:
-            tail = await self._rendering(partial(bridger.tail, history, new, tools, turn=last.number, plain=plain))
-        return self._chat.bridge(last, history, new, tools, tail)
+            tail = await self._rendering(partial(bridger.tail, answered))
+        return self._chat.bridge(last, tail)
 
     async def _forked(self, segment: Segment, new: Sequence[Message], tools: Schemas, cause: str) -> Prepared:
         """A new segment with everything rendered anew, loss mask 0 throughout."""

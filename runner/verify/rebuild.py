@@ -25,6 +25,7 @@ from runner.store.json_values import encode_json
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.junction import Junction
 from runner.tokens.log import Source
+from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer
 from runner.tools.tool import Tool
@@ -221,8 +222,8 @@ class _Check:
 
     def _appended(self, segment: Segment, before: Turn, history: Sequence[Message], new: Sequence[Message]) -> Ids:
         # A stand-in for the history would prove nothing.
-        tail = self._chat.bridger.locality.full(history, new, segment.tools)
-        bridge = self._chat.bridge(before, history, new, segment.tools, tail)
+        tail = self._chat.bridger.locality.whole_tail(AnsweredTurn(history, new, segment.tools))
+        bridge = self._chat.bridge(before, tail)
         self._junction = bridge.junction
         return bridge.ids
 

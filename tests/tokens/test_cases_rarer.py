@@ -15,10 +15,12 @@ from runner.messages import Message
 from runner.testing import Reply
 from runner.tokens.bridging.bridge import Bridger, Property, Unbridgeable
 from runner.tokens.bridging.history import AlignmentKind, compare, normalize, same_tools
+from runner.tokens.bridging.tail import Tail
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.tokens.probing.appends import Append, Exactness, verdicts
 from runner.tokens.probing.probe import probe
 from runner.tokens.probing.profile import SystemPlace
+from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import ChatTemplate
 from tests.conformance.corpus import corpus
 from tests.playing import Plain, play, tasks
@@ -132,9 +134,9 @@ def test_gpt_oss_is_checked_as_it_speaks() -> None:
     bridger = made.bridger()
     tail = bridger.tail
 
-    def listened(history: Any, new: Any, tools: Any, **options: Any) -> Any:
-        heard.extend(message["content"] for message in history if message["role"] == "assistant")
-        return tail(history, new, tools, **options)
+    def listened(answered: AnsweredTurn) -> Tail:
+        heard.extend(message["content"] for message in answered.history if message["role"] == "assistant")
+        return tail(answered)
 
     bridger.tail = listened  # type: ignore[method-assign]  # what the verdicts ask of it is looked at
     found = {verdict.kind: verdict for verdict in verdicts(bridger, probe(made.template))}
@@ -440,7 +442,7 @@ def test_ids_of_calls_stay_what_they_are(name: str, call_id: str) -> None:
     ]
     bridger = made.bridger()
     sampled = made.sampled("...", FAMILIES[name].stops[0])
-    tail = bridger.tail(history, [result("42", call_id)], [ADD], turn=1)
+    tail = bridger.tail(AnsweredTurn(history, [result("42", call_id)], [ADD], 1))
     assert made.render([*history, result("42", call_id)], [ADD]).endswith(tail.text[5:])
     if name == "mistral-7b":
         assert call_id in tail.text

@@ -11,12 +11,13 @@ from typing import Any, Self, cast
 
 from runner.messages import Message
 from runner.tokens.bridging.bridge import Bridge, Bridger
+from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
-from runner.tokens.bridging.tail import TailMaker
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.control_text import lacking, special_tokens, tag_tokens
 from runner.tokens.junction import Seam
 from runner.tokens.probing.profile import TemplateProfile
+from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import Renderer, ToolSchema
 from runner.tokens.tokenizer import Tokenizer, load_tokenizer
 
@@ -199,7 +200,7 @@ class _Trial:
             Exactness.SOFT if junction.seam is Seam.UNVERIFIED else Exactness.EXACT,
             anchor=junction.anchor.value,
             close=junction.close.value,
-            local=self._bridger.locality.is_local(history, self._new, self._tools),
+            local=self._bridger.locality.is_local(AnsweredTurn(history, self._new, self._tools)),
             rewrites=self._rewrites(past, sampled, bridge),
         )
 
@@ -221,7 +222,7 @@ class _Speaker:
 
     def __init__(self, bridger: Bridger) -> None:
         self._bridger = bridger
-        self._maker = TailMaker(bridger.renderer)
+        self._prompts = PromptRenderer(bridger.renderer)
 
     def said(
         self, history: Sequence[Message], tools: Sequence[ToolSchema], *, cut: bool = False
@@ -235,8 +236,8 @@ class _Speaker:
         turn = history[-1]
         if cut:
             return tokenizer.encode(turn["content"]), None
-        prompt = self._maker.prompt(history[:-1], tools)
-        whole = self._maker.render(history, tools, generation_prompt=False)
+        prompt = self._prompts.prompt(history[:-1], tools)
+        whole = self._prompts.render(history, tools, generation_prompt=False)
         ids = tokenizer.encode(whole[len(prompt) :] if whole.startswith(prompt) else _words(turn))
         stop = self._stop(ids, history, tools)
         if stop in ids:
@@ -273,7 +274,7 @@ class _Speaker:
         if not found:
             with suppress(Unbridgeable):
                 follows = [_result("a white bird", 3)] if history[-1].get("tool_calls") else [_NEXT]
-                tail = self._bridger.locality.full(history, follows, tools)
+                tail = self._bridger.locality.whole_tail(AnsweredTurn(history, follows, tools))
                 found = [token_id for token_id in self._bridger.tokenizer.encode(tail.text) if token_id in stops]
         own = self._bridger.tokenizer.eos_id
         return found[0] if found else own if own is not None and own in stops else min(stops)
