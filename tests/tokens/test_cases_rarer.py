@@ -14,7 +14,7 @@ from runner import Conversation, Outcome, Run, tool
 from runner.messages import Message
 from runner.testing import Reply
 from runner.tokens.bridging.bridge import Bridger, Property, Unbridgeable
-from runner.tokens.bridging.history import AlignmentKind, compare, normalize, same_tools
+from runner.tokens.bridging.history import AlignmentKind, same_tools
 from runner.tokens.bridging.tail import Tail
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.tokens.probing.appends import Append, Exactness, verdicts
@@ -24,6 +24,7 @@ from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import ChatTemplate
 from tests.conformance.corpus import corpus
 from tests.playing import Plain, play, tasks
+from tests.tokens.client_messages import compare, messages
 from tests.tokens.episodes import SHOWS_CALLS, SUM, bridges, speaking, talked, twice
 from tests.tokens.families import (
     ADD,
@@ -356,7 +357,7 @@ def test_arguments_as_text_and_as_an_object_have_one_bridge(name: str) -> None:
     assert "42" in text
     other = made.bridger().bridge(as_text, [result("42")], [ADD], sampled=sampled, stop=sampled[-1])
     assert other.ids == one.ids
-    assert normalize(as_text[1]) == as_object[1]
+    assert messages(as_text) == as_object
     assert compare(as_object, [*as_text, result("42")]).kind is AlignmentKind.APPEND
 
 
@@ -365,7 +366,7 @@ def test_a_content_of_parts_and_a_string_have_one_bridge(name: str) -> None:
     made = model(name)
     stop = "<|user|>" if name.startswith("glm") else FAMILIES[name].stops[0]
     parts: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": MORE["content"]}]}
-    assert normalize(parts) == MORE
+    assert messages([parts]) == [MORE]
     history = [QUESTION, says("42")]
     alignment = compare(history, [*history, parts])
     assert alignment.kind is AlignmentKind.APPEND
