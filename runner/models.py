@@ -43,19 +43,16 @@ def _silent(line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from.
-
-    Attributes:
-        name: as it was asked for.
-        location: what vLLM loads: a folder, or a Hugging Face id.
-        folder: holds config.json, the tokenizer's files and the model's own chat template.
-        template: the name of the template of ours that serves the model, or None for the model's own.
-    """
+    """Where a model comes from."""
 
     name: str
+    """The model as it was asked for."""
     location: str
+    """What vLLM loads: a folder, or a Hugging Face id."""
     folder: Path
+    """The folder that holds config.json, the tokenizer's files and the model's own chat template."""
     template: str | None = None
+    """The name of the template of ours that serves the model, or None for the model's own."""
 
 
 def resolve_model(name: str | os.PathLike[str], *, say: Say = _silent) -> ModelSource:

@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 
-from runner.tokens.content_encoding import Borders, Content, blotted
+from runner.tokens.content_encoding import Borders, Content, masked
 from runner.tokens.pieces import Words
 from runner.tokens.tokenizer import without_surrogates
 
@@ -55,7 +55,7 @@ class ByteTokenizer:
         longest_first = sorted(names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
         self._borders = Borders(names)
-        self._blot = next(char for char in map(chr, range(256, 512)) if not any(char in name for name in names))
+        self._mask = next(char for char in map(chr, range(256, 512)) if not any(char in name for name in names))
 
     def encode(self, text: str, content: Content = ()) -> list[int]:
         """Ids of `text`, none added; see `Tokenizer`.
@@ -64,7 +64,7 @@ class ByteTokenizer:
             ValueError: the spans are not sorted, not disjoint, or not within the text.
         """
         text = without_surrogates(text)
-        scaffold = blotted(text, content, lambda said: self._blot * len(said)) if content else text
+        scaffold = masked(text, content, lambda said: self._mask * len(said)) if content else text
         ids: list[int] = []
         end = 0
         for match in self._pattern.finditer(scaffold):

@@ -17,7 +17,7 @@ class Result(enum.StrEnum):
 
 
 class Anchor(enum.StrEnum):
-    """What the bridge was hung on."""
+    """What the bridge was attached after."""
 
     STOP = "stop"  # the stop id that was sampled, found in the template's tail
     COMMON_PREFIX = "common_prefix"  # the tail without new messages
@@ -42,22 +42,19 @@ class Seam(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Junction:
-    """One junction; each question has a field of its own, none is mixed with another.
-
-    Attributes:
-        result: what became of the history.
-        anchor: what the bridge was hung on.
-        close: where the turn's closing tokens came from.
-        seam: how the seam was proven.
-        inserted: ids put in between, all with loss mask 0.
-        dropped: sampled ids that are not in the next prompt; why is in `cause`.
-        cause: why it was not simply appended, or "".
-    """
+    """One junction; each question has a field of its own, none is mixed with another."""
 
     result: Result
+    """What became of the history."""
     anchor: Anchor
+    """What the bridge is attached after."""
     close: Close
+    """Where the turn's closing tokens came from."""
     seam: Seam
+    """How the seam was proven."""
     inserted: int
+    """How many ids were put in between, all with loss mask 0."""
     dropped: int = 0
+    """How many sampled ids are not in the next prompt; why is in `cause`."""
     cause: str = ""
+    """Why the new messages were not simply appended, or ""."""

@@ -31,20 +31,19 @@ class VersionSpan:
 
 @dataclass(slots=True)
 class TokenLog:
-    """Every id of one segment, with parallel arrays; no object per id is kept.
-
-    Attributes:
-        ids: token ids, shape [length], int32.
-        logprobs: log-probability of each sampled id in nats, NaN for ids that were not sampled or where the
-            engine gave none; shape [length], float32.
-        sources: a `Source` for each id; shape [length], int8.
-        versions: the weight versions of the sampled ids, as spans in order.
-    """
+    """Every id of one segment, with parallel arrays; no object per id is kept."""
 
     ids: array[int] = field(default_factory=lambda: array("i"))
+    """The token ids, shape [length], int32."""
     logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """The log-probability of each sampled id in nats.
+
+    NaN for ids that were not sampled or where the engine gave none; shape [length], float32.
+    """
     sources: array[int] = field(default_factory=lambda: array("b"))
+    """A `Source` for each id, shape [length], int8."""
     versions: list[VersionSpan] = field(default_factory=list)
+    """The weight versions of the sampled ids, as spans in order."""
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -21,16 +21,12 @@ class AnsweredTurn:
 
     history: Sequence[Message]
     """Everything up to the turn, which is its last message."""
-
     new: Sequence[Message]
     """The messages after the turn."""
-
     tools: Sequence[ToolSchema] = ()
     """The tools as they were shown to the model, in OpenAI's form."""
-
     number: int = 0
     """The turn's number in its conversation."""
-
     plain: bool | None = None
     """Whether `is_plain` holds for all of the history, where that is known; None lets it be looked up."""
 
@@ -76,10 +72,8 @@ class Arrival:
 
     role: str
     """Whose message it is."""
-
     empty: bool
     """Whether it says nothing."""
-
     named: bool
     """Whether it has a name."""
 
@@ -90,19 +84,14 @@ class Shape:
 
     system: bool
     """Whether the conversation begins with a system message."""
-
     calls: int
     """How many calls the turn made."""
-
     reasoning: bool
     """Whether the turn has reasoning."""
-
     text: bool
     """Whether the turn has content."""
-
     new: tuple[Arrival, ...]
     """The messages after the turn."""
-
     tools: bytes
     """A hash of the schemas of the tools."""
 

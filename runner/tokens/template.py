@@ -45,17 +45,14 @@ class TemplateRaised(BadTemplate):
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """The text of a chat template and the names it expects, such as `bos_token`.
-
-    Attributes:
-        text: jinja2 source.
-        name: what people call it: a bundled name, a file, or the model it came with.
-        variables: strings that the template reads by name, mostly the vocabulary's control tokens.
-    """
+    """The text of a chat template and the names it expects, such as `bos_token`."""
 
     text: str
+    """The jinja2 source."""
     name: str
+    """What people call the template: a bundled name, a file, or the model it came with."""
     variables: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Strings that the template reads by name, mostly the vocabulary's control tokens."""
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:
@@ -106,24 +103,21 @@ def two_templates(with_tools: str, without: str, *, name: str) -> ChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """A template with its options and its clock fixed, so that one conversation always renders to one text.
-
-    Attributes:
-        template: what is rendered.
-        options: names that the template reads, such as `enable_thinking`.
-        now: the time that the template sees.
-        text_arguments: the template wants the arguments of a tool call as JSON text, not as an object; probed.
-        null_content: it shows calls only where there is no content, not where it is empty; probed.
-        context: what the template is given beside the messages, the tools and whether it asks.
-    """
+    """A template with its options and its clock fixed, so that one conversation always renders to one text."""
 
     template: ChatTemplate
+    """What is rendered."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Names that the template reads, such as `enable_thinking`."""
     now: datetime = field(default_factory=datetime.now)
+    """The time that the template sees."""
     text_arguments: bool = field(init=False, default=False)
+    """Whether the template wants the arguments of a tool call as JSON text, not as an object; found by rendering."""
     null_content: bool = field(init=False, default=False)
+    """Whether it shows calls only where there is no content, not where it is empty; found by rendering."""
     _compiled: jinja2.Template = field(init=False, repr=False, compare=False)
     context: dict[str, Any] = field(init=False, repr=False, compare=False)
+    """What the template is given beside the messages, the tools and whether it asks."""
 
     def __post_init__(self) -> None:
         context = {**self.template.variables, **self.options, "strftime_now": self.now.strftime}

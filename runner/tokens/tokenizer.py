@@ -14,7 +14,14 @@ from typing import Any, Protocol
 import tokenizers
 
 from runner.errors import BadModel
-from runner.tokens.content_encoding import AddedTokens, Content, check_content, deaf_model, learnt_words, written
+from runner.tokens.content_encoding import (
+    AddedTokens,
+    Content,
+    check_content,
+    learnt_words,
+    model_without_control_tokens,
+    written,
+)
 from runner.tokens.pieces import Words, byte_pieces, words
 from runner.tokens.vocabulary_files import VocabularyFiles, read_vocabulary_files
 
@@ -30,30 +37,31 @@ __all__ = [
 
 
 class Tokenizer(Protocol):
-    """What the runner needs of a vocabulary.
-
-    Attributes:
-        eos_id: the id that ends a turn by the vocabulary's own word, or None.
-        special_ids: ids of control tokens, which no plain text encodes to by merging.
-        control_ids: these and the ids of tokens that were merely added, such as "<tool_call>" in some vocabularies;
-            content never encodes to one of them. Words that the model learnt are none of them, unless the template
-            writes them: runs of spaces, "<table>" and "<unused42>" in Gemma's.
-        size: number of ids, padding rows of the model not included.
-        longest_token: bytes of the longest token, so that n bytes are at least n / longest_token ids.
-        fingerprint: a hash that names the vocabulary and its rules.
-        pieces: the bytes of each id, shape [size], where decoding is joining them (byte-level vocabularies); None
-            where the text of an id depends on its neighbours.
-        words: the words and single bytes of the ids, where decoding is joining those (SentencePiece); None elsewhere.
-    """
+    """What the runner needs of a vocabulary."""
 
     eos_id: int | None
+    """The id that ends a turn by the vocabulary's own word, or None."""
     special_ids: frozenset[int]
+    """The ids of control tokens, which no plain text encodes to by merging."""
     control_ids: frozenset[int]
+    """These and the ids of tokens that were merely added, such as "<tool_call>" in some vocabularies.
+
+    Content never encodes to one of them. Words that the model learnt are none of them, unless the template writes them:
+    runs of spaces, "<table>" and "<unused42>" in Gemma's.
+    """
     size: int
+    """The number of ids, padding rows of the model not included."""
     longest_token: int
+    """The bytes of the longest token, so that n bytes are at least n / longest_token ids."""
     fingerprint: str
+    """A hash that names the vocabulary and its rules."""
     pieces: Sequence[bytes] | None
+    """The bytes of each id, shape [size], where decoding is joining them (byte-level vocabularies).
+
+    None where the text of an id depends on its neighbours.
+    """
     words: Words | None
+    """The words and single bytes of the ids, where decoding is joining those (SentencePiece); None elsewhere."""
 
     def encode(self, text: str, content: Content = ()) -> list[int]:
         """Ids of `text`; control tokens written in it become control ids, none are added.
@@ -116,7 +124,7 @@ class VocabularyTokenizer:
         # Composing characters makes a text up to three times shorter before it is cut into tokens.
         self.longest_token = longest * (1 if self._normalizer is None else 3)
         self._learnt = learnt_words(tokenizer, self.normalize)
-        self._deaf = deaf_model(settings["model"], _other_names(tokenizer, self._learnt))
+        self._without_control = model_without_control_tokens(settings["model"], _other_names(tokenizer, self._learnt))
         self._by_template: dict[frozenset[str], VocabularyTokenizer] = {}
         self._use(tokenizer, eos_token)
 
@@ -125,7 +133,7 @@ class VocabularyTokenizer:
         self.eos_id: int | None = self.token_id(eos_token) if eos_token is not None else None
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._added = AddedTokens(tokenizer, self._deaf, self.normalize, self._learnt)
+        self._added = AddedTokens(tokenizer, self._without_control, self.normalize, self._learnt)
         self.control_ids = self._added.control_ids
 
     def for_template(self, text: Callable[[], str]) -> VocabularyTokenizer:
@@ -141,8 +149,8 @@ class VocabularyTokenizer:
             other = copy.copy(self)
             other._learnt = self._learnt - names
             model = json.loads(self._tokenizer.to_str())["model"]
-            other._deaf = deaf_model(model, _other_names(self._tokenizer, other._learnt))
-            other._added = AddedTokens(self._tokenizer, other._deaf, self.normalize, other._learnt)
+            other._without_control = model_without_control_tokens(model, _other_names(self._tokenizer, other._learnt))
+            other._added = AddedTokens(self._tokenizer, other._without_control, self.normalize, other._learnt)
             other.control_ids = other._added.control_ids
             other._by_template = {}
             self._by_template[names] = other

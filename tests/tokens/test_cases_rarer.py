@@ -19,7 +19,7 @@ from runner.tokens.bridging.tail import Tail
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.tokens.probing.appends import Append, Exactness, verdicts
 from runner.tokens.probing.probe import probe
-from runner.tokens.probing.profile import SystemPlace
+from runner.tokens.probing.profile import SystemPosition
 from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import ChatTemplate
 from tests.conformance.corpus import corpus
@@ -168,7 +168,7 @@ def test_a_system_message_that_moves_is_refused_by_name(name: str) -> None:
     assert caught.value.property is Property.SYSTEM_STAYS
     bridge = bridger.bridge(history[1:], [MORE], sampled=made.sampled("42", "</s>"), stop=made.id("</s>"))
     assert bridge.junction.anchor is Anchor.STOP  # without one nothing moves
-    assert probe(renderer.template).system is SystemPlace.MOVES
+    assert probe(renderer.template).system is SystemPosition.MOVES
 
 
 @pytest.mark.anyio

@@ -46,7 +46,6 @@ class Bridge:
 
     ids: list[int]
     """What is appended to prompt and sampled ids, with loss mask 0."""
-
     junction: Junction
     """The record of how the ids were found."""
 
@@ -57,13 +56,10 @@ class _Start:
 
     ids: list[int]
     """The bridge."""
-
     anchor: Anchor
     """What the bridge is attached after."""
-
     close: Close
     """Where the turn's closing tokens came from."""
-
     cause: str = ""
     """What else there is to tell, for the junction."""
 
@@ -81,7 +77,6 @@ class Bridger:
 
     locality: Locality
     """Makes tails, and knows which of them depend on nothing before the last turn."""
-
     closes: Closes
     """Which control tokens end a turn."""
 

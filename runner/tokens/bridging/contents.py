@@ -68,10 +68,8 @@ class Rendering:
 
     text: str
     """The render, or the part of it that is looked into."""
-
     messages: Sequence[Message]
     """The messages that it was made of, as far as they are looked for."""
-
     render: Callable[[Sequence[Message]], str]
     """Makes the same part of a render of other messages."""
 

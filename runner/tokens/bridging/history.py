@@ -41,10 +41,8 @@ class Alignment:
 
     kind: AlignmentKind
     """What became of the stored history."""
-
     index: int
     """The first message where the two differ, counted from 0; the shorter one's length where none does."""
-
     appended: tuple[Message, ...]
     """The incoming messages from `index` on, normalised, their tool results answering the stored calls by their ids."""
 
@@ -122,10 +120,8 @@ class _CallReference(NamedTuple):
 
     message: int
     """The index of the message that made the call."""
-
     call: int
     """The call's number in that message."""
-
     name: str
     """The name of the tool."""
 

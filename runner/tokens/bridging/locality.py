@@ -38,16 +38,12 @@ class _Kind:
 
     past: Lookback
     """Whether what came before can change the tail."""
-
     words_matter: bool
     """Whether what the turn says may change what is written behind it."""
-
     refusal: Unbridgeable | None = None
     """Why no turn of this shape can be bridged, or None."""
-
     asked: set[Further] = field(default_factory=set)
     """The further renders that tails of this shape were asked for."""
-
     proven: dict[Further, bool] = field(default_factory=dict)
     """Of each of those, whether it is proven that what came before cannot change it."""
 

@@ -26,7 +26,6 @@ class PromptRenderer:
 
     renderer: Renderer
     """The template, with its options and its clock fixed."""
-
     generation_prompt: str
     """What asks the model to speak, as a plain question shows it; "" where that shows nothing."""
 

@@ -60,16 +60,12 @@ class Tail:
 
     text: str
     """The render from the sentinel to the end of the generation prompt."""
-
     new: Sequence[Message]
     """The messages after the turn."""
-
     after_call: bool
     """Whether the sentinel stood in a tool call, so that the tail begins inside it."""
-
     local: bool
     """Whether it was rendered with a stand-in for the history."""
-
     asked: set[Further]
     """The further renders that were asked for; the tails of one shape share the set."""
 

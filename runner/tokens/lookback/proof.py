@@ -35,13 +35,10 @@ class Lookback(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Proofs:
-    """What can be proven of one template. Work that takes some milliseconds each time; the answers are not kept.
-
-    Attributes:
-        renderer: the template, with its options and its clock fixed.
-    """
+    """What can be proven of one template. Work that takes some milliseconds each time; the answers are not kept."""
 
     renderer: Renderer
+    """The template, with its options and its clock fixed."""
 
     def past(self, shape: Shape, tools: Sequence[ToolSchema], *, asking: bool = True) -> Lookback:
         """Whether what came between the first question and the turn can change the text behind the turn's words.

@@ -58,28 +58,27 @@ class Exactness(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the bridge makes of one kind of append.
-
-    Attributes:
-        kind: what is appended to what.
-        result: how good the bridge is, after the worst of several histories.
-        refusal: the name of what is missing, or None.
-        explanation: the same for people, or "".
-        anchor: what the bridge is hung on, or "".
-        close: where the turn's closing tokens come from, or "".
-        local: the work does not depend on how long the history is.
-        rewrites: the template's own render of everything does not begin with what was sampled, so the policy `fork`
-            starts a new segment here, and the policy `append` keeps what that render would have changed.
-    """
+    """What the bridge makes of one kind of append."""
 
     kind: Append
+    """What is appended to what."""
     result: Exactness
+    """How good the bridge is, after the worst of several histories."""
     refusal: Property | None = None
+    """The name of what is missing, or None."""
     explanation: str = ""
+    """What is missing, for people, or ""."""
     anchor: str = ""
+    """What the bridge is attached after, or ""."""
     close: str = ""
+    """Where the turn's closing tokens come from, or ""."""
     local: bool = False
+    """Whether the work does not depend on how long the history is."""
     rewrites: bool = False
+    """Whether the template's own render of everything does not begin with what was sampled.
+
+    Then the policy `fork` starts a new segment here, and the policy `append` keeps what that render would have changed.
+    """
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -91,17 +90,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Ids of the worked example that came in one go.
-
-    Attributes:
-        source: "prompt", "sampled" or "bridge".
-        ids: as they are in the token log.
-        texts: of each id.
-    """
+    """Ids of the worked example that came in one go."""
 
     source: str
+    """What the ids are: "prompt", "sampled" or "bridge"."""
     ids: tuple[int, ...]
+    """The ids as they are in the token log."""
     texts: tuple[str, ...]
+    """The text of each id."""
 
     @property
     def mask(self) -> int:

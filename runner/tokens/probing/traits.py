@@ -46,9 +46,9 @@ from runner.tokens.probing.profile import (
     Reasoning,
     Results,
     SystemMidRun,
-    SystemPlace,
+    SystemPosition,
     TemplateProfile,
-    ToolsPlace,
+    ToolsPosition,
 )
 from runner.tokens.probing.turn_ends import close_after_call, closes
 from runner.tokens.template import Renderer
@@ -84,14 +84,14 @@ def profile_of(renderer: Renderer, *, wanted_bos: str = "") -> TemplateProfile:
         inline_reasoning=_reasoning(
             probe, {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWERED}"}
         ),
-        tools=_tools_place(probe),
+        tools=_tools_position(probe),
         calls_shown=shows_calls(renderer),
         results_shown=shows_results(renderer),
         parallel_results=_parallel_results(probe),
         arguments=_arguments(probe),
         literals=_literals(probe),
         null_content=_null_content(probe),
-        system=_system_place(probe),
+        system=_system_position(probe),
         system_mid_run=_system_mid_run(probe),
         trimmed=_trimmed(probe),
     )
@@ -202,12 +202,12 @@ def _reasoning(probe: ProbeRenderer, turn: View) -> Reasoning:
     return Reasoning.ONLY_LAST if probe.shows(THOUGHT, QUESTION, turn) else Reasoning.NOT_SHOWN
 
 
-def _tools_place(probe: ProbeRenderer) -> ToolsPlace:
+def _tools_position(probe: ProbeRenderer) -> ToolsPosition:
     if not shows_tools(probe.renderer):
-        return ToolsPlace.NOT_SHOWN
+        return ToolsPosition.NOT_SHOWN
     text = probe.text(QUESTION, ANSWER, AGAIN_ASKED, tools=True, asking=True) or ""
     answer = text.find(ANSWERED)
-    return ToolsPlace.MOVES if 0 <= answer < text.rfind(TOOL) else ToolsPlace.FIRST
+    return ToolsPosition.MOVES if 0 <= answer < text.rfind(TOOL) else ToolsPosition.FIRST
 
 
 def _parallel_results(probe: ProbeRenderer) -> Results:
@@ -254,13 +254,13 @@ def _null_content(probe: ProbeRenderer) -> NullContent:
     return NullContent.WRITTEN if written else NullContent.ACCEPTED
 
 
-def _system_place(probe: ProbeRenderer) -> SystemPlace:
+def _system_position(probe: ProbeRenderer) -> SystemPosition:
     text = probe.text(SYSTEM, QUESTION, ANSWER, AGAIN_ASKED, asking=True)
     if text is None:
-        return SystemPlace.REFUSED
+        return SystemPosition.REFUSED
     if TOLD not in text:
-        return SystemPlace.DROPPED
-    return SystemPlace.MOVES if 0 <= text.find(ANSWERED) < text.index(TOLD) else SystemPlace.FIRST
+        return SystemPosition.DROPPED
+    return SystemPosition.MOVES if 0 <= text.find(ANSWERED) < text.index(TOLD) else SystemPosition.FIRST
 
 
 def _system_mid_run(probe: ProbeRenderer) -> SystemMidRun:

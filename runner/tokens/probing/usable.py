@@ -33,15 +33,12 @@ class Fault(enum.StrEnum):
 
 
 class UnusableTemplate(BadTemplate):
-    """The template serves no conversation.
-
-    Attributes:
-        fault: why.
-    """
+    """The template serves no conversation."""
 
     def __init__(self, fault: Fault, message: str) -> None:
         super().__init__(message)
         self.fault = fault
+        """Why the template cannot be used."""
 
 
 def usable_renderer(template: ChatTemplate, options: Mapping[str, Any], now: datetime) -> Renderer:
