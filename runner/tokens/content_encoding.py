@@ -147,6 +147,7 @@ class AddedTokens:
     def _found(self, text: str) -> list[tuple[int, int, int]]:
         """The control tokens in `text`: index in the list, start, stop; white space that they swallow included."""
         found = self._finder.encode(text, add_special_tokens=False)
+        # The finder takes all between two tokens for one word, so a text without any is a single id.
         if len(found.ids) < 2 and not set(found.ids) & self._indices.keys():
             return []
         indices = self._indices

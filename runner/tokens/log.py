@@ -14,10 +14,14 @@ __all__ = ["Source", "TokenLog", "VersionSpan"]
 class Source(enum.IntEnum):
     """Where an id came from. Only SAMPLED ids are trained on."""
 
-    PROMPT = 0  # the first render of the segment
-    BRIDGE = 1  # what the template put between two sampled turns, new messages included
-    SAMPLED = 2  # what the model sampled in this segment
-    RETRIED = 3  # sampled too, then taken back: the turn was played again in a later segment
+    PROMPT = 0
+    """The first render of the segment."""
+    BRIDGE = 1
+    """What the template put between two sampled turns, new messages included."""
+    SAMPLED = 2
+    """What the model sampled in this segment."""
+    RETRIED = 3
+    """Sampled too, then taken back: the turn was played again in a later segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class TokenLog:
 
     def append_prompt(self, ids: Iterable[int], source: Source) -> None:
         """Append ids that nobody sampled: the first prompt or a bridge."""
-        before = len(self.ids)
+        before = len(self.ids)  # `ids` may be any iterable, so what was added is counted afterwards
         self.ids.extend(ids)
         added = len(self.ids) - before
         self.logprobs.extend(array("f", [math.nan]) * added)
@@ -86,6 +90,7 @@ class TokenLog:
         return self.sources.tobytes().count(_SAMPLED)
 
 
+# Tables for `bytes.translate`, which goes over the ids of a long episode without a loop in Python.
 _SAMPLED = bytes([Source.SAMPLED])
 _TAKEN_BACK = bytes(Source.RETRIED if value == Source.SAMPLED else value for value in range(256))
 _MASK = bytes(1 if value == Source.SAMPLED else 0 for value in range(256))

@@ -121,4 +121,5 @@ def _beginning(history: Sequence[Message]) -> Sequence[Message]:
 
 
 def _as_json(tools: Sequence[ToolSchema]) -> bytes:
+    # Schemas are the author's own: they may have numbers for keys, and defaults that JSON does not know.
     return orjson.dumps(tools, option=orjson.OPT_NON_STR_KEYS, default=str)

@@ -123,6 +123,7 @@ class Renderer:
         context = {**self.template.variables, **self.options, "strftime_now": self.now.strftime}
         object.__setattr__(self, "_compiled", _compile(self.template.text, self.template.name))
         object.__setattr__(self, "context", context)
+        # The instance is frozen for others; here it renders itself to find the form that its template wants.
         for text_arguments, null_content in _FORMS:
             object.__setattr__(self, "text_arguments", text_arguments)
             object.__setattr__(self, "null_content", null_content)
@@ -146,6 +147,7 @@ class Renderer:
         if self.null_content:
             messages = [_with_null_content(message) for message in messages]
         try:
+            # None for no tools, as transformers has it: some templates begin a block of tools for an empty list.
             return self._compiled.render(
                 self.context, messages=messages, tools=[*tools] or None, add_generation_prompt=generation_prompt
             )

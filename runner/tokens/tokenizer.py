@@ -70,6 +70,9 @@ class Tokenizer(Protocol):
             text: what to encode.
             content: sorted, disjoint spans of `text` that hold what users and tools said. Control text that lies in
                 one of them, even partly, is ordinary text; where none does, the ids are those of the plain encoding.
+
+        Raises:
+            ValueError: the spans are not sorted, not disjoint, or not within the text.
         """
         ...
 
@@ -94,7 +97,7 @@ class Tokenizer(Protocol):
 
 
 class VocabularyTokenizer:
-    """A vocabulary from the text of a tokenizer.json.
+    """A `Tokenizer` from the text of a tokenizer.json.
 
     Args:
         text: the file's content.
@@ -110,6 +113,7 @@ class VocabularyTokenizer:
             tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing more precise
             raise ValueError(str(error)) from error
+        # A tokenizer.json may say to cut or fill up what is encoded, as for training.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         settings = json.loads(text)
@@ -176,6 +180,7 @@ class VocabularyTokenizer:
         for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
             setattr(tokenizer, part, getattr(self._tokenizer, part))
         further = [tokenizers.AddedToken(name, special=True, normalized=False) for name in new]
+        # The library gives ids in this order, from behind the learnt tokens on: the old ones come first to keep theirs.
         tokenizer.add_tokens([*added.values(), *further])
         return self._with(tokenizer, added, new, eos_token)
 
@@ -205,33 +210,25 @@ class VocabularyTokenizer:
         return other
 
     def encode(self, text: str, content: Content = ()) -> list[int]:
-        """Ids of `text`, none added; see `Tokenizer`.
-
-        Raises:
-            ValueError: the spans are not sorted, not disjoint, or not within the text.
-        """
         check_content(text, content)
         if any(self.holds_control(text[start:stop]) for start, stop in content):
             return self._added.encode(without_surrogates(text), content)
         try:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
-        except TypeError:
+        except TypeError:  # lone surrogates, which are rare: only here is the text searched for them
             return self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids
 
     def holds_control(self, text: str) -> bool:
-        """Whether `text` as content could form a control token; see `Tokenizer`."""
         return self._added.near(without_surrogates(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; see `Tokenizer`."""
+        # Control tokens are part of the text: what ends a turn is looked for in it.
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its exact name."""
         return self._tokenizer.token_to_id(token)
 
     def normalize(self, text: str) -> str:
-        """`text` as the vocabulary's normaliser leaves it; see `Tokenizer`."""
         kept = without_surrogates(text)
         if self._normalizer is not None:
             kept = self._normalizer.normalize_str(kept)

@@ -53,7 +53,7 @@ class Locality:
 
     def __init__(self, renderer: PromptRenderer) -> None:
         self._renderer = renderer
-        self._proofs = _Proofs(renderer.renderer)
+        self._template = _key_of(renderer.renderer)
         self._kinds: dict[Shape, _Kind] = {}
         self._learning = threading.Lock()
 
@@ -136,7 +136,7 @@ class Locality:
     def _proving(self, kind: _Kind, answered: AnsweredTurn) -> Callable[[Further], bool]:
         def proves(further: Further) -> bool:
             if further not in kind.proven:
-                kind.proven[further] = self._proofs.further(further, answered)
+                kind.proven[further] = _further_proven(further, self._question(answered))
             return kind.proven[further]
 
         return proves
@@ -160,6 +160,9 @@ class Locality:
                 f"said in it: {real[-80:]!r} where {expected[-80:]!r} was expected",
             )
 
+    def _question(self, answered: AnsweredTurn) -> _Question:
+        return _Question(self._template, answered.shape, self._renderer.renderer, answered.tools)
+
     # --- what is learnt of a shape
 
     def _bridgeable_kind(self, answered: AnsweredTurn) -> _Kind:
@@ -175,7 +178,7 @@ class Locality:
     def _learn(self, answered: AnsweredTurn) -> _Kind:
         shape, tools = answered.shape, answered.tools
         refusal = self._hidden_message(shape, tools) or self._moved(shape, tools)
-        past, words_matter = self._proofs.of(answered)
+        past, words_matter = _proven(self._question(answered))
         if len(self._kinds) >= KINDS_KEPT:
             del self._kinds[next(iter(self._kinds))]
         kind = self._kinds[shape] = _Kind(past, words_matter, refusal)
@@ -232,50 +235,35 @@ class Locality:
 # --- proofs, each made once in a process
 
 
-class _Proofs:
-    """The proofs of one template."""
-
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
-        template = renderer.template
-        self._key = (template.text, canonical_json([template.variables, renderer.options]), renderer.now)
-
-    def of(self, answered: AnsweredTurn) -> tuple[Lookback, bool]:
-        """Whether the past can change tails of this shape, and whether the turn's words can."""
-        return _proven((*self._key, answered.shape), _Question(self._renderer, answered.tools))
-
-    def further(self, further: Further, answered: AnsweredTurn) -> bool:
-        """Whether it is proven that what came before cannot change this further render."""
-        key = (*self._key, answered.shape, further)
-        return _further_proven(key, _Question(self._renderer, answered.tools))
-
-
+@dataclass(frozen=True, slots=True)
 class _Question:
-    """What a proof is made of. It equals any other, so that the cache goes by the key alone, which says all of it."""
+    """What a proof is asked for; two questions are one where template and shape are, whatever else made them."""
 
-    def __init__(self, renderer: Renderer, tools: Sequence[ToolSchema]) -> None:
-        self.renderer = renderer
-        self.tools = tools
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Question)
-
-    def __hash__(self) -> int:
-        return 0
+    template: tuple[object, ...]
+    """All that tells the template, its options and its clock from others."""
+    shape: Shape
+    """The shape of the turn and what answers it; it tells the tools from others too."""
+    renderer: Renderer = field(compare=False)
+    tools: Sequence[ToolSchema] = field(compare=False)
 
 
-@lru_cache(PROOFS_KEPT)
-def _proven(key: tuple[object, ...], asked: _Question) -> tuple[Lookback, bool]:
-    shape = cast("Shape", key[-1])
-    proofs = Proofs(asked.renderer)
-    return proofs.past(shape, asked.tools), proofs.words_matter(shape, asked.tools)
+def _key_of(renderer: Renderer) -> tuple[object, ...]:
+    template = renderer.template
+    return template.text, canonical_json([template.variables, renderer.options]), renderer.now
 
 
 @lru_cache(PROOFS_KEPT)
-def _further_proven(key: tuple[object, ...], asked: _Question) -> bool:
-    shape, further = cast("tuple[Shape, Further]", key[-2:])
+def _proven(asked: _Question) -> tuple[Lookback, bool]:
+    """Whether the past can change tails of a shape, and whether the turn's words can."""
     proofs = Proofs(asked.renderer)
-    return proofs.past(further.shape(shape), asked.tools, asking=further.asking) is not Lookback.POSSIBLE
+    return proofs.past(asked.shape, asked.tools), proofs.words_matter(asked.shape, asked.tools)
+
+
+@lru_cache(PROOFS_KEPT)
+def _further_proven(further: Further, asked: _Question) -> bool:
+    """Whether it is proven that what came before cannot change a further render."""
+    shape = further.shape(asked.shape)
+    return Proofs(asked.renderer).past(shape, asked.tools, asking=further.asking) is not Lookback.POSSIBLE
 
 
 # --- plain messages of a shape

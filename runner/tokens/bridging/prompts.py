@@ -84,6 +84,7 @@ class PromptRenderer:
         self._check_doubled(behind)
         if end <= common_length(text, render(messages, False)) < len(text):
             return
+        # It does not: what stands there may still be what an answer in history begins with.
         answer = _behind(messages, ANSWER, render)
         if behind.startswith(answer.rstrip()):
             return

@@ -86,6 +86,7 @@ class Tail:
         self._renderer = renderer
         self._answered = answered
         self._proves = proves
+        # Only in what is rendered: a word that holds for the stand-in is found without reading the whole history.
         self._stem = absent([*rendered, *answered.new])
         self._located: tuple[Sequence[Field], list[Span] | None] | None = None
         self._history: Sequence[Message] = ()
@@ -253,6 +254,7 @@ class Tail:
 
     def _behind(self, history: Sequence[Message], new: Sequence[Message], *, generation_prompt: bool) -> str:
         text = self._renderer.render([*history, *new], self._answered.tools, generation_prompt=generation_prompt)
+        # Behind the last one, since a template may write the words more than once.
         _, found, tail = text.rpartition(_sentinel(self._stem))
         if not found:
             raise Unbridgeable(

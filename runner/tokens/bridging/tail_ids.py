@@ -77,6 +77,7 @@ class TailIds:
 
     def find_in_close(self, wanted: Iterable[int]) -> int | None:
         """The first place of a wanted id in what the template writes before any new content."""
+        # The first one, since contents and the next turn may have the same ids, and it has to stand before all of them.
         index = min((self.ids.index(token_id) for token_id in wanted if token_id in self.ids), default=None)
         return index if index is not None and self._before_content(index + 1) else None
 
@@ -106,10 +107,12 @@ class TailIds:
         alone = self._tail.alone
         if alone is None:
             return None
+        # Words of a content may be what the tail without it goes on with, so the close ends before them.
         cut = min(common_length(self._text, alone), self._tail.border)
         cut = self._token_border(cut)
         if any(map(self._closes.opens_a_role, self._control_ids_before(cut))):
             return None
+        # The template's own close is skipped: the sampled stop stands in its place.
         rest = self._encode_from(cut)
         if rest and self._is_close(rest[0], cut):
             return rest[1:]

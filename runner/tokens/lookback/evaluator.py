@@ -90,6 +90,7 @@ class Evaluator(ABC):
         Raises:
             Stopped: neither goes on.
         """
+        # Each way starts from the same state. While one is gone, the condition tells who decided, if it raises.
         before, ends = self._state, []
         self._conditions.append(condition)
         try:
@@ -289,6 +290,7 @@ class Evaluator(ABC):
         if within >= MACROS_DEEP or (within and not all(map(is_concrete, arguments))):
             return self._unfollowed(node, arguments)
         self._calling.append(node)
+        # A macro sees the scopes that it was defined in, and none of its caller's.
         hidden, self._state.scopes[macro.depth :] = self._state.scopes[macro.depth :], []
         given = {**dict(zip(names, arguments, strict=False)), **keywords}
         self._state.scopes.append({})

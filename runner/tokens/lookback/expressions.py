@@ -105,6 +105,7 @@ class Operations:
         return bool(value)
 
     def _truth_of_text(self, value: Text) -> bool | Given | Unknown:
+        # The sentinel ends the words, so a text that they end in is not empty.
         if value.has_end and (self._words is None or value is self._words):
             return True
         if any(isinstance(part, str) or getattr(part, "filled", False) for part in value.parts):

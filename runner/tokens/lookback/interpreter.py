@@ -255,6 +255,7 @@ class Interpreter(Evaluator):
         self._loop_known(node, values.items, Position(values.root, values.offset), values)
 
     def _loop_between(self, node: nodes.For, values: Past) -> None:
+        # Any message may come at any pass, so each role is tried, and what they leave is merged.
         heads: list[Value] = [Unknown(ends=True)]
         if values.messages:
             heads = [PastMessage(role, self._null_content) for role in ("system", "user", "assistant", "tool")]

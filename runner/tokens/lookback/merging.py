@@ -66,7 +66,7 @@ def merged(condition: Condition, one: Value, other: Value, symbols: Symbols) -> 
     if same(one, other):
         return one
     both = (one, other)
-    if any(map(acts, both)):
+    if any(map(acts, both)):  # what calling one of two macros does would have to be followed twice
         return UNTOLD
     if isinstance(one, Past) and isinstance(other, Past) and _end_alike(one, other):
         return Past(one.items, Root(min(one.least, other.least)), 0, (), one.messages, one.backwards)

@@ -23,6 +23,9 @@ __all__ = [
 ]
 
 
+# Positions are compared and subtracted within one root only: how many messages another one stands for is not known.
+
+
 def moved(sign: str, one: Value, other: Value) -> Value | None:
     """A position moved by a number, or the distance of two."""
     if isinstance(one, Position) and type(other) is int:

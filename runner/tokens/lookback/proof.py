@@ -134,7 +134,7 @@ def _thought(shape: Shape, thought: Value) -> dict[str, Value]:
 def _arguments(renderer: Renderer, number: int, last: bool, symbols: Symbols) -> Value:
     if last:
         return Text((END, '"}'), ("arguments",)) if renderer.text_arguments else Arguments(_filled(symbols, "argument"))
-    # A call may have no arguments at all.
+    # A call may have no arguments at all, and then an object is empty; as text it is "{}".
     return replace(_filled(symbols, "arguments", number), text=renderer.text_arguments, filled=renderer.text_arguments)
 
 

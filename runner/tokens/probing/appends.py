@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -105,6 +105,7 @@ class Passage:
         return int(self.source == "sampled")
 
 
+# A conversation in plain words, unlike those of probe_messages: check-template shows it to people, token by token.
 TOOLS: Sequence[ToolSchema] = [
     {
         "type": "function",
@@ -180,7 +181,7 @@ class _Trial:
     def verdict(self) -> Verdict:
         tried = [self._after(past, number) for number, past in enumerate(self._pasts)]
         worst = max(tried, key=lambda verdict: list(Exactness).index(verdict.result))
-        return Verdict(**{**_shallow(worst), "rewrites": any(verdict.rewrites for verdict in tried)})
+        return replace(worst, rewrites=any(verdict.rewrites for verdict in tried))
 
     def _after(self, past: Sequence[Message], number: int) -> Verdict:
         history = [*past, self._turn]
@@ -207,10 +208,6 @@ class _Trial:
             whole = self._bridger.first_prompt([*past, self._turn, *self._new], self._tools)
             return list(whole) != [*prompt, *sampled, *bridge.ids]
         return True
-
-
-def _shallow(verdict: Verdict) -> dict[str, Any]:
-    return {name: getattr(verdict, name) for name in Verdict.__dataclass_fields__}
 
 
 class _Speaker:

@@ -213,6 +213,7 @@ def _tools_position(probe: ProbeRenderer) -> ToolsPosition:
 def _parallel_results(probe: ProbeRenderer) -> Results:
     before = (QUESTION, calling({KEY: VALUE}, count=2), result(0))
     last = "zqsecondz"
+    # A block that both results share is closed behind the first one, where that is the last.
     one, both = probe.text(*before, tools=True), probe.text(*before, result(1, last), tools=True)
     if both is None or last not in both or RETURNED not in both:
         return Results.NOT_SHOWN
@@ -239,6 +240,7 @@ def _literals(probe: ProbeRenderer) -> Literals:
 
 
 def _null_content(probe: ProbeRenderer) -> NullContent:
+    # Two renders are compared, since a template may write the word None without being given any.
     shown = probe.text(QUESTION, CALL, result(), tools=True)
     null = calling({KEY: VALUE}, content=None)
     if probe.renderer.null_content:

@@ -31,6 +31,7 @@ def closes(probe: ProbeRenderer) -> tuple[str, str, str, tuple[str, ...]]:
     opener = (probe.text(QUESTION) or "").partition(ASKED)[0]
     first = _first_special(followed)
     at_end = _through_last_special(alone)
+    # Nothing of its own ends a turn, as in GLM's templates: a model stops with what opens the next message.
     if first and not special_tokens(alone) and opener.rstrip().endswith(_from(followed, first).rstrip()):
         openers = {first, *_opening_results(probe)}
         return "", at_end, "", tuple(sorted(openers))

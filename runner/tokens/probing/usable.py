@@ -83,6 +83,7 @@ def _raised(renderer: Renderer, error: TemplateRaised) -> UnusableTemplate:
 def _check_opened_once(renderer: Renderer, text: str) -> None:
     prompts = PromptRenderer(renderer)
     asked = prompts.generation_prompt
+    # A template that opens the turn by itself may double what asks for it, and then no prompt has it once.
     half = asked[: len(asked) // 2]
     doubled = bool(half.strip()) and asked == half * 2
     try:
