@@ -43,19 +43,16 @@ def _silent(line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from.
-
-    Attributes:
-        name: as it was asked for.
-        location: what vLLM loads: a folder, or a Hugging Face id.
-        folder: holds config.json, the tokenizer's files and the model's own chat template.
-        template: the name of the template of ours that serves the model, or None for the model's own.
-    """
+    """Where a model comes from."""
 
     name: str
+    """The model as it was asked for."""
     location: str
+    """What vLLM loads: a folder, or a Hugging Face id."""
     folder: Path
+    """The folder that holds config.json, the tokenizer's files and the model's own chat template."""
     template: str | None = None
+    """The name of the template of ours that serves the model, or None for the model's own."""
 
 
 def resolve_model(name: str | os.PathLike[str], *, say: Say = _silent) -> ModelSource:
@@ -217,6 +214,7 @@ def _demo_folder() -> Path:
 
 
 def _writable(path: Path) -> bool:
+    # Folders on the way may be missing: whether they can be made, the nearest one that exists decides.
     nearest = next(parent for parent in path.parents if parent.exists())
     return os.access(nearest, os.W_OK | os.X_OK)
 
@@ -257,7 +255,7 @@ def _fetched_file(folder: Path, say: Say) -> Path:
 @contextmanager
 def _lock(path: Path, say: Say) -> Iterator[None]:
     with path.open("w") as file:
-        try:
+        try:  # without waiting first, so that whoever has to wait is told why
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say("another process is converting the demo model; waiting for it")
@@ -267,6 +265,7 @@ def _lock(path: Path, say: Say) -> Iterator[None]:
 
 def _convert_into(folder: Path, carried: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        # Beside the place where it will be, so that renaming makes it appear in one step.
         made = Path(temporary, folder.name)
         # In a process of its own: torch, its threads and its noise stay out of ours.
         command = [sys.executable, "-m", "runner.models", str(carried), str(made)]

@@ -19,7 +19,8 @@ from runner import models
 from runner.errors import BadModel, BadTemplate
 from runner.models import ModelSource, chat_template, demo_model, resolve_model, stop_ids
 from runner.tokens.probing.traits import profile_of
-from runner.tokens.template import ChatTemplate, missing_tool_property
+from runner.tokens.template import ChatTemplate
+from runner.tokens.tool_support import missing_tool_property
 from tests.conformance.corpus import corpus
 
 

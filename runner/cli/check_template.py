@@ -302,7 +302,7 @@ def _shown(value: TraitValue) -> str:
 
 def _appends(verdicts: Sequence[Verdict]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("append", "bridge", "hung on", "close", "work follows", ""):
+    for column in ("append", "bridge", "attached after", "close", "work follows", ""):
         table.add_column(column)
     for verdict in verdicts:
         exact = verdict.result is not Exactness.UNSUPPORTED

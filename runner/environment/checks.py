@@ -11,7 +11,7 @@ from runner.episode.hooks import Hooks
 from runner.episode.model import ChatModel
 from runner.errors import BadEnvironment, BadOption, BadTemplate, DeltarunnerError
 from runner.scoring import ScorerKind
-from runner.tokens.template import require_tools
+from runner.tokens.tool_support import require_tools
 
 __all__ = ["as_environment", "check_playable", "check_tools", "common_system_prompt"]
 

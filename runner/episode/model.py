@@ -14,7 +14,7 @@ from runner.parsing.detect import detect_format
 from runner.parsing.reasoning import OPEN as REASONING_OPEN
 from runner.tokens.bridging.bridge import Bridge, Bridger
 from runner.tokens.bridging.tail import Tail
-from runner.tokens.template import Renderer, ToolSchema
+from runner.tokens.template import Renderer
 from runner.trajectory import Turn
 
 __all__ = ["ChatModel"]
@@ -64,29 +64,13 @@ class ChatModel:
             return turn.stop
         return None
 
-    def bridge(
-        self,
-        turn: Turn,
-        history: Sequence[Message],
-        new: Sequence[Message],
-        tools: Sequence[ToolSchema],
-        tail: Tail,
-    ) -> Bridge:
+    def bridge(self, turn: Turn, tail: Tail) -> Bridge:
         """The bridge from a turn to what answers it.
 
         Raises:
             Unbridgeable: there is none that is exact.
         """
-        return self.bridger.bridge(
-            history,
-            new,
-            tools,
-            sampled=turn.token_ids,
-            stop=self.closing_stop(turn),
-            thinking=turn.thinking,
-            turn=turn.number,
-            tail=tail,
-        )
+        return self.bridger.join(tail, sampled=turn.token_ids, stop=self.closing_stop(turn), thinking=turn.thinking)
 
     def _render_probe(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
         return self.renderer.render(messages, tools=tools, generation_prompt=False)

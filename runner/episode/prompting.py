@@ -20,7 +20,7 @@ from runner.tokens.bridging.bridge import Bridge
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
 from runner.tokens.log import Source, TokenLog
-from runner.tokens.shape import is_plain
+from runner.tokens.shape import AnsweredTurn, is_plain
 from runner.trajectory import Outcome, Segment, Turn
 
 __all__ = [
@@ -153,12 +153,12 @@ async def _answering(conversation: ConversationState, segment: Segment, new: Seq
 
 
 async def _bridge(conversation: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas) -> Bridge:
-    chat, last, plain = conversation.chat, conversation.turns[-1], conversation.plain
-    tail = chat.bridger.tail_at_once(segment.messages, new, tools, turn=last.number, plain=plain)
+    bridger, last = conversation.chat.bridger, conversation.turns[-1]
+    answered = AnsweredTurn(segment.messages, new, tools, last.number, conversation.plain)
+    tail = bridger.tail_at_once(answered)
     if tail is None:
-        render = partial(chat.bridger.tail, segment.messages, new, tools, turn=last.number, plain=plain)
-        tail = await _in_thread(conversation, render)
-    return chat.bridge(last, segment.messages, new, tools, tail)
+        tail = await _in_thread(conversation, partial(bridger.tail, answered))
+    return conversation.chat.bridge(last, tail)
 
 
 async def _forked(

@@ -14,16 +14,15 @@ from runner.messages import Message
 from runner.parsing.base import ToolFormat
 from runner.parsing.hermes import Hermes
 from runner.parsing.pythonic import Pythonic
+from runner.tokens.probe_messages import AGAIN_ASKED, KEY, QUESTION, TOOL, TOOLS, VALUE, calling, result
 
 __all__ = ["Render", "detect_format"]
 
 Render: TypeAlias = Callable[[list[Message], list[dict[str, Any]]], str]
 """A chat template as a function of messages and OpenAI tools, without a generation prompt."""
 
-_TOOL, _PARAMETER, _VALUE = "probe_tool", "probe_parameter", "q7probe7value"
-_PROBES: tuple[Any, ...] = ({_PARAMETER: _VALUE}, json.dumps({_PARAMETER: _VALUE}))  # some take arguments as text only
-_PYTHONIC = re.compile(rf"\[{_TOOL}\({_PARAMETER}=(['\"]){_VALUE}\1\)\]")
-_HERMES = re.compile(rf"<tool_call>\s*(\{{[^<>]*{_VALUE}[^<>]*\}})\s*</tool_call>")
+_PYTHONIC = re.compile(rf"\[{TOOL}\({KEY}=(['\"]){VALUE}\1\)\]")
+_HERMES = re.compile(rf"<tool_call>\s*(\{{[^<>]*{VALUE}[^<>]*\}})\s*</tool_call>")
 
 
 def detect_format(render: Render) -> ToolFormat | None:
@@ -32,8 +31,9 @@ def detect_format(render: Render) -> ToolFormat | None:
     Args:
         render: the template; it is asked for one message with a call and its output is looked at, not its source.
     """
-    for arguments in _PROBES:
-        text = _rendered_call(render, arguments)
+    for arguments in ({KEY: VALUE}, json.dumps({KEY: VALUE})):  # some templates take arguments as text only
+        # The result stands behind the call, since some templates drop calls that nothing answers.
+        text = _rendered(render, calling(arguments), result())
         calls = _PYTHONIC.search(text)
         if calls is not None and _stand_alone(render, text, calls):
             return Pythonic()
@@ -42,20 +42,9 @@ def detect_format(render: Render) -> ToolFormat | None:
     return None
 
 
-def _rendered_call(render: Render, arguments: Any) -> str:
-    call: Any = {"id": "call_0", "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
-    return _rendered(
-        render,
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "done", "tool_call_id": "call_0", "name": _TOOL},
-    )
-
-
 def _rendered(render: Render, *messages: Message) -> str:
-    parameters = {"type": "object", "properties": {_PARAMETER: {"type": "string"}}, "required": [_PARAMETER]}
-    function = {"name": _TOOL, "description": "A tool.", "parameters": parameters}
     try:
-        return render([{"role": "user", "content": "Go on."}, *messages], [{"type": "function", "function": function}])
+        return render([QUESTION, *messages], [*TOOLS])
     # A template is a program of its own: these are what one raises on a message that it does not know.
     except (BadTemplate, TemplateError, TypeError, ValueError, LookupError, AttributeError):
         return ""
@@ -63,8 +52,8 @@ def _rendered(render: Render, *messages: Message) -> str:
 
 def _stand_alone(render: Render, text: str, calls: re.Match[str]) -> bool:
     """The calls stand where content would; LFM2 puts tokens of its own around them, which is another format."""
-    content = _rendered(render, {"role": "assistant", "content": _VALUE}, {"role": "user", "content": "done"})
-    before, _, after = content.partition(_VALUE)
+    content = _rendered(render, {"role": "assistant", "content": VALUE}, AGAIN_ASKED)
+    before, _, after = content.partition(VALUE)
     left, right = text[: calls.start()], text[calls.end() :]
     return left.rstrip() == before.rstrip() and right.lstrip()[:4] == after.lstrip()[:4]
 
@@ -74,4 +63,4 @@ def _is_hermes_call(text: str) -> bool:
         call = json.loads(text)
     except ValueError:
         return False
-    return call.get("name") == _TOOL and "arguments" in call
+    return call.get("name") == TOOL and "arguments" in call

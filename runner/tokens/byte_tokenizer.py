@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 
-from runner.tokens.content_encoding import Borders, Content, blotted
+from runner.tokens.content_encoding import Borders, Content, masked
 from runner.tokens.pieces import Words
 from runner.tokens.tokenizer import without_surrogates
 
@@ -14,7 +14,7 @@ __all__ = ["ByteTokenizer"]
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8; control tokens follow, in the order given.
+    """A `Tokenizer` whose ids 0 to 255 are the bytes of UTF-8; control tokens follow, in the order given.
 
     Args:
         control_tokens: further control tokens, after ChatML's.
@@ -55,16 +55,11 @@ class ByteTokenizer:
         longest_first = sorted(names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
         self._borders = Borders(names)
-        self._blot = next(char for char in map(chr, range(256, 512)) if not any(char in name for name in names))
+        self._mask = next(char for char in map(chr, range(256, 512)) if not any(char in name for name in names))
 
     def encode(self, text: str, content: Content = ()) -> list[int]:
-        """Ids of `text`, none added; see `Tokenizer`.
-
-        Raises:
-            ValueError: the spans are not sorted, not disjoint, or not within the text.
-        """
         text = without_surrogates(text)
-        scaffold = blotted(text, content, lambda said: self._blot * len(said)) if content else text
+        scaffold = masked(text, content, lambda said: self._mask * len(said)) if content else text
         ids: list[int] = []
         end = 0
         for match in self._pattern.finditer(scaffold):
@@ -75,11 +70,9 @@ class ByteTokenizer:
         return ids
 
     def holds_control(self, text: str) -> bool:
-        """Whether `text` as content could form a control token; see `Tokenizer`."""
         return self._pattern.search(text) is not None or self._borders.touched_by(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; see `Tokenizer`."""
         pieces = self._bytes
         return b"".join([pieces.get(token_id, b"") for token_id in ids]).decode(errors="replace")
 
@@ -90,5 +83,4 @@ class ByteTokenizer:
         return self._control.get(token)
 
     def normalize(self, text: str) -> str:
-        """`text` as it is kept; see `Tokenizer`."""
         return without_surrogates(text)

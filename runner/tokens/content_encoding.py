@@ -1,7 +1,7 @@
 """Added tokens: which control text stands in a text, and encoding in which user and tool content forms none.
 
 A tokenizer looks for its added tokens in the raw text, wherever it came from. Here they are looked for with the
-content blotted out, by the library itself, so that its rules hold (longest first, white space swallowed, single words,
+content masked out, by the library itself, so that its rules hold (longest first, white space swallowed, single words,
 normalised forms). Each one found is written as a mark that no text holds, and the marked text is encoded in one go by
 a twin tokenizer: the same model, normaliser and pre-tokenizer, and no added tokens but the marks and the words.
 
@@ -20,7 +20,16 @@ from typing import Any
 
 import tokenizers
 
-__all__ = ["AddedTokens", "Borders", "Content", "blotted", "check_content", "deaf_model", "learnt_words", "written"]
+__all__ = [
+    "AddedTokens",
+    "Borders",
+    "Content",
+    "check_content",
+    "learnt_words",
+    "masked",
+    "model_without_control_tokens",
+    "written",
+]
 
 Content = Sequence[tuple[int, int]]
 """Sorted, disjoint spans of a text, as indices into it: what users and tools said."""
@@ -39,8 +48,8 @@ def check_content(text: str, content: Content) -> None:
         end = stop
 
 
-def blotted(text: str, content: Content, blot: Callable[[str], str]) -> str:
-    """`text` with each span of content replaced by what `blot` makes of it, which has the same length.
+def masked(text: str, content: Content, mask: Callable[[str], str]) -> str:
+    """`text` with each span of content replaced by what `mask` makes of it, which has the same length.
 
     Raises:
         ValueError: the spans are not sorted, not disjoint, or not within the text.
@@ -49,7 +58,7 @@ def blotted(text: str, content: Content, blot: Callable[[str], str]) -> str:
     parts: list[str] = []
     end = 0
     for start, stop in content:
-        parts += text[end:start], blot(text[start:stop])
+        parts += text[end:start], mask(text[start:stop])
         end = stop
     return "".join((*parts, text[end:]))
 
@@ -83,24 +92,22 @@ class AddedTokens:
 
     Args:
         tokenizer: the library's tokenizer.
-        deaf: what the twin encodes with, where the tokenizer's own model makes control tokens of plain text.
+        model: what the twin encodes with, where the tokenizer's own model makes control tokens of plain text.
         visible: what the normaliser makes of a text, as far as decoding does not undo it.
         words: names of added tokens that are words of the model, white space among them.
-
-    Attributes:
-        control_ids: ids of all added tokens but those words, which control nothing.
     """
 
     def __init__(
         self,
         tokenizer: tokenizers.Tokenizer,
-        deaf: tokenizers.models.Model | None,
+        model: tokenizers.models.Model | None,
         visible: Callable[[str], str],
         words: Set[str],
     ) -> None:
         added = sorted(tokenizer.get_added_tokens_decoder().items())
         self._control = [(token_id, token) for token_id, token in added if token.content not in words]
         self.control_ids = frozenset(token_id for token_id, _ in self._control)
+        """The ids of all added tokens but those words, which control nothing."""
         self._visible = visible
         names = [token.content for _, token in self._control]
         self._normalizer = tokenizer.normalizer
@@ -109,11 +116,11 @@ class AddedTokens:
         matched = [self._normalizer.normalize_str(name) for name in names] if self._normalizes_first else []
         self._borders = Borders({*names, *map(visible, names), *matched})
         self._finder = _finder(tokenizer, [token for _, token in added])
-        self._places = {self._finder.token_to_id(name): place for place, name in enumerate(names)}
+        self._indices = {self._finder.token_to_id(name): index for index, name in enumerate(names)}
         self._single_words = any(token.single_word for _, token in added)
-        self._word, self._other = _blots("".join((*names, *words, *map(visible, names))))
+        self._word, self._other = _mask_characters("".join((*names, *words, *map(visible, names))))
         self._stem = f"{self._word}{secrets.token_hex(12)}n"  # no word begins before it and ends in it
-        self._tokenizer, self._deaf = tokenizer, deaf
+        self._tokenizer, self._model = tokenizer, model
         plain = [(token_id, token) for token_id, token in added if token.content in words]
         cut = self._normalizes_first or any(token.single_word for _, token in plain)
         self._cut = [(token_id, token) for token_id, token in plain if cut and not token.normalized]
@@ -138,23 +145,24 @@ class AddedTokens:
         return [ids.get(token_id, token_id) for token_id in twin.encode(marked, add_special_tokens=False).ids]
 
     def _found(self, text: str) -> list[tuple[int, int, int]]:
-        """The control tokens in `text`: place in the list, start, stop; white space that they swallow included."""
+        """The control tokens in `text`: index in the list, start, stop; white space that they swallow included."""
         found = self._finder.encode(text, add_special_tokens=False)
-        if len(found.ids) < 2 and not set(found.ids) & self._places.keys():
+        # The finder takes all between two tokens for one word, so a text without any is a single id.
+        if len(found.ids) < 2 and not set(found.ids) & self._indices.keys():
             return []
-        places = self._places
-        return [(places[i], *span) for i, span in zip(found.ids, found.offsets, strict=True) if i in places]
+        indices = self._indices
+        return [(indices[i], *span) for i, span in zip(found.ids, found.offsets, strict=True) if i in indices]
 
     def _scaffold(self, text: str, content: Content) -> Iterator[tuple[int, int, int]]:
         """The control tokens outside `content`; they may swallow white space of it, as they do in any text."""
         said = list(self._without_words(text, content)) if self._cut else content
-        for place, start, stop in self._found(blotted(text, said, self._blot)):
-            token = self._control[place][1]
+        for index, start, stop in self._found(masked(text, said, self._mask)):
+            token = self._control[index][1]
             name = text[start:stop]
             first = stop - len(name.lstrip(_SPACES)) if token.lstrip or self._is_normalized(token) else start
             last = start + len(name.rstrip(_SPACES)) if token.rstrip else stop
             if not any(begin < last and first < end for begin, end in content if begin < end):
-                yield place, start, stop
+                yield index, start, stop
 
     def _without_words(self, text: str, content: Content) -> Iterator[tuple[int, int]]:
         """What of `content` is no word that is cut out: the neighbours of such a word see that it is one."""
@@ -167,41 +175,41 @@ class AddedTokens:
             yield begin, end
 
     def _between(self, text: str, found: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-        """The words between the control tokens `found` that are cut out as those are: place, start, stop."""
+        """The words between the control tokens `found` that are cut out as those are: index, start, stop."""
         taken: list[tuple[int, int]] = []
         for _, start, stop in found:  # neighbours may have swallowed the same white space
             begin = max(start, taken[-1][1]) if taken else start
             taken.append((begin, max(begin, stop)))
-        finder, places = self._word_finder
-        seen = finder.encode(blotted(text, taken, self._blot), add_special_tokens=False)
+        finder, indices = self._word_finder
+        seen = finder.encode(masked(text, taken, self._mask), add_special_tokens=False)
         for token_id, (start, stop) in zip(seen.ids, seen.offsets, strict=True):
-            if token_id in places and not any(begin < stop and start < end for begin, end in taken):
-                yield places[token_id], start, stop
+            if token_id in indices and not any(begin < stop and start < end for begin, end in taken):
+                yield indices[token_id], start, stop
 
-    def _blot(self, said: str) -> str:
+    def _mask(self, said: str) -> str:
         """As many characters, none of them in a control token; what the neighbours can see of `said` is kept."""
         core = said.strip(_SPACES)
         if not core:
             return said
         begin = said.index(core[0])
         before, after = said[:begin], said[begin + len(core) :]
-        blot = self._other * len(core)
+        mask = self._other * len(core)
         if self._single_words:
             first, last = (self._word if _is_word(char) else self._other for char in (core[0], core[-1]))
-            blot = (first + blot[1:-1] + last)[-len(core) :]
-        return before + blot + after
+            mask = (first + mask[1:-1] + last)[-len(core) :]
+        return before + mask + after
 
     def _marked(self, text: str, found: Sequence[tuple[int, int, int]]) -> str:
         """`text` with marks for what was found; normalised where the twin does not do that itself."""
         parts: list[str] = []
         stretch, before, end = "", "", 0
-        for place, start, stop in found:
+        for index, start, stop in found:
             stretch += text[end:start]
-            if self._is_normalized(self._marks[place][1]):
-                before = before if stretch else self._before_first(place, text[start:stop])
-                stretch += self._mark(place)
+            if self._is_normalized(self._marks[index][1]):
+                before = before if stretch else self._before_first(index, text[start:stop])
+                stretch += self._mark(index)
             else:
-                parts += self._normalized(stretch, before), self._mark(place)
+                parts += self._normalized(stretch, before), self._mark(index)
                 stretch = before = ""
             end = max(end, stop)
         return "".join((*parts, self._normalized(stretch + text[end:], before)))
@@ -213,9 +221,9 @@ class AddedTokens:
         text: str = self._normalizer.normalize_str(stretch)
         return before + text[text.index(self._stem) :] if stretch.startswith(self._stem) else text
 
-    def _before_first(self, place: int, found: str) -> str:
+    def _before_first(self, index: int, found: str) -> str:
         """What normalising writes before a normalised token at the start of a stretch, less what is the token's."""
-        token = self._marks[place][1]
+        token = self._marks[index][1]
         name: str = self._normalizer.normalize_str(token.content)
         before: str = self._normalizer.normalize_str(found).partition(name)[0]
         return before.rstrip(_SPACES) if token.lstrip else before
@@ -223,21 +231,21 @@ class AddedTokens:
     def _is_normalized(self, token: tokenizers.AddedToken) -> bool:
         return self._normalizes_first and bool(token.normalized)
 
-    def _mark(self, place: int) -> str:
+    def _mark(self, index: int) -> str:
         # It ends in digits, which compose with no accent that may follow.
-        return f"{self._stem}{place:06}"
+        return f"{self._stem}{index:06}"
 
     @functools.cached_property
     def _twin(self) -> tuple[tokenizers.Tokenizer, dict[int | None, int]]:
         """The twin, and what its ids for added tokens stand for."""
-        twin = tokenizers.Tokenizer(self._deaf or self._tokenizer.model)
+        twin = tokenizers.Tokenizer(self._model or self._tokenizer.model)
         twin.pre_tokenizer = self._tokenizer.pre_tokenizer
         if not self._normalizes_first:
             twin.normalizer = self._tokenizer.normalizer
         # Ids go on behind the number of learnt tokens, which is not behind their ids where some are left out.
         learnt = twin.get_vocab(with_added_tokens=False)
         gaps = max(learnt.values(), default=-1) + 1 - len(learnt)
-        marks = {self._mark(place): token_id for place, (token_id, _) in enumerate(self._marks)}
+        marks = {self._mark(index): token_id for index, (token_id, _) in enumerate(self._marks)}
         names = [*(f"{self._stem}gap{index}" for index in range(gaps)), *marks]
         kept = {token_id: self._as_seen(token) for token_id, token in self._kept}
         twin.add_tokens([*(tokenizers.AddedToken(name, normalized=False) for name in names), *kept.values()])
@@ -246,7 +254,7 @@ class AddedTokens:
 
     @functools.cached_property
     def _word_finder(self) -> tuple[tokenizers.Tokenizer, dict[int | None, int]]:
-        """What finds the words that are cut out, and the places of its ids among the marks."""
+        """What finds the words that are cut out, and the indices of its ids among the marks."""
         finder = _finder(self._tokenizer, [token for _, token in self._cut])
         first = len(self._control)
         return finder, {finder.token_to_id(token.content): first + i for i, (_, token) in enumerate(self._cut)}
@@ -283,7 +291,7 @@ _SPACE_WRITTEN = "\u2581"
 """For a space, in vocabularies that were SentencePiece's."""
 
 
-def deaf_model(settings: Mapping[str, Any], names: Iterable[str]) -> tokenizers.models.Model | None:
+def model_without_control_tokens(settings: Mapping[str, Any], names: Iterable[str]) -> tokenizers.models.Model | None:
     """A model with the same ids that makes none of `names` out of plain text; None where it makes none anyway.
 
     A model that learnt control tokens as words, as Unigram models do, needs no added token to make them.
@@ -304,11 +312,11 @@ def deaf_model(settings: Mapping[str, Any], names: Iterable[str]) -> tokenizers.
     kept = [merge for merge in merges if "".join(merge) not in inside and not inside.intersection(merge)]
     if is_bpe and len(kept) == len(merges) and not settings.get("ignore_merges"):
         return None
-    unheard = f"zq{secrets.token_hex(12)}"
+    renamed_by = f"zq{secrets.token_hex(12)}"
     renamed: Any = (
-        {unheard + name if name in inside else name: token_id for name, token_id in vocabulary.items()}
+        {renamed_by + name if name in inside else name: token_id for name, token_id in vocabulary.items()}
         if isinstance(vocabulary, dict)
-        else [[unheard + name if name in inside else name, score] for name, score in vocabulary]
+        else [[renamed_by + name if name in inside else name, score] for name, score in vocabulary]
     )
     changed = {**settings, "vocab": renamed} | ({"merges": kept} if is_bpe else {})
     model: tokenizers.models.Model = tokenizers.Tokenizer.from_str(
@@ -342,7 +350,7 @@ def _copy(token: tokenizers.AddedToken, **changed: Any) -> tokenizers.AddedToken
     return tokenizers.AddedToken(**({name: getattr(token, name) for name in names} | changed))
 
 
-def _blots(names: str) -> tuple[str, str]:
+def _mask_characters(names: str) -> tuple[str, str]:
     """A letter and a sign that are in none of the names and that no normaliser changes."""
     return next(char for char in "жщыэю" if char not in names), next(char for char in "☃☎♞⚓" if char not in names)
 

@@ -14,10 +14,14 @@ __all__ = ["Source", "TokenLog", "VersionSpan"]
 class Source(enum.IntEnum):
     """Where an id came from. Only SAMPLED ids are trained on."""
 
-    PROMPT = 0  # the first render of the segment
-    BRIDGE = 1  # what the template put between two sampled turns, new messages included
-    SAMPLED = 2  # what the model sampled in this segment
-    RETRIED = 3  # sampled too, then taken back: the turn was played again in a later segment
+    PROMPT = 0
+    """The first render of the segment."""
+    BRIDGE = 1
+    """What the template put between two sampled turns, new messages included."""
+    SAMPLED = 2
+    """What the model sampled in this segment."""
+    RETRIED = 3
+    """Sampled too, then taken back: the turn was played again in a later segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +35,26 @@ class VersionSpan:
 
 @dataclass(slots=True)
 class TokenLog:
-    """Every id of one segment, with parallel arrays; no object per id is kept.
-
-    Attributes:
-        ids: token ids, shape [length], int32.
-        logprobs: log-probability of each sampled id in nats, NaN for ids that were not sampled or where the
-            engine gave none; shape [length], float32.
-        sources: a `Source` for each id; shape [length], int8.
-        versions: the weight versions of the sampled ids, as spans in order.
-    """
+    """Every id of one segment, with parallel arrays; no object per id is kept."""
 
     ids: array[int] = field(default_factory=lambda: array("i"))
+    """The token ids, shape [length], int32."""
     logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """The log-probability of each sampled id in nats.
+
+    NaN for ids that were not sampled or where the engine gave none; shape [length], float32.
+    """
     sources: array[int] = field(default_factory=lambda: array("b"))
+    """A `Source` for each id, shape [length], int8."""
     versions: list[VersionSpan] = field(default_factory=list)
+    """The weight versions of the sampled ids, as spans in order."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def append_prompt(self, ids: Iterable[int], source: Source) -> None:
         """Append ids that nobody sampled: the first prompt or a bridge."""
-        before = len(self.ids)
+        before = len(self.ids)  # `ids` may be any iterable, so what was added is counted afterwards
         self.ids.extend(ids)
         added = len(self.ids) - before
         self.logprobs.extend(array("f", [math.nan]) * added)
@@ -87,6 +90,7 @@ class TokenLog:
         return self.sources.tobytes().count(_SAMPLED)
 
 
+# Tables for `bytes.translate`, which goes over the ids of a long episode without a loop in Python.
 _SAMPLED = bytes([Source.SAMPLED])
 _TAKEN_BACK = bytes(Source.RETRIED if value == Source.SAMPLED else value for value in range(256))
 _MASK = bytes(1 if value == Source.SAMPLED else 0 for value in range(256))

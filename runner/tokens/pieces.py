@@ -15,20 +15,18 @@ class Words:
     """A vocabulary of words and single bytes, as SentencePiece makes them.
 
     A run of byte ids is a text where all of it is valid UTF-8, and one U+FFFD for each byte where any of it is not.
-
-    Attributes:
-        texts: the text of each id, shape [size]; None for ids that are not in the vocabulary, which are passed over.
-        bytes: the byte of each id that stands for one.
-        space: the character that may be dropped at the very beginning.
-        dropped: how many of them are, at most.
-        rewritten: what decoding writes in another way wherever it stands, such as "▁" for a space, and how.
     """
 
     texts: Sequence[str | None]
+    """The text of each id, shape [size]; None for ids that are not in the vocabulary, which are passed over."""
     bytes: Mapping[int, int]
+    """The byte of each id that stands for one."""
     space: str
+    """The character that may be dropped at the very beginning."""
     dropped: int
+    """How many such characters are dropped, at most."""
     rewritten: Sequence[tuple[str, str]]
+    """What decoding writes in another way wherever it stands, such as "▁" for a space, and how."""
 
 
 def byte_pieces(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int], size: int) -> list[bytes] | None:

@@ -38,17 +38,14 @@ class PrefixResult(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PrefixReplacement:
-    """The next prompt, or why there is none.
-
-    Attributes:
-        ids: the next prompt; None where it is refused.
-        result: what was done, or the refusal's name.
-        explanation: a refusal for people, with positions; "" where there is nothing to explain.
-    """
+    """The next prompt, or why there is none."""
 
     ids: list[int] | None
+    """The next prompt; None where it is refused."""
     result: PrefixResult
+    """What was done, or the refusal's name."""
     explanation: str = ""
+    """A refusal for people, with positions; "" where there is nothing to explain."""
 
 
 def replace_prefix_tokens(

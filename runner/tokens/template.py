@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import hashlib
 import json
@@ -22,15 +21,14 @@ import jinja2.sandbox
 
 from runner.errors import BadTemplate
 from runner.messages import canonical_json
+from runner.tokens.probe_messages import CALL, QUESTION, TOOLS, VALUE, result
 
 __all__ = [
     "ChatTemplate",
     "Renderer",
     "TemplateRaised",
-    "ToolProperty",
+    "ToolSchema",
     "environment",
-    "missing_tool_property",
-    "require_tools",
     "two_templates",
 ]
 
@@ -47,17 +45,14 @@ class TemplateRaised(BadTemplate):
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """The text of a chat template and the names it expects, such as `bos_token`.
-
-    Attributes:
-        text: jinja2 source.
-        name: what people call it: a bundled name, a file, or the model it came with.
-        variables: strings that the template reads by name, mostly the vocabulary's control tokens.
-    """
+    """The text of a chat template and the names it expects, such as `bos_token`."""
 
     text: str
+    """The jinja2 source."""
     name: str
+    """What people call the template: a bundled name, a file, or the model it came with."""
     variables: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Strings that the template reads by name, mostly the vocabulary's control tokens."""
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:
@@ -108,33 +103,31 @@ def two_templates(with_tools: str, without: str, *, name: str) -> ChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """A template with its options and its clock fixed, so that one conversation always renders to one text.
-
-    Attributes:
-        template: what is rendered.
-        options: names that the template reads, such as `enable_thinking`.
-        now: the time that the template sees.
-        text_arguments: the template wants the arguments of a tool call as JSON text, not as an object; probed.
-        null_content: it shows calls only where there is no content, not where it is empty; probed.
-        context: what the template is given beside the messages, the tools and whether it asks.
-    """
+    """A template with its options and its clock fixed, so that one conversation always renders to one text."""
 
     template: ChatTemplate
+    """What is rendered."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Names that the template reads, such as `enable_thinking`."""
     now: datetime = field(default_factory=datetime.now)
+    """The time that the template sees."""
     text_arguments: bool = field(init=False, default=False)
+    """Whether the template wants the arguments of a tool call as JSON text, not as an object; found by rendering."""
     null_content: bool = field(init=False, default=False)
+    """Whether it shows calls only where there is no content, not where it is empty; found by rendering."""
     _compiled: jinja2.Template = field(init=False, repr=False, compare=False)
     context: dict[str, Any] = field(init=False, repr=False, compare=False)
+    """What the template is given beside the messages, the tools and whether it asks."""
 
     def __post_init__(self) -> None:
         context = {**self.template.variables, **self.options, "strftime_now": self.now.strftime}
         object.__setattr__(self, "_compiled", _compile(self.template.text, self.template.name))
         object.__setattr__(self, "context", context)
+        # The instance is frozen for others; here it renders itself to find the form that its template wants.
         for text_arguments, null_content in _FORMS:
             object.__setattr__(self, "text_arguments", text_arguments)
             object.__setattr__(self, "null_content", null_content)
-            if _shows_arguments(self, _PROBE):
+            if _shows_arguments(self):
                 return
         object.__setattr__(self, "text_arguments", False)
         object.__setattr__(self, "null_content", False)
@@ -154,6 +147,7 @@ class Renderer:
         if self.null_content:
             messages = [_with_null_content(message) for message in messages]
         try:
+            # None for no tools, as transformers has it: some templates begin a block of tools for an empty list.
             return self._compiled.render(
                 self.context, messages=messages, tools=[*tools] or None, add_generation_prompt=generation_prompt
             )
@@ -174,103 +168,20 @@ class Renderer:
     def rendered(self) -> str:
         """Renders of a question, a call and its result, with tools and without; "" where the template raises."""
         parts: list[str] = []
-        for tools in ([_PROBE_TOOL], []):
+        for tools in (TOOLS, []):
             with suppress(TemplateRaised):
                 parts.append(self.render(_PROBE, tools=tools))
         return "\n".join(parts)
 
 
-class ToolProperty(enum.StrEnum):
-    """What a template must do for an environment with tools."""
-
-    DEFINITIONS = "tool_definitions"  # the model is shown the tools
-    CALLS = "tool_calls"  # an assistant turn shows its calls, names and arguments
-    RESULTS = "tool_results"  # the model is shown what a tool returned
-
-
-_MISSING = {
-    ToolProperty.DEFINITIONS: "it does not show the tools to the model",
-    ToolProperty.CALLS: "it drops the calls of an assistant turn",
-    ToolProperty.RESULTS: "it drops the results of a tool",
-}
-
-
-def missing_tool_property(renderer: Renderer) -> ToolProperty | None:
-    """The first thing that the template does not do for an environment with tools, found by rendering."""
+def _shows_arguments(renderer: Renderer) -> bool:
     try:
-        shown = renderer.render(_PROBE[:1], tools=[_PROBE_TOOL])
-    except TemplateRaised:
-        return ToolProperty.DEFINITIONS
-    if _TOOL not in shown:
-        return ToolProperty.DEFINITIONS
-    if not _shows_calls(renderer):
-        return ToolProperty.CALLS
-    return None if _shown(renderer, _PROBE, (_RESULT,), [_PROBE_TOOL]) else ToolProperty.RESULTS
-
-
-def _shows_calls(renderer: Renderer) -> bool:
-    """The definition names tool and arguments too, so a call is looked for without it, and by its value else."""
-    return _shown(renderer, _PROBE[:2], (_TOOL, _ARGUMENT, _VALUE), []) or _shown(
-        renderer, _PROBE[:2], (_VALUE,), [_PROBE_TOOL]
-    )
-
-
-def _shown(
-    renderer: Renderer, messages: Sequence[MessageView], needles: Sequence[str], tools: Sequence[ToolSchema]
-) -> bool:
-    try:
-        text = renderer.render(messages, tools=tools, generation_prompt=False)
+        return VALUE in renderer.render(_PROBE, tools=TOOLS)
     except TemplateRaised:
         return False
-    return all(needle in text for needle in needles)
 
 
-def require_tools(renderer: Renderer) -> None:
-    """Refuse a template that cannot carry tools.
-
-    Raises:
-        BadTemplate: names the missing property and the fix.
-    """
-    missing = missing_tool_property(renderer)
-    if missing is not None:
-        raise BadTemplate(
-            f"template {renderer.template.name!r} cannot serve an environment with tools ({missing}): "
-            f"{_MISSING[missing]}. Give --template pythonic, --template hermes, or the path of a .jinja file."
-        )
-
-
-# Names that no template writes of itself. The id has nine letters and digits, since Mistral's templates insist.
-_TOOL, _ARGUMENT, _VALUE, _RESULT, _CALL_ID = "probetool", "probekey", "probevalue", "proberesult", "probe0001"
-_PROBE_TOOL: ToolSchema = {
-    "type": "function",
-    "function": {
-        "name": _TOOL,
-        "description": "A tool.",
-        "parameters": {
-            "type": "object",
-            "properties": {_ARGUMENT: {"type": "string", "description": "A word."}},
-            "required": [_ARGUMENT],
-        },
-    },
-}
-_PROBE: list[MessageView] = [
-    {"role": "user", "content": "A question."},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"id": _CALL_ID, "type": "function", "function": {"name": _TOOL, "arguments": {_ARGUMENT: _VALUE}}}
-        ],
-    },
-    {"role": "tool", "content": _RESULT, "tool_call_id": _CALL_ID, "name": _TOOL},
-]
-
-
-def _shows_arguments(renderer: Renderer, messages: Sequence[MessageView]) -> bool:
-    try:
-        return _VALUE in renderer.render(messages, tools=[_PROBE_TOOL])
-    except TemplateRaised:
-        return False
+_PROBE: Sequence[MessageView] = (QUESTION, CALL, result())
 
 
 _FORMS = ((False, False), (True, False), (False, True), (True, True))

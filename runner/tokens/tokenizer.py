@@ -14,7 +14,14 @@ from typing import Any, Protocol
 import tokenizers
 
 from runner.errors import BadModel
-from runner.tokens.content_encoding import AddedTokens, Content, check_content, deaf_model, learnt_words, written
+from runner.tokens.content_encoding import (
+    AddedTokens,
+    Content,
+    check_content,
+    learnt_words,
+    model_without_control_tokens,
+    written,
+)
 from runner.tokens.pieces import Words, byte_pieces, words
 from runner.tokens.vocabulary_files import VocabularyFiles, read_vocabulary_files
 
@@ -30,30 +37,31 @@ __all__ = [
 
 
 class Tokenizer(Protocol):
-    """What the runner needs of a vocabulary.
-
-    Attributes:
-        eos_id: the id that ends a turn by the vocabulary's own word, or None.
-        special_ids: ids of control tokens, which no plain text encodes to by merging.
-        control_ids: these and the ids of tokens that were merely added, such as "<tool_call>" in some vocabularies;
-            content never encodes to one of them. Words that the model learnt are none of them, unless the template
-            writes them: runs of spaces, "<table>" and "<unused42>" in Gemma's.
-        size: number of ids, padding rows of the model not included.
-        longest_token: bytes of the longest token, so that n bytes are at least n / longest_token ids.
-        fingerprint: a hash that names the vocabulary and its rules.
-        pieces: the bytes of each id, shape [size], where decoding is joining them (byte-level vocabularies); None
-            where the text of an id depends on its neighbours.
-        words: the words and single bytes of the ids, where decoding is joining those (SentencePiece); None elsewhere.
-    """
+    """What the runner needs of a vocabulary."""
 
     eos_id: int | None
+    """The id that ends a turn by the vocabulary's own word, or None."""
     special_ids: frozenset[int]
+    """The ids of control tokens, which no plain text encodes to by merging."""
     control_ids: frozenset[int]
+    """These and the ids of tokens that were merely added, such as "<tool_call>" in some vocabularies.
+
+    Content never encodes to one of them. Words that the model learnt are none of them, unless the template writes them:
+    runs of spaces, "<table>" and "<unused42>" in Gemma's.
+    """
     size: int
+    """The number of ids, padding rows of the model not included."""
     longest_token: int
+    """The bytes of the longest token, so that n bytes are at least n / longest_token ids."""
     fingerprint: str
+    """A hash that names the vocabulary and its rules."""
     pieces: Sequence[bytes] | None
+    """The bytes of each id, shape [size], where decoding is joining them (byte-level vocabularies).
+
+    None where the text of an id depends on its neighbours.
+    """
     words: Words | None
+    """The words and single bytes of the ids, where decoding is joining those (SentencePiece); None elsewhere."""
 
     def encode(self, text: str, content: Content = ()) -> list[int]:
         """Ids of `text`; control tokens written in it become control ids, none are added.
@@ -62,6 +70,9 @@ class Tokenizer(Protocol):
             text: what to encode.
             content: sorted, disjoint spans of `text` that hold what users and tools said. Control text that lies in
                 one of them, even partly, is ordinary text; where none does, the ids are those of the plain encoding.
+
+        Raises:
+            ValueError: the spans are not sorted, not disjoint, or not within the text.
         """
         ...
 
@@ -86,7 +97,7 @@ class Tokenizer(Protocol):
 
 
 class VocabularyTokenizer:
-    """A vocabulary from the text of a tokenizer.json.
+    """A `Tokenizer` from the text of a tokenizer.json.
 
     Args:
         text: the file's content.
@@ -102,6 +113,7 @@ class VocabularyTokenizer:
             tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing more precise
             raise ValueError(str(error)) from error
+        # A tokenizer.json may say to cut or fill up what is encoded, as for training.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         settings = json.loads(text)
@@ -116,7 +128,7 @@ class VocabularyTokenizer:
         # Composing characters makes a text up to three times shorter before it is cut into tokens.
         self.longest_token = longest * (1 if self._normalizer is None else 3)
         self._learnt = learnt_words(tokenizer, self.normalize)
-        self._deaf = deaf_model(settings["model"], _other_names(tokenizer, self._learnt))
+        self._without_control = model_without_control_tokens(settings["model"], _other_names(tokenizer, self._learnt))
         self._by_template: dict[frozenset[str], VocabularyTokenizer] = {}
         self._use(tokenizer, eos_token)
 
@@ -125,7 +137,7 @@ class VocabularyTokenizer:
         self.eos_id: int | None = self.token_id(eos_token) if eos_token is not None else None
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._added = AddedTokens(tokenizer, self._deaf, self.normalize, self._learnt)
+        self._added = AddedTokens(tokenizer, self._without_control, self.normalize, self._learnt)
         self.control_ids = self._added.control_ids
 
     def for_template(self, text: Callable[[], str]) -> VocabularyTokenizer:
@@ -141,8 +153,8 @@ class VocabularyTokenizer:
             other = copy.copy(self)
             other._learnt = self._learnt - names
             model = json.loads(self._tokenizer.to_str())["model"]
-            other._deaf = deaf_model(model, _other_names(self._tokenizer, other._learnt))
-            other._added = AddedTokens(self._tokenizer, other._deaf, self.normalize, other._learnt)
+            other._without_control = model_without_control_tokens(model, _other_names(self._tokenizer, other._learnt))
+            other._added = AddedTokens(self._tokenizer, other._without_control, self.normalize, other._learnt)
             other.control_ids = other._added.control_ids
             other._by_template = {}
             self._by_template[names] = other
@@ -168,6 +180,7 @@ class VocabularyTokenizer:
         for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
             setattr(tokenizer, part, getattr(self._tokenizer, part))
         further = [tokenizers.AddedToken(name, special=True, normalized=False) for name in new]
+        # The library gives ids in this order, from behind the learnt tokens on: the old ones come first to keep theirs.
         tokenizer.add_tokens([*added.values(), *further])
         return self._with(tokenizer, added, new, eos_token)
 
@@ -197,33 +210,25 @@ class VocabularyTokenizer:
         return other
 
     def encode(self, text: str, content: Content = ()) -> list[int]:
-        """Ids of `text`, none added; see `Tokenizer`.
-
-        Raises:
-            ValueError: the spans are not sorted, not disjoint, or not within the text.
-        """
         check_content(text, content)
         if any(self.holds_control(text[start:stop]) for start, stop in content):
             return self._added.encode(without_surrogates(text), content)
         try:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
-        except TypeError:
+        except TypeError:  # lone surrogates, which are rare: only here is the text searched for them
             return self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids
 
     def holds_control(self, text: str) -> bool:
-        """Whether `text` as content could form a control token; see `Tokenizer`."""
         return self._added.near(without_surrogates(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; see `Tokenizer`."""
+        # Control tokens are part of the text: what ends a turn is looked for in it.
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its exact name."""
         return self._tokenizer.token_to_id(token)
 
     def normalize(self, text: str) -> str:
-        """`text` as the vocabulary's normaliser leaves it; see `Tokenizer`."""
         kept = without_surrogates(text)
         if self._normalizer is not None:
             kept = self._normalizer.normalize_str(kept)

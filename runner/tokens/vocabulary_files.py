@@ -21,20 +21,22 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True, slots=True)
 class VocabularyFiles:
-    """Tokens that a vocabulary has beyond those of its tokenizer.json.
-
-    Attributes:
-        listed: with the ids that they are to have, from added_tokens_decoder of tokenizer_config.json, or else from
-            added_tokens.json.
-        named: special tokens by the names under which a template reads them, such as `bos_token`.
-        extra: special tokens without such a name.
-        legacy: tokenizer_config.json lists no tokens, so those of tokenizer.json are the list, and go before others.
-    """
+    """Tokens that a vocabulary has beyond those of its tokenizer.json."""
 
     listed: Mapping[int, tokenizers.AddedToken] = field(default_factory=dict)
+    """The tokens with the ids that they are to have.
+
+    They are from added_tokens_decoder of tokenizer_config.json, or else from added_tokens.json.
+    """
     named: Mapping[str, Named] = field(default_factory=dict)
+    """The special tokens by the names under which a template reads them, such as `bos_token`."""
     extra: Sequence[Named] = ()
+    """The special tokens without such a name."""
     legacy: bool = True
+    """Whether tokenizer_config.json lists no tokens.
+
+    Then those of tokenizer.json are the list, and go before others.
+    """
 
     @property
     def variables(self) -> dict[str, str]:

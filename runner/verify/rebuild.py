@@ -24,6 +24,7 @@ from runner.store.json_values import encode_json
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.junction import Junction
 from runner.tokens.log import Source
+from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import ChatTemplate
 from runner.tokens.token_diff import first_mismatch
 from runner.tokens.tokenizer import Tokenizer
@@ -219,8 +220,8 @@ class _Check:
     def _appended(self, segment: Segment, before: Turn, history: Sequence[Message], new: Sequence[Message]) -> Ids:
         # The run renders a short stand-in for the history where that is proven to give the same bridge. Verification
         # has to find out whether it did, so it renders the history itself.
-        tail = self._chat.bridger.locality.full(history, new, segment.tools)
-        bridge = self._chat.bridge(before, history, new, segment.tools, tail)
+        tail = self._chat.bridger.locality.whole_tail(AnsweredTurn(history, new, segment.tools))
+        bridge = self._chat.bridge(before, tail)
         self._junction = bridge.junction
         return bridge.ids
 

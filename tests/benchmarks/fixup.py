@@ -16,6 +16,7 @@ from runner import Concurrency, Environment, Message, Run, Task, reward, tool
 from runner.runs.process import collector_settings, on_event_loop
 from runner.testing import ScriptedEngine
 from runner.tokens.bridging.bridge import Bridger
+from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import VocabularyTokenizer
 from tests.benchmarks.environments import REPLIES
@@ -73,14 +74,15 @@ def _case(length: int, tokenizer: VocabularyTokenizer) -> _Case:
 
     def bridge() -> list[int]:
         """As a conversation does it: what is compared with a full render is made in another thread."""
-        tail = bridger.tail_at_once(history, new, [ADD], turn=turn, plain=True)
+        answered = AnsweredTurn(history, new, [ADD], turn, plain=True)
+        tail = bridger.tail_at_once(answered)
         if tail is None:
             made: list[Any] = []
-            thread = Thread(target=lambda: made.append(bridger.tail(history, new, [ADD], turn=turn, plain=True)))
+            thread = Thread(target=lambda: made.append(bridger.tail(answered)))
             thread.start()
             thread.join()
             (tail,) = made
-        return bridger.bridge(history, new, [ADD], sampled=sampled, stop=eos, turn=turn, tail=tail).ids
+        return bridger.join(tail, sampled=sampled, stop=eos).ids
 
     tail = tokenizer.decode(bridge())
     prompt = list(bridger.first_prompt(history[:-1], [ADD]))

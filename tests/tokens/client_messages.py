@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from runner.tokens.bridging.history import AlignmentKind, compare
+from runner.messages import Message, as_messages
+from runner.tokens.bridging import history
+from runner.tokens.bridging.history import Alignment, AlignmentKind
 
 Dict = dict[str, Any]
 
@@ -36,6 +38,15 @@ STORED = [SYSTEM, QUESTION, CALLS, *RESULTS, ANSWER]
 
 def with_changed(index: int, **changes: Any) -> list[Dict]:
     return [*STORED[:index], {**STORED[index], **changes}, *STORED[index + 1 :]]
+
+
+def messages(sent: Sequence[Mapping[str, Any]]) -> list[Message]:
+    return as_messages(cast("Sequence[Message]", sent))
+
+
+def compare(stored: Sequence[Mapping[str, Any]], incoming: Sequence[Mapping[str, Any]]) -> Alignment:
+    """As `Conversation.replace` does it."""
+    return history.compare(messages(stored), messages(incoming))
 
 
 def is_same(incoming: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]] = STORED) -> bool:

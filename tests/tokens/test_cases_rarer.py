@@ -14,14 +14,17 @@ from runner import Conversation, Outcome, Run, tool
 from runner.messages import Message
 from runner.testing import Reply
 from runner.tokens.bridging.bridge import Bridger, Property, Unbridgeable
-from runner.tokens.bridging.history import AlignmentKind, compare, normalize, same_tools
+from runner.tokens.bridging.history import AlignmentKind, same_tools
+from runner.tokens.bridging.tail import Tail
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.tokens.probing.appends import Append, Exactness, verdicts
 from runner.tokens.probing.probe import probe
-from runner.tokens.probing.profile import SystemPlace
+from runner.tokens.probing.profile import SystemPosition
+from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import ChatTemplate
 from tests.conformance.corpus import corpus
 from tests.playing import Plain, play, tasks
+from tests.tokens.client_messages import compare, messages
 from tests.tokens.episodes import SHOWS_CALLS, SUM, bridges, speaking, talked, twice
 from tests.tokens.families import (
     ADD,
@@ -132,9 +135,9 @@ def test_gpt_oss_is_checked_as_it_speaks() -> None:
     bridger = made.bridger()
     tail = bridger.tail
 
-    def listened(history: Any, new: Any, tools: Any, **options: Any) -> Any:
-        heard.extend(message["content"] for message in history if message["role"] == "assistant")
-        return tail(history, new, tools, **options)
+    def listened(answered: AnsweredTurn) -> Tail:
+        heard.extend(message["content"] for message in answered.history if message["role"] == "assistant")
+        return tail(answered)
 
     bridger.tail = listened  # type: ignore[method-assign]  # what the verdicts ask of it is looked at
     found = {verdict.kind: verdict for verdict in verdicts(bridger, probe(made.template))}
@@ -165,7 +168,7 @@ def test_a_system_message_that_moves_is_refused_by_name(name: str) -> None:
     assert caught.value.property is Property.SYSTEM_STAYS
     bridge = bridger.bridge(history[1:], [MORE], sampled=made.sampled("42", "</s>"), stop=made.id("</s>"))
     assert bridge.junction.anchor is Anchor.STOP  # without one nothing moves
-    assert probe(renderer.template).system is SystemPlace.MOVES
+    assert probe(renderer.template).system is SystemPosition.MOVES
 
 
 @pytest.mark.anyio
@@ -354,7 +357,7 @@ def test_arguments_as_text_and_as_an_object_have_one_bridge(name: str) -> None:
     assert "42" in text
     other = made.bridger().bridge(as_text, [result("42")], [ADD], sampled=sampled, stop=sampled[-1])
     assert other.ids == one.ids
-    assert normalize(as_text[1]) == as_object[1]
+    assert messages(as_text) == as_object
     assert compare(as_object, [*as_text, result("42")]).kind is AlignmentKind.APPEND
 
 
@@ -363,7 +366,7 @@ def test_a_content_of_parts_and_a_string_have_one_bridge(name: str) -> None:
     made = model(name)
     stop = "<|user|>" if name.startswith("glm") else FAMILIES[name].stops[0]
     parts: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": MORE["content"]}]}
-    assert normalize(parts) == MORE
+    assert messages([parts]) == [MORE]
     history = [QUESTION, says("42")]
     alignment = compare(history, [*history, parts])
     assert alignment.kind is AlignmentKind.APPEND
@@ -440,7 +443,7 @@ def test_ids_of_calls_stay_what_they_are(name: str, call_id: str) -> None:
     ]
     bridger = made.bridger()
     sampled = made.sampled("...", FAMILIES[name].stops[0])
-    tail = bridger.tail(history, [result("42", call_id)], [ADD], turn=1)
+    tail = bridger.tail(AnsweredTurn(history, [result("42", call_id)], [ADD], 1))
     assert made.render([*history, result("42", call_id)], [ADD]).endswith(tail.text[5:])
     if name == "mistral-7b":
         assert call_id in tail.text

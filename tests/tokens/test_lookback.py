@@ -14,10 +14,11 @@ import pytest
 
 from runner.messages import Message
 from runner.tokens.bridging.locality import Locality
+from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Unbridgeable
-from runner.tokens.bridging.tail import Tail, TailMaker
+from runner.tokens.bridging.tail import Tail
 from runner.tokens.lookback.proof import Lookback, Proofs
-from runner.tokens.shape import Arrival, Shape
+from runner.tokens.shape import AnsweredTurn, Arrival, Shape
 from runner.tokens.template import ChatTemplate, Renderer, ToolSchema, environment
 from tests.conformance.corpus import Entry, corpus
 from tests.conformance.sweep import is_tool_capable
@@ -63,7 +64,7 @@ def cases(conversation: Sequence[Message]) -> Iterator[Case]:
 
 def tail_of(locality: Locality, case: Case, tools: Sequence[ToolSchema]) -> Tail | None:
     try:
-        return locality.tail(case.history, case.new, tools, case.turn)
+        return locality.tail(AnsweredTurn(case.history, case.new, tools, case.turn))
     except Unbridgeable:
         return None
 
@@ -71,7 +72,7 @@ def tail_of(locality: Locality, case: Case, tools: Sequence[ToolSchema]) -> Tail
 def whole(renderer: Renderer, case: Case, tools: Sequence[ToolSchema]) -> str | None:
     """The tail of the whole history, or None where the template raises on it."""
     try:
-        return Locality(TailMaker(renderer)).full(case.history, case.new, tools).text
+        return Locality(PromptRenderer(renderer)).whole_tail(AnsweredTurn(case.history, case.new, tools)).text
     except Unbridgeable:
         return None
 
@@ -79,7 +80,7 @@ def whole(renderer: Renderer, case: Case, tools: Sequence[ToolSchema]) -> str | 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_tail_is_that_of_the_whole_history(name: str) -> None:
     renderer, tools, conversations = written(name)
-    locality, made = Locality(TailMaker(renderer)), 0
+    locality, made = Locality(PromptRenderer(renderer)), 0
     for case in (case for conversation in conversations for case in cases(conversation)):
         tail, right = tail_of(locality, case, tools), whole(renderer, case, tools)
         if right is None:  # what a template refuses has no right tail
@@ -112,9 +113,9 @@ def test_the_conversations_tell_a_template_that_looks_back_from_one_that_does_no
 def test_no_tail_depends_on_what_others_asked_before(name: str) -> None:
     renderer, tools, conversations = written(name)
     everything = [case for conversation in conversations for case in cases(conversation)]
-    alone = [tail_of(Locality(TailMaker(renderer)), case, tools) for case in everything]
+    alone = [tail_of(Locality(PromptRenderer(renderer)), case, tools) for case in everything]
     for seed in range(2):
-        shared, order = Locality(TailMaker(renderer)), list(range(len(everything)))
+        shared, order = Locality(PromptRenderer(renderer)), list(range(len(everything)))
         random.Random(seed).shuffle(order)
         for index in order:
             tail, first = tail_of(shared, everything[index], tools), alone[index]
@@ -128,7 +129,7 @@ def test_templates_that_only_seem_to_look_back_are_mostly_told_from_those_that_d
 
 def _local_tails(name: str) -> Iterator[tuple[Case, bool]]:
     renderer, tools, conversations = written(name)
-    locality = Locality(TailMaker(renderer))
+    locality = Locality(PromptRenderer(renderer))
     for case in (case for conversation in conversations for case in cases(conversation)):
         tail = tail_of(locality, case, tools)
         yield case, tail is not None and tail.local
@@ -142,7 +143,7 @@ def test_a_public_templates_own_words_in_the_past_change_no_tail_unseen(part: in
     seen = local = 0
     for entry in corpus()[part::8]:
         for case, tools, renderer in _with_own_words(entry):
-            tail, right = tail_of(Locality(TailMaker(renderer)), case, tools), whole(renderer, case, tools)
+            tail, right = tail_of(Locality(PromptRenderer(renderer)), case, tools), whole(renderer, case, tools)
             if tail is not None and right is not None:
                 assert tail.text == right, (entry.name, case)
                 seen, local = seen + 1, local + tail.local

@@ -8,10 +8,10 @@ import pytest
 
 from runner.messages import Message
 from runner.tokens.bridging.locality import Locality
+from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Unbridgeable
-from runner.tokens.bridging.tail import TailMaker
 from runner.tokens.lookback.proof import Proofs
-from runner.tokens.shape import Arrival, Shape
+from runner.tokens.shape import AnsweredTurn, Arrival, Shape
 from runner.tokens.template import ChatTemplate
 from tests.tokens.bridging import ADD, chatml
 
@@ -79,14 +79,14 @@ def pasts() -> list[list[Message]]:
 def test_a_tail_without_the_past_is_that_with_it(name: str, late: bool, said: str) -> None:
     expression = LATE.format(EXPRESSIONS[name]) if late else EXPRESSIONS[name]
     text = chatml().replace("{% if add_generation_prompt %}", f"{expression}{{% if add_generation_prompt %}}")
-    locality = Locality(TailMaker(ChatTemplate(text, name=name).renderer()))
+    locality = Locality(PromptRenderer(ChatTemplate(text, name=name).renderer()))
     question: Message = {"role": "user", "content": "q"}
     new: list[Message] = [{"role": "user", "content": said}]
     for past in pasts():
         history: list[Message] = [question, *past, {"role": "assistant", "content": "The end"}]
         try:
-            tail = locality.tail(history, new, [ADD], 2)
-            whole = locality.full(history, new, [ADD])
+            tail = locality.tail(AnsweredTurn(history, new, [ADD], 2))
+            whole = locality.whole_tail(AnsweredTurn(history, new, [ADD]))
         except Unbridgeable:
             continue
         assert tail.text == whole.text

@@ -11,7 +11,8 @@ import pytest
 
 import runner
 from runner.errors import BadTemplate
-from runner.tokens.template import ChatTemplate, Renderer, TemplateRaised, missing_tool_property, require_tools
+from runner.tokens.template import ChatTemplate, Renderer, TemplateRaised
+from runner.tokens.tool_support import missing_tool_property, require_tools
 
 INTEGER = {"type": "integer"}
 USER = {"role": "user", "content": "What is 17 + 25?"}

@@ -1,9 +1,10 @@
 """The bridge: exactly the ids that a template puts between one sampled turn and the next, sampled ids left alone.
 
-The last assistant message is copied with a sentinel in it and rendered with the new messages behind. What follows the
-sentinel is the tail: the turn's close, the new messages, the generation prompt. Nothing before it is compared or
-encoded, so it does not matter what the template makes of the model's words. The stop id that was sampled is looked
-for in the tail, and the bridge is what follows it.
+The way of a next prompt: the last assistant message is copied with a sentinel in it and rendered with the new messages
+behind. What follows the sentinel is the *tail* (tail.py): the turn's close, the new messages, the generation prompt.
+Nothing before it is compared or encoded, so it does not matter what the template makes of the model's words. Where the
+template is proven not to look back, a short stand-in is rendered in place of the history (locality.py). The tail is
+encoded, the stop id that was sampled is looked for in it (tail_ids.py), and the bridge is what follows that.
 """
 
 from __future__ import annotations
@@ -11,23 +12,27 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TypeAlias
 
 from runner.messages import Message
 from runner.tokens.bridging.closes import Closes
+from runner.tokens.bridging.contents import FIELDS, Field, Rendering, Span, absent
 from runner.tokens.bridging.locality import Locality
-from runner.tokens.bridging.markers import FIELDS, Field, Span, absent
+from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
-from runner.tokens.bridging.tail import Tail, TailMaker, located
+from runner.tokens.bridging.tail import Tail
 from runner.tokens.bridging.tail_ids import TailIds
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
+from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import Renderer, ToolSchema
 from runner.tokens.tokenizer import Tokenizer, for_template
 
 __all__ = ["Bridge", "Bridger", "Property", "Unbridgeable"]
 
+# Episodes of a group begin with the same prompt, and start within a moment of each other.
 PROMPTS_KEPT = 16
+
 WORD, WORDS_KEPT = 40, 4096
 """Names and ids come again and again: what is known of texts of so many characters is kept."""
 
@@ -37,32 +42,26 @@ PromptText: TypeAlias = tuple[str, tuple[Span, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """What goes between the sampled ids and the next ones.
-
-    Attributes:
-        ids: appended to prompt and sampled ids, with loss mask 0.
-        junction: how it was found.
-    """
+    """What goes between the sampled ids and the next ones."""
 
     ids: list[int]
+    """What is appended to prompt and sampled ids, with loss mask 0."""
     junction: Junction
+    """The record of how the ids were found."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Where in the tail the bridge begins, and why there.
-
-    Attributes:
-        ids: the bridge.
-        anchor: what it was hung on.
-        close: where the turn's closing tokens came from.
-        cause: what else there is to tell.
-    """
+    """Where in the tail the bridge begins, and why there."""
 
     ids: list[int]
+    """The bridge."""
     anchor: Anchor
+    """What the bridge is attached after."""
     close: Close
+    """Where the turn's closing tokens came from."""
     cause: str = ""
+    """What else there is to tell, for the junction."""
 
 
 class Bridger:
@@ -74,11 +73,12 @@ class Bridger:
         stop_ids: ids that end a turn of the model.
         content_safe: control text in what users and tools say is ordinary text, never control ids.
         close_reasoning: a turn that was cut inside its reasoning is closed as masked context; else it is refused.
-
-    Attributes:
-        locality: which tails depend on nothing before the last turn.
-        closes: which control tokens end a turn.
     """
+
+    locality: Locality
+    """Makes tails, and knows which of them depend on nothing before the last turn."""
+    closes: Closes
+    """Which control tokens end a turn."""
 
     def __init__(
         self,
@@ -94,13 +94,163 @@ class Bridger:
         self.stop_ids = frozenset(stop_ids)
         self.content_safe = content_safe
         self.close_reasoning = close_reasoning
-        self._maker = TailMaker(renderer)
-        self.locality = Locality(self._maker)
-        self.closes = Closes(tokenizer, self._maker)
+        self._prompts = PromptRenderer(renderer)
+        self.locality = Locality(self._prompts)
+        self.closes = Closes(tokenizer, self._prompts)
         self._encode_prompt = lru_cache(PROMPTS_KEPT)(self._encoded)
         self._word_holds = lru_cache(WORDS_KEPT)(tokenizer.holds_control)
 
-    # --- the first prompt
+    # --- bridges
+
+    def bridge(
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        sampled: Sequence[int],
+        stop: int | None,
+        thinking: bool = False,
+        turn: int = 0,
+    ) -> Bridge:
+        """The bridge behind the turn that `history` ends with, all of it made here: `tail`, then `join`.
+
+        Args:
+            history: ends with the assistant message of the turn.
+            new: the appended messages, at least one.
+            tools: in OpenAI's form, the same as for the turn.
+            sampled: see `join`.
+            stop: see `join`.
+            thinking: see `join`.
+            turn: its number in the conversation.
+
+        Raises:
+            Unbridgeable: there is no exact bridge; names the property that is missing.
+        """
+        if not new or not history or history[-1]["role"] != "assistant":
+            raise ValueError("a bridge leads from an assistant message to at least one new message")
+        tail = self.tail(AnsweredTurn(history, new, tools, turn))
+        return self.join(tail, sampled=sampled, stop=stop, thinking=thinking)
+
+    def tail_at_once(self, answered: AnsweredTurn) -> Tail | None:
+        """What `tail` gives where it takes no longer than the new messages; None where a worker thread should do it.
+
+        Raises:
+            Unbridgeable: what the template writes behind the turn depends on what was said in it.
+        """
+        return self.locality.tail_at_once(answered)
+
+    def tail(self, answered: AnsweredTurn) -> Tail:
+        """What follows the words of a turn, as text: only renders, so any thread may call.
+
+        Raises:
+            Unbridgeable: the template raises, or no turn of this kind can be bridged.
+        """
+        tail = self.locality.tail(answered)
+        if not tail.local:
+            self._control_text(tail)  # renders all once more, and not on the event loop
+        return tail
+
+    def join(self, tail: Tail, *, sampled: Sequence[int], stop: int | None, thinking: bool = False) -> Bridge:
+        """The ids that put the tail's new messages behind a sampled turn and ask for the next one.
+
+        Args:
+            tail: of the turn.
+            sampled: the turn's ids, its stop included.
+            stop: the id that ended the turn, or None for a turn that was cut.
+            thinking: the turn was cut inside its reasoning.
+
+        Raises:
+            Unbridgeable: there is no exact bridge; names the property that is missing.
+        """
+        if stop is not None and (not sampled or sampled[-1] != stop):
+            raise ValueError(f"the turn's last id is not the stop id {stop}")
+        if any(message["role"] == "assistant" for message in tail.new):
+            raise Unbridgeable(
+                Property.TURNS_SAMPLED, "an assistant message among the new ones has no sampled ids; replace() it"
+            )
+        tail.check()
+        spans = self._control_text(tail)
+        tail_ids = TailIds(tail, self.tokenizer, self.closes, spans or ())
+        tail_ids.check_text()
+        if stop is not None:
+            start = self._after_stop(tail, tail_ids, sampled, stop)
+        elif thinking:
+            start = self._after_reasoning(tail, tail_ids)
+        else:
+            start = self._after_cut(tail, tail_ids, sampled)
+        if not start.ids:
+            raise Unbridgeable(Property.PROMPTS_ANSWER, "nothing follows the stop that was sampled")
+        if tail.holds_marker(self.tokenizer.decode(start.ids)):
+            raise Unbridgeable(Property.TURN_STAYS_BEHIND, "the template repeats what was said after the turn's end")
+        # Where nothing tells a content from the template's own words, control ids may stand for what somebody said.
+        seam = Seam.UNVERIFIED if spans is None else self._seam(sampled, start.ids)
+        junction = Junction(Result.APPENDED, start.anchor, start.close, seam, len(start.ids), cause=start.cause)
+        return Bridge(start.ids, junction)
+
+    def _after_stop(self, tail: Tail, tail_ids: TailIds, sampled: Sequence[int], stop: int) -> _Start:
+        index = tail_ids.find_in_close({stop})
+        if index is not None:
+            return _Start(tail_ids.ids[index + 1 :], Anchor.STOP, Close.SAMPLED)
+        # Some models write the template's close and then stop with another token: the close is not written twice.
+        closed = tail_ids.end_of_sampled_close(sampled[:-1])
+        if closed is not None:
+            return _Start(tail_ids.ids[closed:], Anchor.STOP, Close.SAMPLED, cause="closed_before_stop")
+        name = self.tokenizer.decode([stop])
+        # GLM's turns end with the token that opens the next message: it fits only before a message of its own role.
+        if self.closes.opens_a_role(stop):
+            raise Unbridgeable(
+                Property.STOP_OPENS_NEXT, f"the turn ended with {name!r}, which opens no {tail.new[0]['role']} message"
+            )
+        ids = tail_ids.behind_close()
+        if ids is None:
+            raise Unbridgeable(
+                Property.STOP_IN_TAIL,
+                f"the turn ended with {name!r}, and the template closes it with {tail.text[:40]!r}",
+            )
+        # gpt-oss stops with <|return|>, where history has <|end|>: what was sampled stays and stands for the close.
+        return _Start(ids, Anchor.COMMON_PREFIX, Close.REPLACED)
+
+    def _after_cut(self, tail: Tail, tail_ids: TailIds, sampled: Sequence[int]) -> _Start:
+        closed = tail_ids.end_of_sampled_close(sampled)
+        if closed is not None:
+            return _Start(tail_ids.ids[closed:], Anchor.NONE, Close.SAMPLED)
+        if not tail.after_call:
+            return _Start(tail_ids.ids, Anchor.NONE, Close.MASKED)
+        ids = tail_ids.behind_call(sampled, self.stop_ids)
+        if ids is None:
+            raise Unbridgeable(
+                Property.CLOSE_KNOWN,
+                f"the turn was cut after a call, and nothing shows where the call ends in {tail.text[:40]!r}",
+            )
+        return _Start(ids, Anchor.NONE, Close.MASKED)
+
+    def _after_reasoning(self, tail: Tail, tail_ids: TailIds) -> _Start:
+        if not self.close_reasoning:
+            raise Unbridgeable(
+                Property.REASONING_CLOSED,
+                "the turn was cut inside its reasoning: History(close_reasoning=True) would close it, masked",
+            )
+        between = tail.end_of_reasoning
+        if between is None:
+            raise Unbridgeable(
+                Property.REASONING_CLOSED, "the template shows no reasoning, so nothing tells how it ends"
+            )
+        ids = [*self.tokenizer.encode(between), *tail_ids.ids]
+        return _Start(ids, Anchor.NONE, Close.MASKED, cause="reasoning_closed")
+
+    def _seam(self, sampled: Sequence[int], bridge: Sequence[int]) -> Seam:
+        control = self.tokenizer.control_ids
+        # No text merges with a control token. Between two ordinary ones, encoding the whole shows whether they would.
+        if bridge[0] in control or (sampled and sampled[-1] in control):
+            return Seam.SPECIAL
+        if not sampled:  # the neighbour is the generation prompt, which is not at hand
+            return Seam.UNVERIFIED
+        said, follows = self.tokenizer.decode(sampled), self.tokenizer.decode(bridge)
+        whole = self.tokenizer.encode(said + follows)
+        return Seam.VERIFIED if whole == [*self.tokenizer.encode(said), *bridge] else Seam.UNVERIFIED
+
+    # --- whole prompts
 
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> array[int]:
         """Ids of the whole render, shape [prompt], int32; a BOS is the template's own, none is added.
@@ -117,13 +267,12 @@ class Bridger:
             Unbridgeable: the template raises, or does not ask for an answer; or control text of a content cannot be
                 told from the template's own.
         """
-        text = self._maker.prompt(messages, tools)
+        text = self._prompts.prompt(messages, tools)
         wanted = self._unsafe(messages)
         if not wanted:
             return text, ()
-        stem = absent(messages)
-        render = partial(self._maker.render, tools=tools)
-        spans = located(text, render, messages, wanted, stem, self._control_names)
+        whole = Rendering(text, messages, lambda new: self._prompts.render(new, tools))
+        spans = whole.locate(wanted, absent(messages), self._control_names)
         if spans is None:
             index, name = wanted[0]
             raise Unbridgeable(
@@ -135,10 +284,17 @@ class Bridger:
 
     def prompt_ids(self, prompt: PromptText) -> array[int]:
         """Ids of a render, shape [prompt], int32. Those of the latest are kept, since siblings begin alike."""
-        return self._encode_prompt(*prompt)[:]
+        return self._encode_prompt(*prompt)[:]  # a copy, since the kept one serves others too and an array can change
 
     def _encoded(self, text: str, spans: tuple[Span, ...]) -> array[int]:
         return array("i", self.tokenizer.encode(text, spans))
+
+    # --- control text in what was said
+
+    def _control_text(self, tail: Tail) -> Sequence[Span] | None:
+        """Where contents in a tail hold control text; None where they cannot be told from what the template writes."""
+        wanted = self._unsafe(tail.new)
+        return tail.locate(wanted, self._control_names) if wanted else ()
 
     def _unsafe(self, messages: Sequence[Message]) -> list[Field]:
         """Fields that hold control text which must not become control ids."""
@@ -156,165 +312,6 @@ class Bridger:
         ids = set(self.tokenizer.encode(text)) & self.tokenizer.control_ids
         return [self.tokenizer.decode([token_id]) for token_id in ids]
 
-    # --- bridges
 
-    def tail_at_once(
-        self,
-        history: Sequence[Message],
-        new: Sequence[Message],
-        tools: Sequence[ToolSchema],
-        *,
-        turn: int,
-        plain: bool | None = None,
-    ) -> Tail | None:
-        """What `tail` gives where that takes no longer than the new messages; None where a worker thread should do it.
-
-        Raises:
-            Unbridgeable: what the template writes behind the turn depends on what was said in it.
-        """
-        return self.locality.at_once(history, new, tools, turn, plain=plain)
-
-    def tail(
-        self,
-        history: Sequence[Message],
-        new: Sequence[Message],
-        tools: Sequence[ToolSchema],
-        *,
-        turn: int,
-        plain: bool | None = None,
-    ) -> Tail:
-        """What `bridge` takes as `tail`: only renders, so any thread may call.
-
-        Raises:
-            Unbridgeable: the template raises, or no history of this kind can be bridged.
-        """
-        tail = self.locality.tail(history, new, tools, turn, plain=plain)
-        if not tail.local and (wanted := self._unsafe(new)):
-            tail.locate(wanted, self._control_names)  # renders all once more, and not on the event loop
-        return tail
-
-    def bridge(
-        self,
-        history: Sequence[Message],
-        new: Sequence[Message],
-        tools: Sequence[ToolSchema] = (),
-        *,
-        sampled: Sequence[int],
-        stop: int | None,
-        thinking: bool = False,
-        turn: int = 0,
-        tail: Tail | None = None,
-    ) -> Bridge:
-        """The ids that put `new` behind a sampled turn and ask for the next one.
-
-        Args:
-            history: ends with the assistant message of the turn.
-            new: the appended messages, at least one.
-            tools: in OpenAI's form, the same as for the turn.
-            sampled: the turn's ids, its stop included.
-            stop: the id that ended the turn, or None for a turn that was cut.
-            thinking: the turn was cut inside its reasoning.
-            turn: its number in the conversation.
-            tail: what `tail` gave for the same messages; None makes it here.
-
-        Raises:
-            Unbridgeable: there is no exact bridge; names the property that is missing.
-        """
-        _check_arguments(history, new, sampled, stop)
-        made = tail or self.tail(history, new, tools, turn=turn)
-        tail_ids, located = self._encode_tail(made)
-        tail_ids.check()
-        if stop is not None:
-            start = self._after_stop(tail_ids, sampled, stop)
-        elif thinking:
-            start = self._after_reasoning(tail_ids)
-        else:
-            start = self._after_cut(tail_ids, sampled)
-        if not start.ids:
-            raise Unbridgeable(Property.PROMPTS_ANSWER, "nothing follows the stop that was sampled")
-        if made.holds_marker(self.tokenizer.decode(start.ids)):
-            raise Unbridgeable(Property.TURN_STAYS_BEHIND, "the template repeats what was said after the turn's end")
-        seam = self._seam(sampled, start.ids) if located else Seam.UNVERIFIED
-        junction = Junction(Result.APPENDED, start.anchor, start.close, seam, len(start.ids), cause=start.cause)
-        return Bridge(start.ids, junction)
-
-    def _after_stop(self, tail: TailIds, sampled: Sequence[int], stop: int) -> _Start:
-        index = tail.find_in_close({stop})
-        if index is not None:
-            return _Start(tail.ids[index + 1 :], Anchor.STOP, Close.SAMPLED)
-        closed = tail.end_of_sampled_close(sampled[:-1])
-        if closed is not None:
-            return _Start(tail.ids[closed:], Anchor.STOP, Close.SAMPLED, cause="closed_before_stop")
-        name = self.tokenizer.decode([stop])
-        if self.closes.opens_a_role(stop):
-            raise Unbridgeable(
-                Property.STOP_OPENS_NEXT,
-                f"the turn ended with {name!r}, which opens no {tail.tail.new[0]['role']} message",
-            )
-        ids = tail.behind_close()
-        if ids is None:
-            raise Unbridgeable(
-                Property.STOP_IN_TAIL,
-                f"the turn ended with {name!r}, and the template closes it with {tail.text[:40]!r}",
-            )
-        return _Start(ids, Anchor.COMMON_PREFIX, Close.REPLACED)
-
-    def _after_cut(self, tail: TailIds, sampled: Sequence[int]) -> _Start:
-        closed = tail.end_of_sampled_close(sampled)
-        if closed is not None:
-            return _Start(tail.ids[closed:], Anchor.NONE, Close.SAMPLED)
-        if not tail.tail.after_call:
-            return _Start(tail.ids, Anchor.NONE, Close.MASKED)
-        ids = tail.behind_call(sampled, self.stop_ids)
-        if ids is None:
-            raise Unbridgeable(
-                Property.CLOSE_KNOWN,
-                f"the turn was cut after a call, and nothing shows where the call ends in {tail.text[:40]!r}",
-            )
-        return _Start(ids, Anchor.NONE, Close.MASKED)
-
-    def _after_reasoning(self, tail: TailIds) -> _Start:
-        if not self.close_reasoning:
-            raise Unbridgeable(
-                Property.REASONING_CLOSED,
-                "the turn was cut inside its reasoning: History(close_reasoning=True) would close it, masked",
-            )
-        between = tail.tail.end_of_reasoning
-        if between is None:
-            raise Unbridgeable(
-                Property.REASONING_CLOSED, "the template shows no reasoning, so nothing tells how it ends"
-            )
-        return _Start([*self.tokenizer.encode(between), *tail.ids], Anchor.NONE, Close.MASKED, cause="reasoning_closed")
-
-    def _seam(self, sampled: Sequence[int], bridge: Sequence[int]) -> Seam:
-        control = self.tokenizer.control_ids
-        if bridge[0] in control or (sampled and sampled[-1] in control):
-            return Seam.SPECIAL
-        if not sampled:  # the neighbour is the generation prompt, which is not at hand
-            return Seam.UNVERIFIED
-        said, follows = self.tokenizer.decode(sampled), self.tokenizer.decode(bridge)
-        whole = self.tokenizer.encode(said + follows)
-        return Seam.VERIFIED if whole == [*self.tokenizer.encode(said), *bridge] else Seam.UNVERIFIED
-
-    def _encode_tail(self, tail: Tail) -> tuple[TailIds, bool]:
-        """The tail as ids, and whether contents that hold control text were told from what the template writes."""
-        wanted = self._unsafe(tail.new)
-        spans = tail.locate(wanted, self._control_names) if wanted else []
-        ids = self.tokenizer.encode(tail.text, spans or ())
-        return TailIds(tail, ids, self.tokenizer, self.closes, spans=spans or ()), spans is not None
-
-
+# An author writes system messages, and a model's own control tokens were sampled as such.
 _TRUSTED = frozenset({"system", "developer", "assistant"})
-
-
-def _check_arguments(
-    history: Sequence[Message], new: Sequence[Message], sampled: Sequence[int], stop: int | None
-) -> None:
-    if not new or not history or history[-1]["role"] != "assistant":
-        raise ValueError("a bridge leads from an assistant message to at least one new message")
-    if stop is not None and (not sampled or sampled[-1] != stop):
-        raise ValueError(f"the turn's last id is not the stop id {stop}")
-    if any(message["role"] == "assistant" for message in new):
-        raise Unbridgeable(
-            Property.TURNS_SAMPLED, "an assistant message among the new ones has no sampled ids; replace() it"
-        )

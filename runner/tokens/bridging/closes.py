@@ -5,35 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import cast
 
 from runner.messages import Message
-from runner.tokens.bridging.markers import absent
+from runner.tokens.bridging.contents import words
+from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Unbridgeable
-from runner.tokens.bridging.tail import Tail, TailMaker
+from runner.tokens.bridging.tail import Tail
+from runner.tokens.probe_messages import AGAIN_ASKED, ANSWER, CALL, QUESTION, SYSTEM, result
+from runner.tokens.shape import AnsweredTurn
 from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["Closes"]
 
 
 class Closes:
-    """Learnt from plain conversations, each thing when it is first asked for."""
+    """What is learnt of closes from plain conversations, each thing when it is first asked for."""
 
-    def __init__(self, tokenizer: Tokenizer, maker: TailMaker) -> None:
+    def __init__(self, tokenizer: Tokenizer, renderer: PromptRenderer) -> None:
         self._tokenizer = tokenizer
-        self._maker = maker
+        self._renderer = renderer
         self._opening: dict[int, bool] = {}
 
     @cached_property
     def generation_prompt(self) -> frozenset[int]:
         """Ids in what asks the model to speak."""
-        return frozenset(self._tokenizer.encode(self._maker.generation_prompt))
+        return frozenset(self._tokenizer.encode(self._renderer.generation_prompt))
 
     @cached_property
     def of_turn(self) -> list[int]:
         """What stands behind an answer that nothing follows, from its first control token on; [] where none does."""
         with suppress(Unbridgeable):
-            ids = self._tokenizer.encode(self._tail(_ANSWER).alone or "")
+            ids = self._tokenizer.encode(self._tail(ANSWER).alone or "")
             special = self._tokenizer.special_ids
             return ids[next((index for index, token_id in enumerate(ids) if token_id in special), len(ids)) :]
         return []
@@ -42,44 +44,34 @@ class Closes:
     def of_user(self) -> int | None:
         """The control token behind what a user says, or None."""
         with suppress(Unbridgeable):
-            text = self._maker.render([_QUESTION], (), generation_prompt=False)
-            ids = self._tokenizer.encode(text.rpartition(_QUESTION["content"])[2])
+            text = self._renderer.render([QUESTION], (), generation_prompt=False)
+            ids = self._tokenizer.encode(text.rpartition(QUESTION["content"])[2])
             return next((token_id for token_id in ids if token_id in self._tokenizer.control_ids), None)
         return None
 
     def opens_a_role(self, token_id: int) -> bool:
         """The token opens messages of some role, as those of GLM do: only one of that role may follow it."""
         if token_id not in self._opening:
-            self._opening[token_id] = any(self._opens(token_id, message) for message in _FOLLOWING)
+            following: Sequence[Message] = (AGAIN_ASKED, result(), SYSTEM)
+            self._opening[token_id] = any(self._opens(token_id, message) for message in following)
         return self._opening[token_id]
 
     def _opens(self, token_id: int, message: Message) -> bool:
         """It stands before the message where nothing else ends a turn with it, or between two and not behind both."""
-        turn = _CALLS if message["role"] == "tool" else _ANSWER
+        turn = CALL if message["role"] == "tool" else ANSWER
         with suppress(Unbridgeable):
             tail = self._tail(turn, message)
             before = tail.text.partition(message["content"])[0]
             if self._holds(before, token_id) and not self._holds(tail.alone or "", token_id):
                 return True
-            second = cast("Message", {**message, "content": "Others."})
+            second: Message = {**message, "content": words(1)[0]}
             behind = self._tail(turn, message, second).text.partition(message["content"])[2]
             between, _, after = behind.partition(second["content"])
             return self._holds(between, token_id) and not self._holds(after, token_id)
         return False
 
     def _tail(self, turn: Message, *new: Message) -> Tail:
-        return Tail(self._maker, absent([]), [_QUESTION, turn], new, ())
+        return Tail(self._renderer, AnsweredTurn([QUESTION, turn], new))
 
     def _holds(self, text: str, token_id: int) -> bool:
         return token_id in self._tokenizer.encode(text)
-
-
-_QUESTION: Message = {"role": "user", "content": "A question."}
-_ANSWER: Message = {"role": "assistant", "content": "An answer."}
-_CALL = {"id": "probe0000", "type": "function", "function": {"name": "probe", "arguments": {"key": "value"}}}
-_CALLS = cast("Message", {"role": "assistant", "content": "", "tool_calls": [_CALL]})
-_FOLLOWING: Sequence[Message] = (
-    {"role": "user", "content": "Some words."},
-    {"role": "tool", "content": "Some words.", "tool_call_id": "probe0000", "name": "probe"},
-    {"role": "system", "content": "Some words."},
-)

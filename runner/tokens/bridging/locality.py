@@ -14,182 +14,141 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import cast
 
-from runner.messages import Message, ToolCallMessage, canonical_json
-from runner.tokens.bridging.markers import absent, words
+from runner.messages import Message, canonical_json
+from runner.tokens.bridging.contents import words
+from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
-from runner.tokens.bridging.tail import Further, Tail, TailMaker
+from runner.tokens.bridging.tail import Further, Tail
 from runner.tokens.lookback.proof import Lookback, Proofs
-from runner.tokens.shape import Shape, beginning, is_plain
+from runner.tokens.probe_messages import QUESTION, SYSTEM, TOOL, call_id, calling, tool_named
+from runner.tokens.shape import AnsweredTurn, Shape
 from runner.tokens.template import Renderer, ToolSchema
 
 __all__ = ["Locality"]
 
+# Environments may offer other tools in every episode, which is another shape each time: what was learnt first is
+# forgotten, and learnt again if need be.
 KINDS_KEPT = 1000
 PROOFS_KEPT = 4096
 
 
 @dataclass(slots=True)
 class _Kind:
-    """What is known of one shape.
-
-    Attributes:
-        past: whether what came before can change the tail.
-        words_matter: what the turn says may change what is written behind it.
-        refusal: why it cannot be bridged at all, or None.
-        asked: the further renders that its tails were asked for.
-        proven: of each of those, whether what came before cannot change it.
-    """
+    """What is known of the turns of one shape."""
 
     past: Lookback
+    """Whether what came before can change the tail."""
     words_matter: bool
+    """Whether what the turn says may change what is written behind it."""
     refusal: Unbridgeable | None = None
+    """Why no turn of this shape can be bridged, or None."""
     asked: set[Further] = field(default_factory=set)
+    """The further renders that tails of this shape were asked for."""
     proven: dict[Further, bool] = field(default_factory=dict)
+    """Of each of those, whether it is proven that what came before cannot change it."""
 
 
 class Locality:
-    """Makes tails, from a stand-in for the history where that is proven to give the same one."""
+    """Makes tails, from a stand-in for the history where that is proven to give the same one. Any thread may call."""
 
-    def __init__(self, maker: TailMaker) -> None:
-        self._maker = maker
-        self._proofs = _Proofs(maker.renderer)
+    def __init__(self, renderer: PromptRenderer) -> None:
+        self._renderer = renderer
+        self._template = _key_of(renderer.renderer)
         self._kinds: dict[Shape, _Kind] = {}
         self._learning = threading.Lock()
 
-    def at_once(
-        self,
-        history: Sequence[Message],
-        new: Sequence[Message],
-        tools: Sequence[ToolSchema],
-        turn: int,
-        *,
-        plain: bool | None = None,
-    ) -> Tail | None:
+    def tail_at_once(self, answered: AnsweredTurn) -> Tail | None:
         """What `tail` gives where it takes no longer than the new messages; None where it renders the whole.
 
         Raises:
             Unbridgeable: what is written behind the turn depends on what was said in it.
         """
-        kind = self._kinds.get(Shape.of(history, new, tools))
-        if kind is None or not all(kind.proven.values()) or not self._may_stand_in(kind, history, new, turn, plain):
-            return None
-        return self._short(kind, history, new, tools)
+        kind = self._kinds.get(answered.shape)
+        # A further render that is not proven is made of the whole history.
+        return self._short(kind, answered) if kind is not None and all(kind.proven.values()) else None
 
-    def tail(
-        self,
-        history: Sequence[Message],
-        new: Sequence[Message],
-        tools: Sequence[ToolSchema],
-        turn: int,
-        *,
-        plain: bool | None = None,
-    ) -> Tail:
-        """The tail of `new` behind the turn that `history` ends with. Any thread may call.
-
-        Args:
-            history: ends with the turn.
-            new: the messages after it.
-            tools: as shown to the model.
-            turn: the turn's number. A template that some pasts make raise is asked for the whole at turns 1, 2, 4, 8
-                and so on, so that what it refuses is found without growing work.
-            plain: whether `is_plain` holds for the history; None looks.
+    def tail(self, answered: AnsweredTurn) -> Tail:
+        """The tail behind a turn.
 
         Raises:
-            Unbridgeable: no history of this kind can be bridged, the template raises, or what it writes behind the
-                turn depends on what was said in it.
+            Unbridgeable: no turn of this shape can be bridged, the template raises, or what it writes behind the turn
+                depends on what was said in it.
         """
-        kind = self._kind(history, new, tools)
-        if kind.refusal is not None:
-            raise Unbridgeable(kind.refusal.property, kind.refusal.explanation)
-        if self._may_stand_in(kind, history, new, turn, plain):
-            short = self._short(kind, history, new, tools)
-            if short is not None:
-                short.complete()
-                return short
-        tail = self._full(history, new, tools, kind.asked)
+        kind = self._bridgeable_kind(answered)
+        short = self._short(kind, answered)
+        if short is not None:
+            short.complete()
+            return short
+        tail = self._whole(answered, kind.asked)
         if kind.words_matter:
-            self._check_real(tail, history, new, tools)
+            self._check_real(tail, answered.history, answered)
         return tail
 
-    def full(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]) -> Tail:
-        """The tail of the whole history."""
-        return self._full(history, new, tools, set())
+    def whole_tail(self, answered: AnsweredTurn) -> Tail:
+        """The tail of the whole history, whatever is proven.
 
-    def _full(
-        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema], asked: set[Further]
-    ) -> Tail:
-        tail = Tail(self._maker, absent([*history, *new]), history, new, tools, asked=asked)
+        Raises:
+            Unbridgeable: the template raises, or does not show the turn.
+        """
+        return self._whole(answered, set())
+
+    def is_local(self, answered: AnsweredTurn) -> bool:
+        """Whether the work for tails of this shape does not grow with the history.
+
+        Raises:
+            Unbridgeable: no turn of this shape can be bridged.
+        """
+        return self._bridgeable_kind(answered).past is not Lookback.POSSIBLE
+
+    # --- tails
+
+    def _whole(self, answered: AnsweredTurn, asked: set[Further]) -> Tail:
+        tail = Tail(self._renderer, answered, asked=asked)
         tail.complete()
         return tail
 
-    def is_local(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]) -> bool:
-        """The work for tails of this kind does not grow with the history.
-
-        Raises:
-            Unbridgeable: no history of this kind can be bridged.
-        """
-        kind = self._kind(history, new, tools)
-        if kind.refusal is not None:
-            raise kind.refusal
-        return kind.past is not Lookback.POSSIBLE
-
-    def _may_stand_in(
-        self, kind: _Kind, history: Sequence[Message], new: Sequence[Message], turn: int, plain: bool | None
-    ) -> bool:
-        if kind.refusal is not None or kind.past is Lookback.POSSIBLE or not beginning(history):
-            return False
-        if kind.past is Lookback.REFUSES and (turn + 1) & turn == 0:
-            return False
-        if not (all(map(is_plain, history)) if plain is None else plain) or not all(map(is_plain, new)):
-            return False
-        if "name" in history[-1]:
-            return False
-        # An answer to an earlier call is looked up by its id in the history.
-        ids = {call["id"] for call in history[-1].get("tool_calls") or ()}
-        return all(message.get("tool_call_id") in ids for message in new if message["role"] == "tool")
-
-    def _short(
-        self, kind: _Kind, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]
-    ) -> Tail | None:
-        """The stand-in's tail; None where the template raises on it, or ends in a way that takes the whole to see.
+    def _short(self, kind: _Kind, answered: AnsweredTurn) -> Tail | None:
+        """The stand-in's tail; None where there is no stand-in, or its end takes the whole history to see.
 
         Raises:
             Unbridgeable: what is written behind the turn depends on what was said in it.
         """
-        stand_in = [*beginning(history), history[-1]]
-        proves = self._proving(kind, stand_in, new, tools)
-        stem = absent([*stand_in, *new])
+        if kind.refusal is not None or kind.past is Lookback.POSSIBLE:
+            return None
+        # A template that some pasts make raise is asked for the whole at turns 1, 2, 4, 8 and so on, so that what it
+        # refuses is found without growing work.
+        if kind.past is Lookback.REFUSES and (answered.number + 1) & answered.number == 0:
+            return None
+        stand_in = answered.stand_in()
+        if stand_in is None:
+            return None
+        proves = self._proving(kind, answered)
         try:
-            tail = Tail(self._maker, stem, stand_in, new, tools, whole=history, proves=proves, asked=kind.asked)
-            usual = self._maker.asks_as_usual(tail.text, new[-1])
+            tail = Tail(self._renderer, answered, stand_in=stand_in, proves=proves, asked=kind.asked)
+            if not self._renderer.asks_as_usual(tail.text, answered.new[-1]):
+                return None
         except Unbridgeable:
             return None
-        if not usual:
-            return None
         if kind.words_matter:
-            self._check_real(tail, stand_in, new, tools)
+            self._check_real(tail, stand_in, answered)
         return tail
 
-    def _proving(
-        self, kind: _Kind, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]
-    ) -> Callable[[Further], bool]:
+    def _proving(self, kind: _Kind, answered: AnsweredTurn) -> Callable[[Further], bool]:
         def proves(further: Further) -> bool:
             if further not in kind.proven:
-                kind.proven[further] = self._proofs.further(further, Shape.of(history, new, tools), tools)
+                kind.proven[further] = _further_proven(further, self._question(answered))
             return kind.proven[further]
 
         return proves
 
-    def _check_real(
-        self, tail: Tail, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]
-    ) -> None:
+    def _check_real(self, tail: Tail, rendered: Sequence[Message], answered: AnsweredTurn) -> None:
         """The conversation as it is ends as it does with the sentinel in it.
 
         Raises:
             Unbridgeable: it does not.
         """
         try:
-            real = self._maker.render([*history, *new], tools)
+            real = self._renderer.render([*rendered, *answered.new], answered.tools)
         except Unbridgeable:  # on the words themselves, and the sentinel stands in for them
             return
         # A tail that begins in a call begins behind other words than the call's own.
@@ -197,24 +156,29 @@ class Locality:
         if not real.endswith(expected):
             raise Unbridgeable(
                 Property.TURN_STAYS_BEHIND,
-                f"what template {self._maker.renderer.template.name!r} writes behind a turn depends on what was said "
-                f"in it: {real[-80:]!r} where {expected[-80:]!r} was expected",
+                f"what template {self._renderer.renderer.template.name!r} writes behind a turn depends on what was "
+                f"said in it: {real[-80:]!r} where {expected[-80:]!r} was expected",
             )
+
+    def _question(self, answered: AnsweredTurn) -> _Question:
+        return _Question(self._template, answered.shape, self._renderer.renderer, answered.tools)
 
     # --- what is learnt of a shape
 
-    def _kind(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]) -> _Kind:
-        shape = Shape.of(history, new, tools)
-        kind = self._kinds.get(shape)
+    def _bridgeable_kind(self, answered: AnsweredTurn) -> _Kind:
+        kind = self._kinds.get(answered.shape)
         if kind is None:
             with self._learning:
-                kind = self._kinds.get(shape) or self._learn(shape, tools)
+                kind = self._kinds.get(answered.shape) or self._learn(answered)
+        if kind.refusal is not None:
+            # One refusal serves many turns, and an exception gathers the frames of everyone who raises it.
+            raise Unbridgeable(kind.refusal.property, kind.refusal.explanation)
         return kind
 
-    def _learn(self, shape: Shape, tools: Sequence[ToolSchema]) -> _Kind:
+    def _learn(self, answered: AnsweredTurn) -> _Kind:
+        shape, tools = answered.shape, answered.tools
         refusal = self._hidden_message(shape, tools) or self._moved(shape, tools)
-        past, words_matter = self._proofs.of(shape, tools)
-        # Environments may offer other tools in every episode: what was learnt first is learnt again if need be.
+        past, words_matter = _proven(self._question(answered))
         if len(self._kinds) >= KINDS_KEPT:
             del self._kinds[next(iter(self._kinds))]
         kind = self._kinds[shape] = _Kind(past, words_matter, refusal)
@@ -223,7 +187,7 @@ class Locality:
     def _hidden_message(self, shape: Shape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
         """A new message that the template does not show: markers tell, where "u" or "0" would be found anywhere."""
         markers = words(len(shape.new))
-        tail = self._attempt(shape, tools, markers)
+        tail = self._example(shape, tools, markers)
         for each, word in zip(shape.new, markers, strict=True):
             if tail is not None and not each.empty and word not in tail.text:
                 why = f"the template hides what a message of the {each.role} role says there"
@@ -231,11 +195,15 @@ class Locality:
         return None
 
     def _moved(self, shape: Shape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
-        """Where the template prints tools or a system message behind the turn, which the prompt has before it."""
+        """Where the template prints tools or a system message behind the turn, which the prompt has before it.
+
+        Mistral-Nemo prints the tools before the last user message, so that they move when a user speaks again.
+        """
         name, *markers = words(1 + len(shape.new))
-        if tools and self._moves(self._attempt(shape, [*tools, _tool(name)], markers), name):
+        if tools and self._moves(self._example(shape, [*tools, tool_named(name)], markers), name):
             return self._misplaced(Property.TOOLS_STAY, "the tools")
-        if shape.system and self._moves(self._attempt(shape, tools, markers, told=name), name):
+        system: Message = {**SYSTEM, "content": name}
+        if shape.system and self._moves(self._example(shape, tools, markers, system=system), name):
             return self._misplaced(Property.SYSTEM_STAYS, "the system message")
         return None
 
@@ -248,91 +216,68 @@ class Locality:
     def _misplaced(self, property: Property, what: str) -> Unbridgeable:
         return Unbridgeable(
             property,
-            f"template {self._maker.renderer.template.name!r} prints {what} behind the turn, before the new messages, "
-            "so that what the prompt has of it stands where the template would not have it",
+            f"template {self._renderer.renderer.template.name!r} prints {what} behind the turn, before the new "
+            "messages, so that what the prompt has of it stands where the template would not have it",
         )
 
-    def _attempt(
-        self, shape: Shape, tools: Sequence[ToolSchema], markers: Sequence[str], *, told: str = "You answer questions."
+    def _example(
+        self, shape: Shape, tools: Sequence[ToolSchema], markers: Sequence[str], *, system: Message = SYSTEM
     ) -> Tail | None:
         """The tail of plain messages of this shape, or None where the template raises."""
-        system: list[Message] = [{"role": "system", "content": told}] if shape.system else []
         turn = _example_turn(shape, tools)
-        history = [*system, _QUESTION, turn]
+        history = [*([system] if shape.system else ()), QUESTION, turn]
         try:
-            return Tail(self._maker, absent(history), history, _example_new(shape, turn, markers), tools)
+            return Tail(self._renderer, AnsweredTurn(history, _example_new(shape, turn, markers), tools))
         except Unbridgeable:
             return None
 
 
-class _Proofs:
-    """Proofs of one template, each made once in a process."""
-
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
-        template = renderer.template
-        self._key = (template.text, canonical_json([template.variables, renderer.options]), renderer.now)
-
-    def of(self, shape: Shape, tools: Sequence[ToolSchema]) -> tuple[Lookback, bool]:
-        """Whether the past can change tails of this shape, and whether the turn's words can."""
-        return _proven((*self._key, shape), _Question(self._renderer, tools))
-
-    def further(self, further: Further, shape: Shape, tools: Sequence[ToolSchema]) -> bool:
-        """What came before cannot change this further render."""
-        return _further_proven((*self._key, shape, further), _Question(self._renderer, tools))
+# --- proofs, each made once in a process
 
 
+@dataclass(frozen=True, slots=True)
 class _Question:
-    """What a proof is made of, which tells no two of one key apart."""
+    """What a proof is asked for; two questions are one where template and shape are, whatever else made them."""
 
-    def __init__(self, renderer: Renderer, tools: Sequence[ToolSchema]) -> None:
-        self.renderer = renderer
-        self.tools = tools
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Question)
-
-    def __hash__(self) -> int:
-        return 0
+    template: tuple[object, ...]
+    """All that tells the template, its options and its clock from others."""
+    shape: Shape
+    """The shape of the turn and what answers it; it tells the tools from others too."""
+    renderer: Renderer = field(compare=False)
+    tools: Sequence[ToolSchema] = field(compare=False)
 
 
-@lru_cache(PROOFS_KEPT)
-def _proven(key: tuple[object, ...], asked: _Question) -> tuple[Lookback, bool]:
-    shape = cast("Shape", key[-1])
-    proofs = Proofs(asked.renderer)
-    return proofs.past(shape, asked.tools), proofs.words_matter(shape, asked.tools)
+def _key_of(renderer: Renderer) -> tuple[object, ...]:
+    template = renderer.template
+    return template.text, canonical_json([template.variables, renderer.options]), renderer.now
 
 
 @lru_cache(PROOFS_KEPT)
-def _further_proven(key: tuple[object, ...], asked: _Question) -> bool:
-    shape, further = cast("tuple[Shape, Further]", key[-2:])
+def _proven(asked: _Question) -> tuple[Lookback, bool]:
+    """Whether the past can change tails of a shape, and whether the turn's words can."""
     proofs = Proofs(asked.renderer)
-    return proofs.past(further.shape(shape), asked.tools, asking=further.asking) is not Lookback.POSSIBLE
+    return proofs.past(asked.shape, asked.tools), proofs.words_matter(asked.shape, asked.tools)
+
+
+@lru_cache(PROOFS_KEPT)
+def _further_proven(further: Further, asked: _Question) -> bool:
+    """Whether it is proven that what came before cannot change a further render."""
+    shape = further.shape(asked.shape)
+    return Proofs(asked.renderer).past(shape, asked.tools, asking=further.asking) is not Lookback.POSSIBLE
 
 
 # --- plain messages of a shape
 
-_QUESTION: Message = {"role": "user", "content": "Go on."}
-
-
-def _tool(name: str) -> ToolSchema:
-    parameters = {"type": "object", "properties": {}}
-    return {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": parameters}}
-
 
 def _example_turn(shape: Shape, tools: Sequence[ToolSchema]) -> Message:
-    name = tools[0]["function"]["name"] if tools else "probe"
-    turn: Message = {"role": "assistant", "content": "Some words." if shape.text else ""}
+    content = "Some words." if shape.text else ""
+    turn: Message = {"role": "assistant", "content": content}
+    if shape.calls:
+        name = tools[0]["function"]["name"] if tools else TOOL
+        turn = calling({}, count=shape.calls, content=content, name=name)
     if shape.reasoning:
         turn["reasoning_content"] = "A thought."
-    if shape.calls:
-        turn["tool_calls"] = [_example_call(name, number) for number in range(shape.calls)]
     return turn
-
-
-def _example_call(name: str, number: int) -> ToolCallMessage:
-    # Mistral's templates want ids of nine letters and digits.
-    return {"id": f"probe{number:04}", "type": "function", "function": {"name": name, "arguments": {}}}
 
 
 def _example_new(shape: Shape, turn: Message, markers: Sequence[str]) -> list[Message]:
@@ -340,10 +285,10 @@ def _example_new(shape: Shape, turn: Message, markers: Sequence[str]) -> list[Me
     messages = []
     for each, word in zip(shape.new, markers, strict=True):
         message = {"role": each.role, "content": "" if each.empty else word}
+        call = next(calls, None) if each.role == "tool" else None
         if each.role == "tool":
-            call = next(calls, None)
-            message["tool_call_id"] = call["id"] if call is not None else "probe0000"
+            message["tool_call_id"] = call["id"] if call is not None else call_id(0)
         if each.named:
-            message["name"] = call["function"]["name"] if each.role == "tool" and call is not None else "probe"
+            message["name"] = call["function"]["name"] if call is not None else TOOL
         messages.append(cast("Message", message))
     return messages

@@ -30,14 +30,11 @@ class Property(enum.StrEnum):
 
 
 class Unbridgeable(Exception):
-    """There is no exact bridge.
-
-    Attributes:
-        property: the name of what is missing.
-        explanation: the same for people.
-    """
+    """There is no exact bridge."""
 
     def __init__(self, property: Property, explanation: str) -> None:
         super().__init__(f"{property}: {explanation}")
         self.property = property
+        """The name of what is missing."""
         self.explanation = explanation
+        """What is missing, for people."""

@@ -1,4 +1,4 @@
-"""Anchors: a tail as ids, and the places in it where a bridge may begin."""
+"""A tail as ids, and the places in it where a bridge may begin."""
 
 from __future__ import annotations
 
@@ -6,50 +6,45 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from runner.tokens.bridging.closes import Closes
-from runner.tokens.bridging.markers import Span, common_length
+from runner.tokens.bridging.contents import Span, common_length
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.bridging.tail import Tail
 from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["TailIds"]
 
-SEEN_END = 2
+_SEEN_END = 2
 """Characters that show where a call ends, if the model's last words and the template's end of a call share them."""
 
 
 class TailIds:
     """A tail as ids, and the places in it where a bridge may begin.
 
-    Attributes:
-        tail: the text.
-        ids: its ids.
-
     Args:
         tail: the text.
-        ids: its ids.
         tokenizer: the vocabulary.
         closes: which control tokens end a turn.
-        spans: of contents in `text` that hold control text.
+        spans: where contents in the tail hold control text, which becomes no control ids.
     """
 
-    def __init__(
-        self, tail: Tail, ids: list[int], tokenizer: Tokenizer, closes: Closes, *, spans: Sequence[Span] = ()
-    ) -> None:
-        self.tail = tail
-        self.text = tail.text
-        self.ids = ids
+    ids: list[int]
+    """The ids of the tail."""
+
+    def __init__(self, tail: Tail, tokenizer: Tokenizer, closes: Closes, spans: Sequence[Span]) -> None:
+        self.ids = tokenizer.encode(tail.text, spans)
+        self._tail = tail
+        self._text = tail.text
         self._spans = spans
         self._tokenizer = tokenizer
         self._closes = closes
 
-    def check(self) -> None:
-        """Everything that can be seen to be wrong with the tail.
+    def check_text(self) -> None:
+        """See that the vocabulary keeps the text.
 
         Raises:
-            Unbridgeable: by name.
+            Unbridgeable: it does not.
         """
-        self.tail.check()
-        if self._tokenizer.decode(self.ids) != self.text:
+        if self._tokenizer.decode(self.ids) != self._text:
             self._check_stretches()
 
     def _check_stretches(self) -> None:
@@ -59,7 +54,7 @@ class TailIds:
         swallow the white space beside them.
         """
         tokenizer, at = self._tokenizer, 0
-        text = tokenizer.normalize(self.text)
+        text = tokenizer.normalize(self._text)
         for control, group in groupby(self.ids, tokenizer.control_ids.__contains__):
             for ids in [[token_id] for token_id in group] if control else [list(group)]:
                 at = self._behind_piece(text, at, tokenizer.normalize(tokenizer.decode(ids)))
@@ -82,6 +77,7 @@ class TailIds:
 
     def find_in_close(self, wanted: Iterable[int]) -> int | None:
         """The first place of a wanted id in what the template writes before any new content."""
+        # The first one, since contents and the next turn may have the same ids, and it has to stand before all of them.
         index = min((self.ids.index(token_id) for token_id in wanted if token_id in self.ids), default=None)
         return index if index is not None and self._before_content(index + 1) else None
 
@@ -108,13 +104,15 @@ class TailIds:
         The close is what the same render ends with when nothing follows, and a control token that every turn gets
         once something does. White space behind such a token separates the turns, whatever stands in its place.
         """
-        alone = self.tail.alone
+        alone = self._tail.alone
         if alone is None:
             return None
-        cut = min(common_length(self.text, alone), self.tail.border)
+        # Words of a content may be what the tail without it goes on with, so the close ends before them.
+        cut = min(common_length(self._text, alone), self._tail.border)
         cut = self._token_border(cut)
         if any(map(self._closes.opens_a_role, self._control_ids_before(cut))):
             return None
+        # The template's own close is skipped: the sampled stop stands in its place.
         rest = self._encode_from(cut)
         if rest and self._is_close(rest[0], cut):
             return rest[1:]
@@ -132,7 +130,7 @@ class TailIds:
                 break
             if token_id in self._tokenizer.control_ids:
                 behind, end = index + 1, until
-        return behind if not self.text[end:cut].strip() else None
+        return behind if not self._text[end:cut].strip() else None
 
     def behind_call(self, sampled: Sequence[int], stop_ids: Iterable[int]) -> list[int] | None:
         """The ids behind what the model wrote of its last call, in whose middle the tail begins, or None.
@@ -145,26 +143,26 @@ class TailIds:
             close = len(self._tokenizer.decode(self.ids[:index]))
         else:
             plain = self._plain_text()
-            close = len(self.text) - len(plain) if plain is not None else self.tail.border
-        begin = _end_of_call(self.text[:close], self._tokenizer.decode(sampled))
+            close = len(self._text) - len(plain) if plain is not None else self._tail.border
+        begin = _end_of_call(self._text[:close], self._tokenizer.decode(sampled))
         if begin is None and index is None and plain is None:
             return None
         return self._encode_from(close if begin is None else begin)
 
     def _plain_text(self) -> str | None:
-        plain = self.tail.without_calls
-        if not plain or not self.text.endswith(plain) or self.text == plain:
+        plain = self._tail.without_calls
+        if not plain or not self._text.endswith(plain) or self._text == plain:
             return None
         # Without a control token in front, where the call ends would be guesswork.
         return plain if self._tokenizer.encode(plain)[0] in self._tokenizer.special_ids else None
 
     def _control_ids_before(self, end: int) -> list[int]:
         control = self._tokenizer.control_ids
-        return [token_id for token_id in self._tokenizer.encode(self.text[:end]) if token_id in control]
+        return [token_id for token_id in self._tokenizer.encode(self._text[:end]) if token_id in control]
 
     def _encode_from(self, begin: int) -> list[int]:
         spans = [(one - begin, other - begin) for one, other in self._spans if one >= begin]
-        return self._tokenizer.encode(self.text[begin:], spans)
+        return self._tokenizer.encode(self._text[begin:], spans)
 
     def _token_border(self, cut: int) -> int:
         """The last place at or before `cut` that is not inside a control token."""
@@ -184,8 +182,8 @@ class TailIds:
             return False
         if token_id == self._closes.of_user:
             return True
-        asking = self.tail.alone_asking
-        if asking is None or not asking.startswith(self.text[:at]):
+        asking = self._tail.alone_asking
+        if asking is None or not asking.startswith(self._text[:at]):
             return False
         return self._tokenizer.encode(asking[at:])[:1] == [token_id]
 
@@ -197,13 +195,13 @@ class TailIds:
         """The first `end` ids of the tail are the template's own: no new content is among them."""
         length = len(self._tokenizer.decode(self.ids[:end]))
         # What was seen may be too early: a content "m" is found inside <|im_end|>. Then the place is looked up.
-        return length <= self.tail.seen[0] or length <= self.tail.border
+        return length <= self._tail.seen[0] or length <= self._tail.border
 
 
 def _end_of_call(ending: str, said: str) -> int | None:
     """How much of a call's `ending` stands in `said`, which may go on behind it; None where nothing shows that."""
     written = ending.rstrip()
-    whole = next((written[i:] for i in range(len(written) - SEEN_END + 1) if written[i:] in said), "")
+    whole = next((written[i:] for i in range(len(written) - _SEEN_END + 1) if written[i:] in said), "")
     partly = max(range(len(ending) + 1), key=lambda end: (_seen_ending(ending[:end], said), end))
     shared = _seen_ending(ending[:partly], said)
     if shared > len(whole):
@@ -218,4 +216,4 @@ def _end_of_call(ending: str, said: str) -> int | None:
 def _seen_ending(one: str, other: str) -> int:
     """How many characters two texts end with alike; 0 where they are too few to show anything."""
     shared = common_length(one[::-1], other[::-1])
-    return shared if len(one[len(one) - shared :].strip()) >= SEEN_END else 0
+    return shared if len(one[len(one) - shared :].strip()) >= _SEEN_END else 0

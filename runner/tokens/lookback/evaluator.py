@@ -13,13 +13,13 @@ from jinja2 import nodes
 from runner.tokens.lookback.expressions import Left, Raised, Stopped
 from runner.tokens.lookback.filters import Filters
 from runner.tokens.lookback.merging import Symbols, merged
-from runner.tokens.lookback.places import places
-from runner.tokens.lookback.state import State
+from runner.tokens.lookback.positions import positions
+from runner.tokens.lookback.state import Leaving, State
 from runner.tokens.lookback.values import (
     UNTOLD,
+    Condition,
     Function,
     GaveUp,
-    Given,
     Macro,
     Method,
     NamespaceOf,
@@ -32,15 +32,13 @@ from runner.tokens.lookback.values import (
 )
 from runner.tokens.template import environment
 
-__all__ = ["Condition", "Evaluator"]
+__all__ = ["Evaluator"]
 
 STEPS = 40_000
 """Nodes that may be looked at; a large template with a few tools takes some thousands."""
 
 MACROS_DEEP = 30
 """Calls of one macro within another that are followed where all it is given is known."""
-
-Condition = Given | Unknown
 
 
 class Evaluator(ABC):
@@ -51,9 +49,7 @@ class Evaluator(ABC):
         names: what the template is given.
         symbols: numbers for given values.
         words: the last turn's, where they may be any; else they are given.
-
-    Attributes:
-        refuses: the past decides whether the template raises.
+        null_content: messages with calls may have no content.
     """
 
     def __init__(
@@ -63,14 +59,18 @@ class Evaluator(ABC):
         symbols: Symbols,
         *,
         words: Text | None = None,
+        null_content: bool = False,
     ) -> None:
         self.refuses = False
+        """Whether the past decides that the template raises."""
         self._symbols = symbols
         self._operations = Filters(jinja, symbols, words)
         self._state = State([{**_FUNCTIONS, **names}, {}])
         self._conditions: list[Condition] = []
         self._steps = 0
         self._calling: list[nodes.Macro] = []
+        self._leaving: list[Leaving] = []
+        self._null_content = null_content
         self._namespaces = 0
 
     @abstractmethod
@@ -90,6 +90,7 @@ class Evaluator(ABC):
         Raises:
             Stopped: neither goes on.
         """
+        # Each way starts from the same state. While one is gone, the condition tells who decided, if it raises.
         before, ends = self._state, []
         self._conditions.append(condition)
         try:
@@ -249,7 +250,7 @@ class Evaluator(ABC):
         if isinstance(callee, Method) and not keywords:
             return self._operations.method(callee.owner, callee.name, arguments)
         if callee is range and not keywords:
-            found = places(arguments)
+            found = positions(arguments)
             if found is not None:
                 return found
         if callee is _OTHER:
@@ -289,6 +290,7 @@ class Evaluator(ABC):
         if within >= MACROS_DEEP or (within and not all(map(is_concrete, arguments))):
             return self._unfollowed(node, arguments)
         self._calling.append(node)
+        # A macro sees the scopes that it was defined in, and none of its caller's.
         hidden, self._state.scopes[macro.depth :] = self._state.scopes[macro.depth :], []
         given = {**dict(zip(names, arguments, strict=False)), **keywords}
         self._state.scopes.append({})

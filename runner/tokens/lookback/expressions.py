@@ -10,7 +10,7 @@ import jinja2
 from jinja2 import nodes
 
 from runner.tokens.lookback.merging import Symbols, root_of
-from runner.tokens.lookback.places import item_of_past, moved, slice_of_past, told_by_least
+from runner.tokens.lookback.positions import item_of_past, moved, slice_of_past, told_by_least
 from runner.tokens.lookback.values import (
     END,
     Arguments,
@@ -105,6 +105,7 @@ class Operations:
         return bool(value)
 
     def _truth_of_text(self, value: Text) -> bool | Given | Unknown:
+        # The sentinel ends the words, so a text that they end in is not empty.
         if value.has_end and (self._words is None or value is self._words):
             return True
         if any(isinstance(part, str) or getattr(part, "filled", False) for part in value.parts):
@@ -133,9 +134,9 @@ class Operations:
         if sign == "+" and (is_text(one) or is_text(other)):
             return concatenated(_as_text(one), _as_text(other))
         if sign in "+-":
-            place = moved(sign, one, other)
-            if place is not None:
-                return place
+            position = moved(sign, one, other)
+            if position is not None:
+                return position
             if isinstance(one, list) and isinstance(other, list):
                 return [*one, *other]
         return self.of(sign, one, other, text=sign == "%" and is_text(one))
@@ -150,8 +151,8 @@ class Operations:
             equal = self._equal(one, other)
             if isinstance(equal, bool):
                 return equal if sign == "eq" else not equal
-        places = root_of(one) is not None or root_of(other) is not None
-        return self._compared_places(sign, one, other) if places else self.of(sign, one, other)
+        positions = root_of(one) is not None or root_of(other) is not None
+        return self._compared_positions(sign, one, other) if positions else self.of(sign, one, other)
 
     def _equal(self, one: Value, other: Value) -> bool | None:
         if isinstance(one, Given) and one == other:
@@ -163,7 +164,7 @@ class Operations:
                 return False
         return None
 
-    def _compared_places(self, sign: str, one: Value, other: Value) -> Value:
+    def _compared_positions(self, sign: str, one: Value, other: Value) -> Value:
         root = root_of(one)
         if root is not None and root is root_of(other):
             if isinstance(one, Position) and isinstance(other, Position):

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from runner.tokens.lookback.expressions import Operations, Raised
-from runner.tokens.lookback.places import mapped
+from runner.tokens.lookback.positions import mapped
 from runner.tokens.lookback.values import (
     END,
     MAYBE,
@@ -112,7 +112,7 @@ class Filters(Operations):
 
     def _as_json(self, value: Value, keywords: Mapping[str, Value]) -> Value:
         leaves = list(_leaves(value))
-        held = [place for place, leaf in enumerate(leaves) if holds_end(leaf)]
+        held = [index for index, leaf in enumerate(leaves) if holds_end(leaf)]
         behind = leaves[held[0] :] if len(held) == 1 and "sort_keys" not in keywords else []
         if not behind or not all(map(is_given, [*behind[1:], *keywords.values()])):
             return self.of("tojson", value, *keywords, *keywords.values(), text=True)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import reduce
 from typing import cast
 
 import jinja2
 from jinja2 import nodes
 
-from runner.tokens.lookback.evaluator import Condition, Evaluator
+from runner.tokens.lookback.evaluator import Evaluator
 from runner.tokens.lookback.expressions import Left, Stopped
-from runner.tokens.lookback.merging import Symbols
-from runner.tokens.lookback.places import backwards_head_loop, backwards_loop, head_loop, known_loop
-from runner.tokens.lookback.state import State
+from runner.tokens.lookback.positions import backwards_head_loop, backwards_loop, head_loop, known_loop
+from runner.tokens.lookback.state import Leaving, State
 from runner.tokens.lookback.values import (
     Arguments,
+    Condition,
     GaveUp,
     Loop,
     Macro,
@@ -27,7 +26,6 @@ from runner.tokens.lookback.values import (
     Position,
     Root,
     Split,
-    Text,
     Unknown,
     Value,
     acts,
@@ -44,46 +42,8 @@ PASSES = 12
 """Times that a loop over what came before is gone through until nothing changes any more."""
 
 
-@dataclass(slots=True)
-class _Leaving:
-    """Where renders stand that left a pass through a loop, or the loop.
-
-    Attributes:
-        depth: how many conditions the loop stands under.
-        passes: left with `continue`.
-        loops: left with `break`.
-        conditions: under which they did.
-    """
-
-    depth: int
-    passes: list[State] = field(default_factory=list)
-    loops: list[State] = field(default_factory=list)
-    conditions: list[Condition] = field(default_factory=list)
-
-
 class Interpreter(Evaluator):
-    """One render.
-
-    Args:
-        jinja: its environment.
-        names: what the template is given.
-        symbols: numbers for given values.
-        words: the last turn's, where they may be any; else they are given.
-        null_content: messages with calls may have no content.
-    """
-
-    def __init__(
-        self,
-        jinja: jinja2.Environment,
-        names: dict[str, Value],
-        symbols: Symbols,
-        *,
-        words: Text | None = None,
-        null_content: bool = False,
-    ) -> None:
-        super().__init__(jinja, names, symbols, words=words)
-        self._leaving: list[_Leaving] = []
-        self._null_content = null_content
+    """One render: runs the statements whose expressions an `Evaluator` knows the values of."""
 
     def output(self, template: nodes.Template) -> Value:
         """What the template writes.
@@ -203,7 +163,7 @@ class Interpreter(Evaluator):
             raise GaveUp("a recursive loop")
         values = self._chosen(node, self._elements(self._read(node.iter)))
         before = len(self._state.scopes)
-        self._leaving.append(_Leaving(len(self._conditions)))
+        self._leaving.append(Leaving(len(self._conditions)))
         try:
             if isinstance(values, list | tuple):
                 self._loop_known(node, values)
@@ -295,6 +255,7 @@ class Interpreter(Evaluator):
         self._loop_known(node, values.items, Position(values.root, values.offset), values)
 
     def _loop_between(self, node: nodes.For, values: Past) -> None:
+        # Any message may come at any pass, so each role is tried, and what they leave is merged.
         heads: list[Value] = [Unknown(ends=True)]
         if values.messages:
             heads = [PastMessage(role, self._null_content) for role in ("system", "user", "assistant", "tool")]

@@ -10,6 +10,7 @@ import jinja2
 from runner.tokens.lookback.values import (
     MAYBE,
     UNTOLD,
+    Condition,
     Given,
     Past,
     Position,
@@ -60,12 +61,12 @@ class Symbols:
         return "object", id(value)
 
 
-def merged(condition: Given | Unknown, one: Value, other: Value, symbols: Symbols) -> Value:
+def merged(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Value:
     """`one` where the condition holds, else `other`."""
     if same(one, other):
         return one
     both = (one, other)
-    if any(map(acts, both)):
+    if any(map(acts, both)):  # what calling one of two macros does would have to be followed twice
         return UNTOLD
     if isinstance(one, Past) and isinstance(other, Past) and _end_alike(one, other):
         return Past(one.items, Root(min(one.least, other.least)), 0, (), one.messages, one.backwards)
@@ -86,7 +87,7 @@ def _end_alike(one: Past, other: Past) -> bool:
     return alike and same(one.items, other.items)
 
 
-def _merged_text(condition: Given | Unknown, one: Value, other: Value, symbols: Symbols) -> Value:
+def _merged_text(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Value:
     """One of two texts, of which one at least may hold the end of the turn's words."""
     both = (one, other)
     marks = [each.parts[0] if isinstance(each, Text) and each.is_marked else None for each in both]
@@ -112,5 +113,5 @@ def _parts(value: Value) -> tuple[Value, ...]:
 
 
 def root_of(value: Value) -> Root | None:
-    """What a place among the messages counts from; None where the value is none."""
+    """What a position among the messages counts from; None where the value is none."""
     return value.root if isinstance(value, Position | Given) else None

@@ -35,13 +35,10 @@ class Lookback(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Proofs:
-    """What can be proven of one template. Work that takes some milliseconds each time; the answers are not kept.
-
-    Attributes:
-        renderer: the template, with its options and its clock fixed.
-    """
+    """What can be proven of one template. Work that takes some milliseconds each time; the answers are not kept."""
 
     renderer: Renderer
+    """The template, with its options and its clock fixed."""
 
     def past(self, shape: Shape, tools: Sequence[ToolSchema], *, asking: bool = True) -> Lookback:
         """Whether what came between the first question and the turn can change the text behind the turn's words.
@@ -137,7 +134,7 @@ def _thought(shape: Shape, thought: Value) -> dict[str, Value]:
 def _arguments(renderer: Renderer, number: int, last: bool, symbols: Symbols) -> Value:
     if last:
         return Text((END, '"}'), ("arguments",)) if renderer.text_arguments else Arguments(_filled(symbols, "argument"))
-    # A call may have no arguments at all.
+    # A call may have no arguments at all, and then an object is empty; as text it is "{}".
     return replace(_filled(symbols, "arguments", number), text=renderer.text_arguments, filled=renderer.text_arguments)
 
 

@@ -8,24 +8,21 @@ from typing import Any, Self
 import jinja2
 
 from runner.tokens.lookback.merging import Symbols, merged
-from runner.tokens.lookback.values import Given, Unknown, Value, same
+from runner.tokens.lookback.values import Condition, Value, same
 
-__all__ = ["State"]
+__all__ = ["Leaving", "State"]
 
 
 @dataclass(slots=True)
 class State:
-    """Where a render stands.
-
-    Attributes:
-        scopes: names, the innermost scope last.
-        namespaces: what each jinja namespace holds, by its number.
-        output: what was written so far, of the macro or block that is being rendered.
-    """
+    """Where a render stands."""
 
     scopes: list[dict[str, Value]] = field(default_factory=lambda: [{}])
+    """The names that are known, by scopes, the innermost last."""
     namespaces: dict[int, dict[str, Value]] = field(default_factory=dict)
+    """What each jinja namespace holds, by its number."""
     output: Value = ""
+    """What was written so far by the macro or block that is being rendered."""
 
     def copy(self) -> Self:
         namespaces = {number: dict(names) for number, names in self.namespaces.items()}
@@ -43,7 +40,7 @@ class State:
         one, other = ((state.scopes, state.namespaces, state.output) for state in (self, before))
         return same(one, other, settled=True)
 
-    def merged(self, condition: Given | Unknown, other: Self, symbols: Symbols) -> Self:
+    def merged(self, condition: Condition, other: Self, symbols: Symbols) -> Self:
         """This state where the condition holds, else `other`."""
         scopes = []
         for depth, (mine, theirs) in enumerate(zip(self.scopes, other.scopes, strict=True), start=1):
@@ -57,8 +54,22 @@ class State:
         return type(self)(scopes, namespaces, merged(condition, self.output, other.output, symbols))
 
 
+@dataclass(slots=True)
+class Leaving:
+    """Where renders stand that left a pass through a loop, or the loop."""
+
+    depth: int
+    """How many conditions the loop stands under."""
+    passes: list[State] = field(default_factory=list)
+    """The renders that left a pass with `continue`."""
+    loops: list[State] = field(default_factory=list)
+    """The renders that left the loop with `break`."""
+    conditions: list[Condition] = field(default_factory=list)
+    """The conditions under which they left."""
+
+
 def _merged_names(
-    condition: Given | Unknown, one: dict[str, Value], other: dict[str, Value], symbols: Symbols
+    condition: Condition, one: dict[str, Value], other: dict[str, Value], symbols: Symbols
 ) -> dict[str, Any]:
     undefined = jinja2.Undefined()
     return {

@@ -16,6 +16,7 @@ __all__ = [
     "MAYBE",
     "UNTOLD",
     "Arguments",
+    "Condition",
     "Function",
     "GaveUp",
     "Given",
@@ -52,36 +53,34 @@ class GaveUp(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unknown:
-    """The past may decide it, or the words of the last turn.
-
-    Attributes:
-        ends: the end of the turn's words may be in it.
-        text: it is a string.
-        filled: it is not empty.
-    """
+    """The past may decide it, or the words of the last turn."""
 
     ends: bool = False
+    """Whether the end of the turn's words may be in it."""
     text: bool = False
+    """Whether it is a string."""
     filled: bool = False
+    """Whether it is known not to be empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Some value that new messages, tools and options alone decide: the same after every past.
-
-    Attributes:
-        number: two of one number are one value.
-        text: it is a string.
-        filled: it is not empty.
-        root: where it tells a place in the list of messages, what that counts from; as a number it depends on the past.
-        ends: the end of the turn's words may be in it.
-    """
+    """Some value that new messages, tools and options alone decide: the same after every past."""
 
     number: int
+    """Its number: two values of one number are one value."""
     text: bool = False
+    """Whether it is a string."""
     filled: bool = False
+    """Whether it is known not to be empty."""
     root: Root | None = None
+    """What it counts from, where it is a position in the list of messages. As a number it then depends on the past."""
     ends: bool = False
+    """Whether the end of the turn's words may be in it."""
+
+
+Condition: TypeAlias = Given | Unknown
+"""What decides between two ways, where that is not known."""
 
 
 class _Mark:
@@ -101,15 +100,12 @@ MAYBE: Final = _Mark("MAYBE")
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text that is not wholly known.
-
-    Attributes:
-        parts: plain text and given values; with END or MAYBE in front also unknown ones.
-        head: what tells the text before END from others, where that is given; else None.
-    """
+    """Text that is not wholly known."""
 
     parts: tuple[Any, ...]
+    """Plain text and given values; with END or MAYBE in front also unknown ones."""
     head: Any = None
+    """What tells the text before END from others, where that is given; else None."""
 
     @property
     def has_end(self) -> bool:
@@ -134,7 +130,7 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A number of messages, or a place among them: as many as came before, and `offset`."""
+    """A number of messages, or a position among them: as many as came before, and `offset`."""
 
     root: Root
     offset: int
@@ -146,23 +142,20 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A list that ends with known items, before which stand some that are not.
-
-    Attributes:
-        items: the known ones at the end, in their order in the list.
-        root: tells how many stand before them, beside `offset`.
-        offset: so many more.
-        heads: the first ones, as far as something is known of them; `offset` counts them.
-        messages: those in between are messages; else anything.
-        backwards: it is read from its end.
-    """
+    """A list that ends with known items, before which stand some that are not."""
 
     items: tuple[Any, ...]
+    """The known items at the end, in their order in the list."""
     root: Root
+    """What tells how many items stand before them, beside `offset`."""
     offset: int = 0
+    """How many more stand there than the root counts."""
     heads: tuple[Any, ...] = ()
+    """The first items, as far as something is known of them; `offset` counts them."""
     messages: bool = True
+    """Whether those in between are messages; else they are anything."""
     backwards: bool = False
+    """Whether the list is read from its end."""
 
     @property
     def length(self) -> Position:
@@ -255,15 +248,12 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The pieces of a text in which the turn's words end, of which only the last is known.
-
-    Attributes:
-        last: that piece.
-        given: the whole text is.
-    """
+    """The pieces of a text in which the turn's words end, of which only the last is known."""
 
     last: Value
+    """The last piece."""
     given: bool
+    """Whether the whole text is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,12 +412,12 @@ def joined(values: Iterable[Value]) -> Value:
 def _normal(kept: list[Value], head: Any) -> Value:
     unknown = [part for part in kept if isinstance(part, Unknown)]
     if unknown and kept[0] not in (END, MAYBE):
-        place = next((place for place, part in enumerate(kept) if holds_end(part)), None)
-        if place is None:
+        position = next((position for position, part in enumerate(kept) if holds_end(part)), None)
+        if position is None:
             return Unknown(text=True)
-        if isinstance(kept[place], Unknown):
+        if isinstance(kept[position], Unknown):
             return Unknown(ends=True, text=True)
-        kept = [MAYBE, *kept[place:]]
+        kept = [MAYBE, *kept[position:]]
     parts: list[Value] = []
     for part in kept:
         if isinstance(part, str) and parts and isinstance(parts[-1], str):

@@ -5,18 +5,19 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, cast
 
 from runner.messages import Message
 from runner.tokens.bridging.bridge import Bridge, Bridger
+from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
-from runner.tokens.bridging.tail import TailMaker
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.control_text import lacking, special_tokens, tag_tokens
 from runner.tokens.junction import Seam
 from runner.tokens.probing.profile import TemplateProfile
+from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import Renderer, ToolSchema
 from runner.tokens.tokenizer import Tokenizer, load_tokenizer
 
@@ -57,28 +58,27 @@ class Exactness(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the bridge makes of one kind of append.
-
-    Attributes:
-        kind: what is appended to what.
-        result: how good the bridge is, after the worst of several histories.
-        refusal: the name of what is missing, or None.
-        explanation: the same for people, or "".
-        anchor: what the bridge is hung on, or "".
-        close: where the turn's closing tokens come from, or "".
-        local: the work does not depend on how long the history is.
-        rewrites: the template's own render of everything does not begin with what was sampled, so the policy `fork`
-            starts a new segment here, and the policy `append` keeps what that render would have changed.
-    """
+    """What the bridge makes of one kind of append."""
 
     kind: Append
+    """What is appended to what."""
     result: Exactness
+    """How good the bridge is, after the worst of several histories."""
     refusal: Property | None = None
+    """The name of what is missing, or None."""
     explanation: str = ""
+    """What is missing, for people, or ""."""
     anchor: str = ""
+    """What the bridge is attached after, or ""."""
     close: str = ""
+    """Where the turn's closing tokens come from, or ""."""
     local: bool = False
+    """Whether the work does not depend on how long the history is."""
     rewrites: bool = False
+    """Whether the template's own render of everything does not begin with what was sampled.
+
+    Then the policy `fork` starts a new segment here, and the policy `append` keeps what that render would have changed.
+    """
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -90,17 +90,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Ids of the worked example that came in one go.
-
-    Attributes:
-        source: "prompt", "sampled" or "bridge".
-        ids: as they are in the token log.
-        texts: of each id.
-    """
+    """Ids of the worked example that came in one go."""
 
     source: str
+    """What the ids are: "prompt", "sampled" or "bridge"."""
     ids: tuple[int, ...]
+    """The ids as they are in the token log."""
     texts: tuple[str, ...]
+    """The text of each id."""
 
     @property
     def mask(self) -> int:
@@ -108,6 +105,7 @@ class Passage:
         return int(self.source == "sampled")
 
 
+# A conversation in plain words, unlike those of probe_messages: check-template shows it to people, token by token.
 TOOLS: Sequence[ToolSchema] = [
     {
         "type": "function",
@@ -183,7 +181,7 @@ class _Trial:
     def verdict(self) -> Verdict:
         tried = [self._after(past, number) for number, past in enumerate(self._pasts)]
         worst = max(tried, key=lambda verdict: list(Exactness).index(verdict.result))
-        return Verdict(**{**_shallow(worst), "rewrites": any(verdict.rewrites for verdict in tried)})
+        return replace(worst, rewrites=any(verdict.rewrites for verdict in tried))
 
     def _after(self, past: Sequence[Message], number: int) -> Verdict:
         history = [*past, self._turn]
@@ -199,7 +197,7 @@ class _Trial:
             Exactness.SOFT if junction.seam is Seam.UNVERIFIED else Exactness.EXACT,
             anchor=junction.anchor.value,
             close=junction.close.value,
-            local=self._bridger.locality.is_local(history, self._new, self._tools),
+            local=self._bridger.locality.is_local(AnsweredTurn(history, self._new, self._tools)),
             rewrites=self._rewrites(past, sampled, bridge),
         )
 
@@ -212,16 +210,12 @@ class _Trial:
         return True
 
 
-def _shallow(verdict: Verdict) -> dict[str, Any]:
-    return {name: getattr(verdict, name) for name in Verdict.__dataclass_fields__}
-
-
 class _Speaker:
     """Says what a model would sample that writes exactly what the template does."""
 
     def __init__(self, bridger: Bridger) -> None:
         self._bridger = bridger
-        self._maker = TailMaker(bridger.renderer)
+        self._prompts = PromptRenderer(bridger.renderer)
 
     def said(
         self, history: Sequence[Message], tools: Sequence[ToolSchema], *, cut: bool = False
@@ -235,8 +229,8 @@ class _Speaker:
         turn = history[-1]
         if cut:
             return tokenizer.encode(turn["content"]), None
-        prompt = self._maker.prompt(history[:-1], tools)
-        whole = self._maker.render(history, tools, generation_prompt=False)
+        prompt = self._prompts.prompt(history[:-1], tools)
+        whole = self._prompts.render(history, tools, generation_prompt=False)
         ids = tokenizer.encode(whole[len(prompt) :] if whole.startswith(prompt) else _words(turn))
         stop = self._stop(ids, history, tools)
         if stop in ids:
@@ -273,7 +267,7 @@ class _Speaker:
         if not found:
             with suppress(Unbridgeable):
                 follows = [_result("a white bird", 3)] if history[-1].get("tool_calls") else [_NEXT]
-                tail = self._bridger.locality.full(history, follows, tools)
+                tail = self._bridger.locality.whole_tail(AnsweredTurn(history, follows, tools))
                 found = [token_id for token_id in self._bridger.tokenizer.encode(tail.text) if token_id in stops]
         own = self._bridger.tokenizer.eos_id
         return found[0] if found else own if own is not None and own in stops else min(stops)

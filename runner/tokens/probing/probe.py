@@ -98,14 +98,8 @@ def check_ends(
 ) -> None:
     """See that a template renders what a conversation may hold, in time. Blocks: call it in a worker thread.
 
-    For the start of a run: nothing has been sampled yet, and nothing of the template has run in this process.
-
-    Args:
-        template: as for `probe`.
-        options: as for `probe`.
-        now: as for `probe`.
-        seconds: as for `probe`.
-        check_cancelled: see `probe`.
+    For the start of a run: nothing has been sampled yet, and nothing of the template has run in this process. The
+    arguments are those of `probe`.
 
     Raises:
         UnusableTemplate: it does not; by `fault`.

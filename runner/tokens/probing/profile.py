@@ -17,9 +17,9 @@ __all__ = [
     "Reasoning",
     "Results",
     "SystemMidRun",
-    "SystemPlace",
+    "SystemPosition",
     "TemplateProfile",
-    "ToolsPlace",
+    "ToolsPosition",
     "Trait",
     "TraitValue",
 ]
@@ -82,7 +82,7 @@ class Reasoning(enum.StrEnum):
     NOT_SHOWN = "not_shown"
 
 
-class ToolsPlace(enum.StrEnum):
+class ToolsPosition(enum.StrEnum):
     """Where the definitions of the tools stand."""
 
     FIRST = "first"
@@ -124,7 +124,7 @@ class NullContent(enum.StrEnum):
     NEEDED = "needed"  # calls are shown only beside it
 
 
-class SystemPlace(enum.StrEnum):
+class SystemPosition(enum.StrEnum):
     """Where the system message that a conversation begins with stands."""
 
     FIRST = "first"
@@ -144,64 +144,61 @@ class SystemMidRun(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TemplateProfile:
-    """What a template does, found by rendering alone. Each attribute is a `Trait`.
-
-    Attributes:
-        bos: whether the token that begins a text is written.
-        default_system: words that stand before the first question though nobody gave a system message, or "".
-        clock: the text depends on the date.
-        options: names that the template reads beyond those that it is always given.
-        generation_prompt: what asks the model to speak, or "".
-        prompt_reasoning: whether that begins a thought.
-        opened_twice: after some kind of message the assistant's turn is opened twice.
-        close: control text that ends an answer once something follows, or "".
-        close_at_end: the same while nothing follows.
-        close_after_call: what ends a turn that called a tool, while nothing follows.
-        separator: what stands between that close and the next message.
-        stop_opens_next: control tokens that open the next message and are what a turn stops with.
-        reasoning: what becomes of `reasoning_content`.
-        inline_reasoning: what becomes of a `<think>` block inside a content.
-        tools: where the definitions stand.
-        calls_shown: an assistant turn shows its calls.
-        results_shown: the results of tools are shown.
-        parallel_results: whether they may be appended one by one.
-        arguments: the form of a call's arguments.
-        literals: how true and null are written in them.
-        null_content: what `content: null` does.
-        system: where the system message at the beginning stands.
-        system_mid_run: what becomes of a system message between the turns.
-        trimmed: roles whose contents lose white space at their ends.
-    """
+    """What a template does, found by rendering alone. Each attribute is a `Trait`."""
 
     bos: Bos
+    """Whether the token that begins a text is written."""
     default_system: str
+    """The words that stand before the first question though nobody gave a system message, or ""."""
     clock: bool
+    """Whether the text depends on the date."""
     options: tuple[str, ...]
+    """Names that the template reads beyond those that it is always given."""
     generation_prompt: str
+    """What asks the model to speak, or ""."""
     prompt_reasoning: PromptReasoning
+    """Whether the generation prompt begins a thought."""
     opened_twice: bool
+    """Whether the assistant's turn is opened twice after some kind of message."""
     close: str
+    """The control text that ends an answer once something follows, or ""."""
     close_at_end: str
+    """The control text that ends an answer while nothing follows, or ""."""
     close_after_call: str
+    """What ends a turn that called a tool, while nothing follows."""
     separator: str
+    """What stands between the close and the next message."""
     stop_opens_next: tuple[str, ...]
+    """Control tokens that open the next message and are what a turn stops with."""
     reasoning: Reasoning
+    """What becomes of `reasoning_content`."""
     inline_reasoning: Reasoning
-    tools: ToolsPlace
+    """What becomes of a `<think>` block inside a content."""
+    tools: ToolsPosition
+    """Where the definitions of the tools stand."""
     calls_shown: bool
+    """Whether an assistant turn shows its calls."""
     results_shown: bool
+    """Whether the results of tools are shown."""
     parallel_results: Results
+    """Whether the results of parallel calls may be appended one by one."""
     arguments: Arguments
+    """The form in which a call's arguments are taken."""
     literals: Literals
+    """How true and null are written in a call's arguments."""
     null_content: NullContent
-    system: SystemPlace
+    """What `content: null` does."""
+    system: SystemPosition
+    """Where the system message at the beginning stands."""
     system_mid_run: SystemMidRun
+    """What becomes of a system message between the turns."""
     trimmed: tuple[str, ...]
+    """The roles whose contents lose white space at their ends."""
 
     @property
     def carries_tools(self) -> bool:
         """Definitions, calls and results are all shown."""
-        return self.tools is not ToolsPlace.NOT_SHOWN and self.calls_shown and self.results_shown
+        return self.tools is not ToolsPosition.NOT_SHOWN and self.calls_shown and self.results_shown
 
     def traits(self) -> Iterator[tuple[Trait, TraitValue, str]]:
         """Each trait, its value, and one sentence on what it is and why it matters."""
@@ -313,10 +310,10 @@ _EXPLANATIONS: Mapping[Trait, Mapping[Any, str]] = {
         "the same.",
     },
     Trait.TOOLS: {
-        ToolsPlace.FIRST: "The tools stand before the conversation and stay there.",
-        ToolsPlace.MOVES: "The tools are written before the last user message, so they move when a user speaks again: "
-        "then no prompt can begin with the one before.",
-        ToolsPlace.NOT_SHOWN: "The model is not shown the tools: no environment with tools can be played.",
+        ToolsPosition.FIRST: "The tools stand before the conversation and stay there.",
+        ToolsPosition.MOVES: "The tools are written before the last user message, so they move when a user speaks "
+        "again: then no prompt can begin with the one before.",
+        ToolsPosition.NOT_SHOWN: "The model is not shown the tools: no environment with tools can be played.",
     },
     Trait.CALLS_SHOWN: {
         True: "A turn's calls are written with it.",
@@ -352,11 +349,11 @@ _EXPLANATIONS: Mapping[Trait, Mapping[Any, str]] = {
         NullContent.WRITTEN: "A message with content null is shown as the word None; here it is always given as text.",
     },
     Trait.SYSTEM: {
-        SystemPlace.FIRST: "A system message stands before the conversation and stays there.",
-        SystemPlace.MOVES: "The system message is written before the last user message, so it moves when a user speaks "
-        "again: then no prompt can begin with the one before. Say it in the first user message.",
-        SystemPlace.DROPPED: "A system message is dropped without a word: say it in the first user message.",
-        SystemPlace.REFUSED: "A system message makes the template fail: say it in the first user message.",
+        SystemPosition.FIRST: "A system message stands before the conversation and stays there.",
+        SystemPosition.MOVES: "The system message is written before the last user message, so it moves when a user "
+        "speaks again: then no prompt can begin with the one before. Say it in the first user message.",
+        SystemPosition.DROPPED: "A system message is dropped without a word: say it in the first user message.",
+        SystemPosition.REFUSED: "A system message makes the template fail: say it in the first user message.",
     },
     Trait.SYSTEM_MID_RUN: {
         SystemMidRun.KEPT: "A system message between the turns stays where it is.",

@@ -6,18 +6,16 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import cast
 
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 
-from runner.messages import Message
-from runner.tokens.bridging.markers import common_length
+from runner.tokens.bridging.contents import common_length
+from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
-from runner.tokens.bridging.tail import TailMaker
 from runner.tokens.control_text import special_tokens
-from runner.tokens.probing.probe_messages import (
+from runner.tokens.probe_messages import (
     AGAIN,
     AGAIN_ASKED,
     ANSWER,
@@ -27,17 +25,18 @@ from runner.tokens.probing.probe_messages import (
     KEY,
     QUESTION,
     RETURNED,
+    SYSTEM,
     THOUGHT,
     TOLD,
     TOOL,
     TOOLS,
     VALUE,
     VARIED,
-    Probe,
     View,
     calling,
     result,
 )
+from runner.tokens.probing.probe_renderer import ProbeRenderer
 from runner.tokens.probing.profile import (
     Arguments,
     Bos,
@@ -47,13 +46,14 @@ from runner.tokens.probing.profile import (
     Reasoning,
     Results,
     SystemMidRun,
-    SystemPlace,
+    SystemPosition,
     TemplateProfile,
-    ToolsPlace,
+    ToolsPosition,
 )
 from runner.tokens.probing.turn_ends import close_after_call, closes
 from runner.tokens.template import Renderer
 from runner.tokens.template import _Generation as GenerationTag
+from runner.tokens.tool_support import shows_calls, shows_results, shows_tools
 
 __all__ = ["options_of", "profile_of"]
 
@@ -65,14 +65,14 @@ def profile_of(renderer: Renderer, *, wanted_bos: str = "") -> TemplateProfile:
         renderer: the template with its options and its clock fixed.
         wanted_bos: the token that the vocabulary would begin every text with, or "".
     """
-    probe = Probe(renderer)
+    probe = ProbeRenderer(renderer)
     close, at_end, separator, openers = closes(probe)
     return TemplateProfile(
         bos=_bos(probe, wanted_bos),
         default_system=_default_system(probe),
         clock=_clock(probe),
         options=options_of(renderer),
-        generation_prompt=TailMaker(renderer).generation_prompt,
+        generation_prompt=PromptRenderer(renderer).generation_prompt,
         prompt_reasoning=_prompt_reasoning(probe),
         opened_twice=_opened_twice(renderer),
         close=close,
@@ -84,14 +84,14 @@ def profile_of(renderer: Renderer, *, wanted_bos: str = "") -> TemplateProfile:
         inline_reasoning=_reasoning(
             probe, {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWERED}"}
         ),
-        tools=_tools_place(probe),
-        calls_shown=_calls_shown(probe),
-        results_shown=probe.shows(RETURNED, QUESTION, CALL, result(), tools=True, asking=True),
+        tools=_tools_position(probe),
+        calls_shown=shows_calls(renderer),
+        results_shown=shows_results(renderer),
         parallel_results=_parallel_results(probe),
         arguments=_arguments(probe),
         literals=_literals(probe),
         null_content=_null_content(probe),
-        system=_system_place(probe),
+        system=_system_position(probe),
         system_mid_run=_system_mid_run(probe),
         trimmed=_trimmed(probe),
     )
@@ -113,7 +113,7 @@ def _heeded(renderer: Renderer, name: str) -> bool:
     before.pop(name, None)
     texts: set[tuple[str | None, ...]] = set()
     for options in (before, *({**before, name: value} for value in (True, False, TOLD))):
-        probe = Probe(renderer.template.renderer(options, renderer.now))
+        probe = ProbeRenderer(renderer.template.renderer(options, renderer.now))
         texts.add(tuple(probe.text(*messages, tools=True, asking=True) for messages in VARIED))
     return len(texts) > 1
 
@@ -128,7 +128,7 @@ _GIVEN = frozenset({
 # --- how a text begins
 
 
-def _bos(probe: Probe, wanted: str) -> Bos:
+def _bos(probe: ProbeRenderer, wanted: str) -> Bos:
     text = (probe.text(QUESTION, asking=True) or "").lstrip()
     known = (wanted, probe.renderer.template.variables.get("bos_token", ""), *_KNOWN_BOS)
     bos = next((token for token in known if token and text.startswith(token)), "")
@@ -147,7 +147,7 @@ _KNOWN_BOS = (
 )
 
 
-def _default_system(probe: Probe) -> str:
+def _default_system(probe: ProbeRenderer) -> str:
     """What stands before the first question and not before a second one, control tokens and role names left out."""
     first = (probe.text(QUESTION, asking=True) or "").partition(ASKED)[0]
     second = probe.between(ANSWERED, AGAIN, QUESTION, ANSWER, AGAIN_ASKED)
@@ -159,7 +159,7 @@ def _default_system(probe: Probe) -> str:
     return words if re.search(r"[^\W_]{2,}\s+[^\W_]{2,}", words) else ""
 
 
-def _clock(probe: Probe) -> bool:
+def _clock(probe: ProbeRenderer) -> bool:
     renderer = probe.renderer
     now = renderer.now
     # Another year, month, day, weekday and hour.
@@ -167,12 +167,12 @@ def _clock(probe: Probe) -> bool:
         renderer.options, datetime(now.year - 3, now.month % 12 + 1, now.day % 27 + 2, 1)
     )
     return any(
-        probe.text(QUESTION, tools=tools, asking=True) != Probe(other).text(QUESTION, tools=tools, asking=True)
+        probe.text(QUESTION, tools=tools, asking=True) != ProbeRenderer(other).text(QUESTION, tools=tools, asking=True)
         for tools in (False, True)
     )
 
 
-def _prompt_reasoning(probe: Probe) -> PromptReasoning:
+def _prompt_reasoning(probe: ProbeRenderer) -> PromptReasoning:
     asked = probe.between(ASKED, "", QUESTION, asking=True).rstrip()
     if re.search(r"<think(?:ing)?>$|\[THINK\]$|<\|?seed:think>$|<\|inner_prefix\|>$", asked):
         return PromptReasoning.OPENED
@@ -182,12 +182,11 @@ def _prompt_reasoning(probe: Probe) -> PromptReasoning:
 
 
 def _opened_twice(renderer: Renderer) -> bool:
-    maker = TailMaker(renderer)
+    prompts = PromptRenderer(renderer)
     conversations = ([QUESTION], [QUESTION, ANSWER, AGAIN_ASKED], [QUESTION, CALL, result()])
-    for conversation in conversations:
+    for messages in conversations:
         try:
-            messages = cast("list[Message]", conversation)
-            maker.asks_as_usual(maker.render(messages, TOOLS), messages[-1])
+            prompts.asks_as_usual(prompts.render(messages, TOOLS), messages[-1])
         except Unbridgeable as refusal:
             if refusal.property is Property.OPENED_ONCE:
                 return True
@@ -197,39 +196,31 @@ def _opened_twice(renderer: Renderer) -> bool:
 # --- what is shown
 
 
-def _reasoning(probe: Probe, turn: View) -> Reasoning:
+def _reasoning(probe: ProbeRenderer, turn: View) -> Reasoning:
     if probe.shows(THOUGHT, QUESTION, turn, AGAIN_ASKED, asking=True):
         return Reasoning.KEPT
     return Reasoning.ONLY_LAST if probe.shows(THOUGHT, QUESTION, turn) else Reasoning.NOT_SHOWN
 
 
-def _tools_place(probe: Probe) -> ToolsPlace:
-    if not probe.shows(TOOL, QUESTION, tools=True, asking=True):
-        return ToolsPlace.NOT_SHOWN
+def _tools_position(probe: ProbeRenderer) -> ToolsPosition:
+    if not shows_tools(probe.renderer):
+        return ToolsPosition.NOT_SHOWN
     text = probe.text(QUESTION, ANSWER, AGAIN_ASKED, tools=True, asking=True) or ""
     answer = text.find(ANSWERED)
-    return ToolsPlace.MOVES if 0 <= answer < text.rfind(TOOL) else ToolsPlace.FIRST
+    return ToolsPosition.MOVES if 0 <= answer < text.rfind(TOOL) else ToolsPosition.FIRST
 
 
-def _calls_shown(probe: Probe) -> bool:
-    """Shown as the last turn, or, where that is dropped, with its result behind."""
-    return any(
-        probe.shows(VALUE, QUESTION, CALL, *answered, tools=tools)
-        for answered in ((), (result(),))
-        for tools in (False, True)
-    )
-
-
-def _parallel_results(probe: Probe) -> Results:
+def _parallel_results(probe: ProbeRenderer) -> Results:
     before = (QUESTION, calling({KEY: VALUE}, count=2), result(0))
     last = "zqsecondz"
+    # A block that both results share is closed behind the first one, where that is the last.
     one, both = probe.text(*before, tools=True), probe.text(*before, result(1, last), tools=True)
     if both is None or last not in both or RETURNED not in both:
         return Results.NOT_SHOWN
     return Results.ONE_BY_ONE if one is not None and both.startswith(one) else Results.TOGETHER
 
 
-def _arguments(probe: Probe) -> Arguments:
+def _arguments(probe: ProbeRenderer) -> Arguments:
     if probe.renderer.text_arguments:
         return Arguments.STRING
     if not probe.shows(VALUE, QUESTION, CALL, result(), tools=True):
@@ -239,7 +230,7 @@ def _arguments(probe: Probe) -> Arguments:
     return Arguments.EITHER if VALUE in text and json.dumps(written)[1:-1] not in text else Arguments.OBJECT
 
 
-def _literals(probe: Probe) -> Literals:
+def _literals(probe: ProbeRenderer) -> Literals:
     turn = calling({KEY: VALUE, "flag": True, "nothing": None})
     text = probe.text(QUESTION, turn) or probe.text(QUESTION, turn, tools=True) or ""
     call = text[text.rfind(VALUE) :] if VALUE in text else ""
@@ -248,7 +239,8 @@ def _literals(probe: Probe) -> Literals:
     return Literals.JSON if call else Literals.NOT_SHOWN
 
 
-def _null_content(probe: Probe) -> NullContent:
+def _null_content(probe: ProbeRenderer) -> NullContent:
+    # Two renders are compared, since a template may write the word None without being given any.
     shown = probe.text(QUESTION, CALL, result(), tools=True)
     null = calling({KEY: VALUE}, content=None)
     if probe.renderer.null_content:
@@ -264,17 +256,17 @@ def _null_content(probe: Probe) -> NullContent:
     return NullContent.WRITTEN if written else NullContent.ACCEPTED
 
 
-def _system_place(probe: Probe) -> SystemPlace:
-    text = probe.text({"role": "system", "content": TOLD}, QUESTION, ANSWER, AGAIN_ASKED, asking=True)
+def _system_position(probe: ProbeRenderer) -> SystemPosition:
+    text = probe.text(SYSTEM, QUESTION, ANSWER, AGAIN_ASKED, asking=True)
     if text is None:
-        return SystemPlace.REFUSED
+        return SystemPosition.REFUSED
     if TOLD not in text:
-        return SystemPlace.DROPPED
-    return SystemPlace.MOVES if 0 <= text.find(ANSWERED) < text.index(TOLD) else SystemPlace.FIRST
+        return SystemPosition.DROPPED
+    return SystemPosition.MOVES if 0 <= text.find(ANSWERED) < text.index(TOLD) else SystemPosition.FIRST
 
 
-def _system_mid_run(probe: Probe) -> SystemMidRun:
-    text = probe.text(QUESTION, ANSWER, {"role": "system", "content": TOLD}, AGAIN_ASKED, asking=True)
+def _system_mid_run(probe: ProbeRenderer) -> SystemMidRun:
+    text = probe.text(QUESTION, ANSWER, SYSTEM, AGAIN_ASKED, asking=True)
     if text is None:
         return SystemMidRun.REFUSED
     if TOLD not in text:
@@ -282,13 +274,12 @@ def _system_mid_run(probe: Probe) -> SystemMidRun:
     return SystemMidRun.KEPT if text.index(TOLD) > text.find(ANSWERED) else SystemMidRun.MOVED
 
 
-def _trimmed(probe: Probe) -> tuple[str, ...]:
+def _trimmed(probe: ProbeRenderer) -> tuple[str, ...]:
     def padded(message: View, word: str) -> View:
         return {**message, "content": f" \n {word} \n "}
 
-    system: View = {"role": "system", "content": ""}
     conversations: Mapping[str, tuple[str, Sequence[View]]] = {
-        "system": (TOLD, [padded(system, TOLD), QUESTION]),
+        "system": (TOLD, [padded(SYSTEM, TOLD), QUESTION]),
         "user": (ASKED, [padded(QUESTION, ASKED)]),
         "assistant": (ANSWERED, [QUESTION, padded(ANSWER, ANSWERED), AGAIN_ASKED]),
         "tool": (RETURNED, [QUESTION, CALL, padded(result(), RETURNED)]),

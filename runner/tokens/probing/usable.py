@@ -5,15 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, cast
+from typing import Any
 
 import jinja2
 
 from runner.errors import BadTemplate
-from runner.messages import Message
+from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
-from runner.tokens.bridging.tail import TailMaker
-from runner.tokens.probing.probe_messages import QUESTION
+from runner.tokens.probe_messages import QUESTION
 from runner.tokens.probing.traits import options_of
 from runner.tokens.template import ChatTemplate, Renderer, TemplateRaised
 
@@ -34,15 +33,12 @@ class Fault(enum.StrEnum):
 
 
 class UnusableTemplate(BadTemplate):
-    """The template serves no conversation.
-
-    Attributes:
-        fault: why.
-    """
+    """The template serves no conversation."""
 
     def __init__(self, fault: Fault, message: str) -> None:
         super().__init__(message)
         self.fault = fault
+        """Why the template cannot be used."""
 
 
 def usable_renderer(template: ChatTemplate, options: Mapping[str, Any], now: datetime) -> Renderer:
@@ -85,12 +81,13 @@ def _raised(renderer: Renderer, error: TemplateRaised) -> UnusableTemplate:
 
 
 def _check_opened_once(renderer: Renderer, text: str) -> None:
-    maker = TailMaker(renderer)
-    asked = maker.generation_prompt
+    prompts = PromptRenderer(renderer)
+    asked = prompts.generation_prompt
+    # A template that opens the turn by itself may double what asks for it, and then no prompt has it once.
     half = asked[: len(asked) // 2]
     doubled = bool(half.strip()) and asked == half * 2
     try:
-        maker.asks_as_usual(text, cast("Message", QUESTION))
+        prompts.asks_as_usual(text, QUESTION)
     except Unbridgeable as refusal:
         doubled = doubled or refusal.property is Property.OPENED_ONCE
     if doubled:

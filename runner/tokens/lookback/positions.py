@@ -1,4 +1,4 @@
-"""Places among messages of which only the first and the last are known, and what `loop` says at each."""
+"""Positions among messages of which only the first and the last are known, and what `loop` says at each."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ __all__ = [
     "known_loop",
     "mapped",
     "moved",
-    "places",
+    "positions",
     "slice_of_past",
     "told_by_least",
 ]
 
 
+# Positions are compared and subtracted within one root only: how many messages another one stands for is not known.
+
+
 def moved(sign: str, one: Value, other: Value) -> Value | None:
-    """A place moved by a number, or the distance of two."""
+    """A position moved by a number, or the distance of two."""
     if isinstance(one, Position) and type(other) is int:
         return Position(one.root, one.offset + (other if sign == "+" else -other))
     if isinstance(other, Position) and type(one) is int and sign == "+":
@@ -46,10 +49,10 @@ def told_by_least(sign: str, least: int, number: int) -> bool | Unknown:
 def item_of_past(past: Past, key: Value) -> Value:
     between = PastMessage(null_content=True) if past.messages else Unknown(ends=True)
     if isinstance(key, Position) and key.root is past.root and not past.backwards:
-        place = key.offset - past.offset
-        if place >= len(past.items):
+        position = key.offset - past.offset
+        if position >= len(past.items):
             return jinja2.Undefined(name="item")
-        return past.items[place] if place >= 0 else between if key.least >= 0 else Unknown(ends=True)
+        return past.items[position] if position >= 0 else between if key.least >= 0 else Unknown(ends=True)
     if type(key) is not int:
         return Unknown(ends=True)
     if past.backwards:
@@ -79,7 +82,7 @@ def slice_of_past(past: Past, start: Value, stop: Value, step: Value) -> Value:
 
 
 def _bound(past: Past, bound: Value, default: int) -> int | None:
-    """The place of a slice's bound among the items; less than 0 where it stands before them, None for no idea."""
+    """The position of a slice's bound among the items; less than 0 where it stands before them, None for no idea."""
     if bound is None:
         return default
     if isinstance(bound, Position) and bound.root is past.root:
@@ -95,8 +98,8 @@ def mapped(value: Past | list[Value], change: Callable[[Value], Value]) -> Value
     return list(map(change, value))
 
 
-def places(bounds: Sequence[Value]) -> Value:
-    """The places between two, or before one; None where that cannot be told."""
+def positions(bounds: Sequence[Value]) -> Value:
+    """The positions between two, or before one; None where that cannot be told."""
     first, last = (0, *bounds) if len(bounds) == 1 else bounds[:2]
     if len(bounds) > 2 or not isinstance(last, Position):
         return None
@@ -108,7 +111,7 @@ def places(bounds: Sequence[Value]) -> Value:
 
 
 def known_loop(values: Sequence[Value], number: int, first: int | Position, whole: Past | None) -> Loop:
-    """`loop` at one of the known items, the first of which stands at place `first`."""
+    """`loop` at one of the known items, the first of which stands at position `first`."""
     count = len(values)
     index = _plus(first, number)
     unknown_before = whole is not None and number == 0
@@ -188,8 +191,8 @@ def backwards_head_loop(whole: Past, number: int) -> Loop:
     )
 
 
-def _plus(place: int | Position, number: int) -> int | Position:
-    return Position(place.root, place.offset + number) if isinstance(place, Position) else place + number
+def _plus(position: int | Position, number: int) -> int | Position:
+    return Position(position.root, position.offset + number) if isinstance(position, Position) else position + number
 
 
 def _more_than_heads(whole: Past) -> bool:

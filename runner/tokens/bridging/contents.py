@@ -1,0 +1,246 @@
+"""Contents: where the words of messages stand in a render, found by putting others in their place."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeAlias, cast
+
+from runner.messages import Message
+from runner.tokens.bridging.refusal import Property, Unbridgeable
+
+__all__ = ["FIELDS", "Field", "Rendering", "Span", "absent", "common_length", "find", "words"]
+
+Span: TypeAlias = tuple[int, int]
+"""Begin and end of a stretch of text."""
+
+Field: TypeAlias = tuple[int, str]
+"""A message's index and the name of one of its `FIELDS`."""
+
+FIELDS = ("content", "name", "tool_call_id")
+"""What is said, and by whom: text that comes from users, tools and models, and is none of the template's."""
+
+ControlNames: TypeAlias = Callable[[str], Iterable[str]]
+"""Gives the names of the control tokens that stand in a text."""
+
+_SWITCHES = ("/no_think", "/think", "detailed thinking on", "detailed thinking off")
+"""Words that templates look for in what is said, and some take out of it."""
+
+
+def absent(messages: Iterable[Message]) -> str:
+    """The first of a row of words, all of one length, that none of `messages` holds.
+
+    The same messages get the same word, in every process: some templates count letters.
+    """
+    said = [text for message in messages for text in (message["content"], message.get("reasoning_content", ""))]
+    stems = (f"zq7f3a9c1e5bn{number:06}z" for number in itertools.count())
+    return next(stem for stem in stems if not any(stem in text for text in said))
+
+
+def words(count: int) -> list[str]:
+    """So many words that no template holds, none of which is in another or begins like one of `absent`."""
+    return [f"zqword{number:03}z" for number in range(count)]
+
+
+def common_length(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    differences = (index for index, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
+    return next(differences, min(len(one), len(other)))
+
+
+def find(text: str, content: str, start: int = 0) -> Span | None:
+    """Where a content stands in `text` from `start` on, in the first of its forms that is there."""
+    for form in _forms(content):
+        begin = text.find(form, start)
+        if begin >= 0:
+            return begin, begin + len(form)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """A render, and how others like it are made, so that its contents can be told from what the template writes."""
+
+    text: str
+    """The render, or the part of it that is looked into."""
+    messages: Sequence[Message]
+    """The messages that it was made of, as far as they are looked for."""
+    render: Callable[[Sequence[Message]], str]
+    """Makes the same part of a render of other messages."""
+
+    def check_shown(self, index: int) -> Span:
+        """About where a message stands that held nothing but a switch, which the template has taken out of it.
+
+        Raises:
+            Unbridgeable: it is hidden.
+        """
+        role, content = self.messages[index]["role"], self.messages[index]["content"]
+        found = self._shown(index) if _without_switches(content) is not None else None
+        if found is None:
+            raise Unbridgeable(
+                Property.CONTENT_SHOWN, f"the template hides message {index} of the {role} role: {content!r:.80}"
+            )
+        return found
+
+    def _shown(self, index: int) -> Span | None:
+        """About where a content is shown that is not written as it is; None where the message is hidden."""
+        other = self.render(_with(self.messages, (index, "content"), _SHOWN))
+        before, found, after = other.partition(_SHOWN)
+        if not found:
+            return None
+        begin = min(common_length(self.text, other), len(before))
+        ending = min(common_length(self.text[::-1], other[::-1]), len(after))
+        return begin, max(begin, len(self.text) - ending)
+
+    def end_of_last(self) -> int:
+        """Where the last content ends, by the last place where one of its forms stands.
+
+        Raises:
+            Unbridgeable: it is hidden.
+        """
+        ends = (self.text.rfind(form) + len(form) for form in _forms(self.messages[-1]["content"]) if form in self.text)
+        end = next(ends, None)
+        return self.check_shown(len(self.messages) - 1)[1] if end is None else end
+
+    def locate(self, wanted: Sequence[Field], stem: str, names: ControlNames) -> list[Span] | None:
+        """Where some fields that hold control text stand, or None where that cannot be told.
+
+        A render with markers in their place shows what stands around them. Templates that look into contents, compare
+        them or take words out of them write something else then; they are asked with all of a content as it is but
+        for its control text.
+
+        Args:
+            wanted: fields that are not empty; those that the template does not print have no span.
+            stem: begins markers, and stands in none of the messages.
+            names: the control tokens that stand in a text.
+        """
+        with suppress(Unbridgeable):
+            spans = self._located_by_markers(wanted, stem)
+            if spans is not None:
+                return spans
+        with suppress(Unbridgeable):
+            return self._located_by_disguise(wanted, names)
+        return None
+
+    def _located_by_markers(self, wanted: Sequence[Field], stem: str) -> list[Span] | None:
+        """Where the fields stand if the real contents fit between what stands around markers.
+
+        Where markers change that too, one field after the other is put in and found by what stays on both sides of it.
+        """
+        markers = {field: f"{stem}content{number}z" for number, field in enumerate(wanted)}
+        copy = list(self.messages)
+        for field, marker in markers.items():
+            copy = _with(copy, field, marker)
+        values = {marker: _value(self.messages, field) for field, marker in markers.items()}
+        spans = _fitted(self.text, re.split(f"({'|'.join(values)})", self.render(copy)), values)
+        return spans if spans is not None else self._located_one_by_one(copy, markers)
+
+    def _located_one_by_one(self, marked: Sequence[Message], markers: Mapping[Field, str]) -> list[Span] | None:
+        current, before = list(marked), self.render(marked)
+        spans: list[Span] = []
+        for field, marker in markers.items():
+            current = _with(current, field, _value(self.messages, field))
+            after = self.render(current)
+            at = before.find(marker)
+            if at < 0 or marker in after or before.count(marker) > 1:
+                return None
+            begin = min(common_length(before, after), at)
+            ending = min(common_length(before[::-1], after[::-1]), len(before) - at - len(marker))
+            spans.append((begin, len(after) - ending))
+            before = after
+        apart = all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+        return spans if before == self.text and apart and all(begin <= end for begin, end in spans) else None
+
+    def _located_by_disguise(self, wanted: Sequence[Field], names: ControlNames) -> list[Span] | None:
+        """Where the control text of the fields stands, which is written as words of the same length once more."""
+        found = {name for field in wanted for name in names(_value(self.messages, field))}
+        # The longest first, so that a name inside another is not replaced within it.
+        disguises = {name: _disguise(len(name), self.text) for name in sorted(found, key=len, reverse=True)}
+        copy = list(self.messages)
+        for field in wanted:
+            value = _value(self.messages, field)
+            for name, disguise in disguises.items():
+                value = value.replace(name, disguise)
+            copy = _with(copy, field, value)
+        if not disguises or any(list(names(_value(copy, field))) for field in wanted):
+            return None
+        other = self.render(copy)
+        spans = sorted(
+            (match.start(), match.end()) for disguise in disguises.values() for match in re.finditer(disguise, other)
+        )
+        for name, disguise in disguises.items():
+            other = other.replace(disguise, name)
+        # Only where nothing but the control text differs does each span stand for a piece of it.
+        return spans if other == self.text else None
+
+
+_SHOWN = "zqshownz"
+
+
+def _without_switches(content: str) -> str | None:
+    """What is left of a content once the switches are out of it; None where there are none."""
+    left = content
+    for switch in _SWITCHES:
+        left = left.replace(switch, "")
+    return None if left == content else left
+
+
+def _forms(content: str) -> Iterator[str]:
+    """How templates write a content: as it is, trimmed, inside JSON, or as Python writes a string."""
+    yield from _written(content)
+    left = _without_switches(content)
+    if left is not None and left.strip():
+        yield from _written(left)
+
+
+def _written(content: str) -> Iterator[str]:
+    for text in dict.fromkeys((content, content.strip(), content.lstrip(), content.rstrip())):
+        yield text
+        yield json.dumps(text, ensure_ascii=False)[1:-1]
+        yield json.dumps(text)[1:-1]
+        yield repr(text)[1:-1]
+
+
+def _fitted(text: str, pieces: Sequence[str], contents: Mapping[str, str]) -> list[Span] | None:
+    """The spans of the contents if `text` is exactly the scaffold pieces with some form of each content between."""
+    # What does not fit from some place on is not tried again: forms of contents that repeat would be tried without end.
+    dead: set[tuple[int, int]] = set()
+
+    def fit(number: int, begin: int) -> list[Span] | None:
+        if number == len(pieces):
+            return [] if begin == len(text) else None
+        if (number, begin) in dead:
+            return None
+        if number % 2 == 0:
+            rest = fit(number + 1, begin + len(pieces[number])) if text.startswith(pieces[number], begin) else None
+            if rest is not None:
+                return rest
+        else:
+            for form in dict.fromkeys(_forms(contents[pieces[number]])):
+                end = begin + len(form)
+                if text.startswith(form, begin) and (rest := fit(number + 1, end)) is not None:
+                    return [(begin, end), *rest]
+        dead.add((number, begin))
+        return None
+
+    return fit(0, 0)
+
+
+def _disguise(length: int, text: str) -> str:
+    """A word of that length which is not in the text."""
+    guesses = ("".join(secrets.choice("qzxjvkw") for _ in range(length)) for _ in range(1000))
+    return next(word for word in guesses if word not in text)
+
+
+def _value(messages: Sequence[Message], field: Field) -> str:
+    return str(messages[field[0]][field[1]])  # type: ignore[literal-required]  # one of FIELDS
+
+
+def _with(messages: Sequence[Message], field: Field, value: str) -> list[Message]:
+    index, name = field
+    return [cast("Message", {**m, name: value}) if i == index else m for i, m in enumerate(messages)]

@@ -1,0 +1,86 @@
+"""The messages that templates are probed with: plain conversations in words that no template writes of itself.
+
+Whoever wants to know what a template does renders some of these and looks where their words come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias, cast
+
+from runner.messages import Message
+
+__all__ = [
+    "AGAIN",
+    "AGAIN_ASKED",
+    "ANSWER",
+    "ANSWERED",
+    "ASKED",
+    "CALL",
+    "KEY",
+    "QUESTION",
+    "RETURNED",
+    "SYSTEM",
+    "THOUGHT",
+    "TOLD",
+    "TOOL",
+    "TOOLS",
+    "VALUE",
+    "VARIED",
+    "View",
+    "call_id",
+    "calling",
+    "result",
+    "tool_named",
+]
+
+View: TypeAlias = Mapping[str, Any]
+"""A message in OpenAI's shape; unlike those of a conversation it may have a null content or arguments as text."""
+
+# Each begins and ends with letters that no word of a language does, and none is part of another. Signs are left out of
+# them, since templates write those as escapes inside JSON.
+ASKED, ANSWERED, AGAIN = "zqquestionz", "zqanswerz", "zqagainz"
+THOUGHT, TOLD, RETURNED = "zqthoughtz", "zqtoldz", "zqreturnedz"
+TOOL, KEY, VALUE = "zqtoolz", "zqkeyz", "zqvaluez"
+
+QUESTION: Final[Message] = {"role": "user", "content": ASKED}
+AGAIN_ASKED: Final[Message] = {"role": "user", "content": AGAIN}
+ANSWER: Final[Message] = {"role": "assistant", "content": ANSWERED}
+SYSTEM: Final[Message] = {"role": "system", "content": TOLD}
+
+
+def tool_named(name: str) -> dict[str, Any]:
+    """A tool with one parameter, in OpenAI's form."""
+    properties = {KEY: {"type": "string", "description": "A key."}}
+    parameters = {"type": "object", "properties": properties, "required": [KEY]}
+    return {"type": "function", "function": {"name": name, "description": "zqdescribedz", "parameters": parameters}}
+
+
+TOOLS: Final[Sequence[dict[str, Any]]] = [tool_named(TOOL)]
+
+
+def call_id(number: int) -> str:
+    """The id of a call: nine letters and digits, since Mistral's templates raise on any other."""
+    return f"probe{number:04}"
+
+
+def calling(arguments: Any, *, count: int = 1, content: str | None = "", name: str = TOOL) -> Any:
+    """An assistant message with so many calls of one tool."""
+    function = {"name": name, "arguments": arguments}
+    calls = [{"id": call_id(number), "type": "function", "function": function} for number in range(count)]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def result(number: int = 0, content: str = RETURNED) -> Message:
+    """What the tool answered to the call of that number."""
+    return {"role": "tool", "content": content, "tool_call_id": call_id(number), "name": TOOL}
+
+
+CALL: Final = cast("Message", calling({KEY: VALUE}))
+
+VARIED: Final[Sequence[Sequence[View]]] = (
+    (QUESTION,),
+    (SYSTEM, QUESTION, CALL, result()),
+    (QUESTION, {**ANSWER, "reasoning_content": THOUGHT}, AGAIN_ASKED, {**CALL, "reasoning_content": THOUGHT}),
+)
+"""Conversations that together have everything that a template may look at."""

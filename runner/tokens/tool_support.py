@@ -1,0 +1,79 @@
+"""Whether a chat template can serve an environment with tools: it shows their definitions, calls and results."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from runner.errors import BadTemplate
+from runner.tokens.probe_messages import CALL, QUESTION, RETURNED, TOOL, TOOLS, VALUE, View, result
+from runner.tokens.template import Renderer, TemplateRaised
+
+__all__ = ["ToolProperty", "missing_tool_property", "require_tools", "shows_calls", "shows_results", "shows_tools"]
+
+
+class ToolProperty(enum.StrEnum):
+    """What a template must do for an environment with tools."""
+
+    DEFINITIONS = "tool_definitions"
+    """The model is shown the tools."""
+    CALLS = "tool_calls"
+    """An assistant turn shows its calls."""
+    RESULTS = "tool_results"
+    """The model is shown what a tool returned."""
+
+
+_MISSING = {
+    ToolProperty.DEFINITIONS: "it does not show the tools to the model",
+    ToolProperty.CALLS: "it drops the calls of an assistant turn",
+    ToolProperty.RESULTS: "it drops the results of a tool",
+}
+
+
+def require_tools(renderer: Renderer) -> None:
+    """Refuse a template that cannot carry tools.
+
+    Raises:
+        BadTemplate: names the missing property and the fix.
+    """
+    missing = missing_tool_property(renderer)
+    if missing is not None:
+        raise BadTemplate(
+            f"template {renderer.template.name!r} cannot serve an environment with tools ({missing}): "
+            f"{_MISSING[missing]}. Give --template pythonic, --template hermes, or the path of a .jinja file."
+        )
+
+
+def missing_tool_property(renderer: Renderer) -> ToolProperty | None:
+    """The first thing that the template does not do for an environment with tools, found by rendering."""
+    if not shows_tools(renderer):
+        return ToolProperty.DEFINITIONS
+    if not shows_calls(renderer):
+        return ToolProperty.CALLS
+    return None if shows_results(renderer) else ToolProperty.RESULTS
+
+
+def shows_tools(renderer: Renderer) -> bool:
+    """The model is shown the definitions of the tools."""
+    return _shown(renderer, TOOL, [QUESTION], tools=True, asking=True)
+
+
+def shows_calls(renderer: Renderer) -> bool:
+    """A turn's calls are shown, as the last turn, or, where that is dropped, with their results behind."""
+    return any(
+        _shown(renderer, VALUE, [QUESTION, CALL, *answers], tools=tools)
+        for answers in ((), (result(),))
+        for tools in (False, True)
+    )
+
+
+def shows_results(renderer: Renderer) -> bool:
+    """The model is shown what a tool returned."""
+    return _shown(renderer, RETURNED, [QUESTION, CALL, result()], tools=True, asking=True)
+
+
+def _shown(renderer: Renderer, word: str, messages: Sequence[View], *, tools: bool, asking: bool = False) -> bool:
+    try:
+        return word in renderer.render(messages, tools=TOOLS if tools else [], generation_prompt=asking)
+    except TemplateRaised:
+        return False
