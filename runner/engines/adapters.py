@@ -12,7 +12,7 @@ from typing import Any
 
 from runner.errors import BadOption, RequestRejected
 
-__all__ = ["AdapterBook", "AdapterVersion", "base_and_adapter"]
+__all__ = ["AdapterVersion", "Adapters", "base_and_adapter"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 _STAMP = re.compile(r"(.*)\+([A-Za-z0-9][\w.-]*)@(\d+)", re.ASCII | re.DOTALL)
@@ -44,7 +44,7 @@ class AdapterVersion:
         return f"{self.name}@{self.number}"
 
 
-class AdapterBook:
+class Adapters:
     """The adapters of one engine, by name; changed by its `EngineControl` alone, one change at a time.
 
     What is added under a name that is there already is a new version of it: later turns are sampled with that, turns

@@ -319,8 +319,8 @@ class Engine(ABC):
     @property
     def adapters(self) -> Mapping[str, Path | None]:
         """LoRA adapters that `Sampling(adapter=)` can name, and the folder of each; None where tensors were given."""
-        book = self.control.adapters if self.control is not None else None
-        return book.folders if book is not None else {}
+        adapters = self.control.adapters if self.control is not None else None
+        return adapters.folders if adapters is not None else {}
 
     async def add_adapter(self, name: str, source: Any, *, config: Mapping[str, Any] | None = None) -> str:
         """Add a LoRA adapter, or a new version of one that is there; what does not fit changes nothing.

@@ -15,7 +15,7 @@ import anyio
 
 from runner.concurrency.cancellation import to_its_end
 from runner.concurrency.clocks import Standstill
-from runner.engines.adapters import AdapterBook, base_and_adapter
+from runner.engines.adapters import Adapters, base_and_adapter
 from runner.errors import BadControl, BadOption
 
 __all__ = ["EngineControl", "EngineDriver", "EngineState", "PauseMode", "WeightUpdate"]
@@ -150,7 +150,7 @@ class EngineControl:
     driver: EngineDriver
     gate: Gate
     versions: list[str]
-    adapters: AdapterBook | None = None
+    adapters: Adapters | None = None
     standstill: Standstill = field(default_factory=Standstill)
     state: EngineState = EngineState.RUNNING
     asleep: frozenset[str] = frozenset()
@@ -237,7 +237,7 @@ class EngineControl:
             BadWeights: it does not fit; nothing was touched.
         """
         async with self._lock:
-            label = await self._book("add_adapter()").add(name, source, config=config)
+            label = await self._adapters_for("add_adapter()").add(name, source, config=config)
         self._tell()
         return label
 
@@ -249,7 +249,7 @@ class EngineControl:
             BadOption: there is none of that name.
         """
         async with self._lock:
-            await self._book("remove_adapter()").remove(name)
+            await self._adapters_for("remove_adapter()").remove(name)
 
     async def sleep(self, level: int, *, unless_asleep: bool = False) -> None:
         """Give memory up until `wake`; turns that are being sampled are cut, as by `pause("abort")`.
@@ -377,7 +377,7 @@ class EngineControl:
         await self._go_on_unless_paused()
         self._tell()
 
-    def _book(self, what: str) -> AdapterBook:
+    def _adapters_for(self, what: str) -> Adapters:
         if self.adapters is None:
             raise BadControl(f"{what}: this engine has no adapters.")
         if "weights" in self.asleep:

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from runner.engines.adapters import AdapterBook
+from runner.engines.adapters import Adapters
 from runner.engines.base import Delta, GenerationRequest
 from runner.engines.control import EngineControl, EngineState, PauseMode
 from runner.engines.gate import AdmissionGate
@@ -173,7 +173,7 @@ class Weights:
         await self.llm.collective_rpc("reload_weights", kwargs={"weights_path": checked})
 
 
-class NoAdapters(AdapterBook):
+class NoAdapters(Adapters):
     def request(self, version: object) -> None: ...
 
 

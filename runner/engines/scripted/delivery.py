@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest
-from runner.engines.scripted.replies import Spelled
+from runner.engines.scripted.replies import EncodedReply
 from runner.engines.scripted.script import Chunks, Fault, FaultKind, Latency, ModelCall, Reply, cut_points
 
 __all__ = ["Delivery", "Planner", "forced"]
@@ -96,10 +96,10 @@ class Planner:
         self._latency = latency
         self._noise = _noise(seed) if logprobs else None
 
-    def plan(self, call: ModelCall, spelled: Spelled, fault: Fault | None, now: int) -> Delivery:
+    def plan(self, call: ModelCall, encoded: EncodedReply, fault: Fault | None, now: int) -> Delivery:
         """What the request of `call` will be sent from the tick after `now`."""
-        reply = spelled.reply
-        ids, finish = self._ended(call.request, spelled)
+        reply = encoded.reply
+        ids, finish = self._ended(call.request, encoded)
         if fault is not None and fault.at <= len(ids):
             ids = ids[: fault.at]
             error = Finish(FinishReason.ERROR, fault.message)
@@ -118,9 +118,9 @@ class Planner:
             begins=now + 1 + wait,
         )
 
-    def _ended(self, request: GenerationRequest, spelled: Spelled) -> tuple[list[int], Finish]:
+    def _ended(self, request: GenerationRequest, encoded: EncodedReply) -> tuple[list[int], Finish]:
         """The ids up to where the request ends them, and why."""
-        ids, reply = spelled.ids, spelled.reply
+        ids, reply = encoded.ids, encoded.reply
         stops = set(request.stop_ids or self._stop_ids)
         if reply.stop is not None:
             stops.add(reply.stop)
@@ -163,10 +163,10 @@ class Planner:
         return [*reply.logprobs[:length], *noise[len(reply.logprobs) :]]
 
 
-def forced(request: GenerationRequest) -> Spelled | None:
+def forced(request: GenerationRequest) -> EncodedReply | None:
     """What a test made the request say with `extra={"force": ids}`, or None."""
     ids = request.extra.get("force") if request.extra else None
-    return None if ids is None else Spelled(Reply(ids=ids, finish=FinishReason.LENGTH), list(ids))
+    return None if ids is None else EncodedReply(Reply(ids=ids, finish=FinishReason.LENGTH), list(ids))
 
 
 def _rng(call: ModelCall) -> random.Random:

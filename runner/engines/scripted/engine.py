@@ -14,7 +14,7 @@ import anyio
 import anyio.abc
 from anyio.lowlevel import checkpoint_if_cancelled, current_token
 
-from runner.engines.adapters import AdapterBook, AdapterVersion
+from runner.engines.adapters import Adapters, AdapterVersion
 from runner.engines.base import (
     Delta,
     DeltaStream,
@@ -29,7 +29,7 @@ from runner.engines.control import EngineControl
 from runner.engines.gate import AdmissionGate
 from runner.engines.scripted.delivery import Delivery, Planner, forced
 from runner.engines.scripted.driver import ScriptedDriver
-from runner.engines.scripted.replies import Replies, Spelled, Speller, reply_source
+from runner.engines.scripted.replies import EncodedReply, Replies, ReplyEncoder, reply_source
 from runner.engines.scripted.script import Chunks, Fault, FaultKind, Faults, Latency, ModelCall, check_chunks
 from runner.engines.scripted.ticker import Ticker
 from runner.engines.stamps import Stamps
@@ -142,7 +142,7 @@ class ScriptedEngine(Engine):
         self.context = context
         self.places = places
         self.calls: list[RecordedCall] = []
-        self._source = reply_source(replies, Speller(self.tokenizer, self.template))
+        self._source = reply_source(replies, ReplyEncoder(self.tokenizer, self.template))
         self._planner = Planner(
             stop_ids=self.stop_ids,
             context=context,
@@ -158,7 +158,7 @@ class ScriptedEngine(Engine):
         self._tick = tick
         self._faults = faults
         self._record = record
-        self._adapters = AdapterBook(adapters)
+        self._adapters = Adapters(adapters)
         self._tasks: anyio.abc.TaskGroup | None = None
         self._reset()
 
@@ -317,15 +317,15 @@ class ScriptedEngine(Engine):
         call = ModelCall(request, _turn_of(stream.session), self._admitted, self.tokenizer, self._seed)
         self._admitted += 1
         fault = self._faults(call) if callable(self._faults) else (self._faults or {}).get(call.number)
-        spelled = forced(request) or self._source.reply(call)
-        if not isinstance(spelled, Spelled):
-            spelled = await spelled
+        encoded = forced(request) or self._source.reply(call)
+        if not isinstance(encoded, EncodedReply):
+            encoded = await encoded
             if self._death:
                 raise self._dead()
-        fault = fault or spelled.reply.fault
+        fault = fault or encoded.reply.fault
         if fault is not None and fault.kind is FaultKind.REJECT:
             raise RequestRejected(f"{request.name}: {fault.message}")
-        return self._planner.plan(call, spelled, fault, self._ticker.now)
+        return self._planner.plan(call, encoded, fault, self._ticker.now)
 
     def _deliver(self, stream: ScriptedStream) -> int | None:
         return stream._advance() if stream in self._open else None
