@@ -293,7 +293,7 @@ async def test_an_engine_whose_kernels_cannot_be_mended_takes_no_adapter(
     book: VllmAdapters, vllm: FakeVllm, folder: Path
 ) -> None:
     vllm.fails = EngineError("no attribute 'mask_adapters'")
-    with pytest.raises(BadOption, match=r"inherit from runner\.engines\.weight_worker\.WeightWorker"):
+    with pytest.raises(BadOption, match=r"inherit from runner\.engines\.vllm\.worker\.extension\.WeightWorker"):
         await book.add("poet", folder)
     vllm.fails, vllm.masks = None, False
     with pytest.raises(BadOption, match="turns without an adapter"):
