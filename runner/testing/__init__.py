@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from runner.engines.scripted.engine import RecordedCall, ScriptedEngine
+from runner.engines.scripted.engine import ScriptedEngine
 from runner.engines.scripted.replies import Replies
 from runner.engines.scripted.script import Fault, Latency, ModelCall, Reply, call
+from runner.engines.scripted.stream import RecordedCall
 from runner.testing.assertions import assert_exact
 from runner.testing.cancellation import cancel_everywhere
 from runner.testing.cancelling import play_cancelled

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeAlias
 
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, GenerationRequest
-from runner.engines.scripted.engine import RecordedCall
 from runner.engines.scripted.script import ModelCall
+from runner.engines.scripted.stream import RecordedCall
 from runner.engines.sharing import running
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.wrapping import WrappedEngine
