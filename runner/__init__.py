@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from runner.engines.base import Engine, EngineStats, FinishReason
     from runner.engines.control import EngineState, PauseMode, WeightUpdate
-    from runner.engines.scripted.engine import ScriptedEngine
     from runner.engines.vllm.engine import VllmEngine
     from runner.engines.weights import LocalTransfer, WeightTransfer
     from runner.environment.environment import Environment, Reply
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from runner.scoring import group_reward, metric, reward
     from runner.store.reader import RunFile
     from runner.tasks import Task
+    from runner.testing.recorded_replies import ScriptedEngine
     from runner.tokens.prefix_replacement import PrefixReplacement, PrefixResult, replace_prefix_tokens
     from runner.tools.tool import Tool, tool
     from runner.trajectory import Group, Outcome, Segment, Trajectory, Turn
@@ -133,7 +133,6 @@ _HOMES = {
     "runner.runs.process": ("run",),
     "runner.engines.base": ("Engine", "EngineStats", "FinishReason"),
     "runner.engines.control": ("EngineState", "PauseMode", "WeightUpdate"),
-    "runner.engines.scripted.engine": ("ScriptedEngine",),
     "runner.engines.vllm.engine": ("VllmEngine",),
     "runner.engines.weights": ("LocalTransfer", "WeightTransfer"),
     "runner.environment.environment": ("Environment", "Reply"),
@@ -146,6 +145,8 @@ _HOMES = {
     "runner.store.reader": ("RunFile",),
     "runner.runs.summary": ("Summary",),
     "runner.tasks": ("Task",),
+    # From where it can read recorded runs too, which stand above the engines.
+    "runner.testing.recorded_replies": ("ScriptedEngine",),
     "runner.tokens.prefix_replacement": ("PrefixReplacement", "PrefixResult", "replace_prefix_tokens"),
     "runner.tools.tool": ("Tool", "tool"),
     "runner.trajectory": ("Group", "Outcome", "Segment", "Trajectory", "Turn"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from runner.engines.scripted.engine import ScriptedEngine
 from runner.engines.scripted.replies import Replies
 from runner.engines.scripted.script import Fault, Latency, ModelCall, Reply, call
 from runner.engines.scripted.stream import RecordedCall
@@ -15,6 +14,7 @@ from runner.testing.forcing import FORCING, ForcedEngine, force
 from runner.testing.leaks import Leaked, no_leaks
 from runner.testing.playing import play, play_async, play_many, play_many_async
 from runner.testing.queued import QueuedEngine
+from runner.testing.recorded_replies import ScriptedEngine
 from runner.testing.recording import record, replay
 from runner.testing.vocabulary import AwkwardTokenizer, PlainTokenizer
 from runner.testing.watchdog import LoopWatchdog

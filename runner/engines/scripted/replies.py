@@ -1,43 +1,50 @@
-"""Where a scripted engine's replies come from: a list, a function, an agent's own, or a recorded run."""
+"""Where a scripted engine's replies come from: a list, a function, or an agent's own of these.
+
+Others come in by `reply_source.register`: a recorded run does, which is read by what stands above the engines.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-import math
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, singledispatch
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from anyio import to_thread
-
-from runner.engines.base import FinishReason
-from runner.engines.scripted.script import Answer, ModelCall, Reply, Speaker, as_reply, packed
+from runner.engines.scripted.script import Answer, ModelCall, Reply, Speaker, as_reply
 from runner.errors import BadOption, RequestRejected
 from runner.parsing.base import ToolFormat
 from runner.parsing.detect import detect_format
-from runner.store.reader import RunFile
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["EncodedReply", "Replies", "ReplyEncoder", "ReplySource", "reply_source"]
 
 
-Replies: TypeAlias = str | Reply | Sequence[Answer] | Speaker | Mapping[str, "Replies"] | Path | RunFile
+class RecordedRun(Protocol):
+    """A run file, as far as an engine knows it."""
+
+    path: Path
+
+    def trajectory(self, row: Any) -> Any: ...
+
+
+Replies: TypeAlias = str | Reply | Sequence[Answer] | Speaker | Mapping[str, "Replies"] | Path | RecordedRun
 """What the model says: always the same; a list that every conversation reads from its beginning; a function of the
 turn; any of these for each agent by name; or what it said in a recorded run."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedReply:
-    """A reply and the ids of its text and calls, not copied: nobody changes them."""
+    """A reply and its ids."""
 
     reply: Reply
+    """The reply as it was given."""
     ids: list[int]
+    """The ids of its text and calls; not copied, since nobody changes them."""
 
 
 class ReplyEncoder:
@@ -94,7 +101,8 @@ class ReplySource(ABC):
         """What a run's header keeps of it, as JSON."""
 
 
-def reply_source(replies: Replies, encoder: ReplyEncoder) -> ReplySource:
+@singledispatch
+def reply_source(replies: Any, encoder: ReplyEncoder) -> ReplySource:
     """The source that `replies` stands for.
 
     Raises:
@@ -103,8 +111,6 @@ def reply_source(replies: Replies, encoder: ReplyEncoder) -> ReplySource:
     match replies:
         case str() | Reply():
             return _Always(replies, encoder)
-        case Path() | RunFile():
-            return _Recording(replies)
         case Mapping() if replies:
             return _ByAgent({agent: reply_source(own, encoder) for agent, own in replies.items()})
         case Sequence() if replies:
@@ -181,74 +187,3 @@ class _Spoken(ReplySource):
     def describe(self) -> Any:
         named: Callable[..., Any] = self._speaker if hasattr(self._speaker, "__qualname__") else type(self._speaker)
         return {"function": f"{named.__module__}:{named.__qualname__}"}
-
-
-class _Recording(ReplySource):
-    """Says what was said to the same prompt; where that differed, what was said with the same seed.
-
-    It keeps what was sampled, packed, and of each prompt a digest.
-    """
-
-    def __init__(self, run: Path | RunFile) -> None:
-        self._run = run
-        self._said: dict[bytes, list[_Said]] = {}
-
-    async def open(self) -> None:
-        self._said = await to_thread.run_sync(self._read)
-
-    def _read(self) -> dict[bytes, list[_Said]]:
-        if isinstance(self._run, RunFile):
-            return _said(self._run)
-        with RunFile(self._run) as run:
-            return _said(run)
-
-    def reply(self, call: ModelCall) -> EncodedReply:
-        said = self._said.get(_digest(call.prompt_ids))
-        if said is None:
-            raise RequestRejected(
-                f"{call.request.name}: the recorded run has no turn with this prompt of {len(call.prompt_ids)} ids: "
-                "something before it differs (task, template, tools, an answer)."
-            )
-        seed = call.request.seed
-        same_seed = (turn for turn in said if seed is not None and turn.seed == seed)
-        return next(same_seed, said[call.key % len(said)]).encoded()
-
-    def describe(self) -> Any:
-        return {"recorded": str(self._run.path if isinstance(self._run, RunFile) else self._run)}
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """What one turn of a recorded run said."""
-
-    ids: array[int]
-    logprobs: array[float]
-    finish: FinishReason
-    stop: int | str | None
-    seed: int | None
-
-    def encoded(self) -> EncodedReply:
-        # A turn that we ended ourselves, by a stop string or for want of room, was no end to the engine.
-        ours = self.finish is FinishReason.CONTEXT or (
-            self.finish is FinishReason.STOP and not isinstance(self.stop, int)
-        )
-        reply = Reply(
-            ids=self.ids,
-            logprobs=None if any(map(math.isnan, self.logprobs)) else self.logprobs,
-            finish=FinishReason.LENGTH if ours else self.finish,
-            stop=self.stop if isinstance(self.stop, int) else None,
-        )
-        return EncodedReply(reply, self.ids.tolist())
-
-
-def _said(run: RunFile) -> dict[bytes, list[_Said]]:
-    said: dict[bytes, list[_Said]] = {}
-    for row in run.rows(trained=None):
-        for turn in run.trajectory(row).turns:
-            kept = _Said(turn.token_ids, turn.logprobs, turn.finish, turn.stop, turn.seed)
-            said.setdefault(_digest(turn.prompt_ids), []).append(kept)
-    return said
-
-
-def _digest(ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(packed(ids), digest_size=16).digest()
