@@ -37,12 +37,18 @@ __all__ = [
 class FinishReason(enum.StrEnum):
     """Why a turn ended."""
 
-    STOP = "stop"  # a stop id or a stop string; which one is in `stop`
-    LENGTH = "length"  # `max_tokens`
-    CONTEXT = "context"  # no room left in the context
-    ABORT = "abort"  # cut by us: a limit, a cancellation
-    REPETITION = "repetition"  # the engine saw the model repeat itself
-    ERROR = "error"  # the engine failed
+    STOP = "stop"
+    """A stop id or a stop string ended it; which one is in `stop`."""
+    LENGTH = "length"
+    """It had its `max_tokens`."""
+    CONTEXT = "context"
+    """No room was left in the context."""
+    ABORT = "abort"
+    """We cut it: a limit, a cancellation."""
+    REPETITION = "repetition"
+    """The engine saw the model repeat itself."""
+    ERROR = "error"
+    """The engine failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,12 @@ SLEEP_TAGS = ("weights", "kv_cache")
 class PauseMode(enum.StrEnum):
     """What becomes of the turns that are being sampled when an engine pauses."""
 
-    WAIT = "wait"  # they are sampled to their end first
-    KEEP = "keep"  # they stand still, and go on from where they were
-    ABORT = "abort"  # they are cut; a run samples them anew, from the same prompts
+    WAIT = "wait"
+    """The turns are sampled to their end first."""
+    KEEP = "keep"
+    """The turns stand still, and go on from where they were."""
+    ABORT = "abort"
+    """The turns are cut; a run samples them anew, from the same prompts."""
 
     @classmethod
     def of(cls, mode: PauseMode | str) -> PauseMode:
@@ -48,10 +51,14 @@ class PauseMode(enum.StrEnum):
 class EngineState(enum.StrEnum):
     """What an engine is doing for its trainer."""
 
-    RUNNING = "running"  # it samples
-    PAUSED = "paused"  # it stands still until `resume`
-    UPDATING = "updating"  # its weights are being exchanged
-    ASLEEP = "asleep"  # its memory was given up, or part of it
+    RUNNING = "running"
+    """The engine samples."""
+    PAUSED = "paused"
+    """The engine stands still until `resume`."""
+    UPDATING = "updating"
+    """The engine's weights are being exchanged."""
+    ASLEEP = "asleep"
+    """The engine's memory was given up, or part of it."""
 
 
 @dataclass(frozen=True, slots=True)

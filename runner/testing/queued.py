@@ -30,14 +30,11 @@ Saying: TypeAlias = Answer | Sequence[int] | Callable[[ModelCall], Answer | Awai
 
 
 class CheckedEngine(ScriptedEngine):
-    """A scripted engine that keeps every call, and what went wrong with its replies.
-
-    Attributes:
-        problems: one sentence each, with what to do about it.
-    """
+    """A scripted engine that keeps every call, and what went wrong with its replies."""
 
     def __init__(self, **settings: Any) -> None:
         self.problems: list[str] = []
+        """What went wrong, one sentence each, with what to do about it."""
         name = settings.pop("template", "pythonic")
         template = _loaded(name) if isinstance(name, str) else name
         super().__init__(self._speak, record=True, template=template, **settings)
@@ -87,18 +84,15 @@ class QueuedEngine(CheckedEngine):
     Args:
         settings: those of `ScriptedEngine`: tokenizer, template, context, places, chunks, latency, tick, faults ...
 
-    Attributes:
-        calls: what was asked and said, one `RecordedCall` for each request; `prompt` has the exact ids.
-        to_add: how messages say that one more is given.
-        to_drop: how they say that nothing is.
-
     Raises:
         BadOption: a setting that cannot be.
     """
 
     def __init__(self, **settings: Any) -> None:
         self.to_add = "Add one with say(...)"
+        """How messages say that one more reply is given."""
         self.to_drop = "forget them with clear()"
+        """How messages say that none is."""
         self._queues: dict[str, deque[_Saying]] = {}
         self._always: dict[str, _Saying] = {}
         super().__init__(**settings)

@@ -57,12 +57,7 @@ def replay(path: Path | str, *, tokenizer: Tokenizer | None = None, places: int 
 
 
 class RecordingEngine(WrappedEngine):
-    """Another engine, whose requests and answers are kept.
-
-    Attributes:
-        inner: the engine.
-        recorded: how many requests were.
-    """
+    """Another engine, whose requests and answers are kept."""
 
     def __init__(self, inner: Engine) -> None:
         super().__init__(inner)
@@ -70,6 +65,7 @@ class RecordingEngine(WrappedEngine):
 
     @property
     def recorded(self) -> int:
+        """How many requests were recorded."""
         return len(self._calls)
 
     def stream(self, request: GenerationRequest) -> DeltaStream:

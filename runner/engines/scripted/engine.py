@@ -55,9 +55,6 @@ class ScriptedEngine(Engine):
         record: keep every request and what it got in `calls`; memory then grows with the run.
         adapters: names that `Sampling(adapter=)` can have from the beginning; `add_adapter` adds others.
 
-    Attributes:
-        calls: what was recorded.
-
     Raises:
         BadOption: replies, chunks or a setting that cannot be.
         BadTemplate: there is no such template.
@@ -98,6 +95,7 @@ class ScriptedEngine(Engine):
         self.context = context
         self.places = places
         self.calls: list[RecordedCall] = []
+        """What was recorded, a `RecordedCall` for each request; empty without `record=True`."""
         self._source = reply_source(replies, ReplyEncoder(self.tokenizer, self.template))
         self._planner = Planner(
             self._source,

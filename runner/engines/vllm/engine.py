@@ -50,11 +50,10 @@ class VllmEngine(Engine):
         template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
         stream_interval: ids in a delta where nobody acts on single ones; the first always comes at once.
         engine_arguments: passed to vLLM's `AsyncEngineArgs`. What is not given and set by us: `describe()["chosen"]`.
-
-    Attributes:
-        given: the engine arguments.
-        vocabulary: number of ids that can be sampled, the model's padding rows included; set once it is entered.
     """
+
+    vocabulary: int
+    """How many ids can be sampled, the model's padding rows included; set once the engine is entered."""
 
     def __init__(
         self,
@@ -67,9 +66,11 @@ class VllmEngine(Engine):
         if stream_interval is not None and stream_interval < 1:
             raise BadOption(f"VllmEngine(stream_interval={stream_interval!r}): a delta has at least one id.")
         self.model = model
+        """The model that was given."""
         self._template = template
         self._stream_interval = stream_interval or _STREAM_INTERVAL
         self.given = engine_arguments
+        """The engine arguments that were given."""
         self._core: VllmCore | None = None
 
     async def __aenter__(self) -> Self:

@@ -36,17 +36,14 @@ _GIGABYTE = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """How an engine is started.
-
-    Attributes:
-        arguments: for `AsyncEngineArgs`, the model left out.
-        environment: variables that vLLM's processes start with.
-        chosen: of both, what was set by us because nobody gave it.
-    """
+    """How an engine is started."""
 
     arguments: dict[str, Any]
+    """What `AsyncEngineArgs` is given, the model left out."""
     environment: dict[str, str]
+    """The variables that vLLM's processes start with."""
     chosen: dict[str, Any]
+    """What of both was set by us because nobody gave it."""
 
 
 def choose_settings(given: Mapping[str, Any], *, cpu: bool, known: frozenset[str]) -> VllmSettings:

@@ -88,6 +88,7 @@ class VllmStream(DeltaStream):
 
     async def _read(self) -> Delta:
         collector = self._collector
+        # As vLLM's own `generate()` does: what lies there already costs no switch of tasks.
         output = collector.get_nowait() or await collector.get()
         completion = output.outputs[0]
         ids = completion.token_ids
@@ -100,7 +101,7 @@ class VllmStream(DeltaStream):
     def _finished(self, output: Any, completion: Any) -> Finish:
         reason = FinishReason(completion.finish_reason)
         stop = completion.stop_reason
-        if reason is FinishReason.STOP and stop is None:
+        if reason is FinishReason.STOP and stop is None:  # vLLM names every stop id but the tokenizer's own EOS
             stop = completion.token_ids[-1]
         spans = getattr(completion, "weight_versions", None)
         versions = (
