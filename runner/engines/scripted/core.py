@@ -50,9 +50,10 @@ class ScriptedCore:
         """Every weight version so far, the newest last. The engine's control, which has this same list, adds to it."""
         self.requests: dict[OpenRequest, None] = {}
         """The requests that were not sent their last id; ordered, so that faults come to all in one order."""
+        self.admitted = 0
+        """How many requests were asked of the model."""
         self.sampled = 0
         """Ids that left the engine."""
-        self._admitted = 0
         self._running = False
         self._death = ""
         self._cause: Exception | None = None
@@ -84,11 +85,6 @@ class ScriptedCore:
     def room(self, length: int, request: GenerationRequest) -> int:
         """Ids of the KV cache that a sequence of `length` ids needs together with its next turn."""
         return min(length + request.sampling.max_tokens, self.context)
-
-    def next_number(self) -> int:
-        """How many requests were admitted before this one."""
-        self._admitted += 1
-        return self._admitted - 1
 
     def close(self, request: OpenRequest) -> None:
         """Take note that a request was sent its last id, or is over; twice is allowed."""

@@ -104,24 +104,26 @@ class Planner:
         self._latency = latency
         self._noise = _noise(seed) if logprobs else None
 
-    def call(self, request: GenerationRequest, *, turn: int, number: int) -> ModelCall:
-        """The request as a function that plays the model is told of it."""
-        return ModelCall(request, turn, number, self._tokenizer, self._seed)
+    def ask(
+        self, request: GenerationRequest, turn: int, number: int
+    ) -> tuple[ModelCall, Fault | None, EncodedReply | Awaitable[EncodedReply]]:
+        """Ask the engine's faults and the model; the reply may have to be waited for, and may have a fault of its own.
 
-    def fault(self, call: ModelCall) -> Fault | None:
-        """What the engine's faults say of a request; the reply may have a fault of its own."""
-        return self._faults(call) if callable(self._faults) else (self._faults or {}).get(call.number)
-
-    def said(self, call: ModelCall) -> EncodedReply | Awaitable[EncodedReply]:
-        """What the model says, or what it will have said.
+        Args:
+            request: what is asked.
+            turn: how many requests its conversation made before.
+            number: how many requests the engine admitted before.
 
         Raises:
-            RequestRejected: it says nothing.
+            RequestRejected: the model says nothing.
         """
-        ids = call.request.extra.get("force") if call.request.extra else None
+        call = ModelCall(request, turn, number, self._tokenizer, self._seed)
+        # The faults first: both may draw from the turn's random numbers.
+        fault = self._faults(call) if callable(self._faults) else (self._faults or {}).get(number)
+        ids = request.extra.get("force") if request.extra else None
         if ids is not None:  # by a test, which forces the ids of any engine so
-            return EncodedReply(Reply(ids=ids, finish=FinishReason.LENGTH), list(ids))
-        return self._source.reply(call)
+            return call, fault, EncodedReply(Reply(ids=ids, finish=FinishReason.LENGTH), list(ids))
+        return call, fault, self._source.reply(call)
 
     def plan(self, call: ModelCall, encoded: EncodedReply, fault: Fault | None, now: int) -> Delivery:
         """What the request of `call` will be sent from the tick after `now`.

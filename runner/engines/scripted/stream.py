@@ -55,11 +55,6 @@ class ScriptedSession(Session):
     requests: int = 0
     """How many requests it made."""
 
-    def next_turn(self) -> int:
-        """How many requests it made before this one."""
-        self.requests += 1
-        return self.requests - 1
-
 
 class ScriptedStream(DeltaStream):
     """The deltas of one request to a scripted engine.
@@ -118,15 +113,15 @@ class ScriptedStream(DeltaStream):
                 request.constraint,
             )
             self._calls.append(self._record)
-        planner = core.planner
-        call = planner.call(request, turn=self._session.next_turn(), number=core.next_number())
-        fault = planner.fault(call)
-        said = planner.said(call)
+        session = self._session
+        session.requests += 1
+        core.admitted += 1
+        call, fault, said = core.planner.ask(request, session.requests - 1, core.admitted - 1)
         if not isinstance(said, EncodedReply):
             said = await said
             if self._failure is not None:  # the engine died meanwhile
                 raise self._failure
-        return planner.plan(call, said, fault, core.ticker.now)
+        return core.planner.plan(call, said, fault, core.ticker.now)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
