@@ -6,7 +6,6 @@ from .engines.base import FinishReason as FinishReason
 from .engines.control import EngineState as EngineState
 from .engines.control import PauseMode as PauseMode
 from .engines.control import WeightUpdate as WeightUpdate
-from .engines.scripted.engine import ScriptedEngine as ScriptedEngine
 from .engines.vllm.engine import VllmEngine as VllmEngine
 from .engines.weights import LocalTransfer as LocalTransfer
 from .engines.weights import WeightTransfer as WeightTransfer
@@ -56,6 +55,7 @@ from .scoring import metric as metric
 from .scoring import reward as reward
 from .store.reader import RunFile as RunFile
 from .tasks import Task as Task
+from .testing.recorded_replies import ScriptedEngine as ScriptedEngine
 from .tokens.prefix_replacement import PrefixReplacement as PrefixReplacement
 from .tokens.prefix_replacement import PrefixResult as PrefixResult
 from .tokens.prefix_replacement import replace_prefix_tokens as replace_prefix_tokens

@@ -178,7 +178,7 @@ def slow(**settings: Any) -> ScriptedEngine:
 
 async def begun(engine: ScriptedEngine) -> None:
     """Return when something is being sampled."""
-    while not engine.open_streams:
+    while not engine.stats().open:
         await checkpoint()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from runner.errors import BadOption, RequestRejected
 
-__all__ = ["AdapterBook", "AdapterVersion", "base_and_adapter"]
+__all__ = ["AdapterVersion", "Adapters", "base_and_adapter"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 _STAMP = re.compile(r"(.*)\+([A-Za-z0-9][\w.-]*)@(\d+)", re.ASCII | re.DOTALL)
@@ -20,23 +20,20 @@ _STAMP = re.compile(r"(.*)\+([A-Za-z0-9][\w.-]*)@(\d+)", re.ASCII | re.DOTALL)
 
 @dataclass(eq=False, slots=True)
 class AdapterVersion:
-    """One addition of an adapter.
-
-    Attributes:
-        name: of the adapter.
-        number: counts the additions under this name from 1; none is given twice.
-        key: counts the additions of all names from 1.
-        source: the folder that was given; None where tensors were.
-        folder: a copy of our own, which nobody writes over; None where the engine keeps none.
-        turns: that are being sampled with it.
-    """
+    """One addition of an adapter."""
 
     name: str
+    """The adapter's name."""
     number: int
+    """Counts the additions under this name from 1; no number is given twice."""
     key: int
+    """Counts the additions of all names from 1."""
     source: Path | None
+    """The folder that was given; None where tensors were."""
     folder: Path | None = None
+    """A copy of our own, which nobody writes over; None where the engine keeps none."""
     turns: int = 0
+    """How many turns are being sampled with it."""
 
     @property
     def label(self) -> str:
@@ -44,7 +41,7 @@ class AdapterVersion:
         return f"{self.name}@{self.number}"
 
 
-class AdapterBook:
+class Adapters:
     """The adapters of one engine, by name; changed by its `EngineControl` alone, one change at a time.
 
     What is added under a name that is there already is a new version of it: later turns are sampled with that, turns

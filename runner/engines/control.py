@@ -1,13 +1,14 @@
-"""What a trainer may ask of an engine and when: pause, new weights, sleep; one at a time, and nothing by half."""
+"""What state an engine is in for its trainer, and the moves between states: one at a time, and nothing by half.
+
+The calls that a trainer makes are in `controllable`; how one kind of engine makes a move says its `EngineDriver`.
+"""
 
 from __future__ import annotations
 
 import enum
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -15,21 +16,25 @@ import anyio
 
 from runner.concurrency.cancellation import to_its_end
 from runner.concurrency.clocks import Standstill
-from runner.engines.adapters import AdapterBook, base_and_adapter
+from runner.engines.adapters import Adapters, base_and_adapter
 from runner.errors import BadControl, BadOption
 
-__all__ = ["EngineControl", "EngineDriver", "EngineState", "PauseMode", "WeightUpdate"]
+__all__ = ["SLEEP_TAGS", "EngineControl", "EngineDriver", "EngineState", "PauseMode", "WeightUpdate"]
 
 UNDO_SECONDS = 10.0
 SLEEP_TAGS = ("weights", "kv_cache")
+"""The parts of an engine's memory that can be woken one by one."""
 
 
 class PauseMode(enum.StrEnum):
     """What becomes of the turns that are being sampled when an engine pauses."""
 
-    WAIT = "wait"  # they are sampled to their end first
-    KEEP = "keep"  # they stand still, and go on from where they were
-    ABORT = "abort"  # they are cut; a run samples them anew, from the same prompts
+    WAIT = "wait"
+    """The turns are sampled to their end first."""
+    KEEP = "keep"
+    """The turns stand still, and go on from where they were."""
+    ABORT = "abort"
+    """The turns are cut; a run samples them anew, from the same prompts."""
 
     @classmethod
     def of(cls, mode: PauseMode | str) -> PauseMode:
@@ -47,30 +52,31 @@ class EngineState(enum.StrEnum):
     """What an engine is doing for its trainer."""
 
     RUNNING = "running"
+    """The engine samples."""
     PAUSED = "paused"
-    UPDATING = "updating"  # its weights are being exchanged
-    ASLEEP = "asleep"  # its memory was given up, or part of it
+    """The engine stands still until `resume`."""
+    UPDATING = "updating"
+    """The engine's weights are being exchanged."""
+    ASLEEP = "asleep"
+    """The engine's memory was given up, or part of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """What an update did.
-
-    Attributes:
-        version: of the weights that are there now.
-        check_seconds: comparing the new weights with the model, before the engine was touched.
-        pause_seconds: until it stood still.
-        load_seconds: loading, stamping the version and forgetting the cache.
-    """
+    """What an update of the weights did, and how long each part of it took."""
 
     version: str
+    """The version of the new weights, which sample from now on."""
     check_seconds: float
+    """How long comparing the new weights with the model took; the engine went on meanwhile."""
     pause_seconds: float
+    """How long it took until the engine stood still."""
     load_seconds: float
+    """How long it took to load the weights, to stamp the version and to forget the cached prompts."""
 
 
 class EngineDriver(ABC):
-    """How one kind of engine does it; each is called with the engine in the right state, one at a time."""
+    """How one kind of engine makes the moves; each is called with the engine in the right state, one at a time."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
@@ -82,7 +88,7 @@ class EngineDriver(ABC):
 
     @abstractmethod
     async def check_weights(self, source: Any) -> Any:
-        """What `load_weights` needs of them, compared with the model while the engine goes on untouched.
+        """Compare new weights with the model while the engine goes on; gives what `load_weights` needs of them.
 
         Raises:
             BadWeights: they do not fit; names the tensor.
@@ -109,15 +115,27 @@ class EngineDriver(ABC):
 
     @abstractmethod
     async def sleep(self, level: int) -> None:
-        """Give memory up: 1 keeps the weights elsewhere, 2 discards them."""
+        """Give memory up: 1 keeps the weights elsewhere, 2 discards them.
+
+        Raises:
+            EngineDead: it failed half way.
+        """
 
     @abstractmethod
     async def wake(self, tags: Collection[str]) -> None:
-        """Take the memory of these parts back."""
+        """Take the memory of these parts back, and stand still.
+
+        Raises:
+            EngineDead: it failed half way.
+        """
 
     @abstractmethod
     async def profile(self, *, on: bool) -> None:
-        """Start or stop the profiler."""
+        """Start or stop the profiler.
+
+        Raises:
+            BadControl: the engine has none, or was started without; says how to start it.
+        """
 
     async def devices(self) -> list[str]:
         """Where the model is, a name for each worker."""
@@ -125,7 +143,7 @@ class EngineDriver(ABC):
 
 
 class Gate(Protocol):
-    """Where requests wait for a place in the engine."""
+    """Where requests wait for a slot of the engine."""
 
     def hold(self) -> None: ...
     def release(self) -> None: ...
@@ -133,40 +151,40 @@ class Gate(Protocol):
 
 @dataclass(eq=False)
 class EngineControl:
-    """The one way to change an engine that runs.
-
-    Attributes:
-        driver: does it.
-        gate: nobody enters the engine while it does not run.
-        versions: every weight version so far, the newest last.
-        adapters: LoRA adapters on the weights; None for an engine that takes none.
-        standstill: stops the clocks of whoever waits for the engine while it stands still.
-        state: what it is doing.
-        asleep: which parts of its memory are given up.
-        listeners: told after each update of the weights, and each adapter that was added.
-        cuts: how often turns that were being sampled were cut.
-    """
+    """The state of one engine and the moves between its states. Who makes a move holds `lock`."""
 
     driver: EngineDriver
+    """How this kind of engine makes the moves."""
     gate: Gate
+    """The gate of the engine, which lets nobody in while the engine does not run."""
     versions: list[str]
-    adapters: AdapterBook | None = None
+    """Every weight version so far, the newest last."""
+    adapters: Adapters | None = None
+    """The LoRA adapters on the weights; None for an engine that takes none."""
     standstill: Standstill = field(default_factory=Standstill)
+    """Stops the clocks of whoever waits for the engine while it stands still."""
     state: EngineState = EngineState.RUNNING
+    """What the engine is doing."""
     asleep: frozenset[str] = frozenset()
+    """The parts of the engine's memory that are given up."""
     listeners: set[Callable[[], None]] = field(default_factory=set)
+    """Called after each update of the weights and each adapter that was added."""
     cuts: int = 0
+    """How often turns that were being sampled were cut."""
+    lock: anyio.Lock = field(default_factory=anyio.Lock)
+    """Held by who changes the engine: a second one waits for the first."""
+    paused_by_caller: bool = False
+    """Whether the trainer paused the engine, which then goes on only when the trainer resumes it."""
+    weights_discarded: bool = False
+    """Whether a sleep discarded the weights, and none were given since."""
     _ages: dict[str, int] = field(default_factory=dict)
-    _lock: anyio.Lock = field(default_factory=anyio.Lock)
-    _paused_by_caller: bool = False
-    _weights_discarded: bool = False
 
     def __post_init__(self) -> None:
         self._ages = {version: number for number, version in enumerate(self.versions)}
 
     @property
     def version(self) -> str:
-        """Of the weights that sample now."""
+        """The version of the weights that sample now."""
         return self.versions[-1]
 
     def lag(self, version: str) -> int:
@@ -178,166 +196,16 @@ class EngineControl:
         behind = newest - self._ages.get(base_and_adapter(version)[0], newest)
         return behind + (self.adapters.lag(version) if self.adapters is not None else 0)
 
-    async def pause(self, mode: PauseMode | str) -> None:
-        """Stand still until `resume`.
+    def tell(self) -> None:
+        """Call the listeners."""
+        for listener in list(self.listeners):
+            listener()
 
-        Raises:
-            BadControl: it does not run.
-        """
-        mode = PauseMode.of(mode)
-        async with self._lock:
-            self._require_running("pause()")
-            await self._halt(mode)
-            self._paused_by_caller = True
+    # --- the moves
 
-    async def resume(self) -> None:
-        """Go on after `pause`.
-
-        Raises:
-            BadControl: it is not paused, it sleeps, or its weights were discarded.
-        """
-        async with self._lock:
-            if self.state is not EngineState.PAUSED:
-                raise BadControl(f"resume(): the engine is {self.state.value}, not paused.{self._way_out()}")
-            self._require_weights("resume()")
-            self._paused_by_caller = False
-            await to_its_end(self._go_on)
-
-    async def update_weights(self, source: Any, *, version: str | None, mode: PauseMode | str) -> WeightUpdate:
-        """Exchange the weights; a paused engine stays paused, a running one stands still meanwhile.
-
-        Raises:
-            BadWeights: they do not fit; nothing was touched.
-            BadControl: the weights' memory is asleep.
-            BadOption: the version was there before.
-            EngineDead: it failed half way.
-        """
-        mode = PauseMode.of(mode)
-        async with self._lock:
-            if "weights" in self.asleep:
-                raise BadControl("update_weights(): the memory of the weights is asleep: wake(['weights']) first.")
-            version = self._new_version(version)
-            began = time.monotonic()
-            checked = await self.driver.check_weights(source)
-            compared = time.monotonic()
-            if self.state is EngineState.RUNNING:
-                await self._halt(mode)
-            halted = time.monotonic()
-            # To its end: weights that were exchanged by half could neither be used nor be put back.
-            await to_its_end(partial(self._load, checked, version))
-            done = time.monotonic()
-        return WeightUpdate(version, compared - began, halted - compared, done - halted)
-
-    async def add_adapter(self, name: str, source: Any, config: Mapping[str, Any] | None) -> str:
-        """Add a LoRA adapter, or a new version of it; gives what names it in weight versions.
-
-        Raises:
-            BadControl: the engine takes none, or the weights' memory is asleep.
-            BadOption: the name cannot be, or the engine was started without adapters.
-            BadWeights: it does not fit; nothing was touched.
-        """
-        async with self._lock:
-            label = await self._book("add_adapter()").add(name, source, config=config)
-        self._tell()
-        return label
-
-    async def remove_adapter(self, name: str) -> None:
-        """Take a LoRA adapter away; turns that are being sampled with it go on.
-
-        Raises:
-            BadControl: the engine takes none, or the weights' memory is asleep.
-            BadOption: there is none of that name.
-        """
-        async with self._lock:
-            await self._book("remove_adapter()").remove(name)
-
-    async def sleep(self, level: int, *, unless_asleep: bool = False) -> None:
-        """Give memory up until `wake`; turns that are being sampled are cut, as by `pause("abort")`.
-
-        Args:
-            level: 1 keeps the weights, 2 discards them.
-            unless_asleep: do nothing where it sleeps already.
-
-        Raises:
-            BadControl: it sleeps already, or cannot sleep.
-            BadOption: there is no such level.
-        """
-        if level not in (1, 2):
-            raise BadOption(f"sleep(level={level!r}): give 1, which keeps the weights, or 2, which discards them.")
-        async with self._lock:
-            if self.state is EngineState.ASLEEP:
-                if unless_asleep:
-                    return
-                raise BadControl("sleep(): the engine is asleep already.")
-            if level == 2 and self.adapters is not None and self.adapters.folders:
-                raise BadControl("sleep(2) would discard the adapters: remove_adapter(...) each, add it when awake.")
-            self.driver.check_sleep(level)
-            if self.state is EngineState.RUNNING:
-                await self._halt(PauseMode.ABORT)
-            # Whoever cancels this is told once it is done: memory given up by half could not be taken back.
-            await to_its_end(partial(self._fall_asleep, level))
-
-    async def _fall_asleep(self, level: int) -> None:
-        self.cuts += 1  # also of turns that an earlier pause kept
-        await self.driver.sleep(level)
-        self.asleep = frozenset(SLEEP_TAGS)
-        self._weights_discarded = self._weights_discarded or level == 2
-        self.state = EngineState.ASLEEP
-
-    async def wake(self, tags: Sequence[str] | None, *, if_asleep: bool = False) -> None:
-        """Take memory back: all of it, or the parts that are named; with the last one the engine goes on.
-
-        It stays paused where it was paused before it slept, and after `sleep(2)` until `update_weights`.
-
-        Args:
-            tags: the parts; None for all.
-            if_asleep: do nothing where it does not sleep.
-
-        Raises:
-            BadControl: it does not sleep.
-            BadOption: there is no such part.
-        """
-        wanted = frozenset(SLEEP_TAGS if tags is None else tags)
-        if not wanted <= set(SLEEP_TAGS) or isinstance(tags, str):
-            raise BadOption(f"wake(tags={tags!r}): give a list of {' and '.join(SLEEP_TAGS)}, or nothing for both.")
-        async with self._lock:
-            if self.state is not EngineState.ASLEEP:
-                if if_asleep:
-                    return
-                raise BadControl(f"wake(): the engine is {self.state.value}, not asleep.")
-            await to_its_end(partial(self._wake_up, wanted))
-
-    async def _wake_up(self, wanted: frozenset[str]) -> None:
-        await self.driver.wake(sorted(wanted & self.asleep))
-        self.asleep -= wanted
-        if not self.asleep:
-            self.state = EngineState.PAUSED
-            await self._go_on_unless_paused()
-
-    async def reset_prefix_cache(self, *, unless_asleep: bool = False) -> None:
-        """Forget every cached prompt; turns that are being sampled go on, and compute theirs again.
-
-        Args:
-            unless_asleep: do nothing where it sleeps.
-
-        Raises:
-            BadControl: it sleeps, and has no cache.
-        """
-        async with self._lock:
-            if self.state is EngineState.ASLEEP:
-                if unless_asleep:
-                    return
-                raise BadControl("reset_prefix_cache(): the engine is asleep and has no cache.")
-            await self.driver.reset_prefix_cache()
-
-    async def profile(self, *, on: bool) -> None:
-        """Start or stop the profiler."""
-        async with self._lock:
-            await self.driver.profile(on=on)
-
-    # --- in the lock
-
-    async def _halt(self, mode: PauseMode) -> None:
+    async def halt(self, mode: PauseMode) -> None:
+        """From running to paused; undone where it fails or is cancelled."""
+        # The gate first, so that nobody enters who would then be cut or be waited for.
         self.gate.hold()
         self.cuts += mode is PauseMode.ABORT
         try:
@@ -352,8 +220,14 @@ class EngineControl:
         self.state = EngineState.PAUSED
 
     async def _undo(self) -> None:
+        # Bounded, since an engine that did not pause may not answer to this either.
         with anyio.move_on_after(UNDO_SECONDS):
             await self._go_on()
+
+    async def resume(self) -> None:
+        """From paused to running."""
+        self.paused_by_caller = False
+        await to_its_end(self._go_on)
 
     async def _go_on(self) -> None:
         await self.driver.resume()
@@ -362,45 +236,71 @@ class EngineControl:
         self.gate.release()
 
     async def _go_on_unless_paused(self) -> None:
-        if not self._paused_by_caller and not self._weights_discarded and not self.asleep:
+        if not self.paused_by_caller and not self.weights_discarded and not self.asleep:
             await self._go_on()
 
-    async def _load(self, checked: Any, version: str) -> None:
+    async def load(self, checked: Any, version: str) -> None:
+        """Exchange the weights of an engine that stands still; it goes on unless its trainer paused it."""
         before, self.state = self.state, EngineState.UPDATING
         try:
             await self.driver.load_weights(checked, version)
             self._ages[version] = len(self.versions)
             self.versions.append(version)
-            self._weights_discarded = False
+            self.weights_discarded = False
         finally:
             self.state = before
         await self._go_on_unless_paused()
-        self._tell()
+        self.tell()
 
-    def _book(self, what: str) -> AdapterBook:
-        if self.adapters is None:
-            raise BadControl(f"{what}: this engine has no adapters.")
-        if "weights" in self.asleep:
-            raise BadControl(f"{what}: the memory of the weights is asleep: wake(['weights']) first.")
-        return self.adapters
+    async def fall_asleep(self, level: int) -> None:
+        """From paused to asleep."""
+        self.cuts += 1  # also of turns that an earlier pause kept
+        await self.driver.sleep(level)
+        self.asleep = frozenset(SLEEP_TAGS)
+        self.weights_discarded = self.weights_discarded or level == 2
+        self.state = EngineState.ASLEEP
 
-    def _tell(self) -> None:
-        for listener in list(self.listeners):
-            listener()
+    async def wake_up(self, parts: frozenset[str]) -> None:
+        """Take these parts of the memory back; with the last one the engine goes on unless its trainer paused it."""
+        await self.driver.wake(sorted(parts & self.asleep))
+        self.asleep -= parts
+        if not self.asleep:
+            self.state = EngineState.PAUSED
+            await self._go_on_unless_paused()
 
-    def _require_running(self, what: str) -> None:
+    # --- what cannot be now, each refused by the name of the call
+
+    def require_running(self, call: str) -> None:
         if self.state is not EngineState.RUNNING:
-            raise BadControl(f"{what}: the engine is {self.state.value} already.{self._way_out()}")
+            raise BadControl(f"{call}: the engine is {self.state.value} already.{self._way_out()}")
 
-    def _require_weights(self, what: str) -> None:
-        if self._weights_discarded:
-            raise BadControl(f"{what}: sleep(2) discarded the weights: update_weights(...) first.")
+    def require_paused(self, call: str) -> None:
+        if self.state is not EngineState.PAUSED:
+            raise BadControl(f"{call}: the engine is {self.state.value}, not paused.{self._way_out()}")
+        if self.weights_discarded:
+            raise BadControl(f"{call}: sleep(2) discarded the weights: update_weights(...) first.")
+
+    def require_weights_awake(self, call: str) -> None:
+        if "weights" in self.asleep:
+            raise BadControl(f"{call}: the memory of the weights is asleep: wake(['weights']) first.")
+
+    def require_adapters(self, call: str) -> Adapters:
+        """The adapters, where the engine takes any and can now."""
+        if self.adapters is None:
+            raise BadControl(f"{call}: this engine has no adapters.")
+        self.require_weights_awake(call)
+        return self.adapters
 
     def _way_out(self) -> str:
         ways = {EngineState.PAUSED: " resume() ends that.", EngineState.ASLEEP: " wake() ends that."}
         return ways.get(self.state, "")
 
-    def _new_version(self, version: str | None) -> str:
+    def new_version(self, version: str | None) -> str:
+        """The name of the next weights: the one that is given, or the next number.
+
+        Raises:
+            BadOption: it is no name, or was there before.
+        """
         if version is None:
             return next(name for name in map(str, count(len(self.versions))) if name not in self._ages)
         if not isinstance(version, str) or not version:

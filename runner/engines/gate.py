@@ -40,21 +40,19 @@ class AdmissionGate:
     the order of arrival. The KV cache has room for `room` ids: what live sessions keep of it holds back first
     requests, never late ones, and a first request always gets in when no session is live. Each admission costs the
     same however many wait.
-
-    Attributes:
-        places: requests that may be inside at once.
-        room: ids that the KV cache holds.
-        inside: requests that entered and did not leave.
-        kept: ids of the room that live sessions keep, in whole blocks.
-        live: sessions that keep room.
     """
 
     def __init__(self, places: int, room: int, *, block: int = 1) -> None:
         self.places = places
+        """How many requests may be inside at once."""
         self.room = room
+        """How many ids the KV cache holds."""
         self.inside = 0
+        """How many requests entered and did not leave."""
         self.kept = 0
+        """Ids of the room that live sessions keep, in whole blocks."""
         self.live = 0
+        """How many sessions keep room."""
         self._block = block
         # Ordered dictionaries, since a waiter in the middle that is cancelled must go at no cost.
         self._late: OrderedDict[_Waiter, None] = OrderedDict()

@@ -24,21 +24,18 @@ _ELSEWHERE = (
 
 @dataclass(slots=True)
 class _Entered:
-    """An engine that one of its users entered.
-
-    Attributes:
-        guests: users besides that one.
-        open: it has started and is not being closed.
-        started: it has, or could not.
-        left: the last guest went, since there were any.
-        closed: it is over.
-    """
+    """An engine that one of its users entered."""
 
     guests: int = 0
+    """How many users there are besides the one that entered it."""
     open: bool = False
+    """Whether it has started and is not being closed."""
     started: anyio.Event = field(default_factory=anyio.Event)
+    """Set once it has started, or could not."""
     left: anyio.Event = field(default_factory=anyio.Event)
+    """Set when the last guest goes."""
     closed: anyio.Event = field(default_factory=anyio.Event)
+    """Set once it is over."""
 
 
 _ENTERED: WeakKeyDictionary[Engine, _Entered] = WeakKeyDictionary()

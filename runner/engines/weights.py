@@ -62,47 +62,38 @@ _REQUIRED = ("names", "dtype_names", "shapes")
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """What can be told of a tensor without reading it.
-
-    Attributes:
-        dtype: torch's name for it, such as "bfloat16".
-        shape: its sizes.
-        file: name of the file that holds it; "" where there is none.
-    """
+    """What can be told of a tensor without reading it."""
 
     dtype: str
+    """Torch's name for the tensor's dtype, such as "bfloat16"."""
     shape: tuple[int, ...]
+    """The tensor's sizes."""
     file: str = ""
+    """The name of the file that holds it; "" where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFolder:
-    """A folder of safetensors whose files are all there and whole.
-
-    Attributes:
-        folder: where it is.
-        files: those that count.
-        forms: of every tensor, by name.
-    """
+    """A folder of safetensors whose files are all there and whole."""
 
     folder: Path
+    """The folder."""
     files: tuple[Path, ...]
+    """The files that count, of those that are in it."""
     forms: Mapping[str, TensorForm]
+    """The form of every tensor, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What the engine was started from, which new weights are compared with.
-
-    Attributes:
-        name: of the model, for errors.
-        forms: of every tensor, by name.
-        tied: its output layer is its embedding, so `lm_head.weight` may be given or left out.
-    """
+    """What the engine was started from, which new weights are compared with."""
 
     name: str
+    """The model's name, for errors."""
     forms: Mapping[str, TensorForm]
+    """The form of every tensor, by its name."""
     tied: bool = False
+    """Whether the model's output layer is its embedding, so that `lm_head.weight` may be given or left out."""
 
     def ignored(self, names: Iterable[str]) -> list[str]:
         """Of these tensors those that are not loaded: what the model computes, or has under another name."""
@@ -122,16 +113,14 @@ class LocalTransfer:
     """Weights that a trainer in this process sends through one of vLLM's weight transfer engines, both ends at once.
 
     The engine is started with `VllmEngine(weight_transfer_config={"backend": "nccl"})`, or "ipc".
-
-    Attributes:
-        info: vLLM's `NCCLTrainerInitInfo` or `IPCTrainerInitInfo`: which backend, and where both ends meet.
-        source: vLLM's `WeightSource`, such as `ModuleSource(model)`; the ends meet anew for another object.
-        seconds: after which an end that is silent counts as gone.
     """
 
     info: Any
+    """VLLM's `NCCLTrainerInitInfo` or `IPCTrainerInitInfo`: which backend, and where both ends meet."""
     source: Any
+    """VLLM's `WeightSource`, such as `ModuleSource(model)`; the ends meet anew for another object."""
     seconds: float = 600.0
+    """Seconds after which an end that is silent counts as gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +128,17 @@ class WeightTransfer:
     """Weights that a trainer elsewhere sends: broadcasts of NCCL, handles of GPU memory (IPC).
 
     The engine is started with `VllmEngine(weight_transfer_config={"backend": "nccl"})`, or "ipc".
-
-    Attributes:
-        update: vLLM's update info as the trainer's side makes it: `names`, `dtype_names`, `shapes` and what the
-            backend adds; several, where the trainer sends the weights in parts.
-        init: vLLM's init info, which joins trainer and engine; used where it differs from the last one.
-        seconds: after which a trainer that sends nothing counts as gone.
     """
 
     update: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    """VLLM's update info as the trainer's side makes it: `names`, `dtype_names`, `shapes` and what the backend adds.
+
+    Several, where the trainer sends the weights in parts.
+    """
     init: Mapping[str, Any] | None = None
+    """VLLM's init info, which joins trainer and engine; used where it differs from the last one."""
     seconds: float = 600.0
+    """Seconds after which a trainer that sends nothing counts as gone."""
 
     @property
     def parts(self) -> tuple[Mapping[str, Any], ...]:

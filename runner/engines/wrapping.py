@@ -12,14 +12,11 @@ __all__ = ["WrappedEngine"]
 
 
 class WrappedEngine(Engine):
-    """Passes everything on; a subclass says otherwise where it is different.
-
-    Attributes:
-        inner: the engine.
-    """
+    """Passes everything on; a subclass says otherwise where it is different."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
+        """The engine inside."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "inner":  # what a wrapper has not set yet is not the engine's

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import math
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NotRequired, Self, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, Self, TypeAlias
+
+from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from runner.errors import BadOption
 from runner.options import Sampling
@@ -25,133 +28,118 @@ __all__ = [
 
 
 class ColocationConfig(TypedDict, total=False):
-    """Whether generation and training share their accelerators.
-
-    Attributes:
-        enabled: they do, so the engine sleeps while the trainer works; default False.
-        resources: read by the trainer only.
-    """
+    """Whether generation and training share their accelerators."""
 
     enabled: bool
+    """Whether they do, so that the engine sleeps while the trainer works; default False."""
     resources: Any
+    """Read by the trainer only."""
 
 
 class GenerationConfig(TypedDict, total=False):
     """How batches are generated. NeMo RL's own dictionary (`policy.generation`) can be passed as it is.
 
-    Attributes:
-        backend: "vllm", or left out: the engine is the one that is given.
-        max_new_tokens: the most ids a row may get; default 1024.
-        temperature: 0 is greedy; default 1.
-        top_p: nucleus sampling, above 0; default 1, which is off.
-        top_k: keep the k likeliest ids; None or -1, the default, is off.
-        stop_token_ids: ids that end a row besides the model's own; default None.
-        stop_strings: strings that end a row, merged with those of the sample; default None.
-        colocated: whether `finish_generation` puts the engine to sleep; default not.
-        adapter: the name of a LoRA adapter of the engine. Ours.
-        seed: of everything that is sampled; None leaves it to the engine. Ours.
-        vllm_cfg: its `max_model_len` bounds prompt and row together, where that is less than the engine's context.
-        _pad_token_id: what rows are padded with, before and after; default 0.
-
     Keys of NeMo RL that say how its workers are started, or what its validation samples, are accepted and not read.
     """
 
     backend: str
+    """"vllm", or left out: the engine is the one that is given."""
     max_new_tokens: int
+    """The most ids that a row may get; default 1024."""
     temperature: float
+    """The temperature of sampling; 0 is greedy, default 1."""
     top_p: float
+    """The probability mass that nucleus sampling keeps, above 0; default 1, which keeps all."""
     top_k: int | None
+    """How many of the likeliest ids are kept; None or -1, the default, keeps all."""
     stop_token_ids: list[int] | None
+    """Ids that end a row besides the model's own; default None."""
     stop_strings: list[str] | None
+    """Strings that end a row, merged with those of the sample; default None."""
     bad_words: list[str] | None
+    """None or empty: no engine here bans words."""
     colocated: ColocationConfig
+    """Whether `finish_generation` puts the engine to sleep; default not."""
     adapter: str | None
+    """The name of a LoRA adapter of the engine; default None. This key is ours, not NeMo RL's."""
     seed: int | None
+    """The seed of everything that is sampled; None, the default, leaves it to the engine. This key is ours."""
     vllm_cfg: Mapping[str, Any]
+    """Its `max_model_len` bounds prompt and row together, where that is less than the engine's context."""
     _pad_token_id: int
+    """The id that rows are padded with, before and after; default 0."""
 
 
 class GenerationDatumSpec(TypedDict):
-    """Prompts as one padded array, torch or numpy; further keys of a trainer are not read.
-
-    Attributes:
-        input_ids: token ids, right-padded, shape [rows, length], an integer type that holds the vocabulary.
-        input_lengths: ids of each prompt without its padding, shape [rows], an integer type.
-        stop_strings: for each row the strings that end it, or None; merged with the configuration's.
-    """
+    """Prompts as one padded array, torch or numpy; further keys of a trainer are not read."""
 
     input_ids: Any
+    """Token ids, right-padded, shape [rows, length], an integer type that holds the vocabulary."""
     input_lengths: Any
+    """How many ids each prompt has without its padding, shape [rows], an integer type."""
     stop_strings: NotRequired[list[list[str] | None] | None]
+    """For each row the strings that end it, or None; merged with the configuration's."""
 
 
 class GenerationOutputSpec(TypedDict):
-    """Prompts and what was sampled on them, arrays of the kind, and on the device, of the input's `input_ids`.
-
-    Attributes:
-        output_ids: prompt, then sampled ids, then padding, shape [rows, longest row], the type of `input_ids`.
-        generation_lengths: sampled ids of each row, shape [rows], int64.
-        unpadded_sequence_lengths: prompt and sampled ids together, shape [rows], int64.
-        logprobs: aligned with `output_ids`: of each sampled id in nats, 0 at the prompt and at the padding, NaN where
-            the engine gives none, shape [rows, longest row], float32.
-        truncated: cut by `max_new_tokens` or by the context, shape [rows], bool. A row whose prompt left no room for
-            a single id got none, and is not truncated.
-        finish_reasons: for each row "stop", "length", "context" or "repetition". Ours.
-        weight_versions: for each row which weights sampled which of its ids, as spans of `output_ids`. Ours.
-    """
+    """Prompts and what was sampled on them, arrays of the kind, and on the device, of the input's `input_ids`."""
 
     output_ids: Any
+    """Prompt, then sampled ids, then padding, shape [rows, longest row], the type of `input_ids`."""
     generation_lengths: Any
+    """How many ids were sampled for each row, shape [rows], int64."""
     unpadded_sequence_lengths: Any
+    """How many ids prompt and row have together, shape [rows], int64."""
     logprobs: Any
+    """Log-probabilities in nats, aligned with `output_ids`, shape [rows, longest row], float32.
+
+    They are 0 at the prompt and at the padding, and NaN where the engine gives none.
+    """
     truncated: Any
+    """Whether `max_new_tokens` or the context cut a row, shape [rows], bool.
+
+    A row whose prompt left no room for a single id got none, and is not truncated.
+    """
     finish_reasons: list[str]
+    """Why each row ended: "stop", "length", "context" or "repetition". This key is ours, not NeMo RL's."""
     weight_versions: list[list[VersionSpan]]
+    """For each row which weights sampled which of its ids, as spans of `output_ids`. This key is ours."""
 
 
 class TextDatumSpec(TypedDict):
-    """Prompts as texts.
-
-    Attributes:
-        prompts: each encoded as it is written: control tokens in it count, none are added.
-        stop_strings: as in `GenerationDatumSpec`.
-    """
+    """Prompts as texts."""
 
     prompts: list[str]
+    """Texts, each encoded as it is written: control tokens in it count, none are added."""
     stop_strings: NotRequired[list[list[str] | None] | None]
+    """For each row the strings that end it, or None; merged with the configuration's."""
 
 
 class TextOutputSpec(TypedDict):
-    """What was sampled, as texts.
-
-    Attributes:
-        texts: of each row what was sampled, without special tokens, up to the end of its stop string.
-    """
+    """What was sampled, as texts."""
 
     texts: list[str]
+    """What was sampled for each row, without special tokens, up to the end of its stop string."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """A configuration that was read.
-
-    Attributes:
-        sampling: every field set.
-        greedy: the same for `greedy=True`.
-        stop_token_ids: besides the model's own.
-        pad_id: what rows are padded with.
-        context: bounds prompt and row together; None leaves it to the engine.
-        colocated: the engine sleeps while the trainer works.
-        seed: None leaves it to the engine.
-    """
+    """A configuration that was read."""
 
     sampling: Sampling
+    """How rows are sampled, every field set."""
     greedy: Sampling
+    """How they are sampled with `greedy=True`."""
     stop_token_ids: tuple[int, ...]
+    """Ids that end a row besides the model's own."""
     pad_id: int
+    """The id that rows are padded with."""
     context: int | None
+    """Bounds prompt and row together; None leaves it to the engine."""
     colocated: bool
+    """Whether the engine sleeps while the trainer works."""
     seed: int | None
+    """The seed of everything that is sampled; None leaves it to the engine."""
 
     @classmethod
     def read(cls, config: GenerationConfig | Mapping[str, Any]) -> Self:
@@ -164,26 +152,27 @@ class GenerationSettings:
             raise BadOption(f"config={config!r:.60}: give a dictionary, such as {{'max_new_tokens': 256}}.")
         given = dict(config)
         _check_names(given)
-        if given.get("backend", "vllm") != "vllm":
-            raise BadOption(_refusal("backend", given["backend"], "leave it out: the engine is the one that is given"))
-        if given.get("bad_words"):
-            raise BadOption(_refusal("bad_words", given["bad_words"], "no engine here bans words; leave it out"))
+        read = {key: _read(given, key) for key in _KEYS}
+        length = read["vllm_cfg"].get("max_model_len")
+        stop = as_strings(given.get("stop_strings"), "config['stop_strings']", BadOption)
         sampling = Sampling(
-            max_tokens=_whole(given, "max_new_tokens", 1024),
-            temperature=_number(given, "temperature", 1.0, "a number of at least 0", lambda value: value >= 0),
-            top_p=_number(given, "top_p", 1.0, "a number above 0 and at most 1", lambda value: 0 < value <= 1),
-            top_k=_top_k(given),
-            stop=as_strings(given.get("stop_strings"), "config['stop_strings']", BadOption),
-            adapter=_adapter(given),
+            max_tokens=read["max_new_tokens"],
+            temperature=read["temperature"],
+            top_p=read["top_p"],
+            top_k=0 if read["top_k"] in (None, -1) else read["top_k"],
+            stop=stop,
+            adapter=read["adapter"],
         ).over(Sampling.defaults())
         return cls(
             sampling=sampling,
             greedy=Sampling(temperature=0.0, top_p=1.0, top_k=1).over(sampling),
-            stop_token_ids=_stop_ids(given),
-            pad_id=_whole(given, "_pad_token_id", 0, least=None),
-            context=_context(given),
-            colocated=_colocated(given),
-            seed=None if given.get("seed") is None else _whole(given, "seed", 0, least=None),
+            stop_token_ids=tuple(dict.fromkeys(read["stop_token_ids"] or ())),
+            pad_id=read["_pad_token_id"],
+            context=_checked(
+                "config['vllm_cfg']['max_model_len']", length, _LENGTH, "give a whole number of at least 2"
+            ),
+            colocated=read["colocated"].get("enabled", False),
+            seed=read["seed"],
         )
 
 
@@ -234,68 +223,51 @@ def _check_names(given: Mapping[str, Any]) -> None:
             raise BadOption(f"config[{key!r}]: a GenerationConfig has no such key; {fix}")
 
 
-def _refusal(key: str, value: Any, fix: str) -> str:
-    return f"config[{key!r}] = {value!r:.80}: {fix}."
+class _Colocated(TypedDict, total=False):
+    enabled: StrictBool
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _whole(given: Mapping[str, Any], key: str, default: int, *, least: int | None = 1) -> int:
-    value: Any = given.get(key, default)
-    if not _is_whole(value) or (least is not None and value < least):
-        raise BadOption(
-            _refusal(key, value, "give a whole number" + ("" if least is None else f" of at least {least}"))
-        )
-    return int(value)
-
-
-def _number(given: Mapping[str, Any], key: str, default: float, wanted: str, fits: Any) -> float:
-    value: Any = given.get(key, default)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not fits(value):
-        raise BadOption(_refusal(key, value, f"give {wanted}"))
-    return float(value)
-
-
-def _top_k(given: Mapping[str, Any]) -> int:
-    value: Any = given.get("top_k")
-    if value is None or (_is_whole(value) and value == -1):
-        return 0
-    if not _is_whole(value) or value < 1:
-        raise BadOption(_refusal("top_k", value, "give a whole number of at least 1, or None or -1 for all ids"))
-    return int(value)
-
-
-def _stop_ids(given: Mapping[str, Any]) -> tuple[int, ...]:
-    value: Any = given.get("stop_token_ids")
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple) or not all(_is_whole(one) for one in value):
-        raise BadOption(_refusal("stop_token_ids", value, "give a list of token ids, or None"))
-    return tuple(dict.fromkeys(value))
-
-
-def _adapter(given: Mapping[str, Any]) -> str | None:
-    value: Any = given.get("adapter")
-    if value is not None and (not isinstance(value, str) or not value):
-        raise BadOption(_refusal("adapter", value, "give the name of an adapter, or None"))
+def _no_words(value: Any) -> Any:
+    if value:
+        raise ValueError
     return value
 
 
-def _context(given: Mapping[str, Any]) -> int | None:
-    value: Any = given.get("vllm_cfg", {})
-    if not isinstance(value, Mapping):
-        raise BadOption(_refusal("vllm_cfg", value, "give a dictionary"))
-    length = value.get("max_model_len")
-    if length is not None and (not _is_whole(length) or length < 2):
-        raise BadOption(f"config['vllm_cfg']['max_model_len'] = {length!r:.80}: give a whole number of at least 2.")
-    return length
+_Whole: TypeAlias = StrictInt
+_Positive: TypeAlias = Annotated[StrictInt, Field(ge=1)]
+_Number: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+# What a value can be, its default, and what to give instead of one that cannot be.
+_KEYS: dict[str, tuple[Any, Any, str]] = {
+    "backend": (Literal["vllm"], "vllm", "leave it out: the engine is the one that is given"),
+    "bad_words": (Annotated[Any, AfterValidator(_no_words)], None, "no engine here bans words; leave it out"),
+    "max_new_tokens": (_Positive, 1024, "give a whole number of at least 1"),
+    "temperature": (Annotated[_Number, Field(ge=0)], 1.0, "give a number of at least 0"),
+    "top_p": (Annotated[_Number, Field(gt=0, le=1)], 1.0, "give a number above 0 and at most 1"),
+    "top_k": (_Positive | Literal[-1] | None, -1, "give a whole number of at least 1, or None or -1 for all ids"),
+    "stop_token_ids": (
+        Annotated[list[_Whole], Field(strict=True)] | Annotated[tuple[_Whole, ...], Field(strict=True)] | None,
+        None,
+        "give a list of token ids, or None",
+    ),
+    "adapter": (Annotated[StrictStr, Field(min_length=1)] | None, None, "give the name of an adapter, or None"),
+    "vllm_cfg": (Mapping[Any, Any], {}, "give a dictionary"),
+    "colocated": (_Colocated, {}, "give {'enabled': True} or {'enabled': False}"),
+    "seed": (_Whole | None, None, "give a whole number"),
+    "_pad_token_id": (_Whole, 0, "give a whole number"),
+}
+_LENGTH = Annotated[StrictInt, Field(ge=2)] | None
+
+_adapter = functools.cache(TypeAdapter)
 
 
-def _colocated(given: Mapping[str, Any]) -> bool:
-    value: Any = given.get("colocated", {})
-    if not isinstance(value, Mapping) or not isinstance(value.get("enabled", False), bool):
-        raise BadOption(_refusal("colocated", value, "give {'enabled': True} or {'enabled': False}"))
-    return bool(value.get("enabled", False))
+def _read(given: Mapping[str, Any], key: str) -> Any:
+    kind, default, fix = _KEYS[key]
+    return _checked(f"config[{key!r}]", given.get(key, default), kind, fix)
+
+
+def _checked(name: str, value: Any, kind: Any, fix: str) -> Any:
+    try:
+        return _adapter(kind).validate_python(value)
+    except ValidationError:  # which says what pydantic wants, and not what a trainer is to write
+        raise BadOption(f"{name} = {value!r:.80}: {fix}.") from None

@@ -26,13 +26,10 @@ _OTHER_MEDIA = ("vllm_images", "vllm_videos", "vllm_audios")
 
 
 class Batch(Protocol[T_co]):
-    """A batch that was read.
-
-    Attributes:
-        rows: to be sampled.
-    """
+    """A batch that was read."""
 
     rows: list[Row]
+    """The rows to be sampled."""
 
     def write(self, sampled: Sequence[SampledRow]) -> T_co:
         """What is handed back for these rows, in their order."""
@@ -46,19 +43,16 @@ def vocabulary_size(engine: Engine) -> int:
 
 @dataclass(slots=True, eq=False)
 class PaddedBatch:
-    """Prompts in one padded array.
-
-    Attributes:
-        rows: to be sampled.
-        like: the array, for its kind and device.
-        dtype: of its numbers.
-        pad_id: what rows are padded with.
-    """
+    """Prompts in one padded array."""
 
     rows: list[Row]
+    """The rows to be sampled."""
     like: Any
+    """The array that was given, for its kind and device."""
     dtype: np.dtype[np.integer[Any]]
+    """The type of its numbers."""
     pad_id: int
+    """The id that rows are padded with."""
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], *, pad_id: int, vocabulary: int) -> Self:
@@ -109,15 +103,12 @@ class PaddedBatch:
 
 @dataclass(slots=True, eq=False)
 class TextBatch:
-    """Prompts as texts.
-
-    Attributes:
-        rows: to be sampled.
-        tokenizer: encodes and decodes them.
-    """
+    """Prompts as texts."""
 
     rows: list[Row]
+    """The rows to be sampled."""
     tokenizer: Tokenizer
+    """Encodes prompts and decodes what was sampled."""
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], tokenizer: Tokenizer) -> Self:

@@ -26,63 +26,54 @@ __all__ = ["Row", "RowSetting", "RunningRows", "SampledRow", "sample_row"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt to be sampled on.
-
-    Attributes:
-        index: its place in the batch.
-        prompt: token ids, shape [prompt], int32; at least one.
-        stop: strings that end it, besides those of all rows.
-    """
+    """A prompt to be sampled on."""
 
     index: int
+    """The row's place in the batch."""
     prompt: array[int]
+    """The prompt's token ids, shape [prompt], int32; at least one."""
     stop: tuple[str, ...] = ()
+    """Strings that end the row, besides those of all rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSetting:
-    """What the rows of one batch have in common.
-
-    Attributes:
-        engine: samples them.
-        name: of the batch, in errors and logs.
-        sampling: every field set.
-        stop_ids: ids that end a row.
-        context: bounds prompt and row together.
-        seed: what the seed of each row follows from, beside its index; None leaves it to the engine.
-        stall_seconds: an engine that admitted a row and sends nothing for this long has failed.
-        retries: how often a row is sampled again after an engine's failure.
-    """
+    """What the rows of one batch have in common."""
 
     engine: Engine
+    """The engine that samples them."""
     name: str
+    """The batch's name, in errors and logs."""
     sampling: Sampling
+    """How they are sampled, every field set."""
     stop_ids: tuple[int, ...]
+    """Ids that end a row."""
     context: int
+    """Bounds prompt and row together."""
     seed: tuple[str | int, ...] | None
+    """What the seed of each row follows from, beside its index; None leaves it to the engine."""
     stall_seconds: float | None
+    """Seconds after which an engine that admitted a row and sends nothing has failed."""
     retries: int
+    """How often a row is sampled again after an engine's failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """A row that is finished.
-
-    Attributes:
-        index: its place in the batch.
-        log: prompt and sampled ids, with log-probabilities and weight versions.
-        start: index of the first sampled id.
-        finish: why it ended; CONTEXT also where the prompt left no room for a single id.
-        stop: the stop id or string behind it.
-        text: the text before a stop string, where one fired; else None.
-    """
+    """A row that is finished."""
 
     index: int
+    """The row's place in the batch."""
     log: TokenLog
+    """The prompt and the sampled ids, with log-probabilities and weight versions."""
     start: int
+    """The index of the first sampled id."""
     finish: FinishReason
+    """Why the row ended; CONTEXT also where the prompt left no room for a single id."""
     stop: int | str | None = None
+    """The stop id or string that ended it."""
     text: str | None = None
+    """The text before a stop string, where one ended the row; else None."""
 
 
 async def sample_row(row: Row, setting: RowSetting) -> SampledRow:
@@ -138,13 +129,11 @@ class RunningRows:
 
     A row that fails for good keeps none of the others: its error comes after the last of them. Only where nothing can
     be sampled any more the others are cut.
-
-    Attributes:
-        over: nothing is sampled any more, and no request of it is open.
     """
 
     def __init__(self, rows: Sequence[Row], setting: RowSetting) -> None:
         self.over = anyio.Event()
+        """Set once nothing is sampled any more, and no request of it is open."""
         self._waiting = iter(rows)
         self._missing = len(rows)
         self._setting = setting

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeAlias
 
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, GenerationRequest
-from runner.engines.scripted.engine import RecordedCall
 from runner.engines.scripted.script import ModelCall
+from runner.engines.scripted.stream import RecordedCall
 from runner.engines.sharing import running
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.wrapping import WrappedEngine
@@ -57,16 +57,13 @@ class ForcedEngine(WrappedEngine):
 
     A turn that cannot be sampled as the script says is refused (`RequestRejected`) and never played otherwise: ids
     past the vocabulary, too few of them, some behind a stop id, a turn under a grammar, an engine that samples others.
-
-    Attributes:
-        inner: the engine beneath.
-        calls: every request that was sent and what it was given, free turns too; `assert_exact` compares them.
     """
 
     def __init__(self, engine: Engine, script: ForcedScript) -> None:
         _refuse_engine(engine)
         super().__init__(engine)
         self.calls: list[RecordedCall] = []
+        """Every request that was sent and what it was given, free turns too; `assert_exact` compares them."""
         self._turn = _reader(script)
         self._described = _described(script)
         self._inside: Any = None

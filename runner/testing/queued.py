@@ -13,7 +13,7 @@ from typing import Any, Self, TypeAlias
 from runner.checked import is_whole
 from runner.concurrency.user_code import describe_error
 from runner.engines.scripted.engine import ScriptedEngine
-from runner.engines.scripted.replies import Speller
+from runner.engines.scripted.replies import ReplyEncoder
 from runner.engines.scripted.script import Answer, Chunks, Fault, Latency, ModelCall, Reply, as_reply
 from runner.episode.key import MAIN
 from runner.errors import BadOption, RequestRejected
@@ -99,7 +99,7 @@ class QueuedEngine(CheckedEngine):
         self._queues: dict[str, deque[_Saying]] = {}
         self._always: dict[str, _Saying] = {}
         super().__init__(**settings)
-        self._speller = Speller(self.tokenizer, self.template)
+        self._encoder = ReplyEncoder(self.tokenizer, self.template)
 
     def say(
         self,
@@ -182,10 +182,10 @@ class QueuedEngine(CheckedEngine):
     def _reply(self, saying: _Saying, what: Reply) -> Reply:
         chunks: Any = saying.chunks
         if isinstance(self.tokenizer, AwkwardTokenizer) and what.ids is None:
-            text = self.tokenizer.decode(self._speller.spell(what).ids)
+            text = self.tokenizer.decode(self._encoder.encode(what).ids)
             what = replace(what, text="", calls=(), ids=self.tokenizer.misspell(text))
         if isinstance(chunks, Inside):
-            chunks = chunks.sizes(self._speller.spell(what).ids, self.tokenizer)
+            chunks = chunks.sizes(self._encoder.encode(what).ids, self.tokenizer)
         given = {"chunks": chunks, "latency": saying.latency, "fault": saying.fault}
         return replace(what, **{name: value for name, value in given.items() if value is not None})
 

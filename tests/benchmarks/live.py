@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import cast
 
 import anyio
 import anyio.lowlevel
 import psutil
 
 from runner import Concurrency, Run
+from runner.engines.scripted.stream import ScriptedStream
 from runner.runs.process import collector_settings, on_event_loop
 from runner.testing import Latency, ScriptedEngine
 from tests.benchmarks.environments import AsyncSums
@@ -72,7 +74,8 @@ async def _lags() -> tuple[list[float], list[float]]:
 
 def _token_bytes(engine: ScriptedEngine) -> int:
     """Bytes of ids, log-probabilities and sources in the logs, and of what the engine keeps for what it will say."""
-    logged = sum(len(stream.request.prompt) + stream.sent for stream in engine._open)
+    streams = cast("Iterable[ScriptedStream]", engine._core.requests)
+    logged = sum(len(stream.request.prompt) + stream.sent for stream in streams)
     return logged * 9 + EPISODES * (SPOKEN + 1) * 2 * 8
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +20,10 @@ import anyio.lowlevel
 import numpy as np
 
 from runner.engines.base import GenerationRequest
-from runner.engines.vllm.adapters import VllmAdapters
+from runner.engines.gate import AdmissionGate
+from runner.engines.vllm.core import VllmCore
 from runner.engines.vllm.engine import VllmEngine
+from runner.engines.vllm.settings import RequestMaker
 from runner.engines.vllm.start import VllmProcess
 from runner.episode.sampling import Sample, sample
 from runner.models import ModelSource
@@ -140,23 +142,16 @@ class Frontend:
 def _engine(frontend: Frontend, stream_interval: int) -> VllmEngine:
     """An engine of ours that was not started: its core is not there."""
     engine = VllmEngine("smollm2-135m", stream_interval=stream_interval)
-    engine._llm = frontend
-    source = ModelSource("none", "", Path())
-    engine._process = VllmProcess(source, {})
-    engine._adapters = VllmAdapters(frontend, source, _nothing_is_asked)
-    engine._use(
-        SimpleNamespace(
-            model_config=SimpleNamespace(max_model_len=4096, get_vocab_size=lambda: TOKENIZER.size),
-            scheduler_config=SimpleNamespace(max_num_seqs=STREAMS),
-            cache_config=SimpleNamespace(num_gpu_blocks=1_000_000, block_size=16),
-        )
+    engine._core = VllmCore(
+        VllmProcess(ModelSource("none", "", Path()), {}),
+        frontend,
+        gate=AdmissionGate(STREAMS, 16_000_000, block=16),
+        context=4096,
+        as_vllm=RequestMaker(stream_interval),
+        versions=["0"],
     )
     engine.running = True
     return engine
-
-
-async def _nothing_is_asked(what: str, call: Awaitable[Any]) -> Any:
-    raise AssertionError(f"no adapter is added here: {what} {call}")
 
 
 Reader = Callable[[VllmEngine, GenerationRequest, TokenLog], Coroutine[Any, Any, None]]
@@ -205,7 +200,7 @@ async def _stream(engine: VllmEngine, request: GenerationRequest, log: TokenLog)
 
 
 async def _throw_away(engine: VllmEngine, request: GenerationRequest, log: TokenLog) -> None:
-    collector = await engine._add(request)
+    collector = await engine.core.send(request)
     while not (collector.get_nowait() or await collector.get()).finished:
         pass
 

@@ -14,7 +14,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from runner.engines.adapters import AdapterBook, base_and_adapter
+from runner.engines.adapters import Adapters, base_and_adapter
 from runner.engines.vllm.adapters import VllmAdapters
 from runner.engines.vllm.worker.masking import mask_kernels
 from runner.errors import BadOption, BadWeights, EngineDead, EngineError, RequestRejected
@@ -293,7 +293,7 @@ async def test_an_engine_whose_kernels_cannot_be_mended_takes_no_adapter(
     book: VllmAdapters, vllm: FakeVllm, folder: Path
 ) -> None:
     vllm.fails = EngineError("no attribute 'mask_adapters'")
-    with pytest.raises(BadOption, match=r"inherit from runner\.engines\.weight_worker\.WeightWorker"):
+    with pytest.raises(BadOption, match=r"inherit from runner\.engines\.vllm\.worker\.extension\.WeightWorker"):
         await book.add("poet", folder)
     vllm.fails, vllm.masks = None, False
     with pytest.raises(BadOption, match="turns without an adapter"):
@@ -421,9 +421,9 @@ async def test_a_cancelled_addition_is_done_or_leaves_nothing(
 
 def test_an_unknown_adapter_is_refused_with_those_that_are_there() -> None:
     with pytest.raises(RequestRejected, match=r"episode/main/1: the engine has no adapter 'poet'; it has none"):
-        AdapterBook().take("episode/main/1", "poet")
+        Adapters().take("episode/main/1", "poet")
     with pytest.raises(RequestRejected, match=r"no adapter 'poet'; it has 'critic', 'judge'"):
-        AdapterBook(["critic", "judge"]).check("episode/main/1", "poet")
+        Adapters(["critic", "judge"]).check("episode/main/1", "poet")
 
 
 @pytest.mark.parametrize(

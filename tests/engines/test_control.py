@@ -79,10 +79,10 @@ async def test_what_cannot_be_now_is_one_clear_error_and_changes_nothing(
 ) -> None:
     async with slow() as engine:
         await before(engine)
-        state, version, gate = engine.state, engine.weight_version, engine._gate._held
+        state, version, gate = engine.state, engine.weight_version, engine._core.gate._held
         with pytest.raises((BadControl, BadOption), match=said):
             await refused(engine)
-        assert (engine.state, engine.weight_version, engine._gate._held) == (state, version, gate)
+        assert (engine.state, engine.weight_version, engine._core.gate._held) == (state, version, gate)
         assert engine.standstill.on is gate
 
 
@@ -129,7 +129,7 @@ async def test_wait_lets_them_end_first_and_nobody_else_begin() -> None:
         undisturbed, _ = await ask(engine)
         async with saying(engine) as said:
             await engine.pause("wait")
-            assert not engine.open_streams
+            assert not engine.stats().open
             await a_while()
             assert said.ids == undisturbed
         group.start_soon(ask, engine)
@@ -145,7 +145,7 @@ async def test_abort_cuts_them_with_what_they_had() -> None:
         undisturbed, _ = await ask(engine)
         async with saying(engine) as said:
             await engine.pause("abort")
-            assert not engine.open_streams
+            assert not engine.stats().open
         assert said.finish is not None
         assert said.finish.reason is FinishReason.ABORT
         assert said.ids == undisturbed[: len(said.ids)] != undisturbed
@@ -158,7 +158,7 @@ async def test_no_episode_of_a_run_is_lost_or_inexact(mode: PauseMode) -> None:
     engine = slow(places=3)
     async with Run(Plain, engine, tasks=tasks(6)) as run:
         for _ in range(4):
-            while not engine.open_streams and run.summary.episodes < 6:
+            while not engine.stats().open and run.summary.episodes < 6:
                 await checkpoint()
             await engine.pause(mode)
             await a_while()
@@ -179,7 +179,7 @@ async def test_no_episode_of_a_run_is_lost_or_inexact(mode: PauseMode) -> None:
 async def test_a_sleep_cuts_turns_as_an_abort_does_and_the_run_goes_on_once_awake() -> None:
     engine = slow(places=3)
     async with Run(Plain, engine, tasks=tasks(6)) as run:
-        while len(engine.open_streams) < 3:
+        while engine.stats().open < 3:
             await checkpoint()
         await engine.finish_generation()
         await engine.finish_generation()
@@ -219,7 +219,7 @@ class Timed(Plain):
 async def in_a_pause(mode: str, *, environment: Plain, clock: trio.testing.MockClock, **limits: Any) -> list[Any]:
     engine = slow(places=1)
     async with Run(environment, engine, tasks=tasks(2), limits=Limits(**limits), retries=0) as run:
-        while not engine.open_streams:
+        while not engine.stats().open:
             await checkpoint()
         await a_while(3)
         await engine.pause(mode)

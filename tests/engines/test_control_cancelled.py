@@ -28,7 +28,7 @@ class SlowDriver(ScriptedDriver):
     """Each step waits until the test lets it go on."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
-        super().__init__(engine)
+        super().__init__(engine._core)
         self.reached: list[str] = []
         self.goes_on = anyio.Event()
 

@@ -27,7 +27,7 @@ class Careful(ScriptedDriver):
     """Suspends before and after everything it does, and fails where it is told to."""
 
     def __init__(self, engine: ScriptedEngine, fails: str = "") -> None:
-        super().__init__(engine)
+        super().__init__(engine._core)
         self.fails = fails
         self.dies = False
 
@@ -37,8 +37,8 @@ class Careful(ScriptedDriver):
         if name == self.fails:
             self.fails = ""
             if self.dies:
-                self._engine.die("half way")
-                raise self._engine._dead()
+                self._core.die("half way")
+                raise self._core.dead()
             raise EngineError(f"{name} failed")
         await checkpoint()
 
@@ -119,7 +119,7 @@ async def test_a_failure_past_the_check_ends_every_episode_with_one_cause_and_ke
         driver.dies = True
 
         async def update() -> None:
-            while not engine.open_streams:
+            while not engine.stats().open:
                 await checkpoint()
             with pytest.raises(EngineDead, match="half way"):
                 await engine.update_weights(None)

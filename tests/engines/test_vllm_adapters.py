@@ -112,12 +112,12 @@ def at(home: EngineAtHome, function: Callable[..., Awaitable[Result]], *args: An
 
 
 def folders_kept(home: EngineAtHome) -> list[Path]:
-    return [folder for folder in cast("VllmEngine", home.inner)._adapters._folders if folder.exists()]
+    return [folder for folder in cast("VllmEngine", home.inner).core.adapters._folders if folder.exists()]
 
 
 def loaded(home: EngineAtHome) -> set[int]:
     """Ids of the adapters that vLLM holds."""
-    return set(at(home, cast("VllmEngine", home.inner)._llm.list_loras))
+    return set(at(home, cast("VllmEngine", home.inner).core.llm.list_loras))
 
 
 @dataclass

@@ -61,7 +61,12 @@ def on_engine(real_engine: Callable[..., EngineAtHome], profiles: Path) -> Calla
         engine: Any = home.inner
         with anyio.fail_after(WATCHDOG):
             await scenario(engine)
-            assert (engine.stats().open, engine.stats().waiting, engine.gate.inside, engine.gate.kept) == (0, 0, 0, 0)
+            assert (engine.stats().open, engine.stats().waiting, engine.core.gate.inside, engine.core.gate.kept) == (
+                0,
+                0,
+                0,
+                0,
+            )
 
     def play(scenario: Scenario) -> None:
         home.home.call(main, scenario)
@@ -92,7 +97,7 @@ async def speaking(engine: VllmEngine) -> AsyncIterator[None]:
 async def stands_still(engine: VllmEngine) -> None:
     """VLLM's core did all that was asked of it, and may have stepped in between."""
     for _ in range(20):
-        assert await engine._llm.is_paused()
+        assert await engine.core.llm.is_paused()
 
 
 # --- the turns that are being sampled
@@ -133,7 +138,7 @@ def test_wait_lets_turns_end_and_abort_cuts_them(on_engine: Any) -> None:
         async with anyio.create_task_group() as group:
             async with controlling.saying(engine, request(24)) as said:
                 await engine.pause("wait")
-                assert (engine.stats().open, engine.sent_all) == (0, True)
+                assert (engine.stats().open, engine.core.sent_all) == (0, True)
             assert said.ids == undisturbed
             group.start_soon(ask, engine, 3)
             await stands_still(engine)
@@ -159,7 +164,7 @@ def test_a_pause_cancelled_at_any_point_leaves_the_engine_going(on_engine: Any) 
 
         async def goes_on() -> None:
             assert (engine.state, engine.standstill.on) == (EngineState.RUNNING, False)
-            assert not await engine._llm.is_paused()
+            assert not await engine.core.llm.is_paused()
 
         async with speaking(engine):
             assert await cancel_everywhere(pause, check=goes_on) >= 2
@@ -180,8 +185,8 @@ class TwoTurns(Plain):
 async def begun(engine: VllmEngine) -> None:
     """Return when something is being sampled."""
     sampled = engine.stats().sampled_tokens
-    while engine.sent_all or engine.stats().sampled_tokens < sampled + 8:
-        await engine._process.count.news()
+    while engine.core.sent_all or engine.stats().sampled_tokens < sampled + 8:
+        await engine.core.process.count.news()
 
 
 def assert_stamped(trajectory: Trajectory) -> None:
@@ -218,7 +223,7 @@ def test_a_run_goes_through_all_of_it_and_loses_nothing(on_engine: Any, other_we
             await stands_still(engine)
             await engine.prepare_for_generation()
             assert engine.stats().state is EngineState.RUNNING
-            assert not await engine._llm.is_paused()
+            assert not await engine.core.llm.is_paused()
 
             await begun(engine)
             back = (await engine.update_weights(demo_model(), mode=PauseMode.KEEP)).version
@@ -246,7 +251,7 @@ def test_sleep_forgets_the_cache_and_wakes_part_by_part(on_engine: Any) -> None:
         assert (await ask(engine, 8))[1].cached_tokens
         await engine.pause("keep")
         await engine.sleep(1)
-        assert await engine._llm.is_sleeping()
+        assert await engine.core.llm.is_sleeping()
         await engine.wake(["kv_cache"])
         assert engine.stats().state is EngineState.ASLEEP
         await engine.wake(["weights"])
@@ -282,7 +287,7 @@ def test_spans_are_exact_and_no_later_request_reuses_what_other_weights_cached(
     assert first_ids != other_ids
 
     async def scenario(engine: VllmEngine) -> None:
-        llm, first = engine._llm, engine.weight_version
+        llm, first = engine.core.llm, engine.weight_version
         undisturbed, _ = await ask(engine, 24, SHORT)
         assert (await ask(engine, 12))[0] == first_ids
         async with speaking(engine):

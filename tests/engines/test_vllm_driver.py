@@ -11,10 +11,10 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from runner.engines.adapters import AdapterBook
 from runner.engines.base import Delta, GenerationRequest
 from runner.engines.control import EngineControl, EngineState, PauseMode
 from runner.engines.gate import AdmissionGate
+from runner.engines.vllm.core import VllmCore
 from runner.engines.vllm.driver import VllmDriver
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.settings import choose_settings
@@ -173,22 +173,16 @@ class Weights:
         await self.llm.collective_rpc("reload_weights", kwargs={"weights_path": checked})
 
 
-class NoAdapters(AdapterBook):
-    def request(self, version: object) -> None: ...
-
-
 def engine_of(llm: Llm) -> VllmEngine:
     """An engine that was entered, as far as its control can tell."""
     engine = VllmEngine("nothing")
-    engine._llm = llm
-    engine._process = VllmProcess(SimpleNamespace(name="nothing"), {})  # type: ignore[arg-type]  # never started
-    engine._process.cores = [Core(llm)]  # type: ignore[list-item]  # can be ended, which is all that is asked
-    engine.gate = AdmissionGate(4, 10_000)
-    engine.context, engine.places = 100, 4
-    engine._tokens_input, engine._parameters = list, lambda *_: None  # type: ignore[method-assign]  # needs vLLM
-    driver = VllmDriver(engine, llm, Weights(llm))
-    engine._adapters = NoAdapters()  # type: ignore[assignment]  # this engine was started without
-    engine.control = EngineControl(driver, engine.gate, ["0"])
+    process = VllmProcess(SimpleNamespace(name="nothing"), {})  # type: ignore[arg-type]  # never started
+    process.cores = [Core(llm)]  # type: ignore[list-item]  # can be ended, which is all that is asked
+    core = VllmCore(
+        process, llm, gate=AdmissionGate(4, 10_000), context=100, as_vllm=lambda _: (None, None), versions=["0"]
+    )
+    engine._core = core
+    engine.control = EngineControl(VllmDriver(core, Weights(llm)), core.gate, core.versions)
     engine.running = True
     return engine
 
@@ -266,7 +260,7 @@ async def test_a_failure_past_the_check_ends_the_engine_with_one_cause_for_every
 
     async def ask() -> None:
         with pytest.raises(EngineDead) as caught:
-            await read(VllmStream(engine, request()), [])
+            await read(engine.stream(request()), [])
         deaths.append(str(caught.value))
 
     with anyio.fail_after(WATCHDOG):
@@ -279,7 +273,7 @@ async def test_a_failure_past_the_check_ends_the_engine_with_one_cause_for_every
         await ask()
     assert deaths == [str(caught.value)] * 7
     assert (engine.is_alive(), engine.weight_version) == (False, "0")
-    assert (engine.stats().open, engine.stats().waiting, engine.gate.inside) == (0, 0, 0)
+    assert (engine.stats().open, engine.stats().waiting, engine.core.gate.inside) == (0, 0, 0)
     for control in (engine.resume, engine.health):
         with pytest.raises(EngineDead, match="the weights '1' could not be loaded"):
             await control()
@@ -331,7 +325,7 @@ async def test_no_call_waits_for_an_engine_that_is_dead(
 
     async def kill() -> None:
         await anyio.wait_all_tasks_blocked()
-        engine._process.kill()
+        engine.core.process.kill()
 
     with anyio.fail_after(WATCHDOG):
         async with anyio.create_task_group() as group:
@@ -353,7 +347,7 @@ async def test_waiting_for_turns_to_end_does_not_outlive_the_engine() -> None:
         async with anyio.create_task_group() as group, engine.stream(request()):  # which nobody reads
             group.start_soon(pause)
             await anyio.wait_all_tasks_blocked()
-            engine._process.kill()
+            engine.core.process.kill()
             await anyio.wait_all_tasks_blocked()
 
 
@@ -367,7 +361,7 @@ async def test_wait_asks_vllm_only_once_the_last_turn_was_sent() -> None:
     with anyio.fail_after(WATCHDOG):
         async with anyio.create_task_group() as group:
             for _ in range(2):
-                group.start_soon(read, VllmStream(engine, request()), got)
+                group.start_soon(read, engine.stream(request()), got)
             await anyio.wait_all_tasks_blocked()
             group.start_soon(engine.pause, PauseMode.WAIT)
             await anyio.wait_all_tasks_blocked()
@@ -393,14 +387,14 @@ async def test_abort_is_asked_again_for_a_request_that_was_on_its_way(monkeypatc
     got: list[Delta] = []
     with anyio.fail_after(WATCHDOG):
         async with anyio.create_task_group() as group:
-            group.start_soon(read, VllmStream(engine, request()), got)
+            group.start_soon(read, engine.stream(request()), got)
             await anyio.wait_all_tasks_blocked()
             group.start_soon(engine.pause, PauseMode.ABORT)
             while len(llm.asked) < 3:
                 await checkpoint()
             arrives.set()
     assert engine.stats().state is EngineState.PAUSED
-    assert not engine.open_streams
+    assert not engine.core.requests
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))

@@ -29,7 +29,7 @@ class WatchedDriver(ScriptedDriver):
     """Notes what is done to its engine, in order."""
 
     def __init__(self, engine: Watched) -> None:
-        super().__init__(engine)
+        super().__init__(engine._core)
         self._asked = engine.asked
 
     async def sleep(self, level: int) -> None:

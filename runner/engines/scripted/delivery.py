@@ -5,40 +5,39 @@ from __future__ import annotations
 import functools
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest
-from runner.engines.scripted.replies import Spelled
-from runner.engines.scripted.script import Chunks, Fault, FaultKind, Latency, ModelCall, Reply, cut_points
+from runner.engines.scripted.replies import EncodedReply, ReplySource
+from runner.engines.scripted.script import Chunks, Fault, FaultKind, Faults, Latency, ModelCall, Reply, cut_points
+from runner.errors import RequestRejected
+from runner.tokens.tokenizer import Tokenizer
 
-__all__ = ["Delivery", "Planner", "forced"]
+__all__ = ["Delivery", "Planner"]
 
 _NOISE: Final = 1 << 13
 
 
 @dataclass(slots=True)
 class Delivery:
-    """What one request will be sent; the ticker only moves on in it.
-
-    Attributes:
-        ids: what is sampled, up to the fault if there is one.
-        logprobs: one for each id, or None.
-        cuts: where each delta ends, as an index into `ids`.
-        between: ticks from one id to the next.
-        finish: on the last delta, without weight versions; None if nothing ends the stream.
-        fault: what happens after the last id.
-        begins: the tick of the first id.
-    """
+    """What one request will be sent; the ticker only moves on in it."""
 
     ids: list[int]
+    """The ids that are sampled, up to the fault if there is one."""
     logprobs: Sequence[float] | None
+    """A log-probability for each id; None where the engine gives none."""
     cuts: list[int]
+    """Where each delta ends, as an index into `ids`."""
     between: int
+    """Ticks from one id to the next."""
     finish: Finish | None
+    """The finish of the last delta, without weight versions; None if nothing ends the stream."""
     fault: Fault | None
+    """What happens after the last id."""
     begins: int
+    """The tick of the first id."""
 
     @property
     def first(self) -> int:
@@ -65,9 +64,12 @@ class Delivery:
 
 
 class Planner:
-    """Makes deliveries, by the settings of one engine.
+    """Knows what each request is to be sent, by the settings of one engine.
 
     Args:
+        source: what the model says.
+        faults: what goes wrong, by the number of the request or by a predicate.
+        tokenizer: the engine's, which decodes prompts for functions that play the model.
         stop_ids: the model's, where a request names none.
         context: the most ids a prompt and what is sampled on it may have together.
         seed: of log-probabilities and of what is drawn.
@@ -79,6 +81,9 @@ class Planner:
 
     def __init__(
         self,
+        source: ReplySource,
+        faults: Faults | None,
+        tokenizer: Tokenizer,
         *,
         stop_ids: tuple[int, ...],
         context: int,
@@ -88,6 +93,9 @@ class Planner:
         latency: Latency,
         logprobs: bool,
     ) -> None:
+        self._source = source
+        self._faults = faults
+        self._tokenizer = tokenizer
         self._stop_ids = stop_ids
         self._context = context
         self._seed = seed
@@ -96,10 +104,38 @@ class Planner:
         self._latency = latency
         self._noise = _noise(seed) if logprobs else None
 
-    def plan(self, call: ModelCall, spelled: Spelled, fault: Fault | None, now: int) -> Delivery:
-        """What the request of `call` will be sent from the tick after `now`."""
-        reply = spelled.reply
-        ids, finish = self._ended(call.request, spelled)
+    def ask(
+        self, request: GenerationRequest, turn: int, number: int
+    ) -> tuple[ModelCall, Fault | None, EncodedReply | Awaitable[EncodedReply]]:
+        """Ask the engine's faults and the model; the reply may have to be waited for, and may have a fault of its own.
+
+        Args:
+            request: what is asked.
+            turn: how many requests its conversation made before.
+            number: how many requests the engine admitted before.
+
+        Raises:
+            RequestRejected: the model says nothing.
+        """
+        call = ModelCall(request, turn, number, self._tokenizer, self._seed)
+        # The faults first: both may draw from the turn's random numbers.
+        fault = self._faults(call) if callable(self._faults) else (self._faults or {}).get(number)
+        ids = request.extra.get("force") if request.extra else None
+        if ids is not None:  # by a test, which forces the ids of any engine so
+            return call, fault, EncodedReply(Reply(ids=ids, finish=FinishReason.LENGTH), list(ids))
+        return call, fault, self._source.reply(call)
+
+    def plan(self, call: ModelCall, encoded: EncodedReply, fault: Fault | None, now: int) -> Delivery:
+        """What the request of `call` will be sent from the tick after `now`.
+
+        Raises:
+            RequestRejected: by a fault that was asked for.
+        """
+        reply = encoded.reply
+        fault = fault or reply.fault
+        if fault is not None and fault.kind is FaultKind.REJECT:
+            raise RequestRejected(f"{call.request.name}: {fault.message}")
+        ids, finish = self._ended(call.request, encoded)
         if fault is not None and fault.at <= len(ids):
             ids = ids[: fault.at]
             error = Finish(FinishReason.ERROR, fault.message)
@@ -118,9 +154,9 @@ class Planner:
             begins=now + 1 + wait,
         )
 
-    def _ended(self, request: GenerationRequest, spelled: Spelled) -> tuple[list[int], Finish]:
+    def _ended(self, request: GenerationRequest, encoded: EncodedReply) -> tuple[list[int], Finish]:
         """The ids up to where the request ends them, and why."""
-        ids, reply = spelled.ids, spelled.reply
+        ids, reply = encoded.ids, encoded.reply
         stops = set(request.stop_ids or self._stop_ids)
         if reply.stop is not None:
             stops.add(reply.stop)
@@ -161,12 +197,6 @@ class Planner:
             return noise
         # A stop id that was appended has none of its own.
         return [*reply.logprobs[:length], *noise[len(reply.logprobs) :]]
-
-
-def forced(request: GenerationRequest) -> Spelled | None:
-    """What a test made the request say with `extra={"force": ids}`, or None."""
-    ids = request.extra.get("force") if request.extra else None
-    return None if ids is None else Spelled(Reply(ids=ids, finish=FinishReason.LENGTH), list(ids))
 
 
 def _rng(call: ModelCall) -> random.Random:

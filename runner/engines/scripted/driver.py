@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runner.engines.control import EngineDriver, PauseMode
+from runner.engines.scripted.core import ScriptedCore
 from runner.errors import BadControl
-
-if TYPE_CHECKING:
-    from runner.engines.scripted.engine import ScriptedEngine
 
 __all__ = ["ScriptedDriver"]
 
@@ -17,36 +15,32 @@ __all__ = ["ScriptedDriver"]
 class ScriptedDriver(EngineDriver):
     """Pauses an engine's virtual time. It has no weights: any source is taken, only the version counts."""
 
-    def __init__(self, engine: ScriptedEngine) -> None:
-        self._engine = engine
+    def __init__(self, core: ScriptedCore) -> None:
+        self._core = core
 
     async def pause(self, mode: PauseMode) -> None:
         if mode is PauseMode.WAIT:
-            await self._engine.until_sent()
+            await self._core.until_sent()
         if mode is PauseMode.ABORT:
-            self._cut()
-        self._engine.ticker.hold()
-
-    def _cut(self) -> None:
-        for stream in self._engine.open_streams:
-            stream.cut()
+            self._core.cut()
+        self._core.ticker.hold()
 
     async def resume(self) -> None:
-        self._engine.ticker.release()
+        self._core.ticker.release()
 
     async def check_weights(self, source: Any) -> None:
         """Nothing to compare them with."""
 
     async def load_weights(self, checked: Any, version: str) -> None:
-        for stream in self._engine.open_streams:
-            stream.stamp(version)
+        for request in self._core.requests:
+            request.stamp(version)
 
     async def reset_prefix_cache(self) -> None:
         """It has none."""
 
     async def sleep(self, level: int) -> None:
-        """It has no memory to give up; what a pause kept is cut, as real memory would go under it."""
-        self._cut()
+        # There is no memory to give up, but what a pause kept is cut, as real memory would go under it.
+        self._core.cut()
 
     async def wake(self, tags: Collection[str]) -> None:
         """It has no memory to take back."""

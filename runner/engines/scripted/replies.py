@@ -1,46 +1,53 @@
-"""Where a scripted engine's replies come from: a list, a function, an agent's own, or a recorded run."""
+"""Where a scripted engine's replies come from: a list, a function, or an agent's own of these.
+
+Others come in by `reply_source.register`: a recorded run does, which is read by what stands above the engines.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-import math
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, singledispatch
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from anyio import to_thread
-
-from runner.engines.base import FinishReason
-from runner.engines.scripted.script import Answer, ModelCall, Reply, Speaker, as_reply, packed
+from runner.engines.scripted.script import Answer, ModelCall, Reply, Speaker, as_reply
 from runner.errors import BadOption, RequestRejected
 from runner.parsing.base import ToolFormat
 from runner.parsing.detect import detect_format
-from runner.store.reader import RunFile
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer
 
-__all__ = ["Replies", "ReplySource", "Spelled", "Speller", "reply_source"]
+__all__ = ["EncodedReply", "Replies", "ReplyEncoder", "ReplySource", "reply_source"]
 
 
-Replies: TypeAlias = str | Reply | Sequence[Answer] | Speaker | Mapping[str, "Replies"] | Path | RunFile
+class RecordedRun(Protocol):
+    """A run file, as far as an engine knows it."""
+
+    path: Path
+
+    def trajectory(self, row: Any) -> Any: ...
+
+
+Replies: TypeAlias = str | Reply | Sequence[Answer] | Speaker | Mapping[str, "Replies"] | Path | RecordedRun
 """What the model says: always the same; a list that every conversation reads from its beginning; a function of the
 turn; any of these for each agent by name; or what it said in a recorded run."""
 
 
 @dataclass(frozen=True, slots=True)
-class Spelled:
-    """A reply and the ids of its text and calls, not copied: nobody changes them."""
+class EncodedReply:
+    """A reply and its ids."""
 
     reply: Reply
+    """The reply as it was given."""
     ids: list[int]
+    """The ids of its text and calls; not copied, since nobody changes them."""
 
 
-class Speller:
+class ReplyEncoder:
     """Turns replies into ids, with the engine's tokenizer and the tool format of its template."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
@@ -48,7 +55,7 @@ class Speller:
         # Functions repeat themselves; a bounded cache, since they also may not.
         self._encode = lru_cache(maxsize=1024)(tokenizer.encode)
 
-    def spell(self, answer: Answer) -> Spelled:
+    def encode(self, answer: Answer) -> EncodedReply:
         """The ids of a reply.
 
         Raises:
@@ -56,12 +63,12 @@ class Speller:
         """
         reply = as_reply(answer)
         if reply.ids is not None:
-            return Spelled(reply, list(reply.ids))
+            return EncodedReply(reply, list(reply.ids))
         text = reply.text
         if reply.calls:
             text = f"{text}\n" if text else ""
             text += self._format.render(reply.calls)
-        return Spelled(reply, self._encode(text))
+        return EncodedReply(reply, self._encode(text))
 
     @cached_property
     def _format(self) -> ToolFormat:
@@ -82,7 +89,7 @@ class ReplySource(ABC):
         """Read what must be read before the first turn."""
 
     @abstractmethod
-    def reply(self, call: ModelCall) -> Spelled | Awaitable[Spelled]:
+    def reply(self, call: ModelCall) -> EncodedReply | Awaitable[EncodedReply]:
         """What is said in this turn.
 
         Raises:
@@ -94,7 +101,8 @@ class ReplySource(ABC):
         """What a run's header keeps of it, as JSON."""
 
 
-def reply_source(replies: Replies, speller: Speller) -> ReplySource:
+@singledispatch
+def reply_source(replies: Any, encoder: ReplyEncoder) -> ReplySource:
     """The source that `replies` stands for.
 
     Raises:
@@ -102,15 +110,13 @@ def reply_source(replies: Replies, speller: Speller) -> ReplySource:
     """
     match replies:
         case str() | Reply():
-            return _Always(replies, speller)
-        case Path() | RunFile():
-            return _Recording(replies)
+            return _Always(replies, encoder)
         case Mapping() if replies:
-            return _ByAgent({agent: reply_source(own, speller) for agent, own in replies.items()})
+            return _ByAgent({agent: reply_source(own, encoder) for agent, own in replies.items()})
         case Sequence() if replies:
-            return _Listed(replies, speller)
+            return _Listed(replies, encoder)
     if callable(replies):
-        return _Spoken(replies, speller)
+        return _Spoken(replies, encoder)
     raise BadOption(
         f"ScriptedEngine({replies!r:.80}): give a text, a list of replies (not an empty one), a function, "
         "a dict of these by agent, or the path of a run file."
@@ -118,31 +124,31 @@ def reply_source(replies: Replies, speller: Speller) -> ReplySource:
 
 
 class _Always(ReplySource):
-    def __init__(self, answer: Answer, speller: Speller) -> None:
-        self._spelled = speller.spell(answer)
+    def __init__(self, answer: Answer, encoder: ReplyEncoder) -> None:
+        self._encoded = encoder.encode(answer)
 
-    def reply(self, call: ModelCall) -> Spelled:
-        return self._spelled
+    def reply(self, call: ModelCall) -> EncodedReply:
+        return self._encoded
 
     def describe(self) -> Any:
-        return {"always": repr(self._spelled.reply)}
+        return {"always": repr(self._encoded.reply)}
 
 
 class _Listed(ReplySource):
-    def __init__(self, answers: Sequence[Answer], speller: Speller) -> None:
-        self._spelled = [speller.spell(answer) for answer in answers]
+    def __init__(self, answers: Sequence[Answer], encoder: ReplyEncoder) -> None:
+        self._encoded = [encoder.encode(answer) for answer in answers]
 
-    def reply(self, call: ModelCall) -> Spelled:
-        if call.turn < len(self._spelled):
-            return self._spelled[call.turn]
+    def reply(self, call: ModelCall) -> EncodedReply:
+        if call.turn < len(self._encoded):
+            return self._encoded[call.turn]
         raise RequestRejected(
-            f"{call.request.name}: the list of {len(self._spelled)} replies is exhausted: "
+            f"{call.request.name}: the list of {len(self._encoded)} replies is exhausted: "
             f"this conversation asks for number {call.turn + 1}. Add a reply, or give a function."
         )
 
     def describe(self) -> Any:
-        digest = hashlib.sha256(repr([spelled.reply for spelled in self._spelled]).encode())
-        return {"list": len(self._spelled), "digest": digest.hexdigest()[:16]}
+        digest = hashlib.sha256(repr([encoded.reply for encoded in self._encoded]).encode())
+        return {"list": len(self._encoded), "digest": digest.hexdigest()[:16]}
 
 
 class _ByAgent(ReplySource):
@@ -153,7 +159,7 @@ class _ByAgent(ReplySource):
         for source in self._agents.values():
             await source.open()
 
-    def reply(self, call: ModelCall) -> Spelled | Awaitable[Spelled]:
+    def reply(self, call: ModelCall) -> EncodedReply | Awaitable[EncodedReply]:
         source = self._agents.get(call.agent)
         if source is None:
             known = ", ".join(self._agents)
@@ -165,90 +171,19 @@ class _ByAgent(ReplySource):
 
 
 class _Spoken(ReplySource):
-    def __init__(self, speaker: Speaker, speller: Speller) -> None:
+    def __init__(self, speaker: Speaker, encoder: ReplyEncoder) -> None:
         self._speaker = speaker
-        self._speller = speller
+        self._encoder = encoder
 
-    def reply(self, call: ModelCall) -> Spelled | Awaitable[Spelled]:
+    def reply(self, call: ModelCall) -> EncodedReply | Awaitable[EncodedReply]:
         answer = self._speaker(call)
         if inspect.isawaitable(answer):
             return self._later(answer)
-        return self._speller.spell(answer)
+        return self._encoder.encode(answer)
 
-    async def _later(self, answer: Awaitable[Answer]) -> Spelled:
-        return self._speller.spell(await answer)
+    async def _later(self, answer: Awaitable[Answer]) -> EncodedReply:
+        return self._encoder.encode(await answer)
 
     def describe(self) -> Any:
         named: Callable[..., Any] = self._speaker if hasattr(self._speaker, "__qualname__") else type(self._speaker)
         return {"function": f"{named.__module__}:{named.__qualname__}"}
-
-
-class _Recording(ReplySource):
-    """Says what was said to the same prompt; where that differed, what was said with the same seed.
-
-    It keeps what was sampled, packed, and of each prompt a digest.
-    """
-
-    def __init__(self, run: Path | RunFile) -> None:
-        self._run = run
-        self._said: dict[bytes, list[_Said]] = {}
-
-    async def open(self) -> None:
-        self._said = await to_thread.run_sync(self._read)
-
-    def _read(self) -> dict[bytes, list[_Said]]:
-        if isinstance(self._run, RunFile):
-            return _said(self._run)
-        with RunFile(self._run) as run:
-            return _said(run)
-
-    def reply(self, call: ModelCall) -> Spelled:
-        said = self._said.get(_digest(call.prompt_ids))
-        if said is None:
-            raise RequestRejected(
-                f"{call.request.name}: the recorded run has no turn with this prompt of {len(call.prompt_ids)} ids: "
-                "something before it differs (task, template, tools, an answer)."
-            )
-        seed = call.request.seed
-        same_seed = (turn for turn in said if seed is not None and turn.seed == seed)
-        return next(same_seed, said[call.key % len(said)]).spelled()
-
-    def describe(self) -> Any:
-        return {"recorded": str(self._run.path if isinstance(self._run, RunFile) else self._run)}
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """What one turn of a recorded run said."""
-
-    ids: array[int]
-    logprobs: array[float]
-    finish: FinishReason
-    stop: int | str | None
-    seed: int | None
-
-    def spelled(self) -> Spelled:
-        # A turn that we ended ourselves, by a stop string or for want of room, was no end to the engine.
-        ours = self.finish is FinishReason.CONTEXT or (
-            self.finish is FinishReason.STOP and not isinstance(self.stop, int)
-        )
-        reply = Reply(
-            ids=self.ids,
-            logprobs=None if any(map(math.isnan, self.logprobs)) else self.logprobs,
-            finish=FinishReason.LENGTH if ours else self.finish,
-            stop=self.stop if isinstance(self.stop, int) else None,
-        )
-        return Spelled(reply, self.ids.tolist())
-
-
-def _said(run: RunFile) -> dict[bytes, list[_Said]]:
-    said: dict[bytes, list[_Said]] = {}
-    for row in run.rows(trained=None):
-        for turn in run.trajectory(row).turns:
-            kept = _Said(turn.token_ids, turn.logprobs, turn.finish, turn.stop, turn.seed)
-            said.setdefault(_digest(turn.prompt_ids), []).append(kept)
-    return said
-
-
-def _digest(ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(packed(ids), digest_size=16).digest()

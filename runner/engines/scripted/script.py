@@ -40,17 +40,14 @@ where somebody acts on deltas."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """When ids arrive, in ticks of the engine; a delta of several ids arrives with its last one.
-
-    Attributes:
-        first: ticks before the first id.
-        between: ticks from one id to the next; at 0 a turn arrives whole, in one tick.
-        jitter: up to so many further ticks before the first id, drawn by the seed.
-    """
+    """When ids arrive, in ticks of the engine; a delta of several ids arrives with its last one."""
 
     first: int = 0
+    """Ticks before the first id."""
     between: int = 0
+    """Ticks from one id to the next; at 0 a turn arrives whole, in one tick."""
     jitter: int = 0
+    """Up to so many further ticks come before the first id, drawn by the seed."""
 
     def __post_init__(self) -> None:
         for name in ("first", "between", "jitter"):
@@ -62,25 +59,26 @@ class Latency:
 class FaultKind(enum.StrEnum):
     """What can go wrong with a request."""
 
-    ERROR = "error"  # the stream ends with FinishReason.ERROR
-    STALL = "stall"  # nothing more is sent, and the request stays open
-    DEATH = "death"  # the engine dies: every request in flight fails, and every later one
-    REJECT = "reject"  # this one request is refused
+    ERROR = "error"
+    """The stream ends with FinishReason.ERROR."""
+    STALL = "stall"
+    """Nothing more is sent, and the request stays open."""
+    DEATH = "death"
+    """The engine dies: every request in flight fails, and every later one."""
+    REJECT = "reject"
+    """This one request is refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault on demand; made by the class methods.
-
-    Attributes:
-        kind: what goes wrong.
-        at: ids that are sent before it does.
-        message: what the error says.
-    """
+    """A fault on demand; made by the class methods."""
 
     kind: FaultKind
+    """What goes wrong."""
     at: int = 0
+    """How many ids are sent before it does."""
     message: str = ""
+    """What the error says."""
 
     @classmethod
     def error(cls, at: int = 0, message: str = "a scripted error") -> Self:
@@ -105,30 +103,30 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the model says in one turn.
-
-    Attributes:
-        text: is encoded by the engine's tokenizer, so control tokens written in it become control ids.
-        calls: tool calls, written after the text in the form of the engine's template.
-        ids: the exact token ids instead of text and calls.
-        logprobs: one for each of `ids`, the stop id among them where it is; by default they follow from the seed.
-        finish: STOP appends the stop id where the ids do not end with one; any other reason ends the turn as it
-            stands, LENGTH being a turn that was cut.
-        stop: the stop id; by default the model's own.
-        chunks: how the ids are cut into deltas; None leaves it to the engine.
-        latency: when they arrive; None leaves it to the engine.
-        fault: what goes wrong.
-    """
+    """What the model says in one turn."""
 
     text: str = ""
+    """The text; the engine's tokenizer encodes it, so control tokens written in it become control ids."""
     calls: Sequence[ToolCall] = ()
+    """Tool calls, written after the text in the form of the engine's template."""
     ids: Sequence[int] | None = None
+    """The exact token ids instead of text and calls."""
     logprobs: Sequence[float] | None = None
+    """A log-probability for each of `ids`, the stop id among them where it is; by default they follow from the seed."""
     finish: FinishReason | Literal["stop", "length", "repetition", "error"] = FinishReason.STOP
+    """Why the turn ends.
+
+    STOP appends the stop id where the ids do not end with one; any other reason ends the turn as it stands, LENGTH
+    being a turn that was cut.
+    """
     stop: int | None = None
+    """The stop id; by default the model's own."""
     chunks: Chunks = None
+    """How the ids are cut into deltas; None leaves it to the engine."""
     latency: Latency | None = None
+    """When the ids arrive; None leaves it to the engine."""
     fault: Fault | None = None
+    """What goes wrong; None for nothing."""
 
     def __post_init__(self) -> None:
         if self.ids is not None and (self.text or self.calls):
@@ -145,18 +143,15 @@ Answer: TypeAlias = str | ToolCall | Sequence[ToolCall] | Reply
 
 
 class ModelCall:
-    """What a function that plays the model is told of one turn.
-
-    Attributes:
-        request: the request as the engine got it.
-        turn: how many requests this conversation made before.
-        number: how many requests the engine admitted before, of all conversations.
-    """
+    """What a function that plays the model is told of one turn."""
 
     def __init__(self, request: GenerationRequest, turn: int, number: int, tokenizer: Tokenizer, seed: int) -> None:
         self.request = request
+        """The request as the engine got it."""
         self.turn = turn
+        """How many requests this conversation made before."""
         self.number = number
+        """How many requests the engine admitted before, of all conversations."""
         self._tokenizer = tokenizer
         self._seed = seed
 

@@ -23,13 +23,11 @@ class Ticker(Generic[ItemT]):
         deliver: called with each item that is due; gives the ticks until it is due again, at least one, or None.
         seconds: how long a tick takes. At 0 nothing sleeps: a tick is one yield to the loop. A tick whose deliveries
             take longer than that delays the next, none is skipped.
-
-    Attributes:
-        now: the current tick; it stands still while nothing is due.
     """
 
     def __init__(self, deliver: Callable[[ItemT], int | None], *, seconds: float = 0.0) -> None:
         self.now = 0
+        """The current tick; it stands still while nothing is due."""
         self._deliver = deliver
         self._seconds = seconds
         self._due: dict[int, list[ItemT]] = {}

@@ -30,23 +30,20 @@ _EXPERTS = ".experts"
 
 @dataclass(frozen=True, slots=True)
 class AdapterRules:
-    """What an engine takes.
-
-    Attributes:
-        model: its name, for errors.
-        forms: of every tensor of the model, by name; empty where they are not known.
-        quantized: the model's tensors do not have the shapes of what they stand for.
-        composite: the model is of several parts, and its files may call them otherwise than PEFT does.
-        check_config: raises ValueError for a configuration that the engine does not take.
-        rank_of: the rank that a configuration gives a module.
-    """
+    """What an engine takes."""
 
     model: str
+    """The model's name, for errors."""
     forms: Mapping[str, TensorForm]
+    """The form of every tensor of the model, by its name; empty where they are not known."""
     quantized: bool
+    """Whether the model's tensors do not have the shapes of what they stand for."""
     composite: bool
+    """Whether the model is of several parts, whose files may call them otherwise than PEFT does."""
     check_config: Callable[[dict[str, Any]], None]
+    """Raises ValueError for a configuration that the engine does not take."""
     rank_of: Callable[[dict[str, Any], str], int]
+    """Gives the rank that a configuration gives a module."""
 
 
 def keep_adapter(source: Any, config: Mapping[str, Any] | None) -> Path:

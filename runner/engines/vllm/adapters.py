@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import anyio
 import anyio.to_thread
 
-from runner.engines.adapters import AdapterBook, AdapterVersion
+from runner.engines.adapters import Adapters, AdapterVersion
 from runner.engines.vllm.adapter_files import AdapterRules, check_adapter, keep_adapter
 from runner.engines.weights import TensorForm, read_folder
 from runner.errors import BadOption, BadWeights, EngineDead, EngineError
@@ -27,7 +27,7 @@ class Answers(Protocol):
     async def __call__(self, what: str, call: Awaitable[Any]) -> Any: ...
 
 
-class VllmAdapters(AdapterBook):
+class VllmAdapters(Adapters):
     """The adapters of one `AsyncLLM`.
 
     vLLM hashes cached prompts with an adapter's name and folder, and keeps weights by its integer id: a version has

@@ -12,7 +12,7 @@ from runner.engines.base import GenerationRequest
 from runner.errors import BadOption
 from runner.options import Constraint, ConstraintKind
 
-__all__ = ["VllmSettings", "choose_settings", "constraint_arguments", "sampling_arguments"]
+__all__ = ["RequestMaker", "VllmSettings", "choose_settings", "constraint_arguments", "sampling_arguments"]
 
 _EVERYWHERE: dict[str, Any] = {
     # A trajectory says with what probability its ids were sampled, the grammar's mask and the temperature included.
@@ -36,17 +36,14 @@ _GIGABYTE = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """How an engine is started.
-
-    Attributes:
-        arguments: for `AsyncEngineArgs`, the model left out.
-        environment: variables that vLLM's processes start with.
-        chosen: of both, what was set by us because nobody gave it.
-    """
+    """How an engine is started."""
 
     arguments: dict[str, Any]
+    """What `AsyncEngineArgs` is given, the model left out."""
     environment: dict[str, str]
+    """The variables that vLLM's processes start with."""
     chosen: dict[str, Any]
+    """What of both was set by us because nobody gave it."""
 
 
 def choose_settings(given: Mapping[str, Any], *, cpu: bool, known: frozenset[str]) -> VllmSettings:
@@ -124,3 +121,29 @@ def constraint_arguments(constraint: Constraint) -> dict[str, Any]:
     """What vLLM's `StructuredOutputsParams` are made of."""
     value = json.loads(constraint.value) if constraint.kind is ConstraintKind.CHOICE else constraint.value
     return {constraint.kind.value: value}
+
+
+class RequestMaker:
+    """Makes of a request the prompt and the sampling parameters that vLLM takes; imports vLLM.
+
+    Args:
+        stream_interval: ids in a delta where nobody acts on single ones.
+    """
+
+    def __init__(self, stream_interval: int) -> None:
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+        self._stream_interval = stream_interval
+        self._prompt = tokens_input
+        self._parameters = SamplingParams
+        self._constraint = StructuredOutputsParams
+        self._kind = RequestOutputKind.DELTA
+        self._known = frozenset(SamplingParams.__struct_fields__)
+
+    def __call__(self, request: GenerationRequest) -> tuple[Any, Any]:
+        arguments = sampling_arguments(request, stream_interval=self._stream_interval, known=self._known)
+        if request.constraint is not None:
+            arguments["structured_outputs"] = self._constraint(**constraint_arguments(request.constraint))
+        # A list of its own, since vLLM keeps it.
+        return self._prompt(list(request.prompt)), self._parameters(output_kind=self._kind, **arguments)

@@ -51,23 +51,20 @@ def require_vllm() -> None:
 
 @dataclass(slots=True)
 class VllmProcess:
-    """vLLM's engine and its processes, from start to stop.
-
-    Attributes:
-        source: the model.
-        given: engine arguments of the user.
-        count: the scheduler's count.
-        llm: the `AsyncLLM`, once it was started.
-        settings: what it was started with.
-        cores: the processes of the engine's cores.
-    """
+    """vLLM's engine and its processes, from start to stop."""
 
     source: ModelSource
+    """The model."""
     given: Mapping[str, Any]
+    """The engine arguments of the user."""
     count: SchedulerCount = field(default_factory=SchedulerCount)
+    """What the schedulers count."""
     llm: Any = None
+    """The `AsyncLLM`, once it was started."""
     settings: VllmSettings | None = None
+    """What it was started with."""
     cores: list[BaseProcess] = field(default_factory=list)
+    """The processes of the engine's cores."""
     _failures: Path | None = None
     _given_up: bool = False
     _others: list[BaseProcess] | None = None  # cores that were there before; set while ours are starting

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import anyio
 
 from runner.engines.adapters import AdapterVersion
 from runner.engines.base import Delta, DeltaStream, Finish, FinishReason, GenerationRequest, Session
 from runner.engines.stamps import Stamps
+from runner.engines.vllm.core import DRAIN_SECONDS, VllmCore
 from runner.errors import EngineDead
 from runner.tokens.log import VersionSpan
 
-if TYPE_CHECKING:
-    from runner.engines.vllm.engine import VllmEngine
-
-__all__ = ["DRAIN_SECONDS", "VllmStream"]
-
-DRAIN_SECONDS = 2.0
+__all__ = ["VllmStream"]
 
 
 class VllmStream(DeltaStream):
     """The deltas of one request, out of vLLM's collector."""
 
-    def __init__(self, engine: VllmEngine, request: GenerationRequest) -> None:
+    def __init__(self, core: VllmCore, request: GenerationRequest) -> None:
         self.rest: list[Delta] = []
         self.finish: Finish | None = None
-        self._engine = engine
+        self._core = core
         self._request = request
         self._session = request.session or Session()
         self._collector: Any = None
         self._sampled = 0
-        self._stamps = Stamps(engine.weight_version)
+        self._stamps = Stamps(core.version)
         self._adapter: AdapterVersion | None = None
 
     @property
@@ -50,14 +46,14 @@ class VllmStream(DeltaStream):
         self._stamps.mark(version, self._sampled + waiting)
 
     async def __aenter__(self) -> Self:
-        engine, request = self._engine, self._request
-        engine._check(request)
-        await engine.gate.enter(self._session, engine._room(len(request.prompt), request))
-        engine.open_streams[self] = None
+        core, request = self._core, self._request
+        core.check(request)
+        await core.gate.enter(self._session, core.room(len(request.prompt), request))
+        core.requests[self] = None
         try:
-            self._adapter = engine._adapters.take(request.name, request.sampling.adapter)
-            self._stamps = Stamps(engine.weight_version, self._adapter)
-            self._collector = await engine._add(request, self._adapter)
+            self._adapter = core.adapters.take(request.name, request.sampling.adapter)
+            self._stamps = Stamps(core.version, self._adapter)
+            self._collector = await core.send(request, self._adapter)
         except BaseException:
             self._leave()
             raise
@@ -74,13 +70,13 @@ class VllmStream(DeltaStream):
             self._leave()
 
     def _leave(self) -> None:
-        engine, request = self._engine, self._request
-        engine.open_streams.pop(self, None)
-        engine._adapters.leave(self._adapter)
-        engine.gate.leave(self._session, engine._room(len(request.prompt) + self._sampled, request))
+        core, request = self._core, self._request
+        core.requests.pop(self, None)
+        core.adapters.leave(self._adapter)
+        core.gate.leave(self._session, core.room(len(request.prompt) + self._sampled, request))
         if request.session is None:
-            engine.gate.close(self._session)
-        engine.tell()
+            core.gate.close(self._session)
+        core.process.count.tell()
 
     async def __anext__(self) -> Delta:
         if self.finish is not None:
@@ -92,11 +88,12 @@ class VllmStream(DeltaStream):
 
     async def _read(self) -> Delta:
         collector = self._collector
+        # As vLLM's own `generate()` does: what lies there already costs no switch of tasks.
         output = collector.get_nowait() or await collector.get()
         completion = output.outputs[0]
         ids = completion.token_ids
         self._sampled += len(ids)
-        self._engine._count_sampled(len(ids))
+        self._core.sampled += len(ids)
         if output.finished:
             self.finish = self._finished(output, completion)
         return Delta(ids, _logprobs(completion.logprobs, len(ids)), self.finish)
@@ -104,7 +101,7 @@ class VllmStream(DeltaStream):
     def _finished(self, output: Any, completion: Any) -> Finish:
         reason = FinishReason(completion.finish_reason)
         stop = completion.stop_reason
-        if reason is FinishReason.STOP and stop is None:
+        if reason is FinishReason.STOP and stop is None:  # vLLM names every stop id but the tokenizer's own EOS
             stop = completion.token_ids[-1]
         spans = getattr(completion, "weight_versions", None)
         versions = (
@@ -117,7 +114,7 @@ class VllmStream(DeltaStream):
     async def _drain(self) -> None:
         with anyio.move_on_after(DRAIN_SECONDS, shield=True):
             try:
-                await self._engine._drop(self._collector)
+                await self._core.drop(self._collector)
                 while self.finish is None:
                     self.rest.append(await self._read())
             except Exception as error:  # as above; the exception that is passing keeps its place
@@ -126,7 +123,7 @@ class VllmStream(DeltaStream):
             self.finish = Finish(FinishReason.ABORT, versions=self._unstamped())
 
     def _died(self, error: Exception) -> EngineDead:
-        death = self._engine._died(error)
+        death = self._core.died(error)
         self.finish = Finish(FinishReason.ERROR, stop=str(death), versions=self._unstamped())
         return death
 

@@ -33,21 +33,18 @@ _EXTENSION = f"{WeightWorker.__module__}.{WeightWorker.__qualname__}"
 
 @dataclass(frozen=True, slots=True)
 class CheckedWeights:
-    """Weights that fit the model and wait to be loaded.
-
-    Attributes:
-        folder: that holds them, or None.
-        files: that hold them, as vLLM's workers open them.
-        ignored: tensors in them that the model has no use for.
-        memory: that holds a state dict, or None.
-        transfer: that brings them, or None.
-    """
+    """Weights that fit the model and wait to be loaded."""
 
     folder: Path | None = None
+    """The folder that holds them, or None."""
     files: tuple[str, ...] = ()
+    """The files that hold them, as vLLM's workers open them."""
     ignored: tuple[str, ...] = ()
+    """The tensors in them that the model has no use for."""
     memory: WeightMemory | None = None
+    """The memory that holds a state dict, or None."""
     transfer: WeightTransfer | LocalTransfer | None = None
+    """The transfer that brings them, or None."""
 
     def close(self) -> None:
         """Give the memory back; twice is allowed, and dropping the object does it too."""

@@ -54,18 +54,15 @@ class Rate:
 
 
 class SchedulerCount:
-    """The schedulers' own counts, of all cores together; the front end's says 0 for a request that leaked in a core.
-
-    Attributes:
-        prefix_queries: ids of prompts that were looked up in the prefix cache since the engine started.
-        prefix_hits: of those, ids that it held.
-        rate: ids sampled.
-    """
+    """The schedulers' own counts, of all cores together; the front end's says 0 for a request that leaked in a core."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.prefix_queries = 0
+        """Ids of prompts that were looked up in the prefix cache since the engine started."""
         self.prefix_hits = 0
+        """Ids of prompts that the prefix cache held when they were looked up."""
         self.rate = Rate(clock)
+        """How many ids are sampled a second."""
         self._running: dict[int, int] = {}
         self._queued: dict[int, int] = {}
         self._usage: dict[int, float] = {}

@@ -1,0 +1,276 @@
+"""The calls of an engine for its trainer: pause, new weights, adapters, sleep; `Engine` has them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from anyio.lowlevel import current_token
+
+from runner.concurrency.cancellation import to_its_end
+from runner.concurrency.clocks import Standstill
+from runner.engines.control import SLEEP_TAGS, EngineControl, EngineState, PauseMode, WeightUpdate
+from runner.errors import BadControl, BadOption
+
+__all__ = ["Controllable"]
+
+
+class Controllable:
+    """An engine as its trainer sees it. Calls come one at a time: a second one waits for the first."""
+
+    control: EngineControl | None = None
+    """The engine's state for its trainer; None for an engine whose weights are not ours."""
+    loop: object = None
+    """The event loop that the engine was entered on, the only one that it can be used on; None where any will do."""
+
+    @property
+    def state(self) -> EngineState:
+        """What the engine is doing: running, paused, updating or asleep."""
+        return self.control.state if self.control is not None else EngineState.RUNNING
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights that sample now; "" for an engine whose weights are not ours."""
+        return self.control.version if self.control is not None else ""
+
+    @property
+    def cuts(self) -> int:
+        """How often turns that were being sampled were cut, for a pause or a sleep."""
+        return self.control.cuts if self.control is not None else 0
+
+    @property
+    def standstill(self) -> Standstill:
+        """Stops the clocks of whoever waits for this engine while it stands still."""
+        return self.control.standstill if self.control is not None else Standstill()
+
+    @property
+    def adapters(self) -> Mapping[str, Path | None]:
+        """LoRA adapters that `Sampling(adapter=)` can name, and the folder of each; None where tensors were given."""
+        adapters = self.control.adapters if self.control is not None else None
+        return adapters.folders if adapters is not None else {}
+
+    async def pause(self, mode: PauseMode | str = PauseMode.WAIT) -> None:
+        """Stand still until `resume`: no further turn is begun, every clock of the episodes that wait stops.
+
+        Args:
+            mode: what becomes of the turns that are being sampled: `wait` for their end, `keep` them as they are, or
+                `abort` them, which a run then samples anew.
+
+        Raises:
+            BadControl: the engine is paused already, or asleep.
+        """
+        control, mode = self._controlled(), PauseMode.of(mode)
+        async with control.lock:
+            control.require_running("pause()")
+            await control.halt(mode)
+            control.paused_by_caller = True
+
+    async def resume(self) -> None:
+        """Go on after `pause`.
+
+        Raises:
+            BadControl: the engine is not paused, or its weights were discarded.
+        """
+        control = self._controlled()
+        async with control.lock:
+            control.require_paused("resume()")
+            await control.resume()
+
+    async def update_weights(
+        self, source: Any, *, version: str | None = None, mode: PauseMode | str = PauseMode.KEEP
+    ) -> WeightUpdate:
+        """Exchange the weights under running episodes; every id says which version sampled it.
+
+        Weights that do not fit are refused before the engine is touched. Every cached prompt is forgotten. A paused
+        engine stays paused.
+
+        Args:
+            source: a folder of safetensors, a state dict, a `WeightTransfer` or a `LocalTransfer`; a scripted engine
+                takes anything.
+            version: names the new weights; by default they are counted: "1", "2", ...
+            mode: what becomes of the turns that are being sampled; with `keep` one turn may be of two versions.
+
+        Raises:
+            BadWeights: the weights do not fit; names the tensor. The old ones stay.
+            BadControl: the memory of the weights is asleep.
+            BadOption: the version was there before.
+            EngineDead: the exchange failed half way.
+        """
+        control, mode = self._controlled(), PauseMode.of(mode)
+        async with control.lock:
+            control.require_weights_awake("update_weights()")
+            version = control.new_version(version)
+            began = time.monotonic()
+            checked = await control.driver.check_weights(source)
+            compared = time.monotonic()
+            if control.state is EngineState.RUNNING:
+                await control.halt(mode)
+            halted = time.monotonic()
+            # To its end: weights that were exchanged by half could neither be used nor be put back.
+            await to_its_end(partial(control.load, checked, version))
+            done = time.monotonic()
+        return WeightUpdate(version, compared - began, halted - compared, done - halted)
+
+    async def add_adapter(self, name: str, source: Any, *, config: Mapping[str, Any] | None = None) -> str:
+        """Add a LoRA adapter, or a new version of one that is there; what does not fit changes nothing.
+
+        Turns in flight go on with the version that they began with, later ones are sampled with the new one.
+
+        Args:
+            name: for `Sampling(adapter=name)`.
+            source: a folder as PEFT saves it, or its tensors by name; copied.
+            config: with tensors: what adapter_config.json would hold.
+
+        Returns:
+            What the weight versions of ids that it samples end with, after a "+": "poet@2".
+
+        Raises:
+            BadWeights: the adapter does not fit; names the setting, the tensor or the file.
+            BadOption: the name cannot be, or the engine was started without adapters.
+            BadControl: the engine has no adapters, or sleeps.
+        """
+        control = self._controlled()
+        async with control.lock:
+            label = await control.require_adapters("add_adapter()").add(name, source, config=config)
+        control.tell()
+        return label
+
+    async def remove_adapter(self, name: str) -> None:
+        """Take a LoRA adapter away; turns in flight go on with it, no later one can ask for it.
+
+        Raises:
+            BadOption: there is no adapter of that name.
+            BadControl: the engine has no adapters, or sleeps.
+        """
+        control = self._controlled()
+        async with control.lock:
+            await control.require_adapters("remove_adapter()").remove(name)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory up until `wake`; turns that are being sampled are cut, as by `pause("abort")`.
+
+        Args:
+            level: 1 keeps the weights elsewhere, 2 discards them.
+
+        Raises:
+            BadControl: the engine sleeps already, or cannot sleep.
+            BadOption: there is no such level.
+        """
+        await self._sleep(level, unless_asleep=False)
+
+    async def _sleep(self, level: int, *, unless_asleep: bool) -> None:
+        control = self._controlled()
+        if level not in (1, 2):
+            raise BadOption(f"sleep(level={level!r}): give 1, which keeps the weights, or 2, which discards them.")
+        async with control.lock:
+            if control.state is EngineState.ASLEEP:
+                if unless_asleep:
+                    return
+                raise BadControl("sleep(): the engine is asleep already.")
+            if level == 2 and self.adapters:
+                raise BadControl("sleep(2) would discard the adapters: remove_adapter(...) each, add it when awake.")
+            control.driver.check_sleep(level)
+            if control.state is EngineState.RUNNING:
+                await control.halt(PauseMode.ABORT)
+            # To its end: memory given up by half could not be taken back.
+            await to_its_end(partial(control.fall_asleep, level))
+
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back, all of it or the parts that are named; with the last part the engine goes on.
+
+        It stays paused where it was paused before it slept, and after `sleep(2)` until `update_weights`.
+
+        Args:
+            tags: "weights" and "kv_cache", or one of them; None for both.
+
+        Raises:
+            BadControl: the engine does not sleep.
+            BadOption: there is no such part.
+        """
+        await self._wake(tags, if_asleep=False)
+
+    async def _wake(self, tags: Sequence[str] | None, *, if_asleep: bool) -> None:
+        control = self._controlled()
+        parts = frozenset(SLEEP_TAGS if tags is None else tags)
+        if not parts <= set(SLEEP_TAGS) or isinstance(tags, str):
+            raise BadOption(f"wake(tags={tags!r}): give a list of {' and '.join(SLEEP_TAGS)}, or nothing for both.")
+        async with control.lock:
+            if control.state is EngineState.ASLEEP:
+                await to_its_end(partial(control.wake_up, parts))
+            elif not if_asleep:
+                raise BadControl(f"wake(): the engine is {control.state.value}, not asleep.")
+
+    async def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+        """Be ready to sample, as NeMo RL's trainers ask before each step: wake, or nothing where it is awake.
+
+        Args:
+            tags: those of `wake`.
+        """
+        if self.control is not None:
+            await self._wake(tags, if_asleep=True)
+
+    async def finish_generation(self, *, level: int = 1) -> None:
+        """Make room for training, as NeMo RL's trainers ask after each step: sleep, or nothing where it sleeps.
+
+        Args:
+            level: of `sleep`; 0 only forgets the cached prompts, for an engine with devices of its own.
+        """
+        if level == 0:
+            await self._reset_prefix_cache(unless_asleep=True)
+        else:
+            await self._sleep(level, unless_asleep=True)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prompt; turns that are being sampled go on, and compute theirs again.
+
+        Raises:
+            BadControl: the engine sleeps, and has no cache.
+        """
+        await self._reset_prefix_cache(unless_asleep=False)
+
+    async def _reset_prefix_cache(self, *, unless_asleep: bool) -> None:
+        control = self._controlled()
+        async with control.lock:
+            if control.state is not EngineState.ASLEEP:
+                await control.driver.reset_prefix_cache()
+            elif not unless_asleep:
+                raise BadControl("reset_prefix_cache(): the engine is asleep and has no cache.")
+
+    async def start_profile(self) -> None:
+        """Start the engine's profiler.
+
+        Raises:
+            BadControl: the engine was started without one; names the engine argument.
+        """
+        await self._profile(on=True)
+
+    async def stop_profile(self) -> None:
+        """Stop the engine's profiler, which then writes what it saw.
+
+        Raises:
+            BadControl: the engine was started without one; names the engine argument.
+        """
+        await self._profile(on=False)
+
+    async def _profile(self, *, on: bool) -> None:
+        control = self._controlled()
+        async with control.lock:
+            await control.driver.profile(on=on)
+
+    async def devices(self) -> list[str]:
+        """Where the model is, a name for each worker: "cpu", or a GPU's UUID; none for an engine without a model.
+
+        Raises:
+            BadControl: the engine cannot be controlled.
+        """
+        return await self._controlled().driver.devices()
+
+    def _controlled(self) -> EngineControl:
+        if self.control is None:
+            raise BadControl(f"{type(self).__name__} cannot be controlled: its weights are not ours, or it never ran.")
+        if self.loop is not None and self.loop != current_token():
+            raise BadControl(f"{type(self).__name__} belongs to another event loop: control it where it was entered.")
+        return self.control

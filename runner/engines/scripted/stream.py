@@ -1,0 +1,244 @@
+"""The deltas of one request to a scripted engine, as its delivery says."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
+
+from runner.engines.adapters import AdapterVersion
+from runner.engines.base import Delta, DeltaStream, Finish, FinishReason, GenerationRequest, Session
+from runner.engines.scripted.core import ScriptedCore
+from runner.engines.scripted.delivery import Delivery
+from runner.engines.scripted.replies import EncodedReply
+from runner.engines.scripted.script import Fault, FaultKind
+from runner.engines.stamps import Stamps
+from runner.errors import EngineDead
+from runner.options import Constraint, Sampling
+
+__all__ = ["RecordedCall", "ScriptedSession", "ScriptedStream"]
+
+
+@dataclass(slots=True)
+class RecordedCall:
+    """What one request asked and got; kept only by an engine with `record=True`."""
+
+    name: str
+    """The request's name: episode, agent and turn."""
+    prompt: array[int]
+    """The exact ids that were sent, shape [prompt], int32."""
+    sampling: Sampling
+    """The sampling that was asked for."""
+    stop_ids: tuple[int, ...]
+    """The stop ids that were asked for."""
+    seed: int | None
+    """The seed that was asked for."""
+    constraint: Constraint | None
+    """What could be sampled; a scripted engine does not enforce it."""
+    sampled: Sequence[int] = ()
+    """The ids that were sampled, read or not, shape [sampled]; filled in when the request ends."""
+    logprobs: Sequence[float] | None = None
+    """A log-probability for each of them; None where the engine gives none."""
+    finish: Finish | None = None
+    """How the request ended; None while it runs, and where it was refused."""
+
+
+@dataclass(slots=True)
+class ScriptedSession(Session):
+    """A conversation, which reads a list of replies from its beginning."""
+
+    requests: int = 0
+    """How many requests it made."""
+
+
+class ScriptedStream(DeltaStream):
+    """The deltas of one request to a scripted engine.
+
+    Args:
+        core: the engine's.
+        request: what is asked.
+        calls: where it is recorded; None records nothing.
+    """
+
+    def __init__(self, core: ScriptedCore, request: GenerationRequest, calls: list[RecordedCall] | None) -> None:
+        self.rest: list[Delta] = []
+        self.finish: Finish | None = None
+        self.request = request
+        self.sent = 0
+        """Ids that left the engine, read or not."""
+        self._core = core
+        self._session = _session_of(request)
+        self._calls = calls
+        self._record: RecordedCall | None = None
+        self._adapter: AdapterVersion | None = None
+        self._stamps = Stamps(core.version)
+        self._delivery: Delivery | None = None  # until the request is admitted
+        self._is_cut = False
+        self._arrived = 0  # deltas
+        self._read = 0  # of those
+        self._failure: EngineDead | None = None
+        self._news: anyio.Event | None = None  # made only by a reader that has to wait
+        self._inside = False
+
+    async def __aenter__(self) -> Self:
+        core, request = self._core, self.request
+        core.check(request)
+        await core.gate.enter(self._session, core.room(len(request.prompt), request))
+        core.requests[self] = None
+        try:
+            self._adapter = core.adapters.take(request.name, request.sampling.adapter)
+            self._stamps = Stamps(core.version, self._adapter)
+            self._delivery = await self._plan()
+            core.ticker.schedule(self, self._delivery.first - core.ticker.now)
+        except BaseException:
+            self._leave()
+            raise
+        self._inside = True
+        return self
+
+    async def _plan(self) -> Delivery:
+        core, request = self._core, self.request
+        if self._calls is not None:
+            self._record = RecordedCall(
+                request.name,
+                array("i", request.prompt),  # a copy: the caller's grows with the conversation
+                request.sampling,
+                request.stop_ids,
+                request.seed,
+                request.constraint,
+            )
+            self._calls.append(self._record)
+        session = self._session
+        session.requests += 1
+        core.admitted += 1
+        call, fault, said = core.planner.ask(request, session.requests - 1, core.admitted - 1)
+        if not isinstance(said, EncodedReply):
+            said = await said
+            if self._failure is not None:  # the engine died meanwhile
+                raise self._failure
+        return core.planner.plan(call, said, fault, core.ticker.now)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Nothing here waits, so there is nothing to shield.
+        if not self._inside:
+            return
+        self._inside = False
+        self._drain()
+        self._leave()
+        if self._record is not None and self._delivery is not None:
+            self._record.sampled, self._record.finish = self._delivery.ids[: self.sent], self.finish
+            if self._delivery.logprobs is not None:
+                self._record.logprobs = self._delivery.logprobs[: self.sent]
+
+    def _leave(self) -> None:
+        core, request = self._core, self.request
+        core.close(self)
+        core.adapters.leave(self._adapter)
+        core.gate.leave(self._session, core.room(len(request.prompt) + self.sent, request))
+        if request.session is None:
+            core.gate.close(self._session)
+
+    async def __anext__(self) -> Delta:
+        while self._read == self._arrived:
+            if self.finish is not None or not self._inside:
+                raise StopAsyncIteration
+            if self._failure is not None:
+                raise self._failure
+            if self._is_cut and self._delivery is not None:
+                return self._abort(self._delivery)
+            # Without it a reader that is woken at every tick would never hear of its cancellation on asyncio.
+            await checkpoint_if_cancelled()
+            self._news = anyio.Event()
+            await self._news.wait()
+        return self._next()
+
+    def advance(self) -> int | None:
+        """The next delta arrives, or all of them where nothing lies between; gives the ticks to the one after."""
+        delivery = self._delivery
+        assert delivery is not None
+        last = len(delivery.cuts)
+        self._arrived = min(self._arrived + 1, last) if delivery.between else last
+        if self._arrived:
+            self._count(delivery.cuts[self._arrived - 1])
+        self._wake()
+        if self._arrived < last:
+            return delivery.pause(self._arrived)
+        self._end(delivery.fault)
+        return None
+
+    def _end(self, fault: Fault | None) -> None:
+        """The last id was sent."""
+        if fault is not None and fault.kind is FaultKind.DEATH:
+            self._core.die(fault.message)
+        if fault is None or fault.kind is not FaultKind.STALL:  # a stalled request stays open
+            self._core.close(self)
+
+    def fail(self, error: EngineDead) -> None:
+        """The engine is gone: what has arrived can be read, then `error` is raised."""
+        self._failure = error
+        self._wake()
+
+    def cut(self) -> None:
+        """The engine ends the request for its trainer; what was sampled can be read."""
+        self._is_cut = True
+        self._core.close(self)
+        self._wake()
+
+    def stamp(self, version: str) -> None:
+        """What is sampled from now on is of these weights."""
+        sampled = 0 if self._delivery is None else self._delivery.sampled(self._core.ticker.now)
+        self._stamps.mark(version, max(sampled, self.sent))
+
+    def _next(self) -> Delta:
+        assert self._delivery is not None
+        delta = self._delivery.delta(self._read)
+        self._read += 1
+        told = delta.finish
+        if told is None:
+            return delta
+        self.finish = Finish(told.reason, told.stop, self._stamps.spans(self.sent), told.cached_tokens)
+        return Delta(delta.token_ids, delta.logprobs, self.finish)
+
+    def _drain(self) -> None:
+        while self._read < self._arrived:
+            self.rest.append(self._next())
+        if self.finish is not None:
+            return
+        if self._failure is not None:
+            self.finish = Finish(FinishReason.ERROR, str(self._failure), self._stamps.spans(self.sent))
+        elif self._delivery is not None:
+            self.rest.append(self._abort(self._delivery))
+
+    def _abort(self, delivery: Delivery) -> Delta:
+        """End the request; ids that were sampled and wait for others to make a delta come at once."""
+        start = self.sent
+        self._count(delivery.sampled(self._core.ticker.now))
+        whole = delivery.finish is not None and self.sent == len(delivery.ids)
+        finish = delivery.finish if whole and delivery.finish is not None else Finish(FinishReason.ABORT)
+        self.finish = replace(finish, versions=self._stamps.spans(self.sent))
+        return delivery.piece(start, self.sent, self.finish)
+
+    def _count(self, sent: int) -> None:
+        self._core.sampled += sent - self.sent
+        self.sent = sent
+
+    def _wake(self) -> None:
+        if self._news is not None:
+            self._news.set()
+            self._news = None
+
+
+def _session_of(request: GenerationRequest) -> ScriptedSession:
+    session = request.session
+    if session is None:
+        return ScriptedSession()
+    if not isinstance(session, ScriptedSession):
+        raise TypeError(f"{session!r} is no session of a scripted engine: make it with engine.session()")
+    return session
