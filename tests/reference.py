@@ -10,15 +10,15 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import docstring_parser
 from docstring_parser import Docstring, DocstringStyle
 
 from runner.options import UNSET
+from tests.repository import DOCS
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
+PAGE = DOCS / "reference.md"
 
 PACKAGES = {
     "runner": "What environments and runs are made of. `from runner import ...`",

@@ -15,8 +15,9 @@ import pytest
 from runner import Concurrency, Environment, Outcome, Run, ScriptedEngine, reward
 from runner.testing import Replies, call
 from tests import reference
+from tests.repository import DOCS
 
-PAGE = (Path(__file__).parents[1] / "docs" / "environments.md").read_text()
+PAGE = (DOCS / "environments.md").read_text()
 
 
 def blocks() -> list[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from tests.conformance.real import play_all
 from tests.conformance.report import faults, page
 from tests.conformance.sweep import sweep
+from tests.repository import DOCS
 
-PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+PAGE = DOCS / "conformance.md"
 
 
 def main() -> None:

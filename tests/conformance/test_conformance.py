@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +15,9 @@ from tests.conformance.report import faults, page
 from tests.conformance.scenarios import Past, Scenario, case
 from tests.conformance.sweep import Outcome, Verdict, is_tool_capable, play, sweep
 from tests.conformance.vocabulary import END_OF_TEXT
+from tests.repository import DOCS
 
-PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+PAGE = DOCS / "conformance.md"
 
 RENDERABLE = {
     Scenario.TOOL_RESULT: 362,

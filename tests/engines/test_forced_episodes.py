@@ -39,10 +39,11 @@ from runner.engines.base import Engine, GenerationRequest
 from runner.errors import RequestRejected
 from runner.testing import assert_exact, force
 from runner.tokens.junction import Close, Result
+from tests.repository import DOCS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
-PAGE = Path(__file__).parents[2] / "docs" / "forced-ids.md"
+PAGE = DOCS / "forced-ids.md"
 (EXAMPLE,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 NAMES: dict[str, Any] = {"__name__": "page"}
 exec(compile(EXAMPLE, str(PAGE), "exec"), NAMES)

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from runner import Outcome, RunFile
-from tests.faults.command import __file__ as command_file
+from tests.repository import ROOT
 
-ROOT = Path(command_file).parents[2]
 WATCHDOG = 100.0
 ENDS_WITHIN = 20.0  # ten times the promise
 

@@ -15,8 +15,8 @@ import pytest
 from runner import Run, RunFile
 from tests.faults.comparing import stored
 from tests.faults.crowd import GROUP_SIZE, Crowd, engine
+from tests.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 WATCHDOG = 120.0
 ROUNDS = 6
 

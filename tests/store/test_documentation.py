@@ -13,10 +13,11 @@ import pytest
 from runner.store.export import PARQUET_COLUMNS
 from runner.store.reader import RunFile
 from runner.trajectory import Outcome
+from tests.repository import DOCS
 from tests.store.building import played
 from tests.store.test_reader import write
 
-PAGE = Path(__file__).parents[2] / "docs" / "run-file.md"
+PAGE = DOCS / "run-file.md"
 QUERIES = [
     query.strip()
     for block in re.findall(r"```sql\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -18,10 +18,11 @@ from runner.training.advantages import dr_grpo, grpo
 from runner.training.batch import TrainingBatch
 from runner.training.selection import grouped
 from tests.playing import Plain, recording
+from tests.repository import DOCS
 from tests.training.making import group, groups, made, prompt, retried, said
 from tests.training.test_rows import retrying
 
-PAGE = Path(__file__).parents[2] / "docs" / "training-batches.md"
+PAGE = DOCS / "training-batches.md"
 ARRAYS = (
     *("input_ids", "attention_mask", "position_ids", "segment_ids", "loss_mask", "logprobs", "temperatures"),
     *("advantages", "weight_versions"),

@@ -27,6 +27,7 @@ from runner.testing import play, play_many
 from runner.tools.tool import Tool
 from runner.training.batch import TrainingBatch
 from runner.training.grammar import UNCONSTRAINED, GrammarMasks, TokenMasks
+from tests.repository import DOCS
 from tests.training.making import made, prompt, said
 
 pytestmark = pytest.mark.engine
@@ -37,7 +38,7 @@ STOP, END_OF_TEXT = 2, 0
 RealEngine = Callable[..., Any]
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "constrained-training.md"
+PAGE = DOCS / "constrained-training.md"
 
 
 @pytest.fixture(scope="module")

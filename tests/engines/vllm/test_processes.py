@@ -20,11 +20,11 @@ from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.worker import parent_watch
 from runner.errors import BadModel, BadOption, EngineDead
 from runner.options import Sampling
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.engine
 
 WATCHDOG = 100.0
-ROOT = Path(__file__).parents[2]
 
 RUNNER = """
 import dataclasses, os, signal, sys

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from runner import Outcome, RunFile
+from tests.repository import ROOT
 
-ROOT = Path(__file__).parents[1]
 WATCHDOG = 100.0
 
 AUTHOR = """

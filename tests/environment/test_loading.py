@@ -11,6 +11,7 @@ import pytest
 from envs.calculator import Calculator
 from runner import BadEnvironment, BadOption, Environment
 from runner.environment.loading import bundled_environments, construct, find_environment, short_name
+from tests.repository import ROOT
 
 MINIMAL = """
 from runner import Environment, reward
@@ -70,7 +71,7 @@ def test_a_bundled_name_is_found_and_described() -> None:
 
 @pytest.mark.parametrize("name", ["envs.calculator:Calculator", "envs/calculator.py:Calculator", "envs/calculator.py"])
 def test_a_module_and_a_file_give_the_same_class(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.chdir(ROOT)
     assert find_environment(name) is Calculator
     assert short_name(name).lower() == "calculator"
 

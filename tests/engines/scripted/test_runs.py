@@ -9,8 +9,9 @@ import pytest
 from runner import Environment, Run, RunFile, ScriptedEngine, Task, Trajectory, reward, tool
 from runner.testing import ModelCall, call
 from runner.trajectory import Outcome
+from tests.repository import DOCS
 
-PAGE = Path(__file__).parents[2] / "docs" / "scripted-engine.md"
+PAGE = DOCS / "scripted-engine.md"
 
 
 def test_every_example_of_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

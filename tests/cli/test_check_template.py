@@ -29,6 +29,7 @@ from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import load_tokenizer
 from tests.conformance.corpus import corpus
 from tests.playing import Plain
+from tests.repository import DOCS
 from tests.tokens.families import FAMILIES, model
 from tests.tokens.profiles import BEGIN, END, table
 
@@ -327,7 +328,7 @@ def test_a_template_that_leaves_the_past_alone_rewrites_nothing() -> None:
 # --- docs/chat-templates.md
 
 
-PAGE = (Path(__file__).parents[1] / "docs" / "chat-templates.md").read_text()
+PAGE = (DOCS / "chat-templates.md").read_text()
 
 
 def test_the_page_names_every_property_and_every_refusal() -> None:

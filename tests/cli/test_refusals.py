@@ -26,6 +26,7 @@ from runner.cli.run import RunSettings, run_command
 from runner.engines.scripted.script import ModelCall, call
 from runner.errors import DeltarunnerError
 from runner.training import TrainingTensors
+from tests.repository import ROOT
 
 AUTHOR = """
 from runner import Environment, Task, group_reward, reward
@@ -251,7 +252,7 @@ def test_check_refuses_a_group_reward_that_cannot_be_had(folder: Path, name: str
 # --- the README
 
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), flags=re.DOTALL)
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
 
 
 @pytest.fixture

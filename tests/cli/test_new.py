@@ -18,8 +18,8 @@ from runner import BadOption, StorageFailed
 from runner.cli import new
 from runner.cli.app import app
 from runner.cli.new import Names, write_project
+from tests.repository import ROOT
 
-ROOT = Path(__file__).parents[1]
 SKELETON = ROOT / "templates" / "environment"
 
 

@@ -19,8 +19,8 @@ from runner.cli.values import limits_of, pairs, plain_value
 from runner.engines.base import Engine
 from runner.engines.scripted.script import call
 from runner.errors import DeltarunnerError
+from tests.repository import DOCS, ROOT
 
-ROOT = Path(__file__).parents[1]
 REPLIES = [call("add", a=1, b=2), call("answer", value=12)]
 
 AUTHOR = '''
@@ -435,7 +435,7 @@ def test_a_limit_may_be_lifted() -> None:
 
 
 def test_every_exit_code_is_in_the_page_and_in_the_help() -> None:
-    page = (ROOT / "docs" / "command-line.md").read_text()
+    page = (DOCS / "command-line.md").read_text()
     errors = [error for error in vars(runner.errors).values() if isinstance(error, type)]
     codes = {error.exit_code for error in errors if issubclass(error, DeltarunnerError)}
     epilog = " ".join(EPILOG.split())
@@ -445,7 +445,7 @@ def test_every_exit_code_is_in_the_page_and_in_the_help() -> None:
 
 
 def test_every_option_of_run_is_in_the_page() -> None:
-    page = (ROOT / "docs" / "command-line.md").read_text()
+    page = (DOCS / "command-line.md").read_text()
     options = set(re.findall(r"--[a-z-]+", deltarunner("run", "--help").output)) - {"--help"}
     assert {option for option in options if option not in page} == set()
 

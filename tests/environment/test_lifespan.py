@@ -67,7 +67,7 @@ def test_what_a_lifespan_raises_on_its_way_in_or_out_is_one_error_that_names_it(
         ) as caught:
             run(environment, ScriptedEngine("Yes"), quiet=True)
         assert str(caught.value).endswith(way)
-        assert "test_provisions.py" in str(caught.value)
+        assert "test_lifespan.py" in str(caught.value)
 
 
 @COLOURS

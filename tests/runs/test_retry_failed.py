@@ -200,7 +200,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(**options: Any) -> int:
-    settings = RunSettings(environment="tests.test_retry_failed:Commanded", **options)
+    settings = RunSettings(environment="tests.runs.test_retry_failed:Commanded", **options)
     return run_command(settings, lambda _: ScriptedEngine(lambda turn: "Yes"))
 
 
