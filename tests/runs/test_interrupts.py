@@ -43,7 +43,8 @@ def outcomes(folder: Path) -> dict[Outcome, int]:
         return run_file.outcomes()
 
 
-def test_the_first_ctrl_c_lets_episodes_finish(playing: Terminal, tmp_path: Path) -> None:
+@pytest.mark.whole
+def test_the_first_ctrl_c_alone_lets_episodes_finish(playing: Terminal, tmp_path: Path) -> None:
     playing.press(CTRL_C)
     playing.read_until("press Ctrl-C again to stop them now", seconds=END)
     assert playing.wait(seconds=2 * END) == 130
@@ -55,16 +56,21 @@ def test_the_first_ctrl_c_lets_episodes_finish(playing: Terminal, tmp_path: Path
     assert engine_processes(tmp_path) == []
 
 
-def test_the_second_ctrl_c_keeps_partial_episodes(playing: Terminal, tmp_path: Path) -> None:
+def test_the_first_ctrl_c_drains_and_the_second_keeps_partial_episodes(playing: Terminal, tmp_path: Path) -> None:
     playing.press(CTRL_C)
-    playing.read_until("finishing", seconds=END)
+    playing.read_until("press Ctrl-C again to stop them now", seconds=END)
+    assert re.search(r"finishing \d+ episode", playing.text)
     playing.press(CTRL_C)
     playing.read_until("kept as partial", seconds=END)
     assert playing.wait(seconds=END) == 130
-    assert outcomes(tmp_path)[Outcome.CANCELLED] > 0
+    counts = outcomes(tmp_path)
+    assert counts[Outcome.COMPLETED] > 0
+    assert counts[Outcome.CANCELLED] > 0
+    assert "the same command again" in playing.text
     assert engine_processes(tmp_path) == []
 
 
+@pytest.mark.whole
 def test_the_third_ctrl_c_exits_at_once(playing: Terminal, tmp_path: Path) -> None:
     for _ in range(3):
         playing.press(CTRL_C)

@@ -56,7 +56,6 @@ def run_apart(pytester: pytest.Pytester, test: str, *options: str, **files: str)
     """The same, by a pytest in a process of its own."""
     written(pytester, test, **files)
     pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
-
     return pytester.run(
         sys.executable,
         "-m",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from runner import BadOption, ScriptedEngine, VllmEngine
-from runner.testing import VirtualClock, play, play_async
+from envs.calculator import Calculator
+from runner import BadOption, Limits, Outcome, Sampling, ScriptedEngine, VllmEngine
+from runner.testing import VirtualClock, play, play_async, play_many, record, replay
 from runner.testing.engine_pool import EngineAtHome, EnginePool
 from tests.testing.inner import run, run_apart
 from tests.testing.test_playing import Sums
@@ -146,12 +149,59 @@ def test_time(real_engine, virtual_clock): pass
     )
 
 
-def test_several_workers_do_not_start_a_model_each(pytester: pytest.Pytester) -> None:
-    result = run_apart(pytester, TEST, "--runner-engine", "-n", "2", conftest=STAND_IN)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["real_engine: 2 workers of pytest-xdist would start a model each.*-n 0."])
+EACH = """
+def test_one(real_engine): play(Calculator, real_engine())
+def test_two(real_engine): play(Calculator, real_engine())
+def test_three(real_engine): play(Calculator, real_engine())
+def test_four(real_engine): play(Calculator, real_engine())
+"""
 
 
+def test_one_of_several_workers_starts_models(pytester: pytest.Pytester) -> None:
+    options = ("--runner-engine", "-n", "2", "--dist", "loadfile")
+    run_apart(pytester, EACH, *options, conftest=STAND_IN).assert_outcomes(passed=4)
+
+
+def test_a_second_worker_that_would_start_a_model_is_told_what_to_do(pytester: pytest.Pytester) -> None:
+    result = run_apart(pytester, EACH, "--runner-engine", "-n", "2", conftest=STAND_IN)
+    result.assert_outcomes(passed=2, failed=2)
+    told = "real_engine: gw? would start a model while gw? has one. *--dist loadfile*-m engine -n 0*"
+    result.stdout.fnmatch_lines([told])
+
+
+RECORDED = """
+def test_recorded(recorded_engine):
+    assert play(Calculator, recorded_engine(), task="6").reward == 1
+"""
+
+
+def test_a_recording_is_of_the_real_engine_by_default_and_replayed_without_it(pytester: pytest.Pytester) -> None:
+    run(pytester, RECORDED, "--runner-engine", "--runner-record=once", conftest=STAND_IN).assert_outcomes(passed=1)
+    run(pytester, RECORDED, conftest="").assert_outcomes(passed=1)
+
+
+LIMITS: dict[str, Any] = {"limits": Limits(turns=2), "sampling": Sampling(max_tokens=16, temperature=0)}
+
+
+@pytest.mark.engine
+def test_what_the_demo_model_said_is_recorded_and_said_again(float32_engine: EngineAtHome, tmp_path: Path) -> None:
+    recorded, file = record(float32_engine), tmp_path / "demo.json"
+    played = play_many(Calculator, recorded, tasks=2, **LIMITS)
+    recorded.save(file)
+    again = play_many(Calculator, replay(file), tasks=2, **LIMITS)
+    first, second = ([list(turn.token_ids) for each in some for turn in each.turns] for some in (played, again))
+    assert first == second
+    assert {each.outcome for each in again} <= {Outcome.COMPLETED, Outcome.TURN_LIMIT, Outcome.TOKEN_LIMIT}
+
+
+@pytest.mark.engine
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_the_demo_model_is_played_on_from_trio(float32_engine: EngineAtHome, anyio_backend: str) -> None:
+    assert (await play_async(Calculator, float32_engine, **LIMITS)).turns
+
+
+@pytest.mark.whole
 @pytest.mark.engine
 def test_the_demo_model_plays_is_recorded_and_replayed_without_it(pytester: pytest.Pytester) -> None:
     test = """

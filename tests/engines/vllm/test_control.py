@@ -20,6 +20,7 @@ from runner.engines.base import Finish, FinishReason, GenerationRequest
 from runner.engines.control import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.weight_loading import CheckedWeights
+from runner.engines.vllm.weight_memory import open_memories
 from runner.models import demo_model
 from runner.testing import assert_exact, cancel_everywhere
 from runner.testing.engine_pool import EngineAtHome
@@ -31,6 +32,7 @@ from tests.playing import Plain, tasks, until_end
 pytestmark = pytest.mark.engine
 
 WATCHDOG = 240.0
+NORM = "model.norm.weight"
 PROMPT = range(1000, 1160)  # five blocks of the cache
 SHORT = range(1000, 1040)
 
@@ -43,30 +45,24 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return changed_weights(tmp_path_factory.mktemp("other-weights"))
 
 
-@pytest.fixture(scope="session")
-def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("profiles")
-
-
 Scenario = Callable[[VllmEngine], Awaitable[None]]
 
 
-@pytest.fixture
-def on_engine(real_engine: Callable[..., EngineAtHome], profiles: Path) -> Callable[[Scenario], None]:
-    """Plays a scenario on the engine, where it lives; leaves nothing open and the engine running."""
-    profiler = {"profiler": "torch", "torch_profiler_dir": str(profiles), "torch_profiler_with_stack": False}
-    home = real_engine(dtype="float32", profiler_config=profiler)
+def playing_on(engine: EngineAtHome) -> Callable[[Scenario], None]:
+    """Plays a scenario on the engine, where it lives; leaves nothing open."""
 
     async def main(scenario: Scenario) -> None:
-        engine: Any = home.inner
+        inner: Any = engine.inner
         with anyio.fail_after(WATCHDOG):
-            await scenario(engine)
-            assert (engine.stats().open, engine.stats().waiting, engine.gate.inside, engine.gate.kept) == (0, 0, 0, 0)
+            await scenario(inner)
+            assert (inner.stats().open, inner.stats().waiting, inner.gate.inside, inner.gate.kept) == (0, 0, 0, 0)
 
-    def play(scenario: Scenario) -> None:
-        home.home.call(main, scenario)
+    return lambda scenario: engine.home.call(main, scenario)
 
-    return play
+
+@pytest.fixture
+def on_engine(float32_engine: EngineAtHome) -> Callable[[Scenario], None]:
+    return playing_on(float32_engine)
 
 
 def request(max_tokens: int, prompt: range = PROMPT, **fields: Any) -> GenerationRequest:
@@ -166,6 +162,10 @@ def test_a_pause_cancelled_at_any_point_leaves_the_engine_going(on_engine: Any) 
         assert len((await ask(engine, 3))[0]) == 3
 
     on_engine(scenario)
+
+
+class Endless(Plain):
+    sampling = Sampling(max_tokens=900, stop_ids=())
 
 
 class TwoTurns(Plain):
@@ -378,38 +378,47 @@ def test_a_seed_gives_the_same_ids_whether_a_prompt_is_computed_at_once_or_in_pi
     on_engine(scenario)
 
 
-# --- the end of it, so the last test: the engine does not survive it
-
-
-async def gone(source: Any) -> CheckedWeights:
-    """A file that was there when it was compared, and is gone when it is loaded."""
-    return CheckedWeights(files=(source,))
+# --- the end of the engine
 
 
 def test_a_failure_past_the_check_ends_the_engine_and_every_episode_with_one_cause(
-    on_engine: Any, monkeypatch: pytest.MonkeyPatch
+    doomed_float32_engine: EngineAtHome, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """A folder in which somebody saves other tensors between the check and the load."""
+    from safetensors.torch import load_file, save_file
+
+    tensors, saved = load_file(demo_model() / "model.safetensors"), tmp_path / "model.safetensors"
+    save_file(tensors, saved)
+
     async def scenario(engine: VllmEngine) -> None:
         assert engine.control is not None
         driver: Any = engine.control.driver
-        monkeypatch.setattr(driver._weights, "check", gone)
+        check = driver._weights.check
+
+        async def check_too_early(source: Any) -> CheckedWeights:
+            checked: CheckedWeights = await check(source)
+            save_file({**tensors, NORM: tensors[NORM][:-1]}, saved)
+            return checked
+
+        monkeypatch.setattr(driver._weights, "check", check_too_early)
         version = engine.weight_version
         got: list[Trajectory] = []
 
         async def update() -> None:
             await begun(engine)
-            with pytest.raises(EngineDead, match=r"could not be loaded: .*no such file"):
-                await engine.update_weights("/no such file")
+            with pytest.raises(EngineDead, match="could not be loaded: "):
+                await engine.update_weights(tmp_path)
 
         async with anyio.create_task_group() as group:
             group.start_soon(update)
-            with pytest.raises(EngineDead, match="could not be loaded"):
-                await until_end(Run(TwoTurns, engine, tasks=tasks(20), breaker=1.0), got)
+            with pytest.raises(EngineDead, match="could not be loaded: "):
+                await until_end(Run(Endless, engine, tasks=tasks(20), breaker=1.0), got)
         assert {trajectory.outcome for trajectory in got} == {Outcome.ENGINE_ERROR}
-        assert len({trajectory.error for trajectory in got}) == 1
         assert (engine.is_alive(), engine.weight_version) == (False, version)
         for late in (engine.health, engine.resume, lambda: ask(engine, 3)):
-            with pytest.raises(EngineDead, match="could not be loaded"):
+            with pytest.raises(EngineDead, match="could not be loaded: ") as told:
                 await late()
+            assert {trajectory.error for trajectory in got} == {str(told.value)}
+        assert list(open_memories()) == []
 
-    on_engine(scenario)
+    playing_on(doomed_float32_engine)(scenario)

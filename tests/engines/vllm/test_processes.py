@@ -169,9 +169,8 @@ def generation() -> GenerationRequest:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_model_that_cannot_be_loaded_says_why_and_leaves_no_process(
-    demo_model_folder: Path, tmp_path: Path, anyio_backend: str
+    demo_model_folder: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(demo_model_folder, folder, symlinks=True, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -186,8 +185,17 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_leaves_no_process(
     with pytest.raises(EngineDead, match="not running"):
         await engine.health()
 
-    weights.unlink()
-    weights.symlink_to(demo_model_folder / "model.safetensors")
+
+@pytest.mark.whole
+@pytest.mark.anyio
+async def test_an_engine_that_could_not_start_starts_once_it_can(demo_model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(demo_model_folder, folder, symlinks=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    engine = VllmEngine(folder, template="pythonic", max_num_seqs=4, max_model_len=512)
+    with pytest.raises(BadModel):
+        await engine.__aenter__()
+
+    (folder / "model.safetensors").symlink_to(demo_model_folder / "model.safetensors")
     async with engine, engine.stream(generation()) as stream:
         assert sum([len(delta.token_ids) async for delta in stream]) == 4
     assert_no_engine_process_is_left()
@@ -197,9 +205,8 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_leaves_no_process(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_cancelling_a_start_ends_what_it_started(
-    demo_model_folder: Path, anyio_backend: str, monkeypatch: pytest.MonkeyPatch
+    demo_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = anyio.Event()
     start = BaseProcess.start
@@ -218,7 +225,6 @@ async def test_cancelling_a_start_ends_what_it_started(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize(
     ("argument", "value", "problem"),
     [
@@ -228,7 +234,7 @@ async def test_cancelling_a_start_ends_what_it_started(
     ],
 )
 async def test_an_impossible_argument_is_refused_by_name(
-    demo_model_folder: Path, anyio_backend: str, argument: str, value: object, problem: str
+    demo_model_folder: Path, argument: str, value: object, problem: str
 ) -> None:
     with pytest.raises(BadOption, match=rf"VllmEngine\({argument}=.*{problem}"):
         async with VllmEngine(**{argument: value}):  # type: ignore[arg-type]

@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 import math
-import os
-import signal
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 
 from runner.engines.base import Delta, DeltaStream, Finish, FinishReason, GenerationRequest, Session
 from runner.engines.vllm.engine import VllmEngine
-from runner.errors import EngineDead, RequestRejected
+from runner.errors import RequestRejected
 from runner.options import Constraint, ConstraintKind, Sampling
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
@@ -378,39 +376,3 @@ async def test_entering_twice_is_refused(engine: VllmEngine) -> None:
         await engine.__aenter__()
     assert engine.is_alive()
     await engine.health()
-
-
-async def test_death_ends_every_stream_with_one_cause(doomed_engine: VllmEngine) -> None:
-    engine = doomed_engine
-    core = engine.processes()[0]
-    deaths: list[EngineDead] = []
-    finishes: list[Finish | None] = []
-    reading = anyio.Event()
-
-    async def play() -> None:
-        stream = engine.stream(request(LONG))
-        try:
-            async with stream:
-                async for _ in stream:
-                    reading.set()
-        except EngineDead as error:
-            deaths.append(error)
-            finishes.append(stream.finish)
-
-    with anyio.fail_after(WATCHDOG):
-        async with anyio.create_task_group() as tasks:
-            for _ in range(engine.places + 2):
-                tasks.start_soon(play)
-            await reading.wait()
-            os.kill(core, signal.SIGKILL)
-    assert len(deaths) == engine.places + 2, "those at the gate, too"
-    assert {str(death) for death in deaths} == {"The engine died: its process was ended by SIGKILL"}
-    assert len({id(death.__cause__) for death in deaths if death.__cause__}) == 1
-    ended = [finish for finish in finishes if finish is not None]
-    assert len(ended) == engine.places
-    assert {finish.reason for finish in ended} == {FinishReason.ERROR}
-    assert not engine.is_alive()
-    with pytest.raises(EngineDead, match="SIGKILL"):
-        await engine.health()
-    with pytest.raises(EngineDead, match="SIGKILL"):
-        await sample(engine, request())

@@ -8,23 +8,22 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import psutil
 import pytest
 
-from runner import Outcome, Run, Trajectory
 from runner.engines.base import GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.engines.vllm.weight_memory import open_memories
 from runner.engines.weights import LocalTransfer, WeightTransfer
-from runner.errors import BadWeights, EngineDead
+from runner.errors import BadWeights
 from runner.models import demo_model
 from runner.options import Sampling
+from runner.testing.engine_pool import EngineAtHome
 from runner.tokens.log import VersionSpan
-from tests.playing import Plain, tasks, until_end
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
@@ -32,11 +31,6 @@ WATCHDOG = 240.0
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 _names = itertools.count()
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +62,6 @@ def folder(new: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """Where a trainer saves."""
-    folder = tmp_path / "saved"
-    folder.mkdir()
-    return folder
-
-
 Said = tuple[list[int], list[float]]
 
 
@@ -91,13 +77,6 @@ async def say(engine: VllmEngine, max_tokens: int = 24) -> Said:
     return [one for delta in deltas for one in delta.token_ids], [
         one for delta in deltas for one in delta.logprobs or ()
     ]
-
-
-def weights_of(engine: VllmEngine) -> VllmWeights:
-    assert engine.control is not None
-    driver: Any = engine.control.driver
-    weights: VllmWeights = driver._weights
-    return weights
 
 
 def assert_nothing_is_left(engine: VllmEngine) -> None:
@@ -219,19 +198,17 @@ def parcels(folder: Path, tensors: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [announced(tensors, [name for name in where if where[name] == file], file) for file in files]
 
 
-async def test_a_transfer_engine_brings_the_same_weights_and_a_failure_half_way_ends_all_with_one_cause(
-    old: dict[str, Any], new: dict[str, Any], folder: Path, tmp_path: Path, saved: Path, anyio_backend: str
+def test_a_transfer_engine_brings_the_same_weights(
+    float32_engine: EngineAtHome, old: dict[str, Any], new: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
-    async with VllmEngine(
-        max_num_seqs=8,
-        max_model_len=1024,
-        weight_transfer_config={"backend": "file"},
-        worker_extension_cls="tests.engines.file_transfer.FileWorker",
-    ) as engine:
+    async def scenario() -> None:
+        engine = cast("VllmEngine", float32_engine.inner)
         with anyio.fail_after(WATCHDOG):
             await transfer_scenario(engine, old, new, folder)
             await local_scenario(engine, old, new, tmp_path)
-            await death_scenario(engine, new, saved)
+            await engine.update_weights(demo_model())
+
+    float32_engine.home.call(scenario)
 
 
 async def transfer_scenario(engine: VllmEngine, old: dict[str, Any], new: dict[str, Any], folder: Path) -> None:
@@ -293,41 +270,3 @@ async def local_scenario(engine: VllmEngine, old: dict[str, Any], new: dict[str,
     for version in ("sent again", "and again"):
         await engine.update_weights(LocalTransfer(here, source), version=version)
         assert await say(engine) == other
-
-
-async def death_scenario(engine: VllmEngine, new: dict[str, Any], saved: Path) -> None:
-    """A folder in which somebody saves other tensors between the check and the load."""
-    from safetensors.torch import save_file
-
-    weights, version = weights_of(engine), engine.weight_version
-    check = weights.check
-    save_file(new, saved / "model.safetensors")
-
-    async def check_too_early(source: Any) -> Any:
-        checked = await check(source)
-        save_file({**new, NORM: new[NORM][:-1]}, saved / "model.safetensors")
-        return checked
-
-    weights.check = check_too_early  # type: ignore[method-assign]  # as if a trainer saved just then
-    played: list[Trajectory] = []
-
-    async def update() -> None:
-        while engine.stats().open < 4:  # noqa: ASYNC110  # counted by the engine
-            await anyio.sleep(0.05)
-        with pytest.raises(EngineDead, match="could not be loaded: "):
-            await engine.update_weights(saved)
-
-    sampling = Sampling(max_tokens=900, stop_ids=())
-    run = Run(Plain, engine, tasks=tasks(12), breaker=1.0, sampling=sampling)
-    async with anyio.create_task_group() as group:
-        group.start_soon(update)
-        with pytest.raises(EngineDead, match="could not be loaded: "):
-            await until_end(run, played)
-    cut = [trajectory for trajectory in played if trajectory.outcome is Outcome.ENGINE_ERROR]
-    assert cut
-    assert len({trajectory.error for trajectory in cut}) == 1
-    assert (engine.stats().open, engine.weight_version, engine.is_alive()) == (0, version, False)
-    with pytest.raises(EngineDead, match="could not be loaded: ") as health:
-        await engine.health()
-    assert {trajectory.error for trajectory in cut} == {str(health.value)}
-    assert list(open_memories()) == []
