@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import runner.errors
-from runner import BadOption, BadTask, RunFile, ScriptedEngine, TooManyFailures
+from runner import BadOption, RunFile, ScriptedEngine, TooManyFailures
 from runner.cli.app import EPILOG, app
 from runner.cli.run import RunSettings, run_command
 from runner.cli.values import limits_of, pairs, plain_value
@@ -226,51 +226,6 @@ def test_tasks_may_come_from_a_file(folder: Path) -> None:
     assert play("mine.py:Greeting", tasks=folder / "tasks.jsonl") == 0
     with RunFile(folder / "runs" / "Greeting-001.db") as run_file:
         assert {row.id for row in run_file} == {"a#0", "b#0"}
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"settings": ("count",)}, BadOption, "write --set name=value"),
-        ({"settings": ("counts=3",)}, BadOption, "Did you mean 'count'"),
-        ({"limits": ("turn=3",)}, BadOption, "Did you mean 'turns'"),
-        ({"limits": ("turns=0",)}, BadOption, "at least 1"),
-        ({"sampling": {"temperature": -1.0}}, BadOption, "of at least 0"),
-        ({"episodes": 3, "group_size": 2}, BadOption, "no multiple of --group-size 2"),
-        ({"group_size": 2, "index": 2}, BadOption, "a group has the episodes 0 to 1"),
-        ({"task": "nowhere"}, BadTask, "no task 'nowhere' among 4; the first ids are 't-0', 't-1', 't-2'"),
-        ({"tasks": Path("nowhere.jsonl")}, BadTask, "no task file 'nowhere.jsonl'"),
-    ],
-)
-def test_bad_input_is_named_with_its_fix(
-    folder: Path, options: dict[str, Any], error: type[DeltarunnerError], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        play("mine.py:Greeting", **options)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["run", "nowhere"], 3, "There is no environment 'nowhere'"),
-        (["run", "mine.py:Rewardless"], 3, "Rewardless has no reward"),
-        (["run", "mine.py:Greeting", "--model", "nowhere/"], 5, "no model folder 'nowhere/'"),
-        (["run", "calculator", "--template", "nowhere.jinja"], 6, "nowhere.jinja"),
-        (["run", "calculator", "--temperature", "warm"], 2, "temperature"),
-        (["show", "nowhere.db"], 7, "no run file nowhere.db"),
-        (["export", "mine.py"], 7, "no run file"),
-        (["nonsense"], 2, "No such command"),
-    ],
-)
-def test_every_error_is_one_message_and_an_exit_code(
-    folder: Path, arguments: list[str], code: int, message: str
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "runner.cli.app", *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == code, done.stderr
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_an_unknown_command_is_answered_with_those_that_are(folder: Path) -> None:

@@ -153,35 +153,6 @@ def test_a_file_that_is_empty_is_begun(folder: Path, kind: str) -> None:
         assert (len(stored), stored.complete) == (2, True)
 
 
-# --- refused before anything is shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "code"),
-    [
-        (["nowhere"], "BadEnvironment", 3),
-        (["mine.py:Greeting", "--set", "colour=red"], "BadOption", 2),
-        (["mine.py:Greeting", "--limit", "turn=3"], "BadOption", 2),
-        (["mine.py:Greeting", "--engine-option", "model=other"], "BadOption", 2),
-        (["mine.py:Greeting", "--engine-option", "stream_interval=often"], "BadOption", 2),
-        (["mine.py:Greeting", "--tasks", "nowhere.jsonl"], "BadTask", 4),
-        (["mine.py:Greeting", "--task", "nowhere"], "BadTask", 4),
-        (["mine.py:Raising"], "BadTask", 4),
-        (["mine.py:Greeting", "--model", "nowhere/"], "BadModel", 5),
-        (["mine.py:Greeting", "--template", "nowhere.jinja"], "BadTemplate", 6),
-        (["mine.py:Greeting", "--file", "mine.py/w.db"], "StorageFailed", 8),
-    ],
-)
-def test_every_refused_run_ends_with_a_line_of_json(folder: Path, arguments: list[str], kind: str, code: int) -> None:
-    command = [sys.executable, "-m", "runner.cli.app", "run", *arguments, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr
-    (line,) = done.stdout.splitlines()
-    told = json.loads(line)
-    assert (told["error"]["kind"], told["exit_code"], told["file"]) == (kind, code, None)
-    assert told["error"]["message"] in done.stderr
-
-
 def test_what_an_environment_prints_while_it_is_loaded_is_not_among_the_json(folder: Path) -> None:
     (folder / "loud.py").write_text("print('loading')\n")
     command = [sys.executable, "-m", "runner.cli.app", "run", "loud.py", "--json"]

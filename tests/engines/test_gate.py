@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from runner.engines.base import Session
 from runner.engines.gate import AdmissionGate
 from runner.errors import EngineDead
+from tests import sweeps
 
 
 @dataclass
@@ -269,7 +270,7 @@ OPERATIONS = st.lists(
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=sweeps.times(60, 20))
 @given(places=st.integers(1, 3), operations=OPERATIONS)
 def test_any_history_obeys_the_rules(backend: str, places: int, operations: list[tuple[str, int, int]]) -> None:
     anyio.run(_play, places, operations, backend=backend)
@@ -314,7 +315,7 @@ async def _play(places: int, operations: list[tuple[str, int, int]]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=sweeps.times(40, 15))
 @given(moments=st.lists(st.integers(0, 8), min_size=8, max_size=8), places=st.integers(1, 3))
 def test_cancelling_at_any_moment_loses_no_place_and_no_wake_up(backend: str, moments: list[int], places: int) -> None:
     anyio.run(_cancel_at, moments, places, backend=backend)
