@@ -16,18 +16,24 @@ import pytest
 
 __all__ = ["scheduler", "tell"]
 
-GROUPS = ("engine", "timing", "conformance")
+GROUPS = ("engine", "timing")
 """Markers of tests that stay together; the largest group is begun first."""
 
 
 def tell(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """Write down the groups, in a process that was given its tests by another one."""
     if hasattr(config, "workerinput"):
-        found = {item.nodeid: group for item in items for group in GROUPS if item.get_closest_marker(group)}
+        found = {item.nodeid: group for item in items if (group := _group(item))}
         # All of them write the same, so that each may replace what another one wrote, at once and as a whole.
         written = _folder(config) / "groups.json"
         written.write_text(json.dumps(found), encoding="utf-8")
         written.replace(_folder(config).parent / written.name)
+
+
+def _group(item: pytest.Item) -> str | None:
+    marked = next((group for group in GROUPS if item.get_closest_marker(group)), None)
+    # The whole sweeps of a file are played once, for all tests that look at them.
+    return marked or (str(item.path) if item.get_closest_marker("whole") else None)
 
 
 def scheduler(config: pytest.Config, log: Any) -> Any:

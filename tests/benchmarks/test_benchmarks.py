@@ -14,6 +14,8 @@ from runner import VllmEngine
 from tests.benchmarks.__main__ import NAMES
 from tests.benchmarks.figures import Figure
 
+pytestmark = pytest.mark.slow
+
 SMALL: dict[str, dict[str, Any]] = {
     "start": {"ROUNDS": 1},
     "parts": {"ROUNDS": 1, "TIMES": 2},

@@ -14,6 +14,8 @@ from runner.cli.random_model import _arguments
 from runner.tools.tool import Tool
 from tests.checking import GOOD, check, findings, folder_of_modules
 
+pytestmark = pytest.mark.slow
+
 BAD = {
     # --- schemas
     "untyped": """

@@ -13,6 +13,8 @@ import pytest
 
 from tests.checking import GOOD, check, findings, folder_of_modules
 
+pytestmark = pytest.mark.slow
+
 BAD = {
     # --- what is left
     "process": """

@@ -33,6 +33,8 @@ from tests.repository import DOCS
 from tests.tokens.families import FAMILIES, model
 from tests.tokens.profiles import BEGIN, END, table
 
+pytestmark = pytest.mark.slow
+
 Check = Callable[..., Result]
 
 
@@ -351,6 +353,7 @@ def test_the_pages_python_runs() -> None:
     exec(compile(source, "chat-templates.md", "exec"), {})
 
 
+@pytest.mark.whole
 def test_the_pages_counts_are_those_of_the_corpus() -> None:
     written = PAGE.partition(BEGIN)[2].partition(END)[0]
     assert written == table(), "python -m tests.tokens.profiles --write"

@@ -65,6 +65,7 @@ def said(*command: object, folder: Path | None = None) -> str:
     return done.stdout
 
 
+@pytest.mark.whole
 def test_what_is_written_installs_passes_its_tests_and_is_found_by_name(python: Path, tmp_path: Path) -> None:
     command = python.with_name("deltarunner")
     assert "cd word-game" in said(command, "new", "word-game", folder=tmp_path)
@@ -80,6 +81,7 @@ def test_what_is_written_installs_passes_its_tests_and_is_found_by_name(python: 
     assert said(command, "check", "word_game").endswith("ok\n")
 
 
+@pytest.mark.whole
 def test_the_wheel_carries_the_whole_skeleton_and_no_template_of_a_chat_beside_it(python: Path) -> None:
     found = said(python, "-c", "import runner; print(runner.__file__)", folder=python.parent).strip()
     templates = Path(found).parent / "templates"
@@ -91,6 +93,21 @@ def test_the_wheel_carries_the_whole_skeleton_and_no_template_of_a_chat_beside_i
 
 
 # --- what is written
+
+
+def test_what_is_written_passes_its_own_tests(tmp_path: Path) -> None:
+    project = tmp_path / "word-game"
+    write_project(Names.of("word-game"), project)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio"],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{project}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^\d+ passed in", done.stdout, flags=re.MULTILINE)
 
 
 def test_every_file_carries_the_name_and_none_the_skeletons(tmp_path: Path) -> None:

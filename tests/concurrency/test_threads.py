@@ -14,7 +14,7 @@ import pytest
 
 from runner.concurrency.threads import Job, Workers, busy_threads
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 WATCHDOG = 30.0
 

@@ -21,7 +21,7 @@ from tests.engines.controlling import MODES, TEXT, a_while, ask, saying, slow
 from tests.playing import Plain, tasks
 from tests.repository import DOCS
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 # --- what is refused, and when
 

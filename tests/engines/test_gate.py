@@ -55,6 +55,7 @@ class Hall:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_never_more_than_its_places_are_inside() -> None:
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(2, room=100), tasks)
@@ -69,6 +70,7 @@ async def test_never_more_than_its_places_are_inside() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_late_requests_go_before_first_ones_and_each_in_order() -> None:
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(1, room=100), tasks)
@@ -83,6 +85,7 @@ async def test_late_requests_go_before_first_ones_and_each_in_order() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_a_session_is_late_once_it_was_admitted() -> None:
     gate = AdmissionGate(1, room=100)
     session = Session()
@@ -93,6 +96,7 @@ async def test_a_session_is_late_once_it_was_admitted() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_room_holds_back_first_requests_only() -> None:
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(4, room=100), tasks)
@@ -113,6 +117,7 @@ async def test_room_holds_back_first_requests_only() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_a_first_request_gets_in_when_no_session_is_live() -> None:
     gate = AdmissionGate(1, room=100)
     await gate.enter(Session(), 10_000)
@@ -120,6 +125,7 @@ async def test_a_first_request_gets_in_when_no_session_is_live() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_closing_a_session_wakes_who_waits_for_room() -> None:
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(4, room=100), tasks)
@@ -137,6 +143,7 @@ async def test_closing_a_session_wakes_who_waits_for_room() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_room_is_counted_in_whole_blocks() -> None:
     gate = AdmissionGate(1, room=100, block=32)
     await gate.enter(Session(), 33)
@@ -144,6 +151,7 @@ async def test_room_is_counted_in_whole_blocks() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_a_closed_session_cannot_enter() -> None:
     gate = AdmissionGate(1, room=100)
     session = Session()
@@ -154,6 +162,7 @@ async def test_a_closed_session_cannot_enter() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_a_cancelled_giant_no_longer_blocks_those_behind_it() -> None:
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(4, room=100), tasks)
@@ -168,6 +177,7 @@ async def test_a_cancelled_giant_no_longer_blocks_those_behind_it() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_failure_wakes_everybody_and_lets_nobody_in() -> None:
     gate = AdmissionGate(1, room=100)
     failed: list[str] = []
@@ -210,6 +220,7 @@ def test_cancellation_between_admission_and_wake_up_gives_the_place_back() -> No
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_a_cancelled_caller_does_not_enter() -> None:
     gate = AdmissionGate(1, room=100)
     with anyio.CancelScope() as scope:

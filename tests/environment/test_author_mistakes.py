@@ -28,7 +28,7 @@ from runner import (
 from runner.testing import call
 from tests.playing import Plain, play, play_all, tasks
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
 def function_that_takes_a(a: int) -> int:

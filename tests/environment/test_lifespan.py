@@ -15,7 +15,7 @@ from runner import BadEnvironment, Limits, Outcome, Run, run
 from runner.testing import ScriptedEngine
 from tests.playing import Plain, play, recording
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
 @pytest.fixture

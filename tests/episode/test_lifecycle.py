@@ -15,7 +15,7 @@ from runner.store.writer import RunWriter
 from runner.testing import ScriptedEngine, call
 from tests.playing import Plain, play, play_all, recording, tasks
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
 async def test_life_comes_in_the_order_that_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from runner.options import ConstraintKind
 from runner.testing import Replies, call
 from tests.playing import Plain, play, recording
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
 def results(trajectory: Any) -> list[str]:

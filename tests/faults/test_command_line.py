@@ -18,6 +18,8 @@ from runner import Outcome, RunFile
 from tests.faults.command import AUTHOR
 from tests.repository import ROOT
 
+pytestmark = pytest.mark.slow
+
 WATCHDOG = 100.0
 ENDS_WITHIN = 20.0  # ten times the promise
 

@@ -17,6 +17,8 @@ from tests.faults.comparing import stored
 from tests.faults.crowd import GROUP_SIZE, Crowd, engine
 from tests.repository import ROOT
 
+pytestmark = pytest.mark.slow
+
 WATCHDOG = 120.0
 ROUNDS = 6
 

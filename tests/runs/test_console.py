@@ -12,6 +12,8 @@ import pytest
 from runner import Outcome, RunFile
 from tests.repository import ROOT
 
+pytestmark = pytest.mark.slow
+
 WATCHDOG = 100.0
 
 AUTHOR = """

@@ -35,7 +35,7 @@ from runner.concurrency.user_code import describe_error
 from runner.testing import Fault, Latency, call
 from tests.playing import Plain, play, play_all, tasks, until_end
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])

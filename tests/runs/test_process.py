@@ -33,6 +33,8 @@ from runner import (
 from runner.runs.process import Reporter, on_event_loop, supervise
 from runner.runs.run import Run
 
+pytestmark = pytest.mark.slow
+
 WATCHDOG = 20.0
 
 

@@ -35,7 +35,7 @@ from runner.store.writer import RunWriter
 from runner.testing import Fault, ScriptedEngine, assert_exact, no_leaks
 from tests.playing import Plain, play, play_all, recording, tasks, until_end
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 ONE = Concurrency(episodes=1)
 

@@ -22,6 +22,8 @@ from runner.trajectory import Outcome
 from tests.repository import ROOT
 from tests.store.building import assert_equal, header, played
 
+pytestmark = pytest.mark.slow
+
 ANNOUNCER = Path(__file__).with_name("announcer.py")
 
 

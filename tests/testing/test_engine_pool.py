@@ -15,6 +15,8 @@ from runner.testing.engine_pool import EngineAtHome, EnginePool
 from tests.testing.inner import run, run_apart
 from tests.testing.test_playing import Sums
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["pytester"]
 
 # Stands for the model in tests of what surrounds it.

@@ -28,6 +28,12 @@ def profile(entry: Entry) -> TemplateProfile | Fault:
         return error.fault
 
 
+def traits(entry: Entry) -> str:
+    """What a template of the corpus does, in words."""
+    found = profile(entry)
+    return found.value if isinstance(found, Fault) else " ".join(_word(getattr(found, trait)) for trait in Trait)
+
+
 def table(processes: int = 2) -> str:
     """The counts as Markdown: of all templates, and of those that carry tools."""
     with multiprocessing.get_context("fork").Pool(processes) as pool:

@@ -24,6 +24,8 @@ from tests.conformance.corpus import Entry, corpus
 from tests.conformance.sweep import is_tool_capable
 from tests.tokens.bridging import ADD, chatml
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parent / "looking_back"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 CONTROLS = [name for name in NAMES if name.startswith("neg_")]

@@ -18,7 +18,7 @@ from runner.errors import BadOption, RequestRejected
 from runner.testing import Latency, ModelCall, Reply, ScriptedEngine, call
 from tests.engines.asking import END, STOP, converse, request, say
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
 # --- what it says

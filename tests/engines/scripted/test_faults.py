@@ -11,7 +11,7 @@ from runner.options import Constraint, ConstraintKind
 from runner.testing import Fault, Latency, ModelCall, Reply, ScriptedEngine, call, no_leaks
 from tests.engines.asking import END, STOP, request, say
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
 # --- faults
