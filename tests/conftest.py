@@ -123,6 +123,17 @@ def demo_model_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
+def hugging_face_model(demo_model_folder: Path) -> Any:
+    """The demo model in Hugging Face's hands, in float32, to compare an engine with; nobody changes it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other libraries' own affairs
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(demo_model_folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
 async def session_engine(demo_model_folder: Path, anyio_backend: str) -> AsyncIterator[VllmEngine]:
     """The real engine on the demo model, on the event loop of asynchronous tests, with places for 16."""
     async with VllmEngine("smollm2-135m", max_num_seqs=16, max_model_len=4096) as engine:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -259,20 +257,15 @@ async def test_a_newline_and_a_second_stop_behind_the_models_own_close_stay_and_
 
 
 @pytest.fixture(scope="module")
-def teacher(demo_model_folder: Path) -> Teacher:
+def teacher(hugging_face_model: Any) -> Teacher:
     """Hugging Face's log-probability of each id after the ones before it, in float32; NaN for the first."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other libraries' own affairs
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(demo_model_folder, dtype=torch.float32)
+    import torch
 
     def logprobs(ids: Sequence[int]) -> list[float]:
         sequence, threads = torch.tensor([list(ids)]), torch.get_num_threads()
         torch.set_num_threads(1)  # several would wait for one another, as the engine's own threads hold the cores
         with torch.inference_mode():
-            rows = model(sequence).logits[0, :-1].float().log_softmax(-1)
+            rows = hugging_face_model(sequence).logits[0, :-1].float().log_softmax(-1)
         torch.set_num_threads(threads)
         return [math.nan, *rows.gather(1, sequence[0, 1:, None])[:, 0].tolist()]
 

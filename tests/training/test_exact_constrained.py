@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -47,17 +45,6 @@ def page() -> dict[str, Any]:
     return names
 
 
-@pytest.fixture(scope="module")
-def trainer(demo_model_folder: Path) -> Any:
-    """Hugging Face's model in float32."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other libraries' own affairs
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(demo_model_folder, dtype=torch.float32)
-
-
 Compare = Callable[[Sequence[Trajectory]], "Difference"]
 
 
@@ -83,7 +70,7 @@ class Difference:
 
 
 @pytest.fixture
-def compare(page: dict[str, Any], trainer: Any, float32_engine: Any) -> Compare:
+def compare(page: dict[str, Any], hugging_face_model: Any, float32_engine: Any) -> Compare:
     """What a trainer does, from trajectories to log-probabilities, by the page."""
     import torch
 
@@ -97,7 +84,7 @@ def compare(page: dict[str, Any], trainer: Any, float32_engine: Any) -> Compare:
         assert np.array_equal(of_page.table, masks.table)
         assert np.array_equal(of_page.index, masks.index)
         with torch.inference_mode():
-            ours, plain = (page["trained_logprobs"](trainer, batch, each).numpy() for each in (masks, none))
+            ours, plain = (page["trained_logprobs"](hugging_face_model, batch, each).numpy() for each in (masks, none))
         recorded = batch.logprobs[batch.loss_mask]
         return Difference(ours - recorded, plain - recorded, masks.take(batch.loss_mask), recorded)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,14 +66,8 @@ def _merged(weights: Mapping[str, Any], adapter: Mapping[str, Any]) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def teacher(demo_model_folder: Path) -> Teacher:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other libraries' own affairs
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(demo_model_folder, dtype=torch.float32)
-        return Teacher(model, dict(model.named_parameters()))
+def teacher(hugging_face_model: Any) -> Teacher:
+    return Teacher(hugging_face_model, dict(hugging_face_model.named_parameters()))
 
 
 @pytest.fixture(scope="module")
