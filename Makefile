@@ -5,11 +5,13 @@ ENGINE ?= cpu
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test train train-proof bench docs clean
+.PHONY: help setup run check test-quick test test-all train train-proof bench docs clean
 
 help:
 	@echo "make run     play 64 episodes of the calculator environment on the demo model"
-	@echo "make test    format, lint, types and tests, with the real engine"
+	@echo "make test-quick  the quick tests, without a model: for while one works, under 3 minutes"
+	@echo "make test    format, lint, layers, types and tests, with the real engine: 10 minutes on two cores"
+	@echo "make test-all  the same with whole sweeps, both event loops and wheels: before a release"
 	@echo "make train   watch the demo model learn to use the calculator, some 7 minutes; train-proof does it thrice"
 	@echo "make bench   the benchmarks; prints figures"
 	@echo "make docs    guides and reference as a site, in build/docs"
@@ -23,15 +25,23 @@ setup:
 run: setup
 	@$(BIN)/deltarunner run calculator --episodes 64 --temperature 0 --show 3
 
-test: setup
-	@echo "test: format"
-	@$(BIN)/ruff format --check .
-	@echo "test: lint"
-	@$(BIN)/ruff check .
-	@echo "test: types"
+# Some seconds, or half a minute where mypy has not seen this tree before.
+check: setup
+	@echo "check: format, lint, layers, types"
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/lint-imports --no-logo >.venv/layers.log || { cat .venv/layers.log; exit 1; }
 	@$(BIN)/mypy
-	@echo "test: pytest, with the real engine (some minutes)"
-	@$(BIN)/python -m pytest
+
+# Two processes: tests with the real engine are together in one of them (tests/lanes.py).
+test-quick: setup
+	@$(BIN)/python -m pytest -q -n 2 -m "not engine and not slow"
+
+test: check
+	@$(BIN)/python -m pytest -n 2 --durations=25
+
+test-all: check docs
+	@$(BIN)/python -m pytest -n 2 --durations=25 --sweeps=whole
 
 train: setup
 	@$(BIN)/python -m examples.train_grpo

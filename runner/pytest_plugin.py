@@ -5,10 +5,11 @@ It imports pytest and the standard library; everything else is imported by the f
 
 from __future__ import annotations
 
+import fcntl
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import pytest
 
@@ -29,6 +30,7 @@ _ENGINE = (
 
 _failed = pytest.StashKey[bool]()
 _running = pytest.StashKey[str]()
+_engine_lock = pytest.StashKey[TextIO]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -104,16 +106,10 @@ def real_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine
     pool = engine_pool.EnginePool(
         lambda **options: engine_pool.make_engine(**options), lambda: request.session.stash[_running]
     )
-    workers = getattr(request.config, "workerinput", {}).get("workercount", 1)  # what pytest-xdist tells its workers
 
     def started(**options: Any) -> Engine:
         __tracebackhide__ = True
-        if workers > 1:
-            pytest.fail(
-                f"real_engine: {workers} workers of pytest-xdist would start a model each. "
-                "Run these tests in one process: pytest -m engine -n 0.",
-                pytrace=False,
-            )
+        _be_the_one_that_starts_engines(request)
         with _one_message():
             return pool.engine(**options)
 
@@ -218,6 +214,37 @@ async def _nothing() -> None:
 
 def _may_start_engines(item: pytest.Item) -> bool:
     return bool(item.config.getoption("--runner-engine")) or item.get_closest_marker("engine") is not None
+
+
+def _be_the_one_that_starts_engines(request: pytest.FixtureRequest) -> None:
+    """Fail the test if another worker of pytest-xdist has started an engine: each would have a model of its own."""
+    __tracebackhide__ = True
+    worker: str | None = getattr(request.config, "workerinput", {}).get("workerid")
+    if worker is None or _engine_lock in request.session.stash:
+        return
+    # The workers' own folders lie in one that they share. A lock, and not a file that is there or not, since it goes
+    # with the worker that holds it.
+    folder = request.getfixturevalue("tmp_path_factory").getbasetemp().parent
+    file = (folder / "runner-engine.lock").open("a+", encoding="utf-8")
+    if not _locked(file):
+        with file:
+            file.seek(0)
+            owner = (file.read().split() or ["another worker"])[-1]
+        pytest.fail(
+            f"real_engine: {worker} would start a model while {owner} has one. Let one worker have all tests that "
+            "start one (in one file, pytest --dist loadfile), or run them in one process: pytest -m engine -n 0.",
+            pytrace=False,
+        )
+    print(worker, file=file, flush=True)
+    request.session.stash[_engine_lock] = file
+
+
+def _locked(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _settings(marker: pytest.Mark | None) -> dict[str, Any]:

@@ -1,18 +1,119 @@
-"""Fixtures that tests share: the demo model, and one real engine for all tests that need one.
+"""What all tests share: how much is played, on which event loop, in which order, and the engines.
 
-A test that takes `engine` plays on the real engine, on asyncio, on the one event loop that owns it. Such tests come
-last, behind those that start engines of their own, so that one engine is alive at a time and no other test meets its
-event loop; whoever takes `doomed_engine` may kill it and comes after everybody.
+`make test` plays the tests in two processes. Those with a real engine are one group, in one of them, and begin with
+the first, since they take longest. One engine is alive at a time: tests that start one of their own come first, then
+those on `real_engine` by their options, then those on `engine`, last those on `doomed_engine`, which they may kill.
 """
 
+from __future__ import annotations
+
+import random
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from runner.engines.vllm.engine import VllmEngine
 from runner.models import demo_model
+from runner.testing.engine_pool import EngineAtHome
+from tests import lanes, sweeps
+from tests.engines.sharing import as_it_was
+
+# A machine that is busy with something else fails no test.
+settings.register_profile("quick", deadline=None, max_examples=30)
+settings.register_profile("whole", deadline=None)
+
+
+# --- how much is played
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("sweeps", "sweeps over templates, vocabularies, event loops and random cases")
+    group.addoption("--sweeps", choices=("sampled", "whole"), default="sampled", help="a part of them, or all")
+    group.addoption("--sweep-seed", type=int, help="which part and which random cases; by default the commit says")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    option, whole = config.option, config.option.sweeps == "whole"
+    if option.sweep_seed is None:  # here and not in the workers, which are given the options of this process
+        option.sweep_seed = random.getrandbits(32) if whole else sweeps.seed_of_commit()
+    if option.hypothesis_seed is None:
+        option.hypothesis_seed = option.sweep_seed
+    sweeps.begin(whole=whole, seed=option.sweep_seed)
+    settings.load_profile("whole" if whole else "quick")
+    # vLLM leaves its sockets' context to the garbage collector, which comes by in any later test, or after the last.
+    config.addinivalue_line("filterwarnings", "ignore:Unclosed context <zmq:ResourceWarning")
+    warnings.filterwarnings("ignore", "Unclosed context <zmq", ResourceWarning)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"sweeps: {config.option.sweeps}, --sweep-seed={config.option.sweep_seed}"
+
+
+# --- on which event loop
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Asyncio, but for tests with the marker `both_backends`."""
+    return "asyncio"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    of_backends = metafunc.definition.get_closest_marker("both_backends") or sweeps.whole()
+    if of_backends and _may_be_on_trio(metafunc):
+        # As a mark, since anyio's own fixture of that name would be asked for its parameters otherwise.
+        both = pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"], scope="module")
+        metafunc.definition.add_marker(both)
+
+
+def _may_be_on_trio(metafunc: pytest.Metafunc) -> bool:
+    """The test is asynchronous, on no real engine, and neither it nor its module says on what it runs."""
+    if "anyio_backend" not in metafunc.fixturenames or "session_engine" in metafunc.fixturenames:
+        return False
+    own = any("anyio_backend" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    return not own and not hasattr(metafunc.module, "anyio_backend")
+
+
+# --- in which order, and in which process
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    # Here, since `-m` selects before the hook below.
+    if "session_engine" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.engine)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not sweeps.whole():
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("whole")])
+        items[:] = [item for item in items if not item.get_closest_marker("whole")]
+    items.sort(key=_turn)
+    lanes.tell(config, items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return lanes.scheduler(config, log)
+
+
+_TURNS = ("doomed_engine", "session_engine", "doomed_float32_engine", "float32_engine", "real_engine")
+"""Fixtures of tests that come late, the last first."""
+
+
+def _turn(item: pytest.Item) -> int:
+    fixtures = getattr(item, "fixturenames", ())
+    late = next((len(_TURNS) - place for place, name in enumerate(_TURNS) if name in fixtures), 0)
+    return late + 1 if item.get_closest_marker("engine") else 0
+
+
+# --- engines
 
 
 @pytest.fixture(scope="session")
@@ -22,51 +123,56 @@ def demo_model_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-async def engine(demo_model_folder: Path, anyio_backend: str) -> AsyncIterator[VllmEngine]:
-    """The real engine on the demo model, with places for 16."""
+def hugging_face_model(demo_model_folder: Path) -> Any:
+    """The demo model in Hugging Face's hands, in float32, to compare an engine with; nobody changes it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other libraries' own affairs
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(demo_model_folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+async def session_engine(demo_model_folder: Path, anyio_backend: str) -> AsyncIterator[VllmEngine]:
+    """The real engine on the demo model, on the event loop of asynchronous tests, with places for 16."""
     async with VllmEngine("smollm2-135m", max_num_seqs=16, max_model_len=4096) as engine:
         yield engine
 
 
 @pytest.fixture
-async def doomed_engine(engine: VllmEngine) -> AsyncIterator[VllmEngine]:
-    """The same engine, for a test that kills it, or a new one where another test has."""
-    if engine.is_alive():
+async def engine(session_engine: VllmEngine) -> AsyncIterator[VllmEngine]:
+    """The same, for a test that leaves it as it was."""
+    async with as_it_was(session_engine):
+        yield session_engine
+
+
+@pytest.fixture
+def doomed_engine(session_engine: VllmEngine) -> VllmEngine:
+    """The same, for the last test, which ends it."""
+    return session_engine
+
+
+@pytest.fixture(scope="session")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the engine in float32 writes its profiles."""
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture
+def doomed_float32_engine(real_engine: Callable[..., EngineAtHome], profiles: Path) -> EngineAtHome:
+    """The engine in float32, for the last test on it, which ends it."""
+    return real_engine(
+        dtype="float32",  # greedy ids are the same however requests are batched
+        profiler_config={"profiler": "torch", "torch_profiler_dir": str(profiles), "torch_profiler_with_stack": False},
+        weight_transfer_config={"backend": "file"},
+        worker_extension_cls="tests.engines.file_transfer.FileWorker",
+    )
+
+
+@pytest.fixture
+def float32_engine(request: pytest.FixtureRequest) -> Iterator[EngineAtHome]:
+    """The same, for a test that leaves it as it was."""
+    engine: EngineAtHome = request.getfixturevalue("doomed_float32_engine")
+    with engine.home.wrap_async_context_manager(as_it_was(engine.inner)):
         yield engine
-        return
-    async with VllmEngine("smollm2-135m", max_num_seqs=16, max_model_len=4096) as another:
-        yield another
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_configure(config: pytest.Config) -> None:
-    # vLLM leaves its sockets' context to the garbage collector, which comes by in any later test, or after the last.
-    config.addinivalue_line("filterwarnings", "ignore:Unclosed context <zmq:ResourceWarning")
-    warnings.filterwarnings("ignore", "Unclosed context <zmq", ResourceWarning)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "engine" in metafunc.fixturenames:
-        # As a mark, since pytest would parametrise the plugin's own fixture of that name otherwise.
-        metafunc.definition.add_marker(pytest.mark.parametrize("anyio_backend", ["asyncio"], scope="session"))
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    # Here, since `-m` selects before the hook below.
-    if "engine" in getattr(item, "fixturenames", ()):
-        item.add_marker(pytest.mark.engine)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_turn)
-
-
-def _turn(item: pytest.Item) -> int:
-    fixtures = getattr(item, "fixturenames", ())
-    if "doomed_engine" in fixtures:
-        return 3
-    if "engine" in fixtures:
-        return 2
-    return 1 if item.get_closest_marker("engine") else 0

@@ -16,8 +16,9 @@ import pytest
 
 from runner import Concurrency, Environment, Outcome, Run, ScriptedEngine, reward
 from runner.testing import Replies, call
+from tests.repository import DOCS, ROOT
 
-PAGE = (Path(__file__).parents[1] / "docs" / "environments.md").read_text()
+PAGE = (DOCS / "environments.md").read_text()
 
 
 def blocks() -> list[str]:
@@ -96,7 +97,7 @@ async def test_the_episode_of_the_page_has_tools_of_its_setup_and_is_compared_in
 
 
 PACKAGES = ("runner", "runner.testing", "runner.training", "runner.generation")
-REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
+REFERENCE = DOCS / "reference"
 
 
 def in_the_reference() -> list[str]:
@@ -114,7 +115,7 @@ def test_the_reference_has_every_public_name_once_and_no_other() -> None:
 @pytest.fixture(scope="module")
 def documented() -> griffe.Object | griffe.Alias:
     """The package as the reference is made from it: read, not imported."""
-    loaded = griffe.load("runner", search_paths=[str(Path(__file__).parents[1])], docstring_parser="google")
+    loaded = griffe.load("runner", search_paths=[str(ROOT)], docstring_parser="google")
     assert isinstance(loaded, griffe.Module)
     return loaded
 

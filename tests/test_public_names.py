@@ -3,12 +3,12 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import runner
 from runner import errors, generation, training
+from tests.repository import ROOT
 
 HEAVY = ("torch", "transformers", "vllm", "tokenizers", "pyarrow", "anyio", "pydantic", "rich", "typer")
 
@@ -70,7 +70,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
-    pyproject = Path(__file__).parents[1] / "pyproject.toml"
+    pyproject = ROOT / "pyproject.toml"
     assert f'version = "{runner.__version__}"' in pyproject.read_text()
 
 

@@ -51,7 +51,12 @@ Requests = list[list[tuple[list[int], tuple[int, ...], int | None]]]
 def measure() -> Iterator[Figure]:
     """Sampled ids a second through `Run` and straight through `AsyncLLM`: the same requests, turns about."""
     with TemporaryDirectory() as folder, quiet_output(Path(folder) / "vllm.log"):
-        ours, raw = on_event_loop(_measure)
+        ours, raw = on_event_loop(_on_an_engine)
+    yield from figures(ours, raw)
+
+
+def figures(ours: tuple[float, ...], raw: tuple[float, ...]) -> Iterator[Figure]:
+    """Of the ids a second that both ways gave, round by round."""
     ratios = tuple(one / other for one, other in zip(ours, raw, strict=True))
     name = f"{EPISODES} episodes of {TURNS} turns of {TOKENS} ids"
     yield Figure(f"{name}, through Run", "ids/s", ours)
@@ -59,20 +64,25 @@ def measure() -> Iterator[Figure]:
     yield Figure("  Run / AsyncLLM, round by round", "", ratios, at_least=0.97)
 
 
-async def _measure() -> tuple[tuple[float, ...], tuple[float, ...]]:
+async def _on_an_engine() -> tuple[tuple[float, ...], tuple[float, ...]]:
+    async with VllmEngine("smollm2-135m", max_num_seqs=EPISODES, max_model_len=2048) as engine:
+        return await rounds(engine)
+
+
+async def rounds(engine: VllmEngine) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Ids a second through `Run` and straight through `AsyncLLM`, for each round."""
     ours: list[float] = []
     raw: list[float] = []
-    async with VllmEngine("smollm2-135m", max_num_seqs=EPISODES, max_model_len=2048) as engine:
-        _, requests = await _through_run(engine)  # also warms the engine up
-        await _straight(engine, requests)
-        for number in range(ROUNDS):
-            # Who comes first alternates, since a machine that is getting busier would favour the other.
-            for own in (True, False) if number % 2 else (False, True):
-                await engine.core.llm.reset_prefix_cache()
-                if own:
-                    ours.append((await _through_run(engine))[0])
-                else:
-                    raw.append(await _straight(engine, requests))
+    _, requests = await _through_run(engine)  # also warms the engine up
+    await _straight(engine, requests)
+    for number in range(ROUNDS):
+        # Who comes first alternates, since a machine that is getting busier would favour the other.
+        for own in (True, False) if number % 2 else (False, True):
+            await engine.core.llm.reset_prefix_cache()
+            if own:
+                ours.append((await _through_run(engine))[0])
+            else:
+                raw.append(await _straight(engine, requests))
     return tuple(ours), tuple(raw)
 
 

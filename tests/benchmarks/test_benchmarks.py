@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from runner import VllmEngine
 from tests.benchmarks.__main__ import NAMES
+from tests.benchmarks.figures import Figure
+
+pytestmark = pytest.mark.slow
 
 SMALL: dict[str, dict[str, Any]] = {
     "start": {"ROUNDS": 1},
@@ -27,13 +33,17 @@ VLLM = ("streams", "parity")
 """Those that load vLLM."""
 
 
-def figures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def small(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     module = importlib.import_module(f"tests.benchmarks.{name}")
     for constant, value in SMALL[name].items():
         monkeypatch.setattr(module, constant, value)
     if hasattr(module, "on_one_core"):  # the tests that follow may have all of them
         monkeypatch.setattr(module, "on_one_core", lambda: None)
-    measured = list(module.measure())
+    return module
+
+
+def assert_measured(figures: Iterable[Figure]) -> None:
+    measured = list(figures)
     assert measured
     for figure in measured:
         assert figure.values
@@ -41,16 +51,26 @@ def figures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_none_is_left_out() -> None:
-    assert set(SMALL) == set(NAMES)
+    files = Path(__file__).parent.glob("*.py")
+    with_measures = {file.stem for file in files if "\ndef measure()" in file.read_text(encoding="utf-8")}
+    assert set(SMALL) == set(NAMES) == with_measures
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in VLLM])
 def test_a_benchmark_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures(name, monkeypatch)
+    assert_measured(small(name, monkeypatch).measure())
 
 
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own parts, by torch
-@pytest.mark.parametrize("name", VLLM)
+@pytest.mark.parametrize("name", ["streams", pytest.param("parity", marks=pytest.mark.whole)])
 def test_a_benchmark_of_vllm_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures(name, monkeypatch)
+    assert_measured(small(name, monkeypatch).measure())
+
+
+@pytest.mark.anyio
+async def test_run_and_vllm_are_compared_on_an_engine_that_is_there(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = small("parity", monkeypatch)
+    assert_measured(module.figures(*await module.rounds(engine)))

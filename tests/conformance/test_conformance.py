@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from runner.tokens.bridging.bridge import Bridge, Bridger, Property
+from tests import sweeps
 from tests.conformance.corpus import Entry, corpus
 from tests.conformance.expected import expected
-from tests.conformance.real import PAIRS, Tally, play_all
+from tests.conformance.real import PAIRS, Pair, Tally, play_all, play_pair
+from tests.conformance.record import HISTORY_DEPENDENT, chosen, fresh, read, rows_of
 from tests.conformance.report import faults, page
 from tests.conformance.scenarios import Past, Scenario, case
 from tests.conformance.sweep import Outcome, Verdict, is_tool_capable, play, sweep
 from tests.conformance.vocabulary import END_OF_TEXT
+from tests.repository import DOCS
 
-PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+pytestmark = pytest.mark.slow
+
+PAGE = DOCS / "conformance.md"
 
 RENDERABLE = {
     Scenario.TOOL_RESULT: 362,
@@ -37,13 +41,6 @@ RENDERABLE = {
 
 MISSED = dict.fromkeys(Scenario, 0) | {Scenario.SYSTEM: 1}
 """How many of them at most are refused, though there is a right bridge."""
-
-HISTORY_DEPENDENT = (
-    "Bielik-11B-v3.0-Instruct",  # one block of results for all messages of a kind
-    "Cohere2MoE",  # counts calls
-    "CohereForAI-c4ai-command-r7b-12-2024-tool_use",  # counts tool rounds
-    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",  # opens its block of results once
-)
 
 
 @pytest.fixture(scope="module")
@@ -68,42 +65,64 @@ def test_the_corpus_is_whole() -> None:
     entries = corpus()
     assert len(entries) == 786
     assert sum(len(entry.models) for entry in entries) == 4387
-    assert sum(map(is_tool_capable, entries)) == 377
 
 
+@pytest.mark.parametrize("name", chosen())
+def test_a_template_is_bridged_as_exactly_as_ever(name: str) -> None:
+    assert fresh(named(name)) == read()[name]
+
+
+def test_what_was_recorded_has_nothing_wrong_in_it() -> None:
+    assert read().keys() == {entry.name for entry in corpus()}
+    assert not [of_it for of_it in read().values() if "W" in of_it.verdicts]
+
+
+@pytest.mark.parametrize("name", HISTORY_DEPENDENT)
+def test_a_tail_that_depends_on_the_history_is_that_of_the_whole_history(name: str) -> None:
+    assert depends_on_history(named(name))
+    deep = [o for o in play(named(name)) if o.past is Past.ROUNDS and o.scenario.needs_tools]
+    assert any(o.verdict is Verdict.EXACT for o in deep)
+    assert [o for o in deep if o.verdict is Verdict.WRONG] == []
+
+
+# --- the whole sweep
+
+
+@pytest.mark.whole
+def test_the_tool_capable_templates_are_as_many_as_ever() -> None:
+    assert sum(map(is_tool_capable, corpus())) == 377
+
+
+@pytest.mark.whole
 def test_no_bridge_is_wrong(outcomes: list[Outcome]) -> None:
     assert faults(outcomes) == []
 
 
+@pytest.mark.whole
 def test_every_refusal_names_a_property(outcomes: list[Outcome]) -> None:
     assert {o.detail for o in outcomes if o.verdict is Verdict.REFUSED} <= {*map(str, Property)}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("scenario", RENDERABLE)
 def test_a_scenario_is_renderable_for_as_many_templates_as_ever(outcomes: list[Outcome], scenario: Scenario) -> None:
     found = of(outcomes, Verdict.EXACT, Verdict.REFUSED, Verdict.WRONG, scenario=scenario)
     assert len(found) >= RENDERABLE[scenario]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("scenario", MISSED)
 def test_a_scenario_is_bridged_for_all_but_a_few_templates(outcomes: list[Outcome], scenario: Scenario) -> None:
     refused = of(outcomes, Verdict.REFUSED, Verdict.WRONG, scenario=scenario)
     assert len(refused) <= MISSED[scenario], sorted({f"{o.template}: {o.detail}" for o in refused})
 
 
+@pytest.mark.whole
 def test_of_all_cases_of_tool_capable_templates_99_in_100_are_bridged(outcomes: list[Outcome]) -> None:
     unbridgeable = (Verdict.NOT_APPLICABLE, Verdict.NO_RIGHT_ONE)
     renderable = [o for o in outcomes if o.tools and o.verdict not in unbridgeable]
     bridged = [o for o in renderable if o.verdict is Verdict.EXACT]
     assert len(bridged) >= 0.99 * len(renderable)
-
-
-@pytest.mark.parametrize("name", HISTORY_DEPENDENT)
-def test_a_tail_that_depends_on_the_history_is_that_of_the_whole_history(outcomes: list[Outcome], name: str) -> None:
-    assert depends_on_history(named(name))
-    deep = [o for o in outcomes if o.template == name and o.past is Past.ROUNDS and o.scenario.needs_tools]
-    assert any(o.verdict is Verdict.EXACT for o in deep)
-    assert [o for o in deep if o.verdict is Verdict.WRONG] == []
 
 
 def depends_on_history(entry: Entry) -> bool:
@@ -143,14 +162,35 @@ def test_a_bridge_that_is_not_the_templates_is_called_wrong(monkeypatch: pytest.
     }
 
 
+REFUSED = {"mistralai-Codestral-22B-v0.1": ["system_moves"]}
+"""Codestral's template writes the system message before the last user message, wherever that is."""
+
+
+def one_pair_of_each_vocabulary() -> list[Pair]:
+    pairs = [[pair for pair in PAIRS if pair.vocabulary == name] for name in dict.fromkeys(p.vocabulary for p in PAIRS)]
+    return [sweeps.part(of_it, len(of_it))[0] for of_it in pairs]
+
+
+@pytest.mark.parametrize("pair", one_pair_of_each_vocabulary(), ids=str)
+def test_a_real_vocabulary_gives_the_templates_own_ids(pair: Pair) -> None:
+    tally = play_pair(pair, wanted=40)
+    assert tally.wrong == []
+    assert {*tally.refused} <= {*REFUSED.get(pair.template, [])}
+    assert sum(tally.anchors.values()) + sum(tally.refused.values()) == 40
+
+
+@pytest.mark.whole
 def test_real_vocabularies_give_the_templates_own_ids(tallies: list[Tally]) -> None:
     assert [tally.wrong for tally in tallies if tally.wrong] == []
     refused = {tally.pair.template: dict(tally.refused) for tally in tallies if tally.refused}
-    # Codestral's template writes the system message before the last user message, wherever that is.
-    assert {name: [*why] for name, why in refused.items()} == {"mistralai-Codestral-22B-v0.1": ["system_moves"]}
+    assert {name: [*why] for name, why in refused.items()} == REFUSED
     said = sum(sum(tally.anchors.values()) for tally in tallies) + sum(sum(why.values()) for why in refused.values())
     assert said == 200 * len(PAIRS)
 
 
-def test_the_published_page_is_what_a_fresh_sweep_gives(outcomes: list[Outcome], tallies: list[Tally]) -> None:
+@pytest.mark.whole
+def test_the_published_page_and_the_record_are_what_a_fresh_sweep_gives(
+    outcomes: list[Outcome], tallies: list[Tally]
+) -> None:
     assert PAGE.read_text(encoding="utf-8") == page(outcomes, tallies), "run python -m tests.conformance --write"
+    assert read() == {row.name: row for row in rows_of(outcomes, processes=2)}, "the same"

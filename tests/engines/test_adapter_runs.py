@@ -17,10 +17,11 @@ from runner.errors import BadControl, BadOption, RequestRejected
 from runner.testing import Latency, ModelCall
 from runner.trajectory import Outcome
 from tests.playing import Plain
+from tests.repository import DOCS
 
 pytestmark = pytest.mark.anyio
 
-PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
+PAGE = DOCS / "adapters.md"
 
 
 async def test_an_engine_that_has_none_says_so() -> None:

@@ -17,7 +17,7 @@ from runner.errors import EngineDead, RequestRejected
 from runner.options import Sampling
 from runner.testing import Latency, Reply, ScriptedEngine, cancel_everywhere
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 WATCHDOG = 60.0
 LONG = 40  # ids

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -20,8 +19,9 @@ from runner.testing import ScriptedEngine, assert_exact
 from runner.tokens.log import VersionSpan
 from tests.engines.controlling import MODES, TEXT, a_while, ask, saying, slow
 from tests.playing import Plain, tasks
+from tests.repository import DOCS
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 # --- what is refused, and when
 
@@ -327,7 +327,7 @@ async def test_changes_come_one_after_another_however_many_ask_at_once() -> None
 
 
 async def test_the_trainer_of_the_page_trains(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "engine-control.md").read_text()
+    page = (DOCS / "engine-control.md").read_text()
     source = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0]
     names: dict[str, Any] = {"__name__": "page"}
     exec(compile(source, "engine-control.md", "exec"), names)

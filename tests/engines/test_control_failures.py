@@ -20,7 +20,7 @@ from runner.testing import ScriptedEngine, cancel_everywhere
 from tests.engines.controlling import ask, saying, slow
 from tests.playing import Plain, tasks, until_end
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
 class Careful(ScriptedDriver):

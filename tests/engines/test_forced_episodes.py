@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -39,10 +37,11 @@ from runner.engines.base import Engine, GenerationRequest
 from runner.errors import RequestRejected
 from runner.testing import assert_exact, force
 from runner.tokens.junction import Close, Result
+from tests.repository import DOCS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
-PAGE = Path(__file__).parents[2] / "docs" / "forced-ids.md"
+PAGE = DOCS / "forced-ids.md"
 (EXAMPLE,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 NAMES: dict[str, Any] = {"__name__": "page"}
 exec(compile(EXAMPLE, str(PAGE), "exec"), NAMES)
@@ -258,20 +257,15 @@ async def test_a_newline_and_a_second_stop_behind_the_models_own_close_stay_and_
 
 
 @pytest.fixture(scope="module")
-def teacher(demo_model_folder: Path) -> Teacher:
+def teacher(hugging_face_model: Any) -> Teacher:
     """Hugging Face's log-probability of each id after the ones before it, in float32; NaN for the first."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other libraries' own affairs
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(demo_model_folder, dtype=torch.float32)
+    import torch
 
     def logprobs(ids: Sequence[int]) -> list[float]:
         sequence, threads = torch.tensor([list(ids)]), torch.get_num_threads()
         torch.set_num_threads(1)  # several would wait for one another, as the engine's own threads hold the cores
         with torch.inference_mode():
-            rows = model(sequence).logits[0, :-1].float().log_softmax(-1)
+            rows = hugging_face_model(sequence).logits[0, :-1].float().log_softmax(-1)
         torch.set_num_threads(threads)
         return [math.nan, *rows.gather(1, sequence[0, 1:, None])[:, 0].tolist()]
 

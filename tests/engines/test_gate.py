@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from runner.engines.base import Session
 from runner.engines.gate import AdmissionGate
 from runner.errors import EngineDead
+from tests import sweeps
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Hall:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_never_more_than_its_places_are_inside() -> None:
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(2, room=100), tasks)
@@ -68,6 +70,7 @@ async def test_never_more_than_its_places_are_inside() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_late_requests_go_before_first_ones_and_each_in_order() -> None:
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(1, room=100), tasks)
@@ -82,6 +85,7 @@ async def test_late_requests_go_before_first_ones_and_each_in_order() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_a_session_is_late_once_it_was_admitted() -> None:
     gate = AdmissionGate(1, room=100)
     session = Session()
@@ -92,6 +96,7 @@ async def test_a_session_is_late_once_it_was_admitted() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_room_holds_back_first_requests_only() -> None:
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(4, room=100), tasks)
@@ -112,6 +117,7 @@ async def test_room_holds_back_first_requests_only() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_a_first_request_gets_in_when_no_session_is_live() -> None:
     gate = AdmissionGate(1, room=100)
     await gate.enter(Session(), 10_000)
@@ -119,6 +125,7 @@ async def test_a_first_request_gets_in_when_no_session_is_live() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_closing_a_session_wakes_who_waits_for_room() -> None:
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(4, room=100), tasks)
@@ -136,6 +143,7 @@ async def test_closing_a_session_wakes_who_waits_for_room() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_room_is_counted_in_whole_blocks() -> None:
     gate = AdmissionGate(1, room=100, block=32)
     await gate.enter(Session(), 33)
@@ -143,6 +151,7 @@ async def test_room_is_counted_in_whole_blocks() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_a_closed_session_cannot_enter() -> None:
     gate = AdmissionGate(1, room=100)
     session = Session()
@@ -153,6 +162,7 @@ async def test_a_closed_session_cannot_enter() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_a_cancelled_giant_no_longer_blocks_those_behind_it() -> None:
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(4, room=100), tasks)
@@ -167,6 +177,7 @@ async def test_a_cancelled_giant_no_longer_blocks_those_behind_it() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_failure_wakes_everybody_and_lets_nobody_in() -> None:
     gate = AdmissionGate(1, room=100)
     failed: list[str] = []
@@ -209,6 +220,7 @@ def test_cancellation_between_admission_and_wake_up_gives_the_place_back() -> No
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_a_cancelled_caller_does_not_enter() -> None:
     gate = AdmissionGate(1, room=100)
     with anyio.CancelScope() as scope:
@@ -269,7 +281,7 @@ OPERATIONS = st.lists(
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=sweeps.times(60, 20))
 @given(places=st.integers(1, 3), operations=OPERATIONS)
 def test_any_history_obeys_the_rules(backend: str, places: int, operations: list[tuple[str, int, int]]) -> None:
     anyio.run(_play, places, operations, backend=backend)
@@ -314,7 +326,7 @@ async def _play(places: int, operations: list[tuple[str, int, int]]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=sweeps.times(40, 15))
 @given(moments=st.lists(st.integers(0, 8), min_size=8, max_size=8), places=st.integers(1, 3))
 def test_cancelling_at_any_moment_loses_no_place_and_no_wake_up(backend: str, moments: list[int], places: int) -> None:
     anyio.run(_cancel_at, moments, places, backend=backend)

@@ -19,7 +19,7 @@ from runner.trajectory import Outcome
 from tests.faults.crowd import Crowd, talk
 from tests.faults.suspects import AsyncPupils, SyncPupils, speak
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends, pytest.mark.slow]
 
 
 def context(environment: Environment, engine: ScriptedEngine) -> RunContext:

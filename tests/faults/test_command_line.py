@@ -15,63 +15,13 @@ from pathlib import Path
 import pytest
 
 from runner import Outcome, RunFile
-from tests.faults.command import __file__ as command_file
+from tests.faults.command import AUTHOR
+from tests.repository import ROOT
 
-ROOT = Path(command_file).parents[2]
+pytestmark = pytest.mark.slow
+
 WATCHDOG = 100.0
 ENDS_WITHIN = 20.0  # ten times the promise
-
-AUTHOR = '''
-import contextlib, time
-from runner import Environment, Limits, Task, reward
-
-class Greeting(Environment):
-    """Says hello."""
-    def __init__(self, count: int = 8):
-        self.count = count
-    def tasks(self):
-        return [Task(id=f"t-{n}", prompt="hello " * 100) for n in range(self.count)]
-    @reward
-    def polite(self):
-        return self.episode.text == "hi"
-
-class Rewardless(Environment):
-    def tasks(self):
-        return [Task(id="1", prompt="hello")]
-
-class Nameless(Greeting):
-    def tasks(self):
-        return [Task(id="1", prompt="hello"), Task(id="", prompt="who am I?")]
-
-class Twice(Greeting):
-    def tasks(self):
-        return [Task(id="1", prompt="hello"), Task(id="same", prompt="a"), Task(id="same", prompt="b")]
-
-class Long(Greeting):
-    def tasks(self):
-        return [Task(id="endless", prompt="hello " * 1000)]
-
-class OneLong(Greeting):
-    def tasks(self):
-        return [*super().tasks(), Task(id="endless", prompt="hello " * 1000)]
-
-class Exploding(Greeting):
-    def tasks(self):
-        yield Task(id="1", prompt="hello")
-        raise OSError("the dataset is gone")
-
-class Disconnected(Greeting):
-    @contextlib.contextmanager
-    def lifespan(self):
-        raise OSError("the database is gone")
-        yield
-
-class Hanging(Greeting):
-    limits = Limits(setup_seconds=0.5)
-    def setup(self):
-        if self.task.id == "t-3":
-            time.sleep(3600)
-'''
 
 
 @pytest.fixture
@@ -106,39 +56,19 @@ def assert_one_message(done: subprocess.CompletedProcess[str], code: int, said: 
     assert len(message.splitlines()) <= 12, message
 
 
-BAD_INPUT: dict[str, tuple[list[str], int, list[str]]] = {
-    "unknown environment": (["calculater"], 3, ["no environment 'calculater'", "Did you mean 'calculator'?"]),
-    "unknown file": (["nothing.py:Greeting"], 3, ["no file 'nothing.py'", "path.py:Class"]),
-    "unknown class": (["mine.py:Greetings"], 3, ["Greetings is not there", "Greeting"]),
-    "no reward": (["mine.py:Rewardless"], 3, ["Rewardless has no reward", "@reward"]),
-    "a task without id": (["mine.py:Nameless"], 4, ["a task has no id", "'who am I?'", "unique"]),
-    "duplicate ids": (["mine.py:Twice"], 4, ["task 3 has the id 'same'", "task 2", "an id of its own"]),
-    "tasks that raise": (["mine.py:Exploding"], 4, ["the dataset is gone", "mine.py:"]),
-    "a lifespan that raises": (["mine.py:Disconnected"], 3, ["lifespan() raised", "the database is gone", "mine.py:"]),
-    "only over-long prompts": (["mine.py:Long"], 10, ["endless#0: 6019 ids do not fit the context of 2000"]),
-    "an impossible limit": (["mine.py:Greeting", "--limit", "turns=0"], 2, ["turns=0", "1"]),
-    "a limit that is no number": (["mine.py:Greeting", "--limit", "seconds=soon"], 2, ["seconds='soon'", "number"]),
-    "an unknown limit": (["mine.py:Greeting", "--limit", "turn=3"], 2, ["no such limit", "Did you mean 'turns'?"]),
-    "an unknown setting": (["mine.py:Greeting", "--set", "cuont=3"], 2, ["cuont", "Did you mean 'count'?"]),
-    "an unknown template": (["mine.py:Greeting", "--template", "hermess"], 6, ["hermess", "hermes"]),
-    "no task file": (["mine.py:Greeting", "--tasks", "none.jsonl"], 4, ["no task file 'none.jsonl'", "JSONL"]),
-    "a folder that cannot be made": (["mine.py:Greeting", "--file", "mine.py/run.db"], 8, ["mine.py", "Name another"]),
-    "a file that is no run file": (["mine.py:Greeting", "--file", "mine.py"], 7, ["mine.py", "not a SQLite database"]),
+EXIT_CODES: dict[str, tuple[str, list[str], int, list[str]]] = {
+    "bad input": ("scripted", ["run", "calculater"], 3, ["no environment 'calculater'", "Did you mean 'calculator'?"]),
+    "failures": ("scripted", ["run", "mine.py:Long"], 10, ["endless#0: 6019 ids do not fit the context of 2000"]),
+    "no model": ("real", ["run", "mine.py:Greeting", "--model", "./nowhere"], 5, ["nowhere", "smollm2-135m"]),
 }
 
 
-@pytest.mark.parametrize(("arguments", "code", "said"), BAD_INPUT.values(), ids=BAD_INPUT)
-def test_bad_input_gets_one_clear_message_naming_the_thing_and_the_fix(
-    folder: Path, arguments: list[str], code: int, said: list[str]
+@pytest.mark.parametrize(("engine", "arguments", "code", "said"), EXIT_CODES.values(), ids=EXIT_CODES)
+def test_the_process_ends_with_one_clear_message_and_its_code(
+    folder: Path, engine: str, arguments: list[str], code: int, said: list[str]
 ) -> None:
-    done = deltarunner(folder, "run", *arguments)
+    done = deltarunner(folder, *arguments, engine=engine)
     assert_one_message(done, code, said)
-    assert (folder / "mine.py").read_text() == AUTHOR
-
-
-def test_an_unknown_model_gets_one_clear_message(folder: Path) -> None:
-    done = deltarunner(folder, "run", "mine.py:Greeting", "--model", "./no-such-folder", engine="real")
-    assert_one_message(done, 5, ["no-such-folder", "smollm2-135m"])
 
 
 def outcomes(file: Path) -> dict[Outcome, int]:
@@ -186,11 +116,6 @@ def test_a_disk_that_is_full_loses_nothing_and_the_same_command_goes_on(folder: 
     again = deltarunner(folder, *command)
     assert again.returncode == 0, again.stderr
     assert outcomes(folder / "run.db") == {Outcome.COMPLETED: 400}
-
-
-def test_a_read_only_folder_is_named_with_the_fix(folder: Path) -> None:
-    done = deltarunner(folder, "run", "mine.py:Greeting", "--file", "/proc/deltarunner/run.db")
-    assert_one_message(done, 8, ["/proc/deltarunner", "Name another"])
 
 
 # --- ending

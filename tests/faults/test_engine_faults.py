@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,12 @@ from runner import (
     Outcome,
     Run,
     RunFile,
-    Sampling,
     ScriptedEngine,
     Task,
     Trajectory,
     reward,
 )
 from runner.engines.scripted.script import Fault, Latency, ModelCall
-from runner.engines.vllm.engine import VllmEngine
 from tests.faults.clocks import ASYNCIO, TRIO, put_forward
 from tests.faults.comparing import by_key
 from tests.faults.suspects import AsyncPupils, Pupils, SyncPupils, speak
@@ -174,47 +170,3 @@ async def test_a_stalled_request_is_an_engine_error_of_its_episode_and_is_played
 
 
 # --- the real engine
-
-
-class Talker(Environment):
-    """Talks until somebody stops it; its first two episodes say one word only."""
-
-    def tasks(self) -> list[Task]:
-        return [Task(id=str(number), prompt="Tell me everything.") for number in range(12)]
-
-    async def rollout(self, conversation: Any) -> None:
-        length = 1 if int(self.task.id) < 2 else 3000
-        await conversation.generate(sampling=Sampling(max_tokens=length, stop_ids=()))
-
-    @reward
-    def talked(self) -> bool:
-        return True
-
-
-async def test_death_of_the_real_engine_ends_every_episode_in_flight_and_keeps_what_was_finished(
-    doomed_engine: VllmEngine, tmp_path: Path
-) -> None:
-    engine, file = doomed_engine, tmp_path / "run.db"
-    run = Run(Talker(), engine, file=file, concurrency=Concurrency(episodes=6))
-    played: list[Trajectory] = []
-    deaths: list[EngineDead] = []
-
-    async def play() -> None:
-        try:
-            await read(run, played)
-        except EngineDead as death:
-            deaths.append(death)
-
-    with anyio.fail_after(WATCHDOG * 3):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(play)
-            while engine.stats().open < 6 or len(played) < 2:  # noqa: ASYNC110  # counted by the engine
-                await anyio.sleep(0.05)
-            os.kill(engine.processes()[0], signal.SIGKILL)
-    assert "SIGKILL" in str(deaths[0])
-    assert run.summary.outcomes == {Outcome.TOKEN_LIMIT: 2, Outcome.ENGINE_ERROR: 6}
-    cut = [trajectory for trajectory in played if trajectory.outcome is Outcome.ENGINE_ERROR]
-    assert {trajectory.error for trajectory in cut} == {str(deaths[0])}
-    assert all(trajectory.sampled for trajectory in cut), "ids that had come are kept"
-    with RunFile(file) as run_file:
-        assert by_key(run_file.trajectories()) == by_key(played)

@@ -15,8 +15,10 @@ import pytest
 from runner import Run, RunFile
 from tests.faults.comparing import stored
 from tests.faults.crowd import GROUP_SIZE, Crowd, engine
+from tests.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
 WATCHDOG = 120.0
 ROUNDS = 6
 

@@ -14,7 +14,7 @@ from runner.testing import no_leaks
 from runner.trajectory import Trajectory
 from tests.faults.suspects import AsyncPupils, Pupils, SyncPupils, speak
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends, pytest.mark.slow]
 
 EPISODES = 1000
 WIDTH = 16

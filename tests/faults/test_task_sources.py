@@ -12,7 +12,7 @@ import pytest
 from runner import BadTask, Outcome, Run, RunFile, ScriptedEngine, Task, Trajectory
 from tests.faults.suspects import AsyncPupils, recurses, speak
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
 def exits() -> None:

@@ -16,7 +16,7 @@ from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.log import VersionSpan
 from tests.generation.batching import EOS, Kind, array, collect, generating, loudly, padded, rows_of, texts_of
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])

@@ -18,7 +18,7 @@ from runner.testing import Latency, ScriptedEngine
 from runner.tokens.log import VersionSpan
 from tests.generation.batching import EOS, assert_nothing_open, generating, loudly, padded, rows_of, texts_of
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 COLOCATED = {"colocated": {"enabled": True, "resources": None}}
 BATCH = padded(["ab", "c"])

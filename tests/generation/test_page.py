@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +20,9 @@ from runner.generation import (
     TextOutputSpec,
 )
 from tests.generation.batching import generating, padded, rows_of
+from tests.repository import DOCS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "batch-generation.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "batch-generation.md").read_text(encoding="utf-8")
 FIRST, THREAD, READING, PHASES = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 
 

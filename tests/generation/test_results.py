@@ -16,7 +16,7 @@ from runner.generation import BatchResults, Generation
 from runner.testing import Fault, Latency, ModelCall, Reply, ScriptedEngine, cancel_everywhere, no_leaks
 from tests.generation.batching import EOS, assert_nothing_open, collect, generating, loudly, padded, texts_of
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 WATCHDOG = 20.0
 

@@ -20,8 +20,9 @@ from runner.parsing.detect import Render
 from runner.parsing.hermes import Hermes
 from runner.parsing.pythonic import Pythonic
 from runner.tools.tool import Tool
+from tests.repository import ROOT
 
-TEMPLATES = Path(__file__).parents[2] / "templates"
+TEMPLATES = ROOT / "templates"
 
 
 def add(a: int, b: int) -> int:

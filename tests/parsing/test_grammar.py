@@ -18,6 +18,7 @@ from runner.parsing.base import ToolFormat
 from runner.parsing.hermes import Hermes
 from runner.parsing.pythonic import Pythonic
 from runner.tools.tool import Tool
+from tests import sweeps
 
 FORMATS: list[ToolFormat] = [Pythonic(), Hermes()]
 
@@ -129,7 +130,7 @@ parametrize_format = pytest.mark.parametrize("tool_format", FORMATS, ids=lambda 
 
 
 @parametrize_format
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=sweeps.times(60, 20))
 @given(seed=st.integers(0, 2**32), length=st.integers(0, 200), index=st.integers(0, len(TOOLS) - 1))
 def test_what_a_grammar_accepts_parses_to_arguments_that_validate(
     tool_format: ToolFormat, seed: int, length: int, index: int
@@ -200,7 +201,7 @@ def calls(draw: st.DrawFn) -> ToolCall:
 
 
 @parametrize_format
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=sweeps.times(150, 50))
 @given(call=calls())
 def test_every_valid_call_as_a_template_writes_it_is_accepted_and_read_back(
     tool_format: ToolFormat, call: ToolCall

@@ -21,10 +21,11 @@ from runner.store.reader import EpisodeRow, RunFile
 from runner.store.schema import EPISODES, JUNCTION, SEGMENT, TABLES, TIMINGS, TRAJECTORY, TURN
 from runner.tokens.junction import Junction
 from runner.trajectory import Outcome, Segment, Timings, Trajectory, Turn
+from tests.repository import DOCS
 from tests.store.building import played
 from tests.store.test_reader import write
 
-PAGE = Path(__file__).parents[2] / "docs" / "run-file.md"
+PAGE = DOCS / "run-file.md"
 QUERIES = [
     query.strip()
     for block in re.findall(r"```sql\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -19,9 +19,11 @@ from runner.errors import RunFileError, StorageFailed
 from runner.store.reader import RunFile
 from runner.store.writer import RunWriter
 from runner.trajectory import Outcome
+from tests.repository import ROOT
 from tests.store.building import assert_equal, header, played
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
 ANNOUNCER = Path(__file__).with_name("announcer.py")
 
 

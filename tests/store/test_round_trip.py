@@ -30,6 +30,7 @@ from runner.tasks import Task
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
 from runner.tokens.log import Source, TokenLog, VersionSpan
 from runner.trajectory import Outcome, Segment, Timings, Trajectory, Turn
+from tests import sweeps
 from tests.store.building import assert_equal, header, plain, played
 
 # Half surrogate pairs, NUL and control characters are all among it: tools return what they like.
@@ -152,7 +153,7 @@ def stored(trajectory: Trajectory, path: Path) -> Trajectory:
         return run_file.trajectory(row)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=sweeps.times(60, 20), suppress_health_check=[HealthCheck.too_slow])
 @given(trajectories())
 def test_any_trajectory_read_back_equals_the_one_written(trajectory: Trajectory) -> None:
     with tempfile.TemporaryDirectory() as folder:

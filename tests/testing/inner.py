@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +13,7 @@ import runner.testing.playing
 import runner.testing.recordings
 import runner.testing.report
 import runner.testing.strategies  # noqa: F401  # all of them are used in inner runs only
+from tests.repository import ROOT
 
 __all__ = ["CALCULATOR", "run", "run_apart"]
 
@@ -57,7 +57,6 @@ def run_apart(pytester: pytest.Pytester, test: str, *options: str, **files: str)
     """The same, by a pytest in a process of its own."""
     written(pytester, test, **files)
     pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
-    root = Path(__file__).parents[2]
     return pytester.run(
         sys.executable,
         "-m",
@@ -66,5 +65,5 @@ def run_apart(pytester: pytest.Pytester, test: str, *options: str, **files: str)
         "-p",
         "no:cacheprovider",
         *options,
-        f"--rootdir={root.anchor}",
+        f"--rootdir={ROOT.anchor}",
     )

@@ -11,7 +11,7 @@ from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint
 
 from runner.testing import cancel_everywhere, cancelling
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
 async def test_every_suspension_point_is_cancelled_once_in_order() -> None:

@@ -108,6 +108,7 @@ def test_a_queue_is_refused_and_so_is_what_cannot_be_played() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_it_is_for_plain_tests() -> None:
     with pytest.raises(RuntimeError, match=r"play_cancelled\(\) is for a plain"):
         play_cancelled(Closes, SAYS)

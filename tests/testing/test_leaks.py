@@ -69,6 +69,7 @@ def test_a_process_that_is_left_running_is_named_and_one_that_has_ended_is_none(
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_a_task_that_is_left_is_named() -> None:
     async with anyio.create_task_group() as tasks:
         with pytest.raises(Leaked, match="the wanderer"), no_leaks():
@@ -77,6 +78,7 @@ async def test_a_task_that_is_left_is_named() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_idle_worker_threads_are_no_leak() -> None:
     with no_leaks():
         for _ in range(3):
@@ -84,6 +86,7 @@ async def test_idle_worker_threads_are_no_leak() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_a_worker_thread_at_work_is_a_leak(release: threading.Event) -> None:
     working = threading.Event()
 
@@ -103,6 +106,7 @@ async def test_a_worker_thread_at_work_is_a_leak(release: threading.Event) -> No
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_open_requests_and_live_sessions_are_counted() -> None:
     async with ScriptedEngine(Reply("abc", fault=Fault.stall(1)), latency=Latency()) as engine:
         session = engine.session()
@@ -114,6 +118,7 @@ async def test_open_requests_and_live_sessions_are_counted() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_what_was_open_before_is_no_leak() -> None:
     async with ScriptedEngine(Reply("abc", fault=Fault.stall(1))) as engine, engine.stream(request()):
         with no_leaks(engine):
@@ -122,6 +127,7 @@ async def test_what_was_open_before_is_no_leak() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.both_backends
 async def test_an_exception_passes_with_a_note_of_what_leaked() -> None:
     async with ScriptedEngine("abc") as engine:
         stream = engine.stream(request())

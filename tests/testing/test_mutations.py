@@ -39,6 +39,8 @@ from runner.testing import (
 from runner.tokens.log import Source, TokenLog
 from tests.testing.inner import run
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["pytester"]
 
 SAYS: Any = [[call("add", a=1, b=2), call("add", a=3, b=4)], "It is 3 and 7", "Yes"]

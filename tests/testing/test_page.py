@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 
 from runner import pytest_plugin
 from runner.testing import QueuedEngine, strategies  # noqa: F401  # the latter is used in inner runs
+from tests.repository import DOCS
 
 pytest_plugins = ["pytester"]
 
-DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "testing.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(python|text)\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 TESTS = [text for language, text in BLOCKS if language == "python"]

@@ -12,6 +12,8 @@ from runner import BadOption
 from runner.testing import LoopWatchdog
 from tests.testing.inner import run
 
+pytestmark = pytest.mark.timing
+
 pytest_plugins = ["pytester"]
 
 BLOCKS = """

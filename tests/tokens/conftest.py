@@ -3,15 +3,10 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate, Renderer
 from runner.tokens.tokenizer import Tokenizer, VocabularyTokenizer, load_tokenizer
-
-# A machine that is busy with something else fails no test.
-settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

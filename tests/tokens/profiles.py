@@ -7,15 +7,15 @@ import enum
 import multiprocessing
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from runner.tokens.probing.profile import TemplateProfile, Trait, TraitValue
 from runner.tokens.probing.traits import profile_of
 from runner.tokens.probing.usable import Fault, UnusableTemplate, usable_renderer
 from runner.tokens.template import ChatTemplate
 from tests.conformance.corpus import CLOCK, VARIABLES, Entry, corpus
+from tests.repository import DOCS
 
-PAGE = Path(__file__).parents[2] / "docs" / "chat-templates.md"
+PAGE = DOCS / "chat-templates.md"
 BEGIN, END = "<!-- counts -->\n", "<!-- /counts -->\n"
 
 
@@ -26,6 +26,12 @@ def profile(entry: Entry) -> TemplateProfile | Fault:
         return profile_of(usable_renderer(template, {}, CLOCK))
     except UnusableTemplate as error:
         return error.fault
+
+
+def traits(entry: Entry) -> str:
+    """What a template of the corpus does, in words."""
+    found = profile(entry)
+    return found.value if isinstance(found, Fault) else " ".join(_word(getattr(found, trait)) for trait in Trait)
 
 
 def table(processes: int = 2) -> str:

@@ -13,6 +13,7 @@ from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.junction import Result, Seam
 from runner.tokens.template import Renderer
 from runner.tokens.tokenizer import Tokenizer
+from tests import sweeps
 
 INTEGER = {"type": "integer"}
 ADD = {
@@ -101,7 +102,7 @@ def made(bundled: Renderer, tokenizer: Tokenizer) -> Bridger:
 
 
 @pytest.mark.parametrize("ids", ["canonical", "split"])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=sweeps.times(60, 20), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_prompts_extend_what_was_sampled_and_read_as_the_template_renders(
     made: Bridger, ids: str, data: st.DataObject
@@ -121,7 +122,7 @@ def test_prompts_extend_what_was_sampled_and_read_as_the_template_renders(
         assert tokenizer.decode(log) == made.renderer.render(messages, tools=tools)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=sweeps.times(60, 20), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_turn_cut_anywhere_reads_as_if_the_template_had_closed_it(made: Bridger, data: st.DataObject) -> None:
     first, new = data.draw(CONTENT), data.draw(CONTENT)

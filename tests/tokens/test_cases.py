@@ -16,6 +16,8 @@ from tests.playing import play
 from tests.tokens.episodes import CHATML, GLM, SUM, Adds, bridges, speaking, talked, twice
 from tests.tokens.families import ADD, FAMILIES, MORE, QUESTION, TOOLS_MOVE, called, model, result, says
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def anyio_backend() -> str:

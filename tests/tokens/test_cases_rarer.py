@@ -40,6 +40,8 @@ from tests.tokens.families import (
     says,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def anyio_backend() -> str:

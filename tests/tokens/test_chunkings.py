@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +15,14 @@ from runner.testing import ModelCall, Reply
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer
+from tests import sweeps
 from tests.playing import Plain, play_all
 from tests.tokens.families import model
 
 pytestmark = pytest.mark.anyio
 
-EVERY_SPLIT_UP_TO = 10
-SPLITS_OF_LONGER = 500
+EVERY_SPLIT_UP_TO = sweeps.times(10, 7)
+SPLITS_OF_LONGER = sweeps.times(500, 60)
 NEXT = "Go on."
 
 
@@ -130,7 +130,7 @@ def splits(length: int, name: str) -> list[tuple[int, ...]]:
     """Every way to cut so many ids; where there are too many, seeded ones, whole and one by one among them."""
     if length <= EVERY_SPLIT_UP_TO:
         return [_sizes(cuts) for cuts in itertools.product((False, True), repeat=length - 1)]
-    rng = random.Random(name)
+    rng = sweeps.source(name)
     ways = dict.fromkeys([(length,), (1,) * length])
     while len(ways) < SPLITS_OF_LONGER:
         share = rng.choice((0.1, 0.3, 0.5, 0.9))
@@ -176,12 +176,6 @@ def shown(trajectory: Trajectory) -> tuple[Any, ...]:
     segments = [(tuple(segment.log.ids), tuple(segment.log.mask()), segment.cause) for segment in trajectory.segments]
     turns = tuple(map(seen, trajectory.turns))
     return turns, tuple(segments), repr(trajectory.messages), trajectory.outcome, trajectory.limit
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """Which event loop it is changes no id."""
-    return "asyncio"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -22,6 +22,7 @@ from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.junction import Junction, Result
 from runner.tokens.template import ChatTemplate, Renderer
 from runner.tokens.tokenizer import Tokenizer
+from tests import sweeps
 from tests.conformance.corpus import CLOCK, control_tokens
 from tests.tokens.families import ADD, FAMILIES, called, model, result, says
 from tests.tokens.vocabularies import smollm2
@@ -238,7 +239,7 @@ MAY_REFUSE = {Property.TEXT_KEPT}
 """SmolLM2's vocabulary has no ids for some bytes. Nothing else may be refused: these families serve all of this."""
 
 AS_OFTEN = settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=sweeps.times(12, 4), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 

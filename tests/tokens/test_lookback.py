@@ -20,9 +20,12 @@ from runner.tokens.bridging.tail import Tail
 from runner.tokens.lookback.proof import Lookback, Proofs
 from runner.tokens.shape import AnsweredTurn, Arrival, Shape
 from runner.tokens.template import ChatTemplate, Renderer, ToolSchema, environment
+from tests import sweeps
 from tests.conformance.corpus import Entry, corpus
 from tests.conformance.sweep import is_tool_capable
 from tests.tokens.bridging import ADD, chatml
+
+pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parent / "looking_back"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
@@ -138,7 +141,7 @@ def _local_tails(name: str) -> Iterator[tuple[Case, bool]]:
 # --- the templates of public models, with their own words in every place
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", sweeps.part(range(8), 8))
 def test_a_public_templates_own_words_in_the_past_change_no_tail_unseen(part: int) -> None:
     seen = local = 0
     for entry in corpus()[part::8]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.tokenizer import Tokenizer, VocabularyTokenizer
+from tests import sweeps
 from tests.tokens.vocabularies import NAMES, spoken, vocabulary
 
 BYTES = ByteTokenizer(["[INST]"], added_tokens=["<tool_call>", "</tool_call>", "<tool_call>x"])
@@ -85,9 +86,9 @@ def every_name(name: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_thousands_of_texts_without_control_text_keep_their_ids(name: str) -> None:
-    tokenizer, rng = named(name), random.Random(name)
+    tokenizer, rng = named(name), sweeps.source(name)
     seen = 0
-    while seen < 2000:
+    while seen < sweeps.times(2000, 300):
         # Only beginnings and ends of control tokens: whole ones come about where two of them meet.
         text, spans = spelled(conversation(rng, control(name), [token[:-1] for token in control(name)[:20]]))
         if stands_apart(every_name(name), text, spans):
@@ -97,9 +98,9 @@ def test_thousands_of_texts_without_control_text_keep_their_ids(name: str) -> No
 
 @pytest.mark.parametrize("name", EVERY)
 def test_control_text_in_content_is_ordinary_text(name: str) -> None:
-    tokenizer, rng = named(name), random.Random(name)
+    tokenizer, rng = named(name), sweeps.source(name)
     ends = every_name(name)
-    for _ in range(1000):
+    for _ in range(sweeps.times(1000, 150)):
         parts = conversation(rng, control(name), control(name))
         text, spans = spelled(parts)
         ids = tokenizer.encode(text, spans)
@@ -112,12 +113,12 @@ def test_control_text_in_content_is_ordinary_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stretches_between_control_tokens_are_encoded_as_a_model_without_any_does(name: str) -> None:
-    tokenizer, rng = vocabulary(name), random.Random(name)
+    tokenizer, rng = vocabulary(name), sweeps.source(name)
     plain = tokenizers.Tokenizer(tokenizer._tokenizer.model)
     plain.normalizer, plain.pre_tokenizer = tokenizer._tokenizer.normalizer, tokenizer._tokenizer.pre_tokenizer
     added = tokenizer._tokenizer.get_added_tokens_decoder()
     plain.add_tokens([token for token_id, token in added.items() if token_id not in tokenizer.control_ids])
-    for _ in range(500):
+    for _ in range(sweeps.times(500, 100)):
         parts = conversation(rng, control(name), control(name))
         text, spans = spelled(parts)
         scaffold, _ = spelled([part if index % 2 == 0 else "☃" * len(part) for index, part in enumerate(parts)])

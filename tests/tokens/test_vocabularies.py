@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from runner.errors import BadModel
 from runner.tokens.tokenizer import VocabularyTokenizer, check_round_trip
+from tests import sweeps
 from tests.tokens import vocabularies
 from tests.tokens.vocabularies import NAMES, host, spoken, vocabulary
 
@@ -54,8 +55,8 @@ ORIGINALS: dict[str, Callable[[], Callable[[str], list[int]]]] = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_ids_are_those_of_the_original(name: str) -> None:
-    original, rng = ORIGINALS[name](), random.Random(name)
-    for _ in range(1000):
+    original, rng = ORIGINALS[name](), sweeps.source(name)
+    for _ in range(sweeps.times(1000, 200)):
         text = spoken(rng)
         assert vocabulary(name).encode(text) == original(text), text
 

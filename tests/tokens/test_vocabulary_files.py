@@ -12,7 +12,10 @@ from runner.errors import BadModel
 from runner.models import ModelSource, chat_template
 from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.tokenizer import VocabularyTokenizer, load_tokenizer
+from tests import sweeps
 from tests.tokens.vocabularies import NAMES, spoken, vocabulary
+
+pytestmark = pytest.mark.slow
 
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 TURNS = (
@@ -58,7 +61,7 @@ def check_same(folder: Path) -> VocabularyTokenizer:
     return ours
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sweeps.part(NAMES, 3))
 def test_tokens_that_only_the_settings_list_are_tokens(tmp_path: Path, name: str) -> None:
     moved = written(tmp_path, name, moved=7)
     eos = vocabulary(name)._tokenizer.id_to_token(vocabulary(name).eos_id or 0)

@@ -17,11 +17,13 @@ from runner.testing import ModelCall
 from runner.training.advantages import dr_grpo, grpo
 from runner.training.batch import TrainingBatch
 from runner.training.selection import grouped
+from tests import sweeps
 from tests.playing import Plain, recording
+from tests.repository import DOCS
 from tests.training.making import group, groups, made, prompt, retried, said
 from tests.training.test_rows import retrying
 
-PAGE = Path(__file__).parents[2] / "docs" / "training-batches.md"
+PAGE = DOCS / "training-batches.md"
 ARRAYS = (
     *("input_ids", "attention_mask", "position_ids", "segment_ids", "loss_mask", "logprobs", "temperatures"),
     *("advantages", "weight_versions"),
@@ -210,7 +212,7 @@ def test_what_cannot_be_laid_out_is_refused(make: Callable[[], Any], error: type
 # --- any trajectories
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=sweeps.times(50, 20))
 @given(groups(), padded_or_packed)
 def test_a_batch_without_its_padding_is_the_rows_again(source: list[Group], make: Any) -> None:
     batch = make(source)
@@ -227,7 +229,7 @@ def test_a_batch_without_its_padding_is_the_rows_again(source: list[Group], make
     assert (batch.input_ids[outside] == 0).all()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=sweeps.times(50, 20))
 @given(groups(), padded_or_packed)
 def test_what_is_trained_is_what_was_sampled_and_kept(source: list[Group], make: Any) -> None:
     batch = make(source)
@@ -236,7 +238,7 @@ def test_what_is_trained_is_what_was_sampled_and_kept(source: list[Group], make:
     assert not batch.loss_mask[batch.position_ids == 0].any()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=sweeps.times(50, 20))
 @given(groups(), padded_or_packed, st.randoms())
 def test_every_trained_id_has_the_advantage_of_its_own_trajectory(source: list[Group], make: Any, random: Any) -> None:
     batch = make(source)
@@ -248,7 +250,7 @@ def test_every_trained_id_has_the_advantage_of_its_own_trajectory(source: list[G
         assert not part[~row.loss_mask].any()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=sweeps.times(50, 20))
 @given(groups(), st.integers(60, 140))
 def test_packing_neither_loses_nor_mixes_what_padding_holds(source: list[Group], length: int) -> None:
     padded, packed = TrainingBatch.padded(source, pad_id=0), TrainingBatch.packed(source, pad_id=0, length=length)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -28,6 +26,7 @@ from runner.tools.tool import Tool
 from runner.training.batch import TrainingBatch
 from runner.training.grammar import GrammarMasks
 from runner.training.token_masks import UNCONSTRAINED, TokenMasks
+from tests.repository import DOCS
 from tests.training.making import made, prompt, said
 
 pytestmark = pytest.mark.engine
@@ -35,10 +34,7 @@ pytestmark = pytest.mark.engine
 TOLERANCE = 1e-3  # nats
 STOP, END_OF_TEXT = 2, 0
 
-RealEngine = Callable[..., Any]
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "constrained-training.md"
+PAGE = DOCS / "constrained-training.md"
 
 
 @pytest.fixture(scope="module")
@@ -48,22 +44,6 @@ def page() -> dict[str, Any]:
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE):
         exec(compile(block, str(PAGE), "exec"), names)
     return names
-
-
-@pytest.fixture(scope="module")
-def trainer(demo_model_folder: Path) -> Any:
-    """Hugging Face's model in float32."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other libraries' own affairs
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(demo_model_folder, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def in_float32(real_engine: RealEngine) -> Any:
-    return real_engine(dtype="float32")
 
 
 Compare = Callable[[Sequence[Trajectory]], "Difference"]
@@ -91,11 +71,11 @@ class Difference:
 
 
 @pytest.fixture
-def compare(page: dict[str, Any], trainer: Any, in_float32: Any) -> Compare:
+def compare(page: dict[str, Any], hugging_face_model: Any, float32_engine: Any) -> Compare:
     """What a trainer does, from trajectories to log-probabilities, by the page."""
     import torch
 
-    grammar = GrammarMasks.of_engine(in_float32)
+    grammar = GrammarMasks.of_engine(float32_engine)
 
     def difference(trajectories: Sequence[Trajectory]) -> Difference:
         batch = TrainingBatch.padded(trajectories, pad_id=END_OF_TEXT)
@@ -105,7 +85,7 @@ def compare(page: dict[str, Any], trainer: Any, in_float32: Any) -> Compare:
         assert np.array_equal(of_page.table, masks.table)
         assert np.array_equal(of_page.index, masks.index)
         with torch.inference_mode():
-            ours, plain = (page["trained_logprobs"](trainer, batch, each).numpy() for each in (masks, none))
+            ours, plain = (page["trained_logprobs"](hugging_face_model, batch, each).numpy() for each in (masks, none))
         recorded = batch.logprobs[batch.loss_mask]
         return Difference(ours - recorded, plain - recorded, masks.take(batch.loss_mask), recorded)
 
@@ -125,9 +105,9 @@ def assert_exact_under_masks(found: Difference) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_calculator_episodes_have_the_trainers_log_probabilities_at_every_id(
-    in_float32: Any, compare: Compare, temperature: float
+    float32_engine: Any, compare: Compare, temperature: float
 ) -> None:
-    episodes = play_many(Calculator(examples=1), in_float32, tasks=3, sampling=Sampling(temperature=temperature))
+    episodes = play_many(Calculator(examples=1), float32_engine, tasks=3, sampling=Sampling(temperature=temperature))
     assert all(episode.outcome.scored for episode in episodes)
     assert max(len(episode.turns) for episode in episodes) > 1
     assert all(turn.constraint is not None for episode in episodes for turn in episode.turns)
@@ -171,8 +151,10 @@ class Forms(Environment):
         return len(self.episode.turns) == len(self.turns)
 
 
-def test_turns_of_every_form_in_one_conversation_have_them_too(in_float32: Any, compare: Compare) -> None:
-    episodes = [play(Forms, in_float32, sampling=Sampling(temperature=0.7, max_tokens=40), seed=s) for s in range(2)]
+def test_turns_of_every_form_in_one_conversation_have_them_too(float32_engine: Any, compare: Compare) -> None:
+    episodes = [
+        play(Forms, float32_engine, sampling=Sampling(temperature=0.7, max_tokens=40), seed=s) for s in range(2)
+    ]
     for episode in episodes:
         assert (episode.outcome.scored, episode.reward) == (True, 1)
         kinds = [turn.constraint.kind if turn.constraint is not None else None for turn in episode.turns]
@@ -233,37 +215,42 @@ def asked(engine: Any, name: str, constraint: Constraint, sampling: Sampling, **
 
 
 def test_grammars_and_structural_tags_have_them_too_whatever_else_is_in_the_batch(
-    in_float32: Any, compare: Compare
+    float32_engine: Any, compare: Compare
 ) -> None:
     requests = [
         asked(
-            in_float32, f"{name} {temperature}", constraint, Sampling(temperature=temperature), stop_ids=(STOP,), seed=7
+            float32_engine,
+            f"{name} {temperature}",
+            constraint,
+            Sampling(temperature=temperature),
+            stop_ids=(STOP,),
+            seed=7,
         )
         for name, constraint in written().items()
         for temperature in (0.0, 0.7, 1.0)
     ]
-    found = compare(in_float32.home.call(generated, in_float32, requests))
+    found = compare(float32_engine.home.call(generated, float32_engine, requests))
     print(f"\ngrammars: {len(found.masked)} ids, {found.largest:.1e} nats")
     assert_exact_under_masks(found)
 
 
-def test_an_end_that_ends_nothing_frees_the_rest_of_the_turn(in_float32: Any, compare: Compare) -> None:
+def test_an_end_that_ends_nothing_frees_the_rest_of_the_turn(float32_engine: Any, compare: Compare) -> None:
     """The model's own end, where only another id ends the turn."""
     constraint = Constraint(ConstraintKind.CHOICE, '["It is 5.", "It is 6."]')
     sampling = Sampling(stop_ids=(END_OF_TEXT,))
-    requests = [asked(in_float32, f"go on {seed}", constraint, sampling, seed=seed) for seed in range(2)]
-    turns = in_float32.home.call(generated, in_float32, requests)
+    requests = [asked(float32_engine, f"go on {seed}", constraint, sampling, seed=seed) for seed in range(2)]
+    turns = float32_engine.home.call(generated, float32_engine, requests)
     assert any(STOP in trajectory.turns[0].token_ids[:-1] for trajectory in turns)
     found = compare(turns)
     assert (found.masks.index == UNCONSTRAINED).any()
     assert_exact_under_masks(found)
 
 
-def test_what_the_library_of_the_masks_cannot_say_is_refused_and_not_left_to_another_one(in_float32: Any) -> None:
+def test_what_the_library_of_the_masks_cannot_say_is_refused_and_not_left_to_another_one(float32_engine: Any) -> None:
     schema = json.dumps({"type": "integer", "multipleOf": 7})
-    request = asked(in_float32, "multiple", Constraint(ConstraintKind.JSON, schema), Sampling())
+    request = asked(float32_engine, "multiple", Constraint(ConstraintKind.JSON, schema), Sampling())
     with pytest.raises(ExceptionGroup) as refused:
-        in_float32.home.call(generated, in_float32, [request])
+        float32_engine.home.call(generated, float32_engine, [request])
     error = unwrapped(refused.value)
     assert isinstance(error, RequestRejected)
     assert "not supported by xgrammar" in str(error)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from runner import BadBatch, BadOption, Conversation, Group, Outcome, Run, RunFile, Task, Trajectory, reward
 from runner.testing import ScriptedEngine
 from runner.training.selection import NO_REWARD, NO_TURN, UNTRAINED, Selection, grouped
+from tests import sweeps
 from tests.playing import Plain, recording, tasks
 from tests.training.making import group, groups, made, prompt, said
 
@@ -149,7 +150,7 @@ def test_trajectories_are_put_together_by_task_visit_and_agent() -> None:
     assert [each.complete for each in made_groups] == [True, False, False]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=sweeps.times(50, 20))
 @given(groups())
 def test_nothing_is_lost_and_nothing_absent_is_compared(source: list[Group]) -> None:
     chosen = Selection.of(source)

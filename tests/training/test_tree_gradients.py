@@ -12,6 +12,8 @@ import pytest
 from runner.training.tree import TokenTree
 from tests.training.tiny import EXACT, GROUPS, Rows, gradients, largest_difference, llama, on_one_thread, row
 
+pytestmark = pytest.mark.slow
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 

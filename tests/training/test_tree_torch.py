@@ -22,6 +22,7 @@ from runner.training.selection import Selection
 from runner.training.token_masks import UNCONSTRAINED, TokenMasks
 from runner.training.tree import TokenTree
 from runner.trajectory import Group, Turn
+from tests.repository import DOCS
 from tests.training.making import group as made_group
 from tests.training.making import made, prompt, said
 from tests.training.tiny import (
@@ -50,8 +51,6 @@ from runner.training.tree_torch import (  # noqa: E402  # it imports torch, with
     tree_logits,
     tree_logprobs,
 )
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 one_thread = pytest.fixture(autouse=True)(on_one_thread)
 

@@ -1,0 +1,210 @@
+"""Whatever is wrong with what was typed is told in one clear message with the fix, and by an exit code of its kind.
+
+All of it in this process; that processes end with these codes is seen in tests/faults/test_command_line.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from runner.cli import run
+from runner.cli.app import app
+from tests.faults.command import AUTHOR, scripted_engine
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder one stands in, with an author's file of environments."""
+    (tmp_path / "mine.py").write_text(AUTHOR)
+    (tmp_path / "typo.jsonl").write_text('{"id": "a", "prompt": "hello"}\n{"id": "b", "promt": "hello"}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("COLUMNS", "200")
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+CODES = {
+    "BadOption": 2,
+    "BadEnvironment": 3,
+    "BadTask": 4,
+    "BadModel": 5,
+    "BadTemplate": 6,
+    "RunFileError": 7,
+    "StorageFailed": 8,
+    "TooManyFailures": 10,
+}
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def deltarunner(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """The command line on a scripted engine: its exit code, and what it wrote to stdout and to stderr."""
+
+    def call(*arguments: str, engine: str = "scripted") -> tuple[int, str, str]:
+        with monkeypatch.context() as patch:
+            if engine == "scripted":
+                patch.setattr(run.run_command, "__defaults__", (scripted_engine,))
+            done = CliRunner().invoke(app, arguments)
+        below = capfd.readouterr()  # what a run writes, it writes to the descriptors themselves
+        return done.exit_code, done.stdout + below.out, done.stderr + below.err
+
+    return call
+
+
+RUN: dict[str, tuple[list[str], str, list[str]]] = {
+    "unknown environment": (
+        ["calculater"],
+        "BadEnvironment",
+        ["no environment 'calculater'", "Did you mean 'calculator'?"],
+    ),
+    "unknown file": (["nothing.py:Greeting"], "BadEnvironment", ["no file 'nothing.py'", "path.py:Class"]),
+    "unknown class": (["mine.py:Greetings"], "BadEnvironment", ["Greetings is not there", "Greeting"]),
+    "no reward": (["mine.py:Rewardless"], "BadEnvironment", ["Rewardless has no reward", "@reward"]),
+    "a task without id": (["mine.py:Nameless"], "BadTask", ["a task has no id", "'who am I?'", "unique"]),
+    "duplicate ids": (["mine.py:Twice"], "BadTask", ["task 3 has the id 'same'", "task 2", "an id of its own"]),
+    "tasks that raise": (["mine.py:Exploding"], "BadTask", ["the dataset is gone", "mine.py:"]),
+    "tasks that raise at once": (
+        ["mine.py:Raising"],
+        "BadTask",
+        ["raised FileNotFoundError: no puzzles here (in tasks,"],
+    ),
+    "a lifespan that raises": (
+        ["mine.py:Disconnected"],
+        "BadEnvironment",
+        ["lifespan() raised", "the database is gone", "mine.py:"],
+    ),
+    "only over-long prompts": (
+        ["mine.py:Long"],
+        "TooManyFailures",
+        ["endless#0: 6019 ids do not fit the context of 2000"],
+    ),
+    "an impossible limit": (["mine.py:Greeting", "--limit", "turns=0"], "BadOption", ["turns=0", "at least 1"]),
+    "a limit that is no number": (
+        ["mine.py:Greeting", "--limit", "seconds=soon"],
+        "BadOption",
+        ["seconds='soon'", "number"],
+    ),
+    "an unknown limit": (
+        ["mine.py:Greeting", "--limit", "turn=3"],
+        "BadOption",
+        ["no such limit", "Did you mean 'turns'?"],
+    ),
+    "an unknown setting": (["mine.py:Greeting", "--set", "cuont=3"], "BadOption", ["cuont", "Did you mean 'count'?"]),
+    "a setting without value": (["mine.py:Greeting", "--set", "count"], "BadOption", ["write --set name=value"]),
+    "a negative temperature": (["mine.py:Greeting", "--temperature", "-1"], "BadOption", ["of at least 0"]),
+    "half a group": (
+        ["mine.py:Greeting", "-n", "3", "--group-size", "2"],
+        "BadOption",
+        ["no multiple of --group-size 2"],
+    ),
+    "no such member": (
+        ["mine.py:Greeting", "--group-size", "2", "--task", "t-0", "--index", "2"],
+        "BadOption",
+        ["a group has the episodes 0 to 1"],
+    ),
+    "no such task": (
+        ["mine.py:Greeting", "--task", "nowhere"],
+        "BadTask",
+        ["no task 'nowhere' among 8; the first ids are 't-0', 't-1', 't-2'"],
+    ),
+    "no task file": (["mine.py:Greeting", "--tasks", "none.jsonl"], "BadTask", ["no task file 'none.jsonl'", "JSONL"]),
+    "a misspelt field": (
+        ["mine.py:Greeting", "--tasks", "typo.jsonl", "-n", "2"],
+        "BadTask",
+        ["typo.jsonl:2: nothing reads 'promt'"],
+    ),
+    "an unknown template": (["mine.py:Greeting", "--template", "hermess"], "BadTemplate", ["hermess", "hermes"]),
+    "no template file": (["mine.py:Greeting", "--template", "nowhere.jinja"], "BadTemplate", ["nowhere.jinja"]),
+    "a folder that cannot be made": (
+        ["mine.py:Greeting", "--file", "mine.py/run.db"],
+        "StorageFailed",
+        ["mine.py", "Name another"],
+    ),
+    "a read-only folder": (
+        ["mine.py:Greeting", "--file", "/proc/deltarunner/run.db"],
+        "StorageFailed",
+        ["/proc/deltarunner", "Name another"],
+    ),
+    "a file that is no run file": (
+        ["mine.py:Greeting", "--file", "mine.py"],
+        "RunFileError",
+        ["mine.py", "not a SQLite database"],
+    ),
+}
+
+OF_THE_ENGINE: dict[str, tuple[list[str], str, list[str]]] = {
+    "unknown model": (
+        ["mine.py:Greeting", "--model", "./no-such-folder"],
+        "BadModel",
+        ["no-such-folder", "smollm2-135m"],
+    ),
+    "a model among the engine's": (
+        ["mine.py:Greeting", "--engine-option", "model=other"],
+        "BadOption",
+        ["give --model"],
+    ),
+    "an interval that is no number": (
+        ["mine.py:Greeting", "--engine-option", "stream_interval=often"],
+        "BadOption",
+        ["give a whole number of ids"],
+    ),
+}
+
+OTHERS: dict[str, tuple[list[str], int, list[str]]] = {
+    "no number": (["run", "calculator", "--temperature", "warm"], 2, ["temperature"]),
+    "show what is not there": (["show", "nowhere.db"], 7, ["no run file nowhere.db"]),
+    "export what is no run file": (["export", "mine.py"], 7, ["no run file"]),
+    "no such command": (["nonsense"], 2, ["No such command"]),
+}
+
+
+def assert_one_message(told: str, said: list[str]) -> None:
+    assert "Traceback" not in told
+    assert told.count("deltarunner:") == 1, told
+    for part in said:
+        assert part in told
+
+
+ROWS = [pytest.param("scripted", *row, id=name) for name, row in RUN.items()]
+ROWS += [pytest.param("real", *row, id=name) for name, row in OF_THE_ENGINE.items()]
+
+
+@pytest.mark.parametrize(("engine", "arguments", "kind", "said"), ROWS)
+def test_a_run_that_cannot_be_says_why_in_one_message(
+    folder: Path, deltarunner: Command, engine: str, arguments: list[str], kind: str, said: list[str]
+) -> None:
+    code, out, err = deltarunner("run", *arguments, engine=engine)
+    assert code == CODES[kind], err
+    assert_one_message(err, said)
+    assert len(err.splitlines()) <= 12, err
+    assert "Traceback" not in out
+    assert (folder / "mine.py").read_text() == AUTHOR
+
+
+@pytest.mark.parametrize(("engine", "arguments", "kind", "said"), ROWS)
+def test_with_json_it_also_says_so_in_a_last_line_of_json(
+    folder: Path, deltarunner: Command, engine: str, arguments: list[str], kind: str, said: list[str]
+) -> None:
+    code, out, err = deltarunner("run", *arguments, "--json", engine=engine)
+    assert code == CODES[kind], err
+    assert_one_message(err, said)
+    told = json.loads(out.splitlines()[-1])
+    assert (told["error"]["kind"], told["exit_code"]) == (kind, code)
+    assert told["error"]["message"] in err
+
+
+@pytest.mark.parametrize(("arguments", "code", "said"), OTHERS.values(), ids=OTHERS)
+def test_other_commands_say_it_too(deltarunner: Command, arguments: list[str], code: int, said: list[str]) -> None:
+    ended, out, err = deltarunner(*arguments)
+    assert ended == code
+    assert "Traceback" not in out + err
+    for part in said:
+        assert part in err

@@ -1,0 +1,426 @@
+"""`deltarunner check`: each mistake, alone in an environment, is one line that names it and the fix."""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.cli.random_model import _arguments
+from runner.tools.tool import Tool
+from tests.checking import GOOD, check, findings, folder_of_modules
+
+pytestmark = pytest.mark.slow
+
+BAD = {
+    # --- schemas
+    "untyped": """
+    @tool
+    def bad(self, word):
+        "Say it."
+""",
+    "undescribed": """
+    @tool
+    def bad(self, word: str) -> str:
+        return word
+""",
+    "misdescribed": """
+    @tool
+    def bad(self, word: str) -> str:
+        '''Say it.
+
+        Args:
+            wrod: what.
+        '''
+        return word
+""",
+    "wrong schema": """
+    async def setup(self):
+        self.tools.append(Tool(self.roll, name="again", description="Roll.", parameters={"type": "objekt"}))
+""",
+    # --- rewards
+    "raising reward": """
+    @reward
+    def bad(self):
+        return 1 / len(self.task.info)
+""",
+    "raising reward after a limit": """
+    limits = Limits(turns=2)
+    @reward
+    def bad(self):
+        raise KeyError("score")
+""",
+    "reward of text": """
+    @reward
+    def bad(self):
+        return "good"
+""",
+    "reward without end": """
+    @reward
+    def bad(self):
+        return float("inf")
+""",
+    "raising metric": """
+    @metric
+    def bad(self):
+        return {}["score"]
+""",
+    "raising group reward": """
+    @group_reward
+    def bad(self, group):
+        return [1]
+""",
+    "random reward": """
+    @reward
+    def bad(self):
+        return random.random()
+""",
+    # --- random numbers
+    "random tool": """
+    @tool
+    def bad(self) -> float:
+        "Draw."
+        return random.random()
+""",
+    "random prompt": """
+    def prompt(self):
+        return f"Roll a {random.random()}."
+""",
+    "random task": """
+    def tasks(self):
+        return [Task(id="t", prompt=f"Roll a {random.random()}.")]
+""",
+    "random step": """
+    roll = None
+    limits = Limits(turns=2)
+    def step(self, turn):
+        return f"{random.random()}"
+""",
+    "random end": """
+    roll = None
+    limits = Limits(turns=4)
+    def step(self, turn):
+        return None if random.Random(next(CALLS)).random() < 0.4 else "Go on."
+""",
+    # --- what episodes share
+    "class attribute": """
+    seen = []
+    @tool
+    def bad(self) -> int:
+        "Count."
+        self.seen.append(1)
+        return 1
+""",
+    "counter of the class": """
+    count_of_all = 0
+    def setup(self):
+        type(self).count_of_all += 1
+""",
+    "new attribute of the class": """
+    def setup(self):
+        type(self).last = self.task.id
+""",
+    "default argument": """
+    def __init__(self, seen: list[str] = []):
+        super().__init__()
+        self.seen = seen
+    def setup(self):
+        self.seen.append(self.task.id)
+""",
+    "module variable": """
+    def setup(self):
+        SEEN[self.task.id] = True
+""",
+    "shared result": """
+    @contextlib.contextmanager
+    def lifespan(self):
+        yield itertools.count()
+    @tool
+    def bad(self) -> int:
+        "Count."
+        return next(self.shared)
+""",
+    "set in lifespan": """
+    @contextlib.contextmanager
+    def lifespan(self):
+        self.index = {}
+        yield
+""",
+    "attribute that could be shared": """
+    words = ["a", "b"]
+""",
+    # --- the loop
+    "blocking": """
+    def __init__(self):
+        super().__init__(count=1)
+    @tool
+    async def bad(self) -> str:
+        "Wait."
+        time.sleep(0.3)
+        return "waited"
+""",
+    # --- what is left open
+    "file": """
+    def setup(self):
+        self.log = open(__file__)
+""",
+    "thread": """
+    def setup(self):
+        self.stop = threading.Event()
+        self.ticker = threading.Thread(target=self.stop.wait, args=(600,), daemon=True)
+        self.ticker.start()
+""",
+    "thread of nobody": """
+    def setup(self):
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+""",
+    "task": """
+    async def setup(self):
+        self.beating = asyncio.create_task(self.beat())
+    async def beat(self):
+        await asyncio.sleep(60)
+""",
+    "failing close": """
+    def close(self):
+        raise OSError("no such connection")
+""",
+    # --- hooks
+    "tool called as a hook": """
+    @tool
+    def prompt(self) -> str:
+        "Tell it again."
+        return "Roll."
+""",
+    "reward called as a hook": """
+    @reward
+    def close(self):
+        return 1.0
+""",
+    "tool called as the runner's": """
+    @tool
+    def shared(self) -> str:
+        "Tell it again."
+        return "Roll."
+""",
+    "exit_stack in a tool": """
+    @tool
+    async def bad(self) -> str:
+        "Open it."
+        self.episode.exit_stack.enter_context(contextlib.nullcontext())
+        return "open"
+""",
+    # --- the rest
+    "failing setup": """
+    def setup(self):
+        raise ValueError("no luck")
+""",
+    "no task": """
+    def tasks(self):
+        return []
+""",
+}
+
+SAYS = {
+    "untyped": (3, "Env.bad, parameter 'word': it has no type: annotate it"),
+    "undescribed": (3, "Env.bad is a tool without a docstring"),
+    "misdescribed": (3, "its docstring describes 'wrod', but its parameters are: word. Rename it"),
+    "wrong schema": (3, 'Tool again: parameters must be a JSON schema with "type": "object"'),
+    "raising reward": (3, "error    env_error: reward bad(): ZeroDivisionError: division by zero"),
+    "raising reward after a limit": (3, "error    reward bad(): KeyError: 'score'"),
+    "reward of text": (3, "bad returned the string 'good'|bad returned 'good'; return a number, a bool or None"),
+    "reward without end": (3, "bad returned inf; a reward is a finite number"),
+    "raising metric": (0, "warning  metric bad(): KeyError: 'score'"),
+    "raising group reward": (3, "group_reward bad"),
+    "random reward": (
+        3,
+        "bad() gave another value in 4 of 4 episodes when the same was played again: draw from self.episode.rng",
+    ),
+    "random tool": (3, "tool bad() gave another result in 4 of 4 episodes when the same was played again: draw from"),
+    "random prompt": (3, "prompt() gave another one in 4 of 4 episodes when the same was played again: draw from"),
+    "random task": (3, "tasks() gave another prompt in 1 of 1 episodes when the same was played again: draw from"),
+    "random step": (3, "step() gave another answer in 4 of 4 episodes when the same was played again: draw from"),
+    "random end": (3, "step() ended it elsewhere in .* of 4 episodes when the same was played again: draw from"),
+    "class attribute": (
+        3,
+        "error    Env.seen was changed while episodes were played, and all of them see it: keep it on self",
+    ),
+    "counter of the class": (3, "error    Env.count_of_all was changed while episodes were played"),
+    "new attribute of the class": (3, "error    Env.last was changed while episodes were played"),
+    "default argument": (3, "error    Env(seen=), a default, was changed while episodes were played"),
+    "module variable": (0, "warning  mine.SEEN was changed while episodes were played"),
+    "shared result": (
+        3,
+        "tool bad() gave another result in 4 of 4 episodes when they were played after other ones: they share",
+    ),
+    "set in lifespan": (
+        3,
+        "lifespan() sets self.index, which episodes do not see: each is played by an object of its own. Yield it",
+    ),
+    "attribute that could be shared": (
+        0,
+        "warning  Env.words is a list of the class, which all episodes share: make it in",
+    ),
+    "blocking": (3, r"the event loop stood still for .* in Env.bad (.*mine.py:\d+): it blocks the event loop: make"),
+    "file": (3, "still open after close(): self.log (file .*mine.py). Close it in close(), or open it in setup() with"),
+    "thread": (3, "still open after close(): self.ticker (thread 'Thread (wait)'). Close it in close()"),
+    "thread of nobody": (3, "still open after close(): thread 'Thread (sleep)'. Close it in close()"),
+    "task": (3, "still open after close(): a task of Env.beat(). Close it in close()"),
+    "failing close": (0, "warning  close(): OSError: no such connection"),
+    "tool called as a hook": (3, "@tool prompt() is a hook's name: the runner calls it too. Rename the method."),
+    "reward called as a hook": (3, "@reward close() is a hook's name: the runner calls it too. Rename the method."),
+    "tool called as the runner's": (
+        3,
+        "@tool shared() is a name that the runner uses for something else. Rename the method.",
+    ),
+    "exit_stack in a tool": (3, "episode.exit_stack can be entered in setup() only"),
+    "failing setup": (3, "error    env_error: ValueError: no luck (in setup"),
+    "no task": (3, "error    tasks() gives no task."),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from folder_of_modules(tmp_path, monkeypatch)
+
+
+def test_an_environment_without_a_mistake_is_ok(folder: Path) -> None:
+    result = check(folder, GOOD + "\nclass Env(Good):\n    pass\n", "--set", "faces=[1, 2]")
+    assert (result.exit_code, findings(result)) == (0, [])
+    assert result.output.endswith("ok\n")
+    assert "played   in groups of two, on a scripted engine: completed 8; 64 turns" in result.output
+
+
+# The mistakes that are planted here leave files behind.
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("mistake", BAD)
+def test_each_mistake_is_named_with_its_fix_in_one_line(folder: Path, mistake: str) -> None:
+    code, said = SAYS[mistake]
+    result = check(folder, f"{GOOD}\nSEEN, CALLS = {{}}, itertools.count()\n\nclass Env(Good):\n{BAD[mistake]}")
+    patterns = [re.sub(r"\\\.\\\*", ".*", re.escape(one)).replace(r"\\d\+", r"\d+") for one in said.split("|")]
+    lines = findings(result)
+    found = [line for line in lines if any(re.search(pattern, line) for pattern in patterns)]
+    assert found, result.output
+    assert result.exit_code == code, result.output
+    # One line each: what several episodes did in the same way is not told several times.
+    assert len(lines) <= 2, result.output
+
+
+def test_every_mistake_has_its_message() -> None:
+    assert BAD.keys() == SAYS.keys()
+
+
+def test_of_many_things_left_open_some_are_named_and_the_rest_counted(folder: Path) -> None:
+    env = """
+class Env(Good):
+    def setup(self):
+        for number in range(5):
+            name = f"{self.task.id}-{number}"
+            threading.Thread(target=time.sleep, args=(600,), daemon=True, name=name).start()
+"""
+    lines = findings(check(folder, GOOD + env))
+    assert len(lines) == 4
+    assert re.search(r"still open after close\(\): \d+ more of them\. Close", lines[-1])
+
+
+def test_an_environment_whose_constructor_gets_a_list_may_not_change_it(folder: Path) -> None:
+    env = """
+class Env(Good):
+    def setup(self):
+        self.construction()["faces"].append(7)
+"""
+    result = check(folder, GOOD + env, "--set", "faces=[1, 2]")
+    assert result.exit_code == 3
+    assert "error    Env(faces=) was changed while episodes were played" in result.output
+
+
+def test_what_is_loaded_or_opened_once_is_no_leak(folder: Path) -> None:
+    env = """
+class Env(Good):
+    def setup(self):
+        if "log" not in OPENED:
+            OPENED["log"] = open(__file__)
+"""
+    lines = findings(check(folder, GOOD + "\nOPENED = {}\n" + env))
+    sys.modules["mine"].OPENED["log"].close()
+    assert [line for line in lines if "still open" in line] == []
+
+
+def test_a_task_source_that_hears_of_results_keeps_its_order(folder: Path) -> None:
+    env = """
+class Source:
+    def __init__(self, tasks):
+        self.waiting, self.done = list(tasks), []
+    def __iter__(self):
+        yield from self.waiting
+    def finished(self, trajectory):
+        self.done.append(trajectory.task.id)
+
+class Env(Good):
+    def tasks(self):
+        return Source(super().tasks())
+"""
+    result = check(folder, GOOD + env)
+    assert (result.exit_code, findings(result)) == (0, []), result.output
+
+
+def test_tasks_may_be_asynchronous(folder: Path) -> None:
+    env = """
+class Env(Good):
+    async def tasks(self):
+        for task in super().tasks():
+            yield task
+"""
+    result = check(folder, GOOD + env)
+    assert (result.exit_code, findings(result)) == (0, []), result.output
+
+
+def test_a_class_without_a_reward_is_refused_before_anything_is_played(folder: Path) -> None:
+    env = "\nclass Env(Environment):\n    def tasks(self):\n        raise SystemExit\n"
+    result = check(folder, GOOD + env)
+    assert result.exit_code == 3
+
+
+def test_the_random_model_calls_every_tool_with_arguments_that_fit() -> None:
+    def many(a: int, b: list[str], c: dict[str, float], d: bool, e: str | None) -> None:
+        """Take much."""
+
+    tool = Tool(many)
+    for seed in range(20):
+        assert tool.arguments(_arguments(tool.parameters, random.Random(seed))).keys() == {"a", "b", "c", "d", "e"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "STATE['deep']['list'].append(1)",
+        "STATE['set'].add(self.task.id)",
+        "STATE['bytes'].extend(b'x')",
+        "STATE['pair'][0].append(1)",
+        "STATE['long'].append(1)",
+        "STATE['object'] = object()",
+        "pass",
+    ],
+)
+def test_what_is_changed_deep_inside_is_found_and_objects_are_not_copied(folder: Path, change: str) -> None:
+    env = f"""
+class Uncopied:
+    def __deepcopy__(self, memo):
+        raise RuntimeError
+    __copy__ = __eq__ = __deepcopy__
+    __hash__ = object.__hash__
+
+STATE = {{"deep": {{"list": []}}, "set": {{1}}, "bytes": bytearray(), "pair": ([], 1), "long": [0] * 20_000,
+         "object": Uncopied()}}
+STATE["itself"] = STATE
+
+class Env(Good):
+    def setup(self):
+        {change}
+"""
+    result = check(folder, GOOD + env, "-n", "1")
+    told = [line.partition(" while")[0] for line in findings(result)]
+    assert told == ([] if change == "pass" else ["warning  mine.STATE was changed"])

@@ -1,0 +1,359 @@
+"""`deltarunner check-template`: what it prints, in which order ids came, and with which code it ends."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from runner import Run, ScriptedEngine
+from runner.cli import check_template as command
+from runner.cli.app import app
+from runner.errors import BadModel
+from runner.models import resolve_model, stop_ids
+from runner.tokens.bridging.bridge import Bridger
+from runner.tokens.bridging.refusal import Property
+from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.control_text import lacking
+from runner.tokens.probing.appends import Append, Exactness, Verdict, example, verdicts
+from runner.tokens.probing.probe import UnusableTemplate, in_process, request_of
+from runner.tokens.probing.profile import Trait
+from runner.tokens.probing.traits import profile_of
+from runner.tokens.template import ChatTemplate
+from runner.tokens.tokenizer import load_tokenizer
+from tests.conformance.corpus import corpus
+from tests.playing import Plain
+from tests.repository import DOCS
+from tests.tokens.families import FAMILIES, model
+from tests.tokens.profiles import BEGIN, END, table
+
+pytestmark = pytest.mark.slow
+
+Check = Callable[..., Result]
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """The command, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(app, ["check-template", *arguments])
+
+
+@pytest.fixture
+def public(tmp_path: Path) -> Callable[[str], str]:
+    """A file with a public model's template."""
+
+    def write(name: str) -> str:
+        text = next(entry.text for entry in corpus() if entry.name == name)
+        (tmp_path / "public.jinja").write_text(text)
+        return "public.jinja"
+
+    return write
+
+
+def document(done: Result) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert told["exit_code"] == done.exit_code
+    return told
+
+
+def judged(bridger: Bridger) -> dict[Append, Verdict]:
+    return {verdict.kind: verdict for verdict in verdicts(bridger, profile_of(bridger.renderer))}
+
+
+# --- what is printed
+
+
+def test_a_template_that_does_everything_ends_with_ok(check: Check) -> None:
+    done = check("hermes")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "ok: everything that an environment with tools appends is exact" in done.stdout
+    for kind in Append:
+        assert f"{kind.value} " in done.stdout
+    for name in ("parallel_results", "together", "<|im_start|>assistant⏎"):
+        assert name in done.stdout
+
+
+def test_each_passage_of_the_example_says_where_it_came_from_and_where_ids_end(check: Check) -> None:
+    lines = [line for line in check("hermes").stdout.splitlines() if re.search(" mask [01] ", line)]
+    assert [line.split()[:3] for line in lines] == [
+        ["prompt", "mask", "0"],
+        ["sampled", "mask", "1"],
+        ["bridge", "mask", "0"],
+        ["sampled", "mask", "1"],
+        ["bridge", "mask", "0"],
+    ]
+    assert lines[2].endswith(
+        "│⏎│<|im_start|>│user⏎│<tool_response>│⏎a wading bird⏎│</tool_response>│<|im_end|>│⏎│<|im_start|>│assistant⏎│"
+    )
+
+
+def test_what_is_not_exact_has_a_reason_a_consequence_and_a_fix(check: Check, public: Callable[[str], str]) -> None:
+    done = check(public("mistralai-Mistral-Nemo-Instruct-2407"))
+    assert done.exit_code == 6
+    block = done.stdout.partition("user after an answer: tools_move\n")[2].splitlines()[:3]
+    assert [line.split()[0] for line in block] == ["why", "then", "fix"]
+    assert "a new segment begins here" in block[1]
+    assert "one that writes the tools first" in block[2]
+    assert "appends that environments with tools make are not exact" in done.stdout
+
+
+def test_a_template_without_tools_says_so(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "plain.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    done = check("plain.jinja")
+    assert done.exit_code == 6
+    assert "no environment with tools can be played; without tools everything is exact" in done.stdout
+
+
+def test_a_process_of_its_own_prints_the_same(check: Check, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "runner.cli.app", "check-template", "hermes"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, check("hermes").stdout)
+
+
+# --- JSON
+
+
+def test_json_has_every_property_verdict_and_id(check: Check, public: Callable[[str], str]) -> None:
+    told = document(check(public("Qwen-Qwen3-0.6B"), "--json"))
+    assert told["profile"]["reasoning"]["value"] == "only_last"
+    assert told["profile"]["options"]["value"] == ["enable_thinking"]
+    assert {verdict["kind"]: verdict["result"] for verdict in told["appends"]} == {k.value: "exact" for k in Append}
+    assert {verdict["kind"] for verdict in told["appends"] if verdict["rewrites"]} >= {"user after reasoning"}
+    assert [passage["source"] for passage in told["example"]] == ["prompt", "sampled", "bridge", "sampled", "bridge"]
+    assert told["error"] is None
+
+
+def test_a_models_own_vocabulary_and_stops_are_used(check: Check, demo_model_folder: Path) -> None:
+    told = document(check(str(demo_model_folder), "--template", "pythonic", "--json"))
+    tokenizer = load_tokenizer(demo_model_folder)
+    stops = stop_ids(resolve_model(demo_model_folder), tokenizer.eos_id)
+    assert tuple(told["stops"].values()) == stops
+    renderer = ChatTemplate.load("pythonic").renderer()
+    played = example(Bridger(tokenizer, renderer, stops), profile_of(renderer))
+    assert [passage["ids"] for passage in told["example"]] == [list(passage.ids) for passage in played]
+    log: list[int] = []
+    for passage in told["example"]:
+        assert passage["mask"] == (passage["source"] == "sampled")
+        log += passage["ids"]
+    assert "│".join(told["example"][1]["texts"]) == "[│look│_│up│(│word│='│her│on│')]│<|im_end|>"
+    assert tokenizer.decode(log).endswith("<|im_start|>user\nAnd an egret?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_model_that_does_not_stop_where_its_turns_end_is_told(
+    check: Check, demo_model_folder: Path, tmp_path: Path
+) -> None:
+    template = ChatTemplate.load("pythonic").text.replace("<|im_end|>", "<|endofturn|>")
+    (tmp_path / "other.jinja").write_text(template)
+    done = check(str(demo_model_folder), "--template", "other.jinja")
+    assert done.exit_code == 6
+    assert "stops: the model does not stop at <|endofturn|>" in done.stdout
+    assert "eos_token_id" not in done.stdout  # an id that is not there cannot be added
+    assert "no token for <|endofturn|>, which the template writes" in done.stdout
+    assert document(check(str(demo_model_folder), "--template", "other.jinja", "--json"))["unstopped"]
+    told = document(check(str(demo_model_folder), "--json"))
+    assert (told["unstopped"], told["lacking"]) == ([], [])
+
+
+def test_a_stop_that_the_vocabulary_has_is_to_be_added_to_the_stop_ids(
+    check: Check, demo_model_folder: Path, tmp_path: Path
+) -> None:
+    template = ChatTemplate.load("pythonic").text.replace("<|im_end|>", "<|endoftext|>")
+    (tmp_path / "other.jinja").write_text(template)
+    assert "add it to eos_token_id" in check(str(demo_model_folder), "--template", "other.jinja").stdout
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_family_lacks_a_token_that_its_template_writes(name: str) -> None:
+    # Those two stand on the vocabulary of an older model of Mistral's, whose calls were written without it.
+    younger = ("[ARGS]",) if name in ("devstral", "ministral-3") else ()
+    made = model(name)
+    assert lacking(made.renderer.rendered(), made.tokenizer) == younger
+
+
+@pytest.mark.anyio
+async def test_a_run_says_which_tokens_of_its_template_are_letters() -> None:
+    made = model("qwen2.5")
+    zephyr = ChatTemplate(made.template.text.replace("<|im_start|>", "<|turn|>"), name="turns")
+    engine = ScriptedEngine(["yes"], tokenizer=made.tokenizer, template=zephyr, stop_ids=made.stop_ids)
+    run = Run(Plain(), engine)
+    async with run:
+        [_ async for _ in run]
+    (told,) = [fault for fault in run.summary.faults if "letters" in fault]
+    assert "writes <|turn|>, which the vocabulary has no token for" in told
+
+
+def test_options_are_given_to_the_template(check: Check, public: Callable[[str], str]) -> None:
+    file = public("Qwen-Qwen3-0.6B")
+    told = document(check(file, "--template-option", "enable_thinking=false", "--json"))
+    assert told["profile"]["prompt_reasoning"]["value"] == "empty_block"
+    assert told["options"] == {"enable_thinking": False}
+    refused = check(file, "--template-option", "enable_thoughts=false")
+    assert refused.exit_code == 2
+    assert "does not read it; it reads enable_thinking" in refused.stderr
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "words"),
+    [
+        ("{% for", "does_not_compile", "not valid jinja2"),
+        ("{{ raise_exception('Only in rhyme.') }}", "raises", "Only in rhyme."),
+        ("{{ sep_token.x }}", "variable_missing", "--template-option sep_token="),
+        ("Hello.", "question_not_shown", "nothing of a plain question"),
+        ("{{ 'a' * 10**10 }}", "too_much_memory", "of memory"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_one_message(
+    check: Check, tmp_path: Path, text: str, fault: str, words: str
+) -> None:
+    (tmp_path / "bad.jinja").write_text(text)
+    done = check("bad.jinja", "--json")
+    told = document(done)
+    assert (done.exit_code, told["error"]["fault"]) == (6, fault)
+    assert words in told["error"]["message"]
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_template_that_never_ends_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "SECONDS", 0.5)
+    file = tmp_path / "endless.jinja"
+    file.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    with pytest.raises(UnusableTemplate, match=r"after 0.5 s and was stopped"):
+        command.check_template_command(str(file), template=None, options=(), as_json=True)
+    assert json.loads(capsys.readouterr().out)["error"]["fault"] == "never_ends"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["nowhere.jinja"], 6, "cannot be read"),
+        (["nowhere/"], 5, "no model folder 'nowhere/'"),
+        (["hermes", "--template-option", "mood"], 2, "name=value"),
+        (["smollm2-135m", "--template", "nowhere.jinja"], 6, "cannot be read"),
+    ],
+)
+def test_what_is_not_there_is_named(check: Check, arguments: list[str], code: int, words: str) -> None:
+    done = check(*arguments)
+    assert done.exit_code == code
+    assert words in done.stderr
+
+
+def test_a_vocabulary_that_cannot_be_used_is_the_models_fault(tmp_path: Path) -> None:
+    request = request_of(ChatTemplate.load("hermes"), {}, datetime(2026, 3, 14))
+    with pytest.raises(BadModel, match="no tokenizer can be read"):
+        in_process({**request, "vocabulary": {"folder": str(tmp_path), "stop_ids": []}})
+
+
+@pytest.mark.parametrize(
+    ("processor", "wanted"),
+    [
+        (None, ""),
+        ({"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]}, "<s>"),
+        ({"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A"}}, {"SpecialToken": {"id": "</s>"}}]}, ""),
+        (
+            {
+                "type": "Sequence",
+                "processors": [{"type": "ByteLevel"}, {"type": "T", "single": [{"SpecialToken": {"id": "<b>"}}]}],
+            },
+            "<b>",
+        ),
+    ],
+)
+def test_the_bos_that_a_vocabulary_wants_is_its_post_processors(tmp_path: Path, processor: Any, wanted: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"post_processor": processor}))
+    assert command._wanted_bos(tmp_path) == wanted
+
+
+# --- verdicts are the bridge's own
+
+
+def test_a_seam_whose_ids_might_have_merged_is_soft(demo_model_folder: Path) -> None:
+    text = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}land\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = load_tokenizer(demo_model_folder)
+    bridger = Bridger(tokenizer, ChatTemplate(text, name="island").renderer(), [2])
+    assert judged(bridger)[Append.CUT].result is Exactness.SOFT
+
+
+def test_refusals_have_the_bridges_own_names() -> None:
+    text = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('late') }}{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content if m.role != 'tool' else '' }}"
+        "{{ m.tool_calls | tojson if m.tool_calls else '' }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = ByteTokenizer()
+    assert tokenizer.eos_id is not None
+    found = judged(Bridger(tokenizer, ChatTemplate(text, name="tiny").renderer(), [tokenizer.eos_id]))
+    assert found[Append.SYSTEM].refusal is Property.TEMPLATE_RENDERS
+    assert found[Append.RESULT].refusal is Property.CONTENT_SHOWN
+    assert found[Append.USER].result is Exactness.EXACT
+
+
+def test_work_that_follows_the_history_is_told() -> None:
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{{ loop.index }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = ByteTokenizer()
+    assert tokenizer.eos_id is not None
+    numbered = judged(Bridger(tokenizer, ChatTemplate(text, name="numbered").renderer(), [tokenizer.eos_id]))
+    plain = judged(Bridger(tokenizer, ChatTemplate.load("hermes").renderer(), [tokenizer.eos_id]))
+    assert (numbered[Append.USER].local, plain[Append.USER].local) == (False, True)
+
+
+def test_a_template_that_leaves_the_past_alone_rewrites_nothing() -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.eos_id is not None
+    found = judged(Bridger(tokenizer, ChatTemplate.load("hermes").renderer(), [tokenizer.eos_id]))
+    assert not any(verdict.rewrites for verdict in found.values())
+
+
+# --- docs/chat-templates.md
+
+
+PAGE = (DOCS / "chat-templates.md").read_text()
+
+
+def test_the_page_names_every_property_and_every_refusal() -> None:
+    for name in (*Trait, *Property):
+        assert f"`{name.value}`" in PAGE, name
+
+
+def test_the_pages_examples_are_what_the_command_prints(check: Check) -> None:
+    printed = [line.rstrip() for line in check("hermes").stdout.splitlines()]
+    blocks = re.findall(r"```console\n(.*?)```", PAGE, flags=re.DOTALL)
+    shown = [line for block in blocks if not block.startswith("$") for line in block.splitlines()]
+    assert len(shown) > 10
+    for line in shown:
+        assert line in printed
+
+
+def test_the_pages_python_runs() -> None:
+    (source,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert "assert" in source
+    exec(compile(source, "chat-templates.md", "exec"), {})
+
+
+@pytest.mark.whole
+def test_the_pages_counts_are_those_of_the_corpus() -> None:
+    written = PAGE.partition(BEGIN)[2].partition(END)[0]
+    assert written == table(), "python -m tests.tokens.profiles --write"

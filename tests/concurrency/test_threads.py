@@ -1,0 +1,145 @@
+"""Worker threads: jobs that nobody waits for any more, and who of them computes."""
+
+from __future__ import annotations
+
+import threading
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.from_thread
+import anyio.lowlevel
+import pytest
+
+from runner.concurrency.threads import Job, Workers, busy_threads
+
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
+
+WATCHDOG = 30.0
+
+
+def hang(began: threading.Event, release: threading.Event) -> None:
+    began.set()
+    release.wait(WATCHDOG)
+
+
+def test_a_job_that_was_called_off_before_it_began_never_runs() -> None:
+    called: list[int] = []
+    job = Job(lambda: called.append(1), "late")
+    job.call_off()
+    job.run()
+    assert (called, job.abandoned, job.done) == ([], False, False)
+
+
+async def test_a_job_whose_caller_was_cancelled_is_left_behind_and_its_place_is_free() -> None:
+    began, release = threading.Event(), threading.Event()
+    workers = Workers(1)
+    job = Job(partial(hang, began, release), "hanging")
+    try:
+        with anyio.fail_after(WATCHDOG):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(workers.call, job)
+                while not began.is_set():  # noqa: ASYNC110  # set by a thread
+                    await anyio.sleep(0.001)
+                tasks.cancel_scope.cancel()
+            assert job.abandoned
+            assert workers.abandoned == ["hanging"]
+            assert await workers.call(Job(lambda: "next", "next")) == "next"
+        assert not workers.running
+    finally:
+        release.set()
+
+
+async def test_what_a_thread_computed_for_others_before_is_not_held_against_a_job_that_waits() -> None:
+    began, release = threading.Event(), threading.Event()
+    workers = Workers(1)
+
+    def computes() -> int:
+        return sum(range(1_000_000))
+
+    waiting = Job(partial(hang, began, release), "waiting")
+    with anyio.fail_after(WATCHDOG):
+        await workers.call(Job(computes, "computing"))  # the next job gets the same thread, which is idle
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(workers.call, waiting)
+            while not began.is_set():  # noqa: ASYNC110  # set by a thread
+                await anyio.sleep(0.001)
+            assert not waiting.computed()
+            release.set()
+
+
+async def test_an_exit_travels_as_a_value_and_is_raised_where_it_is_waited_for() -> None:
+    def exits() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit, match="3"):
+        await Workers(1).call(Job(exits, "exiting"))
+
+
+variable: ContextVar[str] = ContextVar("variable", default="unset")
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_code_in_a_thread_goes_back_to_its_loop_with_the_variables_of_its_task(anyio_backend: str) -> None:
+    async def on_the_loop(word: str) -> tuple[str, str, int]:
+        await anyio.lowlevel.checkpoint()
+        return word, variable.get(), threading.get_ident()
+
+    def in_the_thread() -> tuple[Any, int]:
+        anyio.from_thread.check_cancelled()
+        loop = anyio.from_thread.run_sync(threading.get_ident)
+        return anyio.from_thread.run(on_the_loop, "asked"), loop
+
+    def another_loop() -> str:
+        return anyio.run(partial(anyio.sleep, 0)) or "run"
+
+    variable.set("of the task")
+    workers = Workers(2)
+    here = threading.get_ident()
+    assert await workers.call(Job(in_the_thread, "back")) == (("asked", "of the task", here), here)
+    assert await workers.call(Job(another_loop, "another loop")) == "run"
+    workers.close()
+
+
+async def test_code_in_a_thread_hears_that_nobody_waits_for_it_any_more() -> None:
+    began, heard = threading.Event(), threading.Event()
+
+    def asks() -> None:
+        began.set()
+        try:
+            while True:
+                anyio.from_thread.check_cancelled()
+        except BaseException:
+            heard.set()
+            raise
+
+    workers = Workers(1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(workers.call, Job(asks, "asking"))
+        while not began.is_set():  # noqa: ASYNC110  # set by a thread
+            await anyio.sleep(0.001)
+        tasks.cancel_scope.cancel()
+    assert heard.wait(WATCHDOG)
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_threads_end_with_their_workers_and_one_that_was_left_behind_with_its_job(anyio_backend: str) -> None:
+    began, release = threading.Event(), threading.Event()
+    workers = Workers(2)
+    before = set(threading.enumerate())
+    await workers.call(Job(int, "quick"))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(workers.call, Job(partial(hang, began, release), "hanging"))
+        tasks.start_soon(workers.call, Job(int, "beside"))
+        while not began.is_set():  # noqa: ASYNC110  # set by a thread
+            await anyio.sleep(0.001)
+        tasks.cancel_scope.cancel()
+    made = set(threading.enumerate()) - before
+    assert len(made.intersection(busy_threads())) == 1
+    assert all(thread.daemon for thread in made)
+    workers.close()
+    release.set()
+    with anyio.fail_after(WATCHDOG):
+        while any(thread.is_alive() for thread in made):  # noqa: ASYNC110  # threads tell nobody
+            await anyio.sleep(0.001)

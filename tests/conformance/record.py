@@ -1,0 +1,89 @@
+"""What became of every case, a line for each template: what any part of the sweep is compared with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from tests import sweeps
+from tests.conformance.corpus import Entry, corpus
+from tests.conformance.sweep import Outcome, Verdict, play, spread
+from tests.tokens.profiles import traits
+
+__all__ = ["HISTORY_DEPENDENT", "Recorded", "chosen", "fresh", "read", "rows_of", "write"]
+
+FILE = Path(__file__).with_name("record.txt")
+
+HISTORY_DEPENDENT = (
+    "Bielik-11B-v3.0-Instruct",  # one block of results for all messages of a kind
+    "Cohere2MoE",  # counts calls
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use",  # counts tool rounds
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",  # opens its block of results once
+)
+LETTERS = {
+    Verdict.EXACT: "e",
+    Verdict.WRONG: "W",
+    Verdict.REFUSED: "r",
+    Verdict.NO_RIGHT_ONE: "n",
+    Verdict.NOT_APPLICABLE: "-",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What is kept of a template."""
+
+    name: str
+    traits: str
+    """A digest of what its profile says."""
+    verdicts: str
+    """A letter for each case, in the order in which they are played."""
+
+
+def fresh(entry: Entry) -> Recorded:
+    """What is to be kept of a template, which is played now."""
+    return _recorded(entry.name, traits(entry), play(entry))
+
+
+def _recorded(name: str, profile: str, outcomes: Iterable[Outcome]) -> Recorded:
+    verdicts = "".join(LETTERS[outcome.verdict] for outcome in outcomes)
+    return Recorded(name, hashlib.sha256(profile.encode()).hexdigest()[:8], verdicts)
+
+
+def chosen() -> list[str]:
+    """The names of some templates: one of those that go alike, those that look far back, and an eighth of all.
+
+    Another commit chooses others. A whole sweep plays all of them, once for all tests, and these few again.
+    """
+    record = read()
+    if sweeps.whole():
+        return list(HISTORY_DEPENDENT)
+    alike: dict[str, list[str]] = {}
+    for name, of_it in record.items():
+        alike.setdefault(of_it.verdicts, []).append(name)
+    return sorted({
+        *HISTORY_DEPENDENT,
+        *(sweeps.part(names, len(names))[0] for names in alike.values()),
+        *sweeps.part(sorted(record), 8),
+    })  # fmt: skip
+
+
+def read() -> Mapping[str, Recorded]:
+    """What was recorded, by the names of the templates."""
+    lines = (line.split() for line in FILE.read_text(encoding="utf-8").splitlines())
+    return {name: Recorded(name, traits, verdicts) for name, traits, verdicts in lines}
+
+
+def rows_of(outcomes: Iterable[Outcome], *, processes: int) -> list[Recorded]:
+    """What is to be kept of a whole sweep."""
+    by_name = {name: list(of_it) for name, of_it in groupby(outcomes, key=lambda outcome: outcome.template)}
+    profiles = spread(traits, corpus(), processes)
+    return [_recorded(entry.name, of_it, by_name[entry.name]) for entry, of_it in zip(corpus(), profiles, strict=True)]
+
+
+def write(rows: Iterable[Recorded]) -> None:
+    """Replace the record."""
+    FILE.write_text("".join(f"{row.name} {row.traits} {row.verdicts}\n" for row in rows), encoding="utf-8")

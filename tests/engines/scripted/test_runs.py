@@ -1,0 +1,88 @@
+"""The scripted engine in whole runs: its page of the documentation, and a recorded run said again."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner import Environment, Run, RunFile, ScriptedEngine, Task, Trajectory, reward, tool
+from runner.testing import ModelCall, call
+from runner.trajectory import Outcome
+from tests.repository import DOCS
+
+PAGE = DOCS / "scripted-engine.md"
+
+
+def test_every_example_of_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert len(examples) >= 6
+    names: dict[str, Any] = {"__name__": "page"}
+    for example in examples:
+        exec(compile(example, str(PAGE), "exec"), names)
+
+
+class Sums(Environment):
+    """Adds two numbers, one of them told only by the tool."""
+
+    def tasks(self) -> list[Task]:
+        return [Task(id=str(number), prompt=f"What is {number} + 1?", answer=str(number + 1)) for number in range(4)]
+
+    @tool
+    def add(self, a: int, b: int) -> int:
+        """Add two integers."""
+        return a + b
+
+    @reward
+    def correct(self) -> bool:
+        return self.task.answer in self.episode.text.split()
+
+
+def by_chance(asked: ModelCall) -> Any:
+    if asked.turn == 0:
+        return call("add", a=asked.rng.randint(0, 3), b=1)
+    return f"It is {asked.prompt.rsplit('tool', 1)[-1].split()[0]} {asked.rng.random()}"
+
+
+def said(trajectories: list[Trajectory]) -> dict[tuple[str, int], list[tuple[list[int], list[float]]]]:
+    return {
+        (trajectory.task.id, trajectory.index): [
+            (turn.token_ids.tolist(), turn.logprobs.tolist()) for turn in trajectory.turns
+        ]
+        for trajectory in trajectories
+    }
+
+
+@pytest.mark.anyio
+async def test_a_recorded_run_is_said_again_id_by_id_also_within_a_group(tmp_path: Path) -> None:
+    path = tmp_path / "recorded.db"
+    async with Run(Sums, ScriptedEngine(by_chance, seed=9), file=path, group_size=3, seed=4) as first:
+        before = said([trajectory async for trajectory in first])
+    async with Run(Sums, ScriptedEngine(path), file=None, group_size=3, seed=4) as again:
+        after = said([trajectory async for trajectory in again])
+    assert len(before) == 12
+    assert after == before
+    assert len({str(turns) for turns in before.values()}) == 12
+
+
+@pytest.mark.anyio
+async def test_an_open_run_file_serves_as_well_as_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "recorded.db"
+    async with Run(Sums, ScriptedEngine(["no call"]), file=path) as first:
+        assert len([trajectory async for trajectory in first]) == 4
+    with RunFile(path) as run_file:
+        async with Run(Sums, ScriptedEngine(run_file), file=None) as again:
+            assert [trajectory.text async for trajectory in again] == ["no call"] * 4
+
+
+@pytest.mark.anyio
+async def test_a_prompt_that_was_not_recorded_is_rejected_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "recorded.db"
+    async with Run(Sums, ScriptedEngine(["no call"]), file=path) as first:
+        assert len([trajectory async for trajectory in first]) == 4
+    other = [Task(id="other", prompt="What is 2 + 2?", answer="4")]
+    async with Run(Sums, ScriptedEngine(path), tasks=other, file=None, retries=0, breaker=1.0) as again:
+        (trajectory,) = [trajectory async for trajectory in again]
+    assert trajectory.outcome is Outcome.ENGINE_ERROR
+    assert "the recorded run has no turn with this prompt" in trajectory.error

@@ -1,0 +1,48 @@
+"""One real engine for many tests: each leaves it as it found it, and one that does not is the one that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import anyio
+
+from runner.engines.base import GenerationRequest
+from runner.engines.control import EngineState
+from runner.options import Sampling
+
+__all__ = ["as_it_was"]
+
+PATIENCE = 60.0
+
+_first_words: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+"""What each engine said before any test had it."""
+
+
+@asynccontextmanager
+async def as_it_was(engine: Any) -> AsyncIterator[None]:
+    """Lend a VllmEngine to a test, and assert afterwards that it runs for nobody, with its first weights alone."""
+    if engine not in _first_words:
+        _first_words[engine] = await _words(engine)
+    version = engine.weight_version
+    yield
+    assert engine.is_alive(), "a test that ends an engine takes a fixture of a doomed one"
+    assert engine.state is EngineState.RUNNING
+    with anyio.fail_after(PATIENCE):
+        await engine.idle()
+    assert (engine.stats().open, engine.stats().waiting) == (0, 0)
+    assert dict(engine.adapters) == {}
+    # A version is never used twice, so that weights which were put back are known by what they say.
+    assert engine.weight_version == version or await _words(engine) == _first_words[engine]
+
+
+async def _words(engine: Any) -> list[int]:
+    """What the model as it is goes on with; nothing is cached, so that it is the same bit for bit."""
+    await engine.reset_prefix_cache()
+    sampling = dataclasses.replace(Sampling.defaults(), max_tokens=8, temperature=0.0)
+    request = GenerationRequest(name="as it was", prompt=list(range(1000, 1040)), sampling=sampling)
+    async with engine.stream(request) as stream:
+        return [token_id async for delta in stream for token_id in delta.token_ids]

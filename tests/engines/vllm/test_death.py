@@ -1,0 +1,104 @@
+"""The real engine dies: whatever it was answering ends with one cause, and what was finished is kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from runner import Concurrency, EngineDead, Environment, Outcome, Run, RunFile, Sampling, Task, Trajectory, reward
+from runner.engines.base import Finish, FinishReason, GenerationRequest
+from runner.engines.vllm.engine import VllmEngine
+from tests.faults.comparing import by_key
+
+pytestmark = [pytest.mark.anyio, pytest.mark.engine]
+
+WATCHDOG = 180.0
+EPISODES = 6
+
+
+class Talker(Environment):
+    """Talks until somebody stops it; its first two episodes say one word only."""
+
+    def tasks(self) -> list[Task]:
+        return [Task(id=str(number), prompt="Tell me everything.") for number in range(12)]
+
+    async def rollout(self, conversation: Any) -> None:
+        length = 1 if int(self.task.id) < 2 else 3000
+        await conversation.generate(sampling=Sampling(max_tokens=length, stop_ids=()))
+
+    @reward
+    def talked(self) -> bool:
+        return True
+
+
+def request(name: str) -> GenerationRequest:
+    sampling = replace(Sampling.defaults(), max_tokens=2000)
+    return GenerationRequest(name=name, prompt=list(range(1000, 1040)), sampling=sampling)
+
+
+async def test_death_ends_every_episode_and_every_stream_with_one_cause_and_keeps_what_was_finished(
+    doomed_engine: VllmEngine, tmp_path: Path
+) -> None:
+    engine, file = doomed_engine, tmp_path / "run.db"
+    run = Run(Talker(), engine, file=file, concurrency=Concurrency(episodes=EPISODES))
+    played: list[Trajectory] = []
+    deaths: list[EngineDead] = []
+    finishes: list[Finish | None] = []
+
+    async def play() -> None:
+        async with run:
+            async for trajectory in run:
+                played.append(trajectory)  # noqa: PERF401  # what came before the error is what is looked at
+
+    async def read(number: int) -> None:
+        stream = engine.stream(request(f"stream {number}"))
+        try:
+            async with stream:
+                async for _ in stream:
+                    pass
+        finally:
+            finishes.append(stream.finish)
+
+    async def until_death(function: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+        with pytest.raises(EngineDead) as death:
+            await function(*arguments)
+        deaths.append(death.value)
+
+    with anyio.fail_after(WATCHDOG):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(until_death, play)
+            while engine.stats().open < EPISODES or len(played) < 2:  # noqa: ASYNC110  # counted by the engine
+                await anyio.sleep(0.05)
+            for number in range(engine.places - EPISODES + 2):
+                tasks.start_soon(until_death, read, number)
+            while engine.stats().open < engine.places or engine.stats().waiting < 2:  # noqa: ASYNC110  # likewise
+                await anyio.sleep(0.05)
+            os.kill(engine.processes()[0], signal.SIGKILL)
+
+    assert len(deaths) == engine.places - EPISODES + 3, "the run, and every stream, those at the gate, too"
+    assert {str(death) for death in deaths} == {"The engine died: its process was ended by SIGKILL"}
+    assert len({id(death.__cause__) for death in deaths if death.__cause__}) == 1
+    ended = [finish for finish in finishes if finish is not None]
+    assert len(ended) == engine.places - EPISODES
+    assert {finish.reason for finish in ended} == {FinishReason.ERROR}
+
+    assert run.summary.outcomes == {Outcome.TOKEN_LIMIT: 2, Outcome.ENGINE_ERROR: EPISODES}
+    cut = [trajectory for trajectory in played if trajectory.outcome is Outcome.ENGINE_ERROR]
+    assert {trajectory.error for trajectory in cut} == {str(deaths[0])}
+    assert all(trajectory.sampled for trajectory in cut), "ids that had come are kept"
+    with RunFile(file) as run_file:
+        assert by_key(run_file.trajectories()) == by_key(played)
+
+    assert not engine.is_alive()
+    with pytest.raises(EngineDead, match="SIGKILL"):
+        await engine.health()
+    with pytest.raises(EngineDead, match="SIGKILL"):
+        async with engine.stream(request("late")):
+            pytest.fail("it was admitted")

@@ -1,0 +1,241 @@
+"""The real engine's processes: none outlives us, and the terminal's Ctrl-C reaches none. Each test starts its own."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import anyio
+import anyio.from_thread
+import psutil
+import pytest
+
+from runner.engines.base import GenerationRequest
+from runner.engines.vllm.engine import VllmEngine
+from runner.engines.vllm.worker import parent_watch
+from runner.errors import BadModel, BadOption, EngineDead
+from runner.options import Sampling
+from tests.repository import ROOT
+
+pytestmark = pytest.mark.engine
+
+WATCHDOG = 100.0
+
+RUNNER = """
+import dataclasses, os, signal, sys
+from pathlib import Path
+import anyio, anyio.to_thread
+from runner.engines.base import GenerationRequest
+from runner.cli.quiet_output import quiet_output
+from runner.engines.vllm.engine import VllmEngine
+from runner.options import Sampling
+from multiprocessing.process import BaseProcess
+
+start = BaseProcess.start
+
+def start_and_tell(process):
+    start(process)
+    print("started", process.name, file=terminal.stdout)
+
+BaseProcess.start = start_and_tell
+
+async def main():
+    signal.signal(signal.SIGINT, lambda *_: os.write(terminal.stdout.fileno(), b"interrupted\\n"))
+    sampling = dataclasses.replace(Sampling.defaults(), max_tokens=4)
+    async with VllmEngine(max_num_seqs=4, max_model_len=512) as engine:
+        while True:
+            async with engine.stream(GenerationRequest(name="only", prompt=[1, 2], sampling=sampling)) as stream:
+                ids = [token async for delta in stream for token in delta.token_ids]
+            print("sampled", len(ids), file=terminal.stdout)
+            await anyio.to_thread.run_sync(sys.stdin.readline)
+
+with quiet_output(Path(sys.argv[1])) as terminal:
+    anyio.run(main)
+"""
+
+
+@pytest.fixture
+def runner(demo_model_folder: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs an engine, as the leader of a session and a process group of its own."""
+    command = [sys.executable, "-c", RUNNER, str(tmp_path / "engine.log")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        yield process
+        process.kill()
+
+
+def session_of(leader: int) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if _session(process.pid) == leader]
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def assert_no_engine_process_is_left() -> None:
+    """Those that an engine of ours started name us in their environment."""
+    assert_gone([process for process in psutil.process_iter() if _parent(process) == parent_watch.own_name()])
+
+
+def _parent(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(parent_watch.PARENT)
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return None
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=WATCHDOG)
+    assert alive == []
+
+
+def test_ctrl_c_spares_the_engine_and_after_kill_9_no_engine_process_is_alive(
+    runner: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    assert runner.stdin is not None
+    assert runner.stdout is not None
+    assert runner.stdout.readline() == "started EngineCore\n"
+    assert runner.stdout.readline() == "sampled 4\n", "and none of vLLM's noise between"
+    assert "EngineCore" in (tmp_path / "engine.log").read_text()
+
+    os.killpg(runner.pid, signal.SIGINT)
+    assert runner.stdout.readline() == "interrupted\n"
+    print(file=runner.stdin, flush=True)
+    assert runner.stdout.readline() == "sampled 4\n", "the engine answers as before"
+
+    processes = session_of(runner.pid)
+    assert len(processes) >= 3, "the runner, the engine's core and its worker"
+    runner.kill()
+    runner.wait()
+    assert_gone(processes)
+
+
+def test_after_kill_9_in_the_middle_of_a_start_no_engine_process_is_alive(runner: subprocess.Popen[str]) -> None:
+    assert runner.stdout is not None
+    assert runner.stdout.readline() == "started EngineCore\n"
+    processes = session_of(runner.pid)
+    assert len(processes) >= 2, "the runner and the engine's core"
+    runner.kill()
+    runner.wait()
+    assert_gone(processes)
+
+
+SCRIPT = """
+import anyio
+from runner.engines.vllm.engine import VllmEngine
+
+async def main():
+    async with VllmEngine(max_num_seqs=4, max_model_len=512):
+        print("ready")
+
+if __name__ == "__main__":
+    anyio.run(main)
+    print("done")
+"""
+
+
+def test_stdout_is_the_programs_and_an_end_that_was_asked_for_warns_of_nothing(
+    demo_model_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_STREAM"}
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=2 * WATCHDOG,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "ready\ndone\n")
+    assert "EngineCore" in done.stderr, "the log goes there"
+    for alarming in ("force killing", "EngineDeadError", "Traceback", "leaked shared_memory"):
+        assert alarming not in done.stderr
+
+
+def generation() -> GenerationRequest:
+    sampling = dataclasses.replace(Sampling.defaults(), max_tokens=4)
+    return GenerationRequest(name="only", prompt=[1, 2], sampling=sampling)
+
+
+@pytest.mark.anyio
+async def test_a_model_that_cannot_be_loaded_says_why_and_leaves_no_process(
+    demo_model_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(demo_model_folder, folder, symlinks=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    weights = folder / "model.safetensors"
+    with (demo_model_folder / weights.name).open("rb") as whole:
+        weights.write_bytes(whole.read(1_000_000))
+    engine = VllmEngine(folder, template="pythonic", max_num_seqs=4, max_model_len=512)
+    with pytest.raises(BadModel, match=r"cannot run the model .*SafetensorError: .*incomplete") as failure:
+        await engine.__aenter__()
+    assert "\n" not in str(failure.value)
+    assert_no_engine_process_is_left()
+    with pytest.raises(EngineDead, match="not running"):
+        await engine.health()
+
+
+@pytest.mark.whole
+@pytest.mark.anyio
+async def test_an_engine_that_could_not_start_starts_once_it_can(demo_model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(demo_model_folder, folder, symlinks=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    engine = VllmEngine(folder, template="pythonic", max_num_seqs=4, max_model_len=512)
+    with pytest.raises(BadModel):
+        await engine.__aenter__()
+
+    (folder / "model.safetensors").symlink_to(demo_model_folder / "model.safetensors")
+    async with engine, engine.stream(generation()) as stream:
+        assert sum([len(delta.token_ids) async for delta in stream]) == 4
+    assert_no_engine_process_is_left()
+    with pytest.raises(EngineDead, match="not running"):
+        async with engine.stream(generation()):
+            pytest.fail("it was admitted")
+
+
+@pytest.mark.anyio
+async def test_cancelling_a_start_ends_what_it_started(
+    demo_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = anyio.Event()
+    start = BaseProcess.start
+
+    def start_and_tell(process: BaseProcess) -> None:
+        start(process)
+        anyio.from_thread.run_sync(started.set)
+
+    monkeypatch.setattr(BaseProcess, "start", start_and_tell)
+    with anyio.fail_after(WATCHDOG):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(VllmEngine(max_model_len=512).__aenter__)
+            await started.wait()
+            tasks.cancel_scope.cancel()
+    assert_no_engine_process_is_left()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("argument", "value", "problem"),
+    [
+        ("max_num_seq", 4, "no such engine argument"),
+        ("stream_interval", 0, "at least one id"),
+        ("skip_tokenizer_init", True, "set by the engine itself"),
+    ],
+)
+async def test_an_impossible_argument_is_refused_by_name(
+    demo_model_folder: Path, argument: str, value: object, problem: str
+) -> None:
+    with pytest.raises(BadOption, match=rf"VllmEngine\({argument}=.*{problem}"):
+        async with VllmEngine(**{argument: value}):  # type: ignore[arg-type]
+            pytest.fail("it started")

@@ -1,0 +1,169 @@
+"""What a run gets from the environment object: its shared resources, of either colour, on their way in and out."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from runner import BadEnvironment, Limits, Outcome, Run, run
+from runner.testing import ScriptedEngine
+from tests.playing import Plain, play, recording
+
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    """Lets threads that were left behind end."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+class Shares(Plain):
+    """Its lifespan calls what it was given on the way in and on the way out."""
+
+    def __init__(self, enter: Callable[[], Any], leave: Callable[[], Any]) -> None:
+        self.enter = enter
+        self.leave = leave
+
+    @contextmanager
+    def lifespan(self) -> Iterator[None]:
+        self.enter()
+        yield
+        self.leave()
+
+
+class SharesAsynchronously(Shares):
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:  # type: ignore[override]  # either colour may be given
+        async with anyio.create_task_group():  # as a client of a service has one
+            self.enter()
+            yield
+            self.leave()
+
+
+COLOURS = pytest.mark.parametrize("kind", [Shares, SharesAsynchronously], ids=["sync", "async"])
+
+
+def fails() -> None:
+    raise OSError("the service is gone")
+
+
+@COLOURS
+@pytest.mark.parametrize("exits", [fails, lambda: exit(3)], ids=["error", "exit"])
+def test_what_a_lifespan_raises_on_its_way_in_or_out_is_one_error_that_names_it(
+    kind: type[Shares], exits: Callable[[], None]
+) -> None:
+    for environment, way in ((kind(exits, int), ""), (kind(int, exits), ", on its way out")):
+        with pytest.raises(
+            BadEnvironment, match=r"^lifespan\(\) raised (OSError: the service|SystemExit: 3)"
+        ) as caught:
+            run(environment, ScriptedEngine("Yes"), quiet=True)
+        assert str(caught.value).endswith(way)
+        assert "test_lifespan.py" in str(caught.value)
+
+
+@COLOURS
+async def test_an_error_inside_a_run_comes_out_of_its_lifespan_as_it_was(kind: type[Shares]) -> None:
+    error = ValueError("of the loop over the run")
+    with pytest.raises(ValueError, match="of the loop over the run") as caught:
+        async with Run(kind(int, int), recording("Yes")):
+            raise error
+    assert caught.value is error
+
+
+async def test_a_synchronous_lifespan_is_made_entered_and_left_in_one_thread_of_its_own() -> None:
+    where: dict[str, int] = {}
+
+    class Notes(Plain):
+        def lifespan(self) -> AbstractContextManager[None]:
+            where["made"] = threading.get_ident()
+            return self.opened()
+
+        @contextmanager
+        def opened(self) -> Iterator[None]:
+            where["entered"] = threading.get_ident()
+            yield
+            where["left"] = threading.get_ident()
+
+        def setup(self) -> None:
+            where["setup"] = threading.get_ident()
+
+    await play(Notes, "Yes")
+    assert where["made"] == where["entered"] == where["left"]
+    assert where["made"] not in (where["setup"], threading.get_ident())
+
+
+async def test_what_belongs_to_one_thread_may_be_opened_and_closed_by_a_lifespan() -> None:
+    class Database(Plain):
+        shared: sqlite3.Connection
+
+        def lifespan(self) -> AbstractContextManager[sqlite3.Connection]:
+            return closing(sqlite3.connect(":memory:"))
+
+    async with Run(Database, recording("Yes")) as run:
+        assert [t.outcome async for t in run] == [Outcome.COMPLETED]
+    with pytest.raises(sqlite3.ProgrammingError):
+        run._begun.context.shared.total_changes  # noqa: B018  # it raises
+
+
+@pytest.mark.parametrize("colour", ["sync", "async"])
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_a_lifespan_that_does_not_end_is_named_after_close_seconds(
+    anyio_backend: str, colour: str, release: threading.Event
+) -> None:
+    class Hangs(Plain):
+        @contextmanager
+        def lifespan(self) -> Iterator[None]:
+            yield
+            release.wait()
+
+    class HangsAsynchronously(Plain):
+        @asynccontextmanager
+        async def lifespan(self) -> AsyncIterator[None]:
+            async with anyio.create_task_group():
+                yield
+                await anyio.sleep_forever()
+
+    environment = Hangs if colour == "sync" else HangsAsynchronously
+    played = []
+    with pytest.raises(BadEnvironment, match=r"lifespan\(\) took longer than 0.2 s to end"):
+        async with Run(environment, recording("Yes"), limits=Limits(close_seconds=0.2)) as run:
+            played += [t.outcome async for t in run]
+    assert played == [Outcome.COMPLETED]
+
+
+@COLOURS
+async def test_a_lifespan_is_left_in_peace_where_the_run_is_cancelled(kind: type[Shares]) -> None:
+    left: list[str] = []
+
+    class Patient(Plain):
+        @asynccontextmanager
+        async def lifespan(self) -> AsyncIterator[None]:
+            try:
+                yield
+            finally:
+                await anyio.lowlevel.checkpoint()
+                left.append("left")
+
+    class PatientInAThread(Plain):
+        @contextmanager
+        def lifespan(self) -> Iterator[None]:
+            try:
+                yield
+            finally:
+                left.append("left")
+
+    environment = PatientInAThread if kind is Shares else Patient
+    with anyio.CancelScope() as scope:
+        async with Run(environment, recording("Yes")):
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert left == ["left"]

@@ -1,0 +1,6 @@
+"""Where the repository and its pages are, for tests that read or run them."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"

@@ -1,0 +1,103 @@
+"""Ctrl-C in a real terminal, on the real engine: it drains, then cancels, then exits; always 130."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runner import Outcome, RunFile
+from tests.terminal import CTRL_C, Terminal
+
+START = 300.0
+END = 60.0
+
+pytestmark = pytest.mark.engine
+
+DELTARUNNER = str(Path(sys.executable).with_name("deltarunner"))
+
+
+@pytest.fixture
+def playing(tmp_path: Path, demo_model_folder: Path) -> Iterator[Terminal]:
+    """A run of a hundred thousand episodes, some of which are finished."""
+    options = [
+        "--set",
+        "questions=100000",
+        "--engine-option",
+        "max_num_seqs=8",
+        "--engine-option",
+        "max_model_len=2048",
+    ]
+    command = [DELTARUNNER, "run", "calculator", "--concurrency", "8", "--file", "run.db", *options]
+    with Terminal(command, folder=tmp_path) as terminal:
+        terminal.read_until("starting the engine", seconds=END)
+        terminal.read_until("reward", seconds=START)
+        yield terminal
+
+
+def outcomes(folder: Path) -> dict[Outcome, int]:
+    with RunFile(folder / "run.db") as run_file:
+        assert not run_file.complete
+        return run_file.outcomes()
+
+
+@pytest.mark.whole
+def test_the_first_ctrl_c_alone_lets_episodes_finish(playing: Terminal, tmp_path: Path) -> None:
+    playing.press(CTRL_C)
+    playing.read_until("press Ctrl-C again to stop them now", seconds=END)
+    assert playing.wait(seconds=2 * END) == 130
+    assert re.search(r"finishing \d+ episode", playing.text)
+    counts = outcomes(tmp_path)
+    assert counts[Outcome.COMPLETED] > 0
+    assert Outcome.CANCELLED not in counts
+    assert "the same command again" in playing.text
+    assert engine_processes(tmp_path) == []
+
+
+def test_the_first_ctrl_c_drains_and_the_second_keeps_partial_episodes(playing: Terminal, tmp_path: Path) -> None:
+    playing.press(CTRL_C)
+    playing.read_until("press Ctrl-C again to stop them now", seconds=END)
+    assert re.search(r"finishing \d+ episode", playing.text)
+    playing.press(CTRL_C)
+    playing.read_until("kept as partial", seconds=END)
+    assert playing.wait(seconds=END) == 130
+    counts = outcomes(tmp_path)
+    assert counts[Outcome.COMPLETED] > 0
+    assert counts[Outcome.CANCELLED] > 0
+    assert "the same command again" in playing.text
+    assert engine_processes(tmp_path) == []
+
+
+@pytest.mark.whole
+def test_the_third_ctrl_c_exits_at_once(playing: Terminal, tmp_path: Path) -> None:
+    for _ in range(3):
+        playing.press(CTRL_C)
+    assert playing.wait(seconds=20) == 130
+    assert outcomes(tmp_path)[Outcome.COMPLETED] > 0
+    # They see that their parent is gone, and go.
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in engine_processes(tmp_path)], timeout=20)
+    assert alive == []
+
+
+def test_ctrl_c_gives_up_an_engine_that_is_starting(tmp_path: Path, demo_model_folder: Path) -> None:
+    with Terminal([DELTARUNNER, "run", "calculator", "--file", "run.db"], folder=tmp_path) as terminal:
+        terminal.read_until("starting the engine, 3 s", seconds=END)
+        terminal.press(CTRL_C)
+        terminal.read_until("giving up the start", seconds=END)
+        assert terminal.wait(seconds=END) == 130
+    assert not (tmp_path / "run.db").exists()
+    assert engine_processes(tmp_path) == []
+
+
+def engine_processes(folder: Path) -> list[int]:
+    """Processes that run in the folder, which are what the run has started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found

@@ -1,0 +1,84 @@
+"""The README's own examples run as they stand."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from runner import Run, ScriptedEngine
+from runner.engines.scripted.script import ModelCall, call
+from runner.training import TrainingTensors
+from tests.repository import ROOT
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+@pytest.fixture
+def weather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The README's `weather.py`, as a module that its other examples import."""
+    (tmp_path / "weather.py").write_text(BLOCKS[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("weather")
+    del sys.modules["weather"]
+
+
+@pytest.mark.anyio
+async def test_the_environment_of_the_readme_rewards_nothing_for_doing_nothing(weather: ModuleType) -> None:
+    async with Run(weather.Weather(), ScriptedEngine("It may be anything.")) as run:
+        assert {trajectory.reward async for trajectory in run} == {0.0}
+
+
+@pytest.mark.parametrize("block", BLOCKS[1:3], ids=["summary", "groups"])
+def test_the_scripts_of_the_readme_run(
+    weather: ModuleType, block: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    says: list[Any] = [call("weather", city="Oslo"), "Sunny, rainy or foggy."]
+    # The engine is the one thing that is replaced: starting the real one is tried in tests/engines.
+    monkeypatch.setattr("runner.VllmEngine", lambda model: ScriptedEngine(says))
+    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert "Oslo" in printed
+    assert "1.0" in printed
+
+
+@pytest.mark.anyio
+async def test_the_step_of_the_readme_trains_on_what_was_played_and_changes_the_weights(weather: ModuleType) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(BLOCKS[3], "README.md", "exec"), names)
+    trained: list[TrainingTensors] = []
+
+    def optimise(tensors: TrainingTensors) -> dict[str, Any]:
+        trained.append(tensors)
+        return {}
+
+    def model(request: ModelCall) -> Any:
+        first, told = request.turn == 0, request.episode.endswith("#0")
+        return [call("weather", city="Oslo")] if first else "Sunny, rainy or foggy." if told else "It may be anything."
+
+    engine = ScriptedEngine(model)
+    async with engine:
+        async with Run(weather.Weather(), engine, group_size=2) as run:
+            await names["step"](engine, run, optimise)
+        assert engine.weight_version == "1"
+    (tensors,) = trained
+    assert len(tensors.input_ids) == 8
+    assert bool(tensors.advantages[tensors.loss_mask].ne(0).all())
+
+
+@pytest.mark.anyio
+async def test_the_step_of_the_readme_is_skipped_where_every_group_is_flat(weather: ModuleType) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(BLOCKS[3], "README.md", "exec"), names)
+    engine = ScriptedEngine("It may be anything.")
+    async with engine:
+        async with Run(weather.Weather(), engine, group_size=2) as run:
+            await names["step"](engine, run, lambda tensors: pytest.fail("there is nothing to train on"))
+        assert engine.weight_version == "scripted"

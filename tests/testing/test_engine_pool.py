@@ -1,0 +1,231 @@
+"""Real engines in tests: one alive at a time, kept for the next test, at home on a loop of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envs.calculator import Calculator
+from runner import BadOption, Limits, Outcome, Sampling, ScriptedEngine, VllmEngine
+from runner.testing import VirtualClock, play, play_async, play_many, record, replay
+from runner.testing.engine_pool import EngineAtHome, EnginePool
+from tests.testing.inner import run, run_apart
+from tests.testing.test_playing import Sums
+
+pytestmark = pytest.mark.slow
+
+pytest_plugins = ["pytester"]
+
+# Stands for the model in tests of what surrounds it.
+STAND_IN = """
+import pytest
+import runner.testing.engine_pool as home
+from runner import ScriptedEngine
+
+patch = pytest.MonkeyPatch()
+patch.setattr(home, "make_engine", lambda says="42": ScriptedEngine(says))
+
+def pytest_unconfigure():
+    patch.undo()
+"""
+
+
+class Tests:
+    """Who runs."""
+
+    name = "one"
+
+    def __call__(self) -> str:
+        return self.name
+
+
+@pytest.fixture
+def tests() -> Tests:
+    return Tests()
+
+
+@pytest.fixture
+def pool(tests: Tests) -> Iterator[EnginePool]:
+    pool = EnginePool(lambda says="stop": ScriptedEngine(says, record=True), tests)
+    yield pool
+    pool.close()
+
+
+def test_a_plain_test_plays_on_it_again_and_again(pool: EnginePool) -> None:
+    engine = pool.engine()
+    assert play(Sums, engine).text == play(Sums, engine).text == "stop"
+    assert pool.engine() is engine
+
+
+@pytest.mark.anyio
+async def test_an_async_test_plays_on_it_from_any_loop(pool: EnginePool) -> None:
+    assert (await play_async(Sums, pool.engine())).text == "stop"
+
+
+@pytest.mark.anyio
+async def test_on_the_tests_own_loop_it_says_what_to_write_instead(pool: EnginePool) -> None:
+    from runner import Run
+
+    with pytest.raises(
+        BadOption, match=r"lives on a loop of its own.*`await play_async\(environment, real_engine\(\)\)`"
+    ):
+        async with Run(Sums, pool.engine()):
+            pass
+    with pytest.raises(BadOption, match="running already"):
+        async with pool.engine():
+            pass
+
+
+def test_another_one_takes_its_place_in_another_test(pool: EnginePool, tests: Tests) -> None:
+    first = pool.engine()
+    tests.name = "another"
+    second = pool.engine(says="3")
+    assert (first.inner.running, second.inner.running) == (False, True)
+    tests.name = "a third"
+    assert pool.engine(says="3") is second
+
+
+def test_two_in_one_test_are_refused(pool: EnginePool) -> None:
+    pool.engine()
+    with pytest.raises(
+        BadOption, match=r"real_engine\(says='3'\): this test has real_engine\(\) already, and one model"
+    ):
+        pool.engine(says="3")
+
+
+def test_one_that_died_is_started_anew(pool: EnginePool, tests: Tests) -> None:
+    first = pool.engine()
+    assert isinstance(first, EngineAtHome)
+    first.inner.running = False
+    tests.name = "another"
+    assert pool.engine() is not first
+
+
+def test_a_virtual_clock_is_not_for_it(pool: EnginePool) -> None:
+    with pytest.raises(BadOption, match=r"play\(clock=\): a real engine takes real time"):
+        play(Sums, pool.engine(), clock=VirtualClock())
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+@pytest.mark.anyio
+async def test_a_real_engine_of_ones_own_is_refused_on_trio() -> None:
+    with pytest.raises(BadOption, match=r"vLLM works on asyncio alone, and this is trio: .*the fixture real_engine"):
+        await VllmEngine().__aenter__()
+
+
+TEST = """
+def test_it(real_engine):
+    assert play(Calculator, real_engine()).reward == 1
+"""
+
+
+def test_without_marker_and_option_it_is_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
+    result = run(pytester, TEST, "-rs", conftest=STAND_IN)
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["*real_engine starts a model: mark the test with @pytest.mark.engine, or run*"])
+
+
+def test_the_marker_or_the_option_lets_it_run(pytester: pytest.Pytester) -> None:
+    run(pytester, TEST, "--runner-engine", conftest=STAND_IN).assert_outcomes(passed=1)
+    run(pytester, f"pytestmark = pytest.mark.engine\n{TEST}", conftest=STAND_IN).assert_outcomes(passed=1)
+
+
+def test_two_engines_and_two_clocks_are_one_message_each(pytester: pytest.Pytester) -> None:
+    test = """
+def test_two(real_engine):
+    real_engine()
+    real_engine(says="43")
+
+def test_time(real_engine, virtual_clock): pass
+"""
+    result = run(pytester, test, "--runner-engine", conftest=STAND_IN)
+    result.assert_outcomes(failed=1, errors=1)
+    result.stdout.fnmatch_lines(
+        [
+            "virtual_clock and real_engine: a real engine takes real time.*",
+            "real_engine(says='43'): this test has real_engine() already*",
+        ]
+    )
+
+
+EACH = """
+def test_one(real_engine): play(Calculator, real_engine())
+def test_two(real_engine): play(Calculator, real_engine())
+def test_three(real_engine): play(Calculator, real_engine())
+def test_four(real_engine): play(Calculator, real_engine())
+"""
+
+
+def test_one_of_several_workers_starts_models(pytester: pytest.Pytester) -> None:
+    options = ("--runner-engine", "-n", "2", "--dist", "loadfile")
+    run_apart(pytester, EACH, *options, conftest=STAND_IN).assert_outcomes(passed=4)
+
+
+def test_a_second_worker_that_would_start_a_model_is_told_what_to_do(pytester: pytest.Pytester) -> None:
+    result = run_apart(pytester, EACH, "--runner-engine", "-n", "2", conftest=STAND_IN)
+    result.assert_outcomes(passed=2, failed=2)
+    told = "real_engine: gw? would start a model while gw? has one. *--dist loadfile*-m engine -n 0*"
+    result.stdout.fnmatch_lines([told])
+
+
+RECORDED = """
+def test_recorded(recorded_engine):
+    assert play(Calculator, recorded_engine(), task="6").reward == 1
+"""
+
+
+def test_a_recording_is_of_the_real_engine_by_default_and_replayed_without_it(pytester: pytest.Pytester) -> None:
+    run(pytester, RECORDED, "--runner-engine", "--runner-record=once", conftest=STAND_IN).assert_outcomes(passed=1)
+    run(pytester, RECORDED, conftest="").assert_outcomes(passed=1)
+
+
+LIMITS: dict[str, Any] = {"limits": Limits(turns=2), "sampling": Sampling(max_tokens=16, temperature=0)}
+
+
+@pytest.mark.engine
+def test_what_the_demo_model_said_is_recorded_and_said_again(float32_engine: EngineAtHome, tmp_path: Path) -> None:
+    recorded, file = record(float32_engine), tmp_path / "demo.json"
+    played = play_many(Calculator, recorded, tasks=2, **LIMITS)
+    recorded.save(file)
+    again = play_many(Calculator, replay(file), tasks=2, **LIMITS)
+    first, second = ([list(turn.token_ids) for each in some for turn in each.turns] for some in (played, again))
+    assert first == second
+    assert {each.outcome for each in again} <= {Outcome.COMPLETED, Outcome.TURN_LIMIT, Outcome.TOKEN_LIMIT}
+
+
+@pytest.mark.engine
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_the_demo_model_is_played_on_from_trio(float32_engine: EngineAtHome, anyio_backend: str) -> None:
+    assert (await play_async(Calculator, float32_engine, **LIMITS)).turns
+
+
+@pytest.mark.whole
+@pytest.mark.engine
+def test_the_demo_model_plays_is_recorded_and_replayed_without_it(pytester: pytest.Pytester) -> None:
+    test = """
+from runner import FinishReason
+
+LIMITS = dict(limits=Limits(turns=2), sampling=Sampling(max_tokens=16, temperature=0))
+
+def test_plain(real_engine):
+    trajectory = play(Calculator, real_engine(), **LIMITS)
+    assert trajectory.outcome in ("completed", "turn_limit", "token_limit")
+
+def test_recorded(recorded_engine):
+    assert play_many(Calculator, recorded_engine(), tasks=2, **LIMITS)
+
+@pytest.mark.anyio
+async def test_from_trio(real_engine):
+    assert (await play_async(Calculator, real_engine(), **LIMITS)).turns
+
+@pytest.fixture
+def anyio_backend():
+    return "trio"
+"""
+    run_apart(pytester, test, "--runner-engine", "--runner-record=once").assert_outcomes(passed=3)
+    result = run_apart(pytester, test)
+    result.assert_outcomes(passed=1, skipped=2)
