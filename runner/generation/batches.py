@@ -132,7 +132,9 @@ class Generation:
         Limits(stall_seconds=stall_seconds)  # refuses what cannot be
         checked.whole(f"retries={retries!r}", retries, least=0)
         self.engine = engine
+        """The engine that samples."""
         self.settings = GenerationSettings.read(config if config is not None else {})
+        """The configuration, checked, with its defaults."""
         self._stall_seconds = stall_seconds
         self._retries = retries
         self._batches = 0

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from runner.tokens.content_encoding import Borders, Content, masked
 from runner.tokens.pieces import Words
-from runner.tokens.tokenizer import without_surrogates
+from runner.tokens.tokenizer import Tokenizer, without_surrogates
 
 __all__ = ["ByteTokenizer"]
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """A `Tokenizer` whose ids 0 to 255 are the bytes of UTF-8; control tokens follow, in the order given.
 
     Args:

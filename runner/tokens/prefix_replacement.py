@@ -33,6 +33,7 @@ class PrefixResult(enum.StrEnum):
 
     @property
     def refused(self) -> bool:
+        """Whether there is no replacement; `PrefixReplacement.explanation` says why."""
         return self not in (PrefixResult.FIRST_TURN, PrefixResult.JOINED)
 
 

@@ -145,7 +145,7 @@ class VllmEngine(Engine):
 
     @property
     def core(self) -> VllmCore:
-        # Without a docstring, since it is for who tests or measures this engine, and no part of the reference.
+        """The vLLM that runs: what the streams and the control share. Not for authors, and there once it started."""
         if self._core is None:
             raise EngineDead("the engine is not running")
         return self._core
