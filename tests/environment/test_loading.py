@@ -156,6 +156,6 @@ def test_a_setting_that_does_not_fit_is_named(settings: dict[str, str], message:
 
 def test_a_constructor_that_raises_is_named_with_its_line() -> None:
     with pytest.raises(
-        BadEnvironment, match=r"Demanding\(index='x', size=-1\): ValueError: size is negative .*test_env"
+        BadEnvironment, match=r"Demanding\(index='x', size=-1\): ValueError: size is negative .*test_loading"
     ):
         construct(Demanding, {"index": "x", "size": "-1"})
