@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Self
@@ -157,25 +157,31 @@ _LOOPS = frozenset({"run", "run_forever", "run_until_complete", "unrolled_run"})
 _LOOP_FILES = ("asyncio/runners.py", "asyncio/base_events.py", "trio/_core/_run.py")
 
 
-def _author_frame(frame: FrameType | None) -> FrameType | None:
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those around it, the innermost first."""
+    # The thread that is looked at goes on meanwhile: what is around a frame that it just left was seen to be anything.
+    while isinstance(frame, FrameType):
+        yield frame
+        frame = frame.f_back
+
+
+def _author_frame(innermost: FrameType | None) -> FrameType | None:
     """The innermost frame that is neither ours nor a library's; whoever started the event loop is not to blame."""
-    while frame is not None:
+    for frame in _outwards(innermost):
         name = frame.f_code.co_filename
         if frame.f_code.co_name in _LOOPS and name.endswith(_LOOP_FILES):
             return None
         if not is_foreign(name):
             return frame
-        frame = frame.f_back
     return None
 
 
-def _unwound(frame: FrameType | None) -> EpisodeExitStack | None:
+def _unwound(innermost: FrameType | None) -> EpisodeExitStack | None:
     """The exit stack that is being unwound in this frame or around it."""
-    while frame is not None:
+    for frame in _outwards(innermost):
         if frame.f_code is EpisodeExitStack.unwind.__code__:
             stack: EpisodeExitStack = frame.f_locals["self"]
             return stack
-        frame = frame.f_back
     return None
 
 

@@ -83,6 +83,8 @@ class Run:
         """The engine of every agent that has none of its own."""
         self.options = RunOptions(tasks=tasks, **options)  # type: ignore[arg-type]  # None and names are settled there
         """The options, checked, with their defaults."""
+        self.limits = self.options.limits_of(self.environment)
+        """What every episode may use: the run's limits over the environment's over the defaults."""
         self.scorers = with_weights(self.environment.scorers, self.options.weights)
         """The rewards and metrics of the environment, with the run's weights."""
         self.summary = Summary(group_size=self.options.group_size)
@@ -186,7 +188,7 @@ class Run:
             chat=chat,
             other_models=other_models,
             sampling=options.sampling,
-            limits=options.limits_of(environment),
+            limits=self.limits,
             own_limits=options.limits,
             scorers=self.scorers,
             seed=options.seed,
