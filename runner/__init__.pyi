@@ -54,8 +54,8 @@ from .scoring import group_reward as group_reward
 from .scoring import metric as metric
 from .scoring import reward as reward
 from .store.reader import RunFile as RunFile
+from .store.recorded_replies import ScriptedEngine as ScriptedEngine
 from .tasks import Task as Task
-from .testing.recorded_replies import ScriptedEngine as ScriptedEngine
 from .tokens.prefix_replacement import PrefixReplacement as PrefixReplacement
 from .tokens.prefix_replacement import PrefixResult as PrefixResult
 from .tokens.prefix_replacement import replace_prefix_tokens as replace_prefix_tokens

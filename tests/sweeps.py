@@ -44,7 +44,9 @@ def source(name: str) -> random.Random:
 def seed_of_commit() -> int:
     """A number that every commit has another of; 0 where there is no git, or no repository."""
     try:
-        told = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+        # Their count and not a hash: n commits then look at all n parts.
+        count = ["git", "rev-list", "--count", "HEAD"]
+        told = subprocess.run(count, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return 0
-    return int(told.stdout.strip()[:8], 16)
+    return int(told.stdout)

@@ -1,5 +1,6 @@
 """The public names, and what importing them costs."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import runner
 from runner import errors, generation, training
 from tests.repository import ROOT
 
+PACKAGE = ROOT / "runner"
 HEAVY = ("torch", "transformers", "vllm", "tokenizers", "pyarrow", "anyio", "pydantic", "rich", "typer")
 
 
@@ -88,3 +90,16 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 def test_no_public_name_loads_the_engine() -> None:
     names = loaded_by("import runner\nfor name in runner.__all__: getattr(runner, name)")
     assert names.isdisjoint({"torch", "transformers", "vllm"})
+
+
+def test_no_module_takes_a_public_name_from_the_root_package() -> None:
+    """The root loads its names lazily, so the layers would not see where such an import leads."""
+    taken = [
+        f"{path.relative_to(PACKAGE)}: {alias.name}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module == "runner"
+        for alias in node.names
+        if not any((PACKAGE / name).exists() for name in (alias.name, f"{alias.name}.py"))
+    ]
+    assert taken == []

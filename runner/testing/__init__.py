@@ -5,6 +5,7 @@ from __future__ import annotations
 from runner.engines.scripted.replies import Replies
 from runner.engines.scripted.script import Fault, Latency, ModelCall, Reply, call
 from runner.engines.scripted.stream import RecordedCall
+from runner.store.recorded_replies import ScriptedEngine
 from runner.testing.assertions import assert_exact
 from runner.testing.cancelling import cancel_everywhere, play_cancelled
 from runner.testing.chunking import inside
@@ -13,7 +14,6 @@ from runner.testing.forcing import FORCING, ForcedEngine, force
 from runner.testing.leaks import Leaked, no_leaks
 from runner.testing.playing import play, play_async, play_many, play_many_async
 from runner.testing.queued import QueuedEngine
-from runner.testing.recorded_replies import ScriptedEngine
 from runner.testing.recordings import record, replay
 from runner.testing.vocabulary import AwkwardTokenizer, PlainTokenizer
 from runner.testing.watchdog import LoopWatchdog

@@ -117,6 +117,10 @@ def reply_source(replies: Any, encoder: ReplyEncoder) -> ReplySource:
             return _Listed(replies, encoder)
     if callable(replies):
         return _Spoken(replies, encoder)
+    if isinstance(replies, Path):
+        raise BadOption(
+            f"ScriptedEngine({str(replies)!r}): to read run files, take it by `from runner import ScriptedEngine`."
+        )
     raise BadOption(
         f"ScriptedEngine({replies!r:.80}): give a text, a list of replies (not an empty one), a function, "
         "a dict of these by agent, or the path of a run file."

@@ -1,7 +1,7 @@
 """Replies out of a recorded run: what was said to the same prompt is said again.
 
 A run file stands above the engines, so a scripted engine cannot open one by itself: importing this module teaches it
-to. Whoever takes `ScriptedEngine` from `runner` or from `runner.testing` takes it from here.
+to. `ScriptedEngine` of `runner` and of `runner.testing` comes from here.
 """
 
 from __future__ import annotations
