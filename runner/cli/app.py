@@ -58,9 +58,9 @@ app = typer.Typer(
 
 def _say_version(asked: bool) -> None:
     if asked:
-        import runner
+        from runner.version import __version__
 
-        print(f"deltarunner {runner.__version__}")
+        print(f"deltarunner {__version__}")
         raise typer.Exit
 
 

@@ -118,9 +118,8 @@ def reply_source(replies: Any, encoder: ReplyEncoder) -> ReplySource:
     if callable(replies):
         return _Spoken(replies, encoder)
     if isinstance(replies, Path):
-        raise BadOption(
-            f"ScriptedEngine({str(replies)!r}): to read run files, take it by `from runner import ScriptedEngine`."
-        )
+        fix = "to read run files, take it by `from runner import ScriptedEngine`"
+        raise BadOption(f"ScriptedEngine({str(replies)!r}): {fix}.")
     raise BadOption(
         f"ScriptedEngine({replies!r:.80}): give a text, a list of replies (not an empty one), a function, "
         "a dict of these by agent, or the path of a run file."
