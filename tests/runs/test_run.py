@@ -280,6 +280,16 @@ async def test_engine_errors_and_cancelled_ones_are_played_again(tmp_path: Path)
     assert (again.outcome, again.attempt) == (Outcome.COMPLETED, 1)
 
 
+async def test_what_is_played_again_in_a_later_run_has_all_of_its_retries(tmp_path: Path) -> None:
+    flaky = Fault.error(0, "flaky")
+    first = recording("Yes", faults=dict.fromkeys(range(3), flaky))
+    (failed,) = await play_all(Plain, first, file=tmp_path / "run.db", retries=2, breaker=1)
+    assert (failed.outcome, failed.attempt) == (Outcome.ENGINE_ERROR, 2)
+    second = recording("Yes", faults=dict.fromkeys(range(2), flaky))
+    (again,) = await play_all(Plain, second, file=tmp_path / "run.db", retries=2, breaker=1)
+    assert (again.outcome, again.attempt) == (Outcome.COMPLETED, 5)
+
+
 async def test_leaving_the_block_early_keeps_partial_episodes(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     closed: list[str] = []

@@ -132,6 +132,19 @@ async def test_a_stale_episode_of_a_run_that_drains_has_no_reward_and_is_played_
     assert again.outcome is Outcome.COMPLETED
 
 
+async def test_an_episode_that_becomes_too_old_once_it_is_scored_loses_its_reward() -> None:
+    engine = recording("Yes")
+
+    class Late(Plain):
+        async def close(self) -> None:
+            await engine.update_weights(None)
+            run.drain()
+
+    run = Run(Late, engine, max_version_lag=0)
+    (trajectory,) = await played(run)
+    assert (trajectory.outcome, trajectory.reward, trajectory.rewards) == (Outcome.CANCELLED, None, {})
+
+
 async def test_a_group_reward_never_sees_an_episode_that_is_too_old() -> None:
     engine = recording("Yes")
     updated = False
