@@ -253,6 +253,22 @@ async def test_engine_death_ends_the_run_with_its_cause_and_keeps_what_was_finis
     assert 3 <= len(got) <= 5
 
 
+async def test_an_episode_is_announced_when_its_transaction_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit_episode = RunWriter.commit_episode
+
+    async def late(self: RunWriter, trajectories: list[Trajectory], *, retry: bool = False) -> None:
+        await anyio.wait_all_tasks_blocked()  # whoever was told already would look into the file here
+        await commit_episode(self, trajectories, retry=retry)
+
+    monkeypatch.setattr(RunWriter, "commit_episode", late)
+    async with Run(Plain, recording("Yes"), tasks=tasks(3), file=tmp_path / "run.db") as run:
+        async for trajectory in run:
+            with RunFile(tmp_path / "run.db") as stored:
+                assert trajectory.id in [row.id for row in stored]
+
+
 async def test_the_same_again_plays_only_what_is_not_finished(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     first = await play_all(Plain, "Yes", tasks=tasks(3), file=file)

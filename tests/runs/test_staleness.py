@@ -15,7 +15,7 @@ from runner import BadOption, Conversation, FinishReason, Outcome, Run, RunFile,
 from runner.engines.base import GenerationRequest
 from runner.engines.control import EngineState, PauseMode
 from runner.engines.scripted.script import Latency, ModelCall, Reply
-from runner.options import Limits
+from runner.options import Limits, Sampling
 from runner.runs.staleness import oldest_version
 from runner.testing import ScriptedEngine, assert_exact
 from tests.playing import Plain, recording, tasks
@@ -240,6 +240,24 @@ async def test_a_turn_that_the_engine_cut_is_sampled_anew_from_the_same_prompt()
     assert turn.resampled > 0
     assert list(turn.token_ids) == list(second.sampled)
     assert len(trajectory.segments[0].log) == turn.end
+
+
+async def test_a_turn_that_is_sampled_anew_has_no_text_of_the_try_that_was_cut() -> None:
+    class Stops(Plain):
+        sampling = Sampling(stop=("answer.",))
+
+    engine = slow()
+    run = Run(Stops, engine)
+    async with run:
+        await begun(engine)
+        for _ in range(6):
+            await checkpoint()
+        await engine.pause("abort")
+        await engine.resume()
+        (trajectory,) = [each async for each in run]
+    (turn,) = trajectory.turns
+    assert turn.resampled > 0
+    assert turn.text == "A long "
 
 
 async def test_a_sleep_cuts_also_what_a_pause_kept() -> None:
