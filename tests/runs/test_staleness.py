@@ -313,8 +313,6 @@ async def test_an_episode_that_is_cancelled_while_the_engine_is_paused_leaves_no
 
 
 def _sampling() -> Any:
-    from runner.options import Sampling
-
     return Sampling().over(Sampling.defaults())
 
 
