@@ -15,6 +15,7 @@ from anyio.lowlevel import checkpoint
 from runner import BadControl, BadOption, Conversation, Limits, Outcome, Run
 from runner.engines.base import Engine, FinishReason
 from runner.engines.control import EngineState, PauseMode
+from runner.engines.scripted.script import Latency
 from runner.testing import ScriptedEngine, assert_exact
 from runner.tokens.log import VersionSpan
 from tests.engines.controlling import MODES, TEXT, a_while, ask, saying, slow
@@ -283,6 +284,19 @@ async def test_an_update_under_a_turn_leaves_exact_spans_and_tells_who_listens()
     assert (update.version, heard, lags) == ("2", ["new", "2"], [2, 1, 0, 0])
     assert finish.versions == (VersionSpan("2", 0, len(undisturbed)),)
     assert min(update.check_seconds, update.pause_seconds, update.load_seconds) >= 0
+
+
+async def test_ids_that_wait_for_their_delta_are_of_the_weights_that_sampled_them() -> None:
+    async with ScriptedEngine(TEXT, chunks=8, latency=Latency(between=1)) as engine, saying(engine) as said:
+        ticker = engine._core.ticker
+        begun = ticker.now
+        while ticker.now < begun + 3:
+            await checkpoint()
+        await engine.update_weights(None, version="new")
+    assert said.finish is not None
+    old, new = said.finish.versions
+    assert (old.start, old.end) == (0, new.start)
+    assert old.end % 8
 
 
 async def test_an_update_leaves_a_paused_engine_paused_and_a_sleeping_one_asleep() -> None:

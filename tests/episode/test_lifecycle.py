@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 
 from runner import Environment, Group, Outcome, Run, Task, Trajectory, Turn, group_reward, metric, reward, tool
 from runner.options import Concurrency
@@ -239,6 +240,25 @@ async def test_close_is_called_if_and_only_if_setup_returned() -> None:
     assert "ValueError: no database (in setup" in played[0].error
     assert (played[0].reward, played[0].turns) == (None, [])
     assert seen == ["unwound t0", "closed t1", "unwound t1"]
+
+
+async def test_close_runs_to_its_end_although_the_run_is_cancelled() -> None:
+    seen: list[str] = []
+
+    class Slow(Plain):
+        async def step(self, turn: Turn) -> None:
+            scope.cancel()
+            await anyio.sleep_forever()
+
+        async def close(self) -> None:
+            seen.append("closing")
+            await checkpoint()
+            seen.append("closed")
+
+    with anyio.CancelScope() as scope:
+        await play(Slow, "Yes")
+    assert scope.cancelled_caught
+    assert seen == ["closing", "closed"]
 
 
 async def test_close_and_the_exit_stack_may_raise_and_the_outcome_stays() -> None:

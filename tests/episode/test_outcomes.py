@@ -181,6 +181,15 @@ async def test_a_first_prompt_over_the_context_is_that_episode_alone_and_names_t
     assert endless.segments[0].unseen == 1
 
 
+async def test_a_prompt_that_leaves_no_room_for_a_single_id_is_context_limit_and_never_sent() -> None:
+    prompt = (await play(Plain, "Yes")).turns[0].start
+    engine = recording("Yes")
+    trajectory = await play(Plain, engine, limits=Limits(context=prompt))
+    assert (trajectory.outcome, trajectory.limit, engine.calls) == (Outcome.CONTEXT_LIMIT, "context", [])
+    (turn,) = (await play(Plain, "Yes", limits=Limits(context=prompt + 1))).turns
+    assert (turn.text, turn.finish) == ("Y", FinishReason.CONTEXT)
+
+
 async def test_a_result_that_cannot_fit_by_its_bytes_is_context_limit_and_never_encoded() -> None:
     encoded: list[int] = []
 

@@ -252,6 +252,20 @@ def test_the_hermes_grammar_allows_the_canonical_call_only(text: str, accepted: 
     assert accepts(grammar_of(Hermes(), ADD), text) is accepted
 
 
+@pytest.mark.parametrize(
+    "bounds",
+    [Field(ge=1, le=3), Field(gt=0, lt=4), Field(ge=1, lt=4), Field(gt=0, le=3)],
+    ids=["ge le", "gt lt", "ge lt", "gt le"],
+)
+def test_an_integer_stays_within_the_bounds_of_its_schema(bounds: Any) -> None:
+    def pick(number: int) -> None:
+        """Pick a number."""
+
+    pick.__annotations__["number"] = Annotated[int, bounds]
+    grammar = grammar_of(Pythonic(), [Tool(pick)])
+    assert [number for number in range(-1, 6) if accepts(grammar, f"[pick(number={number})]")] == [1, 2, 3]
+
+
 @parametrize_format
 def test_without_parallel_calls_a_turn_has_one(tool_format: ToolFormat) -> None:
     call = ToolCall("", "add", {"a": 1, "b": 2})

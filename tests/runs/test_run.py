@@ -253,6 +253,22 @@ async def test_engine_death_ends_the_run_with_its_cause_and_keeps_what_was_finis
     assert 3 <= len(got) <= 5
 
 
+async def test_an_episode_is_announced_when_its_transaction_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit_episode = RunWriter.commit_episode
+
+    async def late(self: RunWriter, trajectories: list[Trajectory], *, retry: bool = False) -> None:
+        await anyio.wait_all_tasks_blocked()  # whoever was told already would look into the file here
+        await commit_episode(self, trajectories, retry=retry)
+
+    monkeypatch.setattr(RunWriter, "commit_episode", late)
+    async with Run(Plain, recording("Yes"), tasks=tasks(3), file=tmp_path / "run.db") as run:
+        async for trajectory in run:
+            with RunFile(tmp_path / "run.db") as stored:
+                assert trajectory.id in [row.id for row in stored]
+
+
 async def test_the_same_again_plays_only_what_is_not_finished(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     first = await play_all(Plain, "Yes", tasks=tasks(3), file=file)
@@ -278,6 +294,16 @@ async def test_engine_errors_and_cancelled_ones_are_played_again(tmp_path: Path)
     assert failed.outcome is Outcome.ENGINE_ERROR
     (again,) = await play_all(Plain, recording(speaker), file=file, retries=0, breaker=1)
     assert (again.outcome, again.attempt) == (Outcome.COMPLETED, 1)
+
+
+async def test_what_is_played_again_in_a_later_run_has_all_of_its_retries(tmp_path: Path) -> None:
+    flaky = Fault.error(0, "flaky")
+    first = recording("Yes", faults=dict.fromkeys(range(3), flaky))
+    (failed,) = await play_all(Plain, first, file=tmp_path / "run.db", retries=2, breaker=1)
+    assert (failed.outcome, failed.attempt) == (Outcome.ENGINE_ERROR, 2)
+    second = recording("Yes", faults=dict.fromkeys(range(2), flaky))
+    (again,) = await play_all(Plain, second, file=tmp_path / "run.db", retries=2, breaker=1)
+    assert (again.outcome, again.attempt) == (Outcome.COMPLETED, 5)
 
 
 async def test_leaving_the_block_early_keeps_partial_episodes(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from runner import BadOption, Conversation, FinishReason, Outcome, Run, RunFile,
 from runner.engines.base import GenerationRequest
 from runner.engines.control import EngineState, PauseMode
 from runner.engines.scripted.script import Latency, ModelCall, Reply
-from runner.options import Limits
+from runner.options import Limits, Sampling
 from runner.runs.staleness import oldest_version
 from runner.testing import ScriptedEngine, assert_exact
 from tests.playing import Plain, recording, tasks
@@ -132,6 +132,19 @@ async def test_a_stale_episode_of_a_run_that_drains_has_no_reward_and_is_played_
     assert again.outcome is Outcome.COMPLETED
 
 
+async def test_an_episode_that_becomes_too_old_once_it_is_scored_loses_its_reward() -> None:
+    engine = recording("Yes")
+
+    class Late(Plain):
+        async def close(self) -> None:
+            await engine.update_weights(None)
+            run.drain()
+
+    run = Run(Late, engine, max_version_lag=0)
+    (trajectory,) = await played(run)
+    assert (trajectory.outcome, trajectory.reward, trajectory.rewards) == (Outcome.CANCELLED, None, {})
+
+
 async def test_a_group_reward_never_sees_an_episode_that_is_too_old() -> None:
     engine = recording("Yes")
     updated = False
@@ -229,6 +242,24 @@ async def test_a_turn_that_the_engine_cut_is_sampled_anew_from_the_same_prompt()
     assert len(trajectory.segments[0].log) == turn.end
 
 
+async def test_a_turn_that_is_sampled_anew_has_no_text_of_the_try_that_was_cut() -> None:
+    class Stops(Plain):
+        sampling = Sampling(stop=("answer.",))
+
+    engine = slow()
+    run = Run(Stops, engine)
+    async with run:
+        await begun(engine)
+        for _ in range(6):
+            await checkpoint()
+        await engine.pause("abort")
+        await engine.resume()
+        (trajectory,) = [each async for each in run]
+    (turn,) = trajectory.turns
+    assert turn.resampled > 0
+    assert turn.text == "A long "
+
+
 async def test_a_sleep_cuts_also_what_a_pause_kept() -> None:
     engine = slow()
     run = Run(Plain, engine)
@@ -282,8 +313,6 @@ async def test_an_episode_that_is_cancelled_while_the_engine_is_paused_leaves_no
 
 
 def _sampling() -> Any:
-    from runner.options import Sampling
-
     return Sampling().over(Sampling.defaults())
 
 

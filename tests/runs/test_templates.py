@@ -109,6 +109,15 @@ async def test_a_template_that_serves_no_conversation_is_refused_before_anything
     assert engine.calls == []
 
 
+async def test_a_template_is_tried_with_the_options_that_the_run_gives_it() -> None:
+    engine = recording(
+        ["21"], template=template("{% if not style %}{{ raise_exception('no style') }}{% endif %}" + PLAIN)
+    )
+    async with Run(Plain, engine, template_options={"style": "plain"}) as run:
+        (trajectory,) = [trajectory async for trajectory in run]
+    assert trajectory.text == "21"
+
+
 async def test_refuse_refuses_a_template_that_cannot_be_bridged_before_anything_is_sampled() -> None:
     engine = recording(["yes", "no"], template=template(HIDDEN))
     with pytest.raises(BadTemplate, match="no_sentinel"):

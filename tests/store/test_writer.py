@@ -149,6 +149,17 @@ async def test_what_cannot_be_stored_fails_alone(path: Path) -> None:
         assert sorted(row.index for row in run_file) == [0, 2, 3]
 
 
+async def test_what_goes_with_an_episode_is_stored_once_more_where_its_transaction_failed(path: Path) -> None:
+    too_large, fitting = played(index=0), played(index=1)
+    too_large.turns[0].cached_tokens = 2**70
+    async with RunWriter(path, header()) as writer:
+        with pytest.raises(StorageFailed, match="OverflowError"):
+            await writer.commit_episode([too_large])
+        await writer.commit_episode([fitting])
+    with RunFile(path) as run_file:
+        assert_equal(run_file.trajectory(fitting.id), fitting)
+
+
 async def test_all_agents_of_an_episode_are_committed_together(path: Path) -> None:
     async with RunWriter(path, header()) as writer:
         await writer.commit_episode([played(), played(agent="judge", trained=False)])

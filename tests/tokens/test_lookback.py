@@ -270,6 +270,13 @@ def test_what_only_looks_at_the_beginning_the_turn_and_what_is_new_is_proven(exp
     assert past(behind(expression)) is Lookback.NONE
 
 
+@pytest.mark.parametrize("sign", [">", "!=", "<=", "=="])
+def test_of_a_number_of_messages_only_the_least_is_known(sign: str) -> None:
+    # A question, the turn, and what answers it are there after every past.
+    assert past(behind(f"{{{{ '(more)' if messages | length {sign} 2 }}}}")) is Lookback.NONE
+    assert past(behind(f"{{{{ '(more)' if messages | length {sign} 3 }}}}")) is Lookback.POSSIBLE
+
+
 @pytest.mark.parametrize(
     "condition", ["messages | length > 22", "raise_exception is defined and messages | length > 22"]
 )

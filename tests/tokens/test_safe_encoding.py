@@ -356,21 +356,23 @@ def test_no_rule_of_the_library_lets_content_through(rules: str, said: str) -> N
         assert len(ids) <= len(alone)
 
 
-def unigram() -> VocabularyTokenizer:
+def unigram(**settings: Any) -> VocabularyTokenizer:
     vocab = [["<unk>", 0.0], ["<s>", 0.0], ["</s>", 0.0], *([char, -2.0] for char in "ab<>/s▁")]
-    return small(model={"type": "Unigram", "unk_id": 0, "vocab": vocab}, added_tokens=_learnt("<s>", "</s>", "<unk>"))
+    model = {"type": "Unigram", "unk_id": 0, "vocab": vocab}
+    return small(model=model, added_tokens=_learnt("<s>", "</s>", "<unk>"), **settings)
 
 
-def merging() -> VocabularyTokenizer:
+def merging(**settings: Any) -> VocabularyTokenizer:
     vocab = {name: index for index, name in enumerate(["a", "<s>", "</s>", "<", ">", "/", "s", "<s", "s>", "</"])}
     merges = [["<", "s"], ["s", ">"], ["<s", ">"], ["<", "/"], ["</", "s>"]]
-    return small(model={"type": "BPE", "vocab": vocab, "merges": merges}, added_tokens=_learnt("<s>", "</s>"))
+    model = {"type": "BPE", "vocab": vocab, "merges": merges}
+    return small(model=model, added_tokens=_learnt("<s>", "</s>"), **settings)
 
 
-def whole_words() -> VocabularyTokenizer:
+def whole_words(**settings: Any) -> VocabularyTokenizer:
     vocab = {name: index for index, name in enumerate(["a", "<s>", "</s>", "<", ">", "/", "s"])}
     model = {"type": "BPE", "vocab": vocab, "merges": [], "ignore_merges": True}
-    return small(model=model, added_tokens=_learnt("<s>", "</s>"))
+    return small(model=model, added_tokens=_learnt("<s>", "</s>"), **settings)
 
 
 def _learnt(*names: str) -> list[dict[str, Any]]:
@@ -388,6 +390,13 @@ def test_control_tokens_that_the_model_itself_learnt_are_not_made_of_content(
     ids = tokenizer.encode(text, spans)
     assert [token_id for token_id in ids if token_id in tokenizer.control_ids] == [1, 2]
     assert "".join(tokenizer._tokenizer.id_to_token(token_id) or "" for token_id in ids) == text
+
+
+@pytest.mark.parametrize("make", [unigram, merging, whole_words], ids=lambda make: make.__name__)
+def test_what_the_normaliser_makes_control_text_is_ordinary_text_too(make: Callable[..., VocabularyTokenizer]) -> None:
+    tokenizer = make(normalizer={"type": "NFKC"})
+    text, spans = spelled(["<s>", "a\uff1cs\uff1ea"])  # wide brackets, which NFKC makes plain ones
+    assert [token_id for token_id in tokenizer.encode(text, spans) if token_id in tokenizer.control_ids] == [1]
 
 
 def test_a_vocabulary_that_leaves_ids_out_keeps_its_ids() -> None:

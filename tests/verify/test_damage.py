@@ -118,6 +118,13 @@ def test_what_the_model_said_is_found_where_a_message_has_it_otherwise(path: Pat
     assert (turn.text, found["index"]) == ("one ", turn.start)
 
 
+def test_a_call_is_found_where_a_message_has_it_otherwise(path: Path) -> None:
+    other = """replace(messages, '"height":2', '"height":3')"""
+    change(path, f"UPDATE segments SET messages = {other} WHERE {OF_ONE}", "main", 2)
+    found = damaged(path)
+    assert (found["kind"], found["turn"]) == ("message", 13)
+
+
 @pytest.mark.parametrize(
     ("column", "value"),
     [("text", "two "), ("reasoning", "Because."), ("tool_calls", '[{"id": "call_9", "name": "add"}]')],
