@@ -7,6 +7,7 @@ those on `real_engine` by their options, then those on `engine`, last those on `
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -45,6 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
         option.hypothesis_seed = option.sweep_seed
     sweeps.begin(whole=whole, seed=option.sweep_seed)
     settings.load_profile("whole" if whole else "quick")
+    if hasattr(config, "workerinput"):
+        # One core for vLLM, the others for the other lane: its threads wait for one another by spinning, and two of
+        # them on cores that are taken cost several times what one costs.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(max(os.sched_getaffinity(0))))
     # vLLM leaves its sockets' context to the garbage collector, which comes by in any later test, or after the last.
     config.addinivalue_line("filterwarnings", "ignore:Unclosed context <zmq:ResourceWarning")
     warnings.filterwarnings("ignore", "Unclosed context <zmq", ResourceWarning)
