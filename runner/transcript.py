@@ -63,7 +63,7 @@ def passages(segment: Segment, turns: Sequence[Turn], decode: Decode | None) -> 
 
     Args:
         segment: the segment.
-        turns: those that were sampled in it, in order.
+        turns: the turns that were sampled in it, in order.
         decode: ids to text; without it the messages alone are shown, and nothing of the template.
     """
     position = 0

@@ -31,7 +31,7 @@ class _OnConsole(WatchingReporter):
     """Says its lines on a console.
 
     Args:
-        console: where.
+        console: the console that is written on.
         title: what is played on what.
     """
 

@@ -38,8 +38,8 @@ def first_contradiction(trajectory: Trajectory, header: Header) -> Difference | 
     """The first record of `trajectory` that another one, or the configuration, says otherwise, or None.
 
     Args:
-        trajectory: of any agent, with any outcome; its turns and ids fit one another (`first_difference`).
-        header: of its run.
+        trajectory: any agent's, with any outcome; its turns and ids fit one another (`first_difference`).
+        header: the header of its run.
     """
     try:
         _Records(trajectory, header).check()

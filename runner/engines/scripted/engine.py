@@ -45,7 +45,7 @@ class ScriptedEngine(Engine):
         context: the most ids a prompt and what is sampled on it may have together.
         places: requests that run at once; further ones wait at the gate, late before first.
         room: ids of the KV cache it pretends to have; by default there is always room.
-        seed: of log-probabilities and of what is drawn.
+        seed: what log-probabilities and random choices follow from.
         chunks: how ids are cut into deltas.
         lone_finish: the finish comes on a delta of its own, without ids.
         latency: when ids arrive, in ticks.

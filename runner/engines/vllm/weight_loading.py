@@ -57,7 +57,7 @@ class VllmWeights:
 
     Args:
         llm: vLLM.
-        name: of its model.
+        name: the name of its model.
     """
 
     def __init__(self, llm: Any, name: str) -> None:

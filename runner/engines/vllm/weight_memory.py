@@ -52,8 +52,8 @@ class WeightMemory:
         """The tensors of a state dict, copied from wherever they are; in a worker thread of anyio.
 
         Args:
-            tensors: of torch, on any device, or of numpy.
-            dtypes: what each is written as.
+            tensors: torch's, on any device, or numpy's.
+            dtypes: the type that each tensor is written as, by name.
 
         Raises:
             BadWeights: a tensor has no data, or holds a value that is no finite number; names it.

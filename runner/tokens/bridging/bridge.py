@@ -118,11 +118,11 @@ class Bridger:
         Args:
             history: ends with the assistant message of the turn.
             new: the appended messages, at least one.
-            tools: in OpenAI's form, the same as for the turn.
+            tools: the same tools as for the turn, in OpenAI's form.
             sampled: see `join`.
             stop: see `join`.
             thinking: see `join`.
-            turn: its number in the conversation.
+            turn: the turn's number in the conversation.
 
         Raises:
             Unbridgeable: there is no exact bridge; names the property that is missing.
@@ -155,7 +155,7 @@ class Bridger:
         """The ids that put the tail's new messages behind a sampled turn and ask for the next one.
 
         Args:
-            tail: of the turn.
+            tail: the turn's tail.
             sampled: the turn's ids, its stop included.
             stop: the id that ended the turn, or None for a turn that was cut.
             thinking: the turn was cut inside its reasoning.

@@ -45,7 +45,7 @@ class _Kind:
     asked: set[Further] = field(default_factory=set)
     """The further renders that tails of this shape were asked for."""
     proven: dict[Further, bool] = field(default_factory=dict)
-    """Of each of those, whether it is proven that what came before cannot change it."""
+    """Whether it is proven of a further render that what came before cannot change it."""
 
 
 class Locality:
