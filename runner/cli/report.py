@@ -30,7 +30,7 @@ def make_console(file: TextIO | None = None, *, lasting: bool = False) -> Consol
     """The console on `file`, or stdout; what is piped is not broken into lines of eighty.
 
     Args:
-        file: where.
+        file: the stream that is written to; None stands for stdout.
         lasting: a reader who leaves is not missed; by default it is a `BrokenPipeError`.
     """
     kind = LastingConsole if lasting else PipedConsole
@@ -41,8 +41,8 @@ def summary_table(summary: Mapping[str, Any], *, earlier: int = 0) -> Table:
     """`Summary.as_dict()` for people.
 
     Args:
-        summary: of the whole file.
-        earlier: episodes that were in it already.
+        summary: the summary of the whole file.
+        earlier: how many episodes were in the file already.
     """
     table = Table.grid(padding=(0, 2))
     for name, value in _rows(summary, earlier):
@@ -86,7 +86,7 @@ def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, Rende
 
 def _by_agent(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """The mean reward, or where several agents are trained that of each; the one behind `rewards` first."""
-    agents = summary.get("agents", {})  # older files have none
+    agents = summary["agents"]
     if len(agents) < 2:
         return [("reward", summary["reward"])]
     return [(f"reward of {printable(agent)}", mean) for agent, mean in agents.items()]
