@@ -14,10 +14,10 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runner.cli.console import LastingConsole, PipedConsole
+from runner.cli.console import PipedConsole, ReaderOptionalConsole
 from runner.concurrency.loop_lag import LagMonitor
 from runner.runs.figures import LATE_SECONDS, as_time
-from runner.transcript import one_line, printable
+from runner.transcript import printable, printable_line
 
 __all__ = ["lag_lines", "make_console", "own_command", "quoted", "summary_table"]
 
@@ -26,14 +26,14 @@ NOTABLE_SECONDS = 1.0
 PIPED_WIDTH = 200
 
 
-def make_console(file: TextIO | None = None, *, lasting: bool = False) -> Console:
+def make_console(file: TextIO | None = None, *, reader_optional: bool = False) -> Console:
     """The console on `file`, or stdout; what is piped is not broken into lines of eighty.
 
     Args:
         file: the stream that is written to; None stands for stdout.
-        lasting: a reader who leaves is not missed; by default it is a `BrokenPipeError`.
+        reader_optional: a reader who leaves is not missed; by default it is a `BrokenPipeError`.
     """
-    kind = LastingConsole if lasting else PipedConsole
+    kind = ReaderOptionalConsole if reader_optional else PipedConsole
     return kind(file=file, highlight=False, width=None if (file or sys.stdout).isatty() else PIPED_WIDTH)
 
 
@@ -59,14 +59,14 @@ def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, Rende
     first, *others = _by_agent(summary)
     yield first[0], Text(_mean(first[1]), style="bold")
     for name, mean in summary["rewards"].items():
-        yield f"  {one_line(name)}", Text(_mean(mean))
+        yield f"  {printable_line(name)}", Text(_mean(mean))
     for name, mean in others:
-        yield one_line(name), Text(_mean(mean), style="bold")
+        yield printable_line(name), Text(_mean(mean), style="bold")
     if len(summary["pass_at"]) > 1:
         shown = (f"pass@{k} {value:.3f}" for k, value in summary["pass_at"].items() if value is not None)
         yield "solved", Text(" · ".join(shown))
     for name, mean in summary["metrics"].items():
-        yield f"  {one_line(name)} (metric)", Text(_mean(mean))
+        yield f"  {printable_line(name)} (metric)", Text(_mean(mean))
     yield "outcomes", Text(" · ".join(f"{name} {count} of {episodes}" for name, count in summary["outcomes"].items()))
     yield "turns", Text(" · ".join([str(summary["turns"]), *(f"{n} {c}" for n, c in summary["finishes"].items())]))
     yield "tokens", Text(_tokens(summary["tokens"]))

@@ -84,9 +84,9 @@ class _Records:
         seed = key.seed(self._header.seed)
         if trajectory.seed != seed:
             self._differ(Kind.SEED, "the episode's seed does not follow from the run's", trajectory.seed, seed)
-        elsewhere = trajectory.agent in self._header.engines
-        if (trajectory.trained and elsewhere) or (trajectory.agent == MAIN and trajectory.trained == elsewhere):
-            self._differ(Kind.EPISODES, "whether the agent is trained", trajectory.trained, not elsewhere)
+        own_engine = trajectory.agent in self._header.engines
+        if (trajectory.trained and own_engine) or (trajectory.agent == MAIN and trajectory.trained == own_engine):
+            self._differ(Kind.EPISODES, "whether the agent is trained", trajectory.trained, not own_engine)
 
     def _check_outcome(self) -> None:
         trajectory, outcome = self._trajectory, self._trajectory.outcome

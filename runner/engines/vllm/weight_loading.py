@@ -12,7 +12,7 @@ import anyio
 import anyio.to_thread
 
 from runner.engines.vllm.weight_memory import WeightMemory, form_of
-from runner.engines.vllm.weight_transfer import VllmTransfers, one_line
+from runner.engines.vllm.weight_transfer import VllmTransfers, worker_said
 from runner.engines.vllm.worker.extension import WeightWorker
 from runner.engines.weights import (
     FLOATS,
@@ -117,7 +117,7 @@ class VllmWeights:
         except EngineError:
             raise
         except Exception as error:  # the border to vLLM, whose workers raise anything
-            raise EngineError(one_line(error)) from error
+            raise EngineError(worker_said(error)) from error
         finally:
             checked.close()
 
