@@ -14,7 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from runner.runs.figures import LATE_SECONDS, Figures, Stuck, as_time, printable_first_line
+from runner.runs.figures import LATE_SECONDS, Figures, Stuck, as_time, shown_line
 from runner.runs.reporter import PlainReporter, WatchingReporter
 from runner.transcript import printable
 
@@ -129,7 +129,7 @@ def _pace(figures: Figures) -> Text:
 
 
 def _whose(figures: Figures) -> str:
-    return f"reward of {printable_first_line(figures.agent)}" if figures.agent else "reward"
+    return f"reward of {shown_line(figures.agent)}" if figures.agent else "reward"
 
 
 def _joined(parts: Sequence[tuple[str, str]]) -> Text:

@@ -12,6 +12,7 @@ import anyio
 import anyio.abc
 from anyio.lowlevel import current_token
 
+from runner import checked
 from runner.engines.adapters import Adapters
 from runner.engines.base import Engine, EngineStats, GenerationRequest, Session
 from runner.engines.control import EngineControl
@@ -80,14 +81,11 @@ class ScriptedEngine(Engine):
         record: bool = False,
         adapters: Sequence[str] = (),
     ) -> None:
-        for name, value, least in (
-            ("context", context, 2),
-            ("places", places, 1),
-            ("room", room, 1),
-            ("tick", tick, 0),
-        ):
-            if value is not None and not (isinstance(value, int | float) and value >= least):
-                raise BadOption(f"ScriptedEngine({name}={value!r}): give a number of at least {least}.")
+        for name, value, least in (("context", context, 2), ("places", places, 1), ("room", room, 1)):
+            if value is not None:
+                given = f"ScriptedEngine({name}={value!r})"
+                checked.whole(given, checked.number(given, value, least=least))
+        checked.number(f"ScriptedEngine(tick={tick!r})", tick, least=0)
         check_chunks(chunks)
         self.tokenizer = tokenizer or ByteTokenizer()
         self.template = template if isinstance(template, ChatTemplate) else ChatTemplate.load(template)

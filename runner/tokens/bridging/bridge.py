@@ -133,11 +133,7 @@ class Bridger:
         return self.join(tail, sampled=sampled, stop=stop, thinking=thinking)
 
     def tail_at_once(self, answered: AnsweredTurn) -> Tail | None:
-        """What `tail` gives where it takes no longer than the new messages; None where a worker thread should do it.
-
-        Raises:
-            Unbridgeable: what the template writes behind the turn depends on what was said in it.
-        """
+        """What `tail` gives where it takes no longer than the new messages; None where a worker thread should do it."""
         return self.locality.tail_at_once(answered)
 
     def tail(self, answered: AnsweredTurn) -> Tail:
@@ -253,11 +249,7 @@ class Bridger:
     # --- whole prompts
 
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> array[int]:
-        """Ids of the whole render, shape [prompt], int32; a BOS is the template's own, none is added.
-
-        Raises:
-            Unbridgeable: the template raises, or does not ask for an answer.
-        """
+        """Ids of the whole render, shape [prompt], int32; a BOS is the template's own, none is added."""
         return self.prompt_ids(self.prompt_text(messages, tools))
 
     def prompt_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> PromptText:
