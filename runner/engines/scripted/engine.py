@@ -84,7 +84,7 @@ class ScriptedEngine(Engine):
         for name, value, least in (("context", context, 2), ("places", places, 1), ("room", room, 1)):
             if value is not None:
                 given = f"ScriptedEngine({name}={value!r})"
-                checked.whole(given, checked.number(given, value, least=least))
+                checked.whole(given, checked.number(given, value, least=least), least=least)
         checked.number(f"ScriptedEngine(tick={tick!r})", tick, least=0)
         check_chunks(chunks)
         self.tokenizer = tokenizer or ByteTokenizer()
