@@ -62,7 +62,7 @@ class Outcome(enum.StrEnum):
         """Tell whether the next run plays the episode again.
 
         Args:
-            failed: it also plays again what failed.
+            failed: the next run also plays again what failed.
         """
         return self.cut_short or (failed and self.failed)
 
@@ -77,13 +77,13 @@ class Timings:
     """Where the time of a turn went, in seconds."""
 
     queued: float = 0.0
-    """Waiting for a place in the engine."""
+    """The time that the turn waited for a place in the engine."""
     first_token: float = 0.0
-    """From having that place to the first sampled token."""
+    """The time from having that place to the first sampled token."""
     decode: float = 0.0
-    """From the first sampled token to the last."""
+    """The time from the first sampled token to the last."""
     environment: float = 0.0
-    """In the tools or the step that answered the turn."""
+    """The time that the tools or the step took to answer the turn."""
 
 
 @dataclass(slots=True)
@@ -134,8 +134,8 @@ class Turn:
     seed: int | None = None
     """The seed of the turn's random numbers; None where it was not seeded."""
     sampling: Sampling | None = None
-    """How the turn was sampled, every field set but its constraint, which is in `constraint`; None in what older files
-    kept."""
+    """How the turn was sampled, every field set but its constraint, which is in `constraint`; None where no run
+    sampled it."""
     constraint: Constraint | None = None
     """What could be sampled at all. Who trains on the turn must apply the same token mask."""
     tool_choice: ToolChoice = "auto"
@@ -220,7 +220,7 @@ class Trajectory:
     seconds: float = 0.0
     """How long the episode was alive."""
     waited: float = 0.0
-    """How much of that its turns waited for a place in the engine."""
+    """How many of those seconds its turns waited for a place in the engine."""
 
     @property
     def messages(self) -> list[Message]:

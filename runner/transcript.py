@@ -16,7 +16,7 @@ from runner.messages import Message, ToolCall
 from runner.tokens.tokenizer import without_surrogates
 from runner.trajectory import Segment, Trajectory, Turn
 
-__all__ = ["Passage", "Span", "decoder", "headline", "one_line", "passages", "printable", "transcript"]
+__all__ = ["Passage", "Span", "decoder", "headline", "passages", "printable", "printable_line", "transcript"]
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -63,7 +63,7 @@ def passages(segment: Segment, turns: Sequence[Turn], decode: Decode | None) -> 
 
     Args:
         segment: the segment.
-        turns: those that were sampled in it, in order.
+        turns: the turns that were sampled in it, in order.
         decode: ids to text; without it the messages alone are shown, and nothing of the template.
     """
     position = 0
@@ -197,9 +197,9 @@ def transcript(
 
 def headline(trajectory: Trajectory) -> Text:
     """The episode in one line."""
-    line = Text.assemble((one_line(trajectory.id), "bold"))
+    line = Text.assemble((printable_line(trajectory.id), "bold"))
     if trajectory.agent != "main":
-        line.append(f" {one_line(trajectory.agent)}", "bold")
+        line.append(f" {printable_line(trajectory.agent)}", "bold")
     if trajectory.attempt:
         line.append(f" (attempt {trajectory.attempt + 1})")
     outcome = trajectory.outcome.value + (f" ({trajectory.limit})" if trajectory.limit else "")
@@ -207,7 +207,7 @@ def headline(trajectory: Trajectory) -> Text:
     line.append(f"  reward {_number(trajectory.reward)}", "bold")
     scores = {**trajectory.rewards, **trajectory.metrics}
     if scores:
-        line.append(f" ({', '.join(f'{one_line(name)} {_number(value)}' for name, value in scores.items())})")
+        line.append(f" ({', '.join(f'{printable_line(name)} {_number(value)}' for name, value in scores.items())})")
     turns = len(trajectory.turns)
     line.append(f"  {turns} {'turn' if turns == 1 else 'turns'}, {trajectory.sampled} ids sampled")
     return line
@@ -255,7 +255,7 @@ def printable(text: str) -> str:
     return text if text.isascii() and text.isprintable() else _UNPRINTABLE.sub(_code, text)
 
 
-def one_line(text: str) -> str:
+def printable_line(text: str) -> str:
     """`text` as `printable` gives it, with its line breaks and tabs written as escapes, for a table or a list."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 

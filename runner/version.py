@@ -1,7 +1,17 @@
-"""The version of the installed distribution."""
+"""The versions of installed distributions, this one's among them."""
 
-from importlib.metadata import version
+import functools
+from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "installed_version"]
 
 __version__ = version("deltarunner")
+
+
+@functools.cache  # reading what is said of a distribution takes milliseconds, and it stays the same for a process
+def installed_version(distribution: str) -> str | None:
+    """The version of a distribution, or None where it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -14,7 +14,7 @@ from runner.cli.app import app
 from runner.cli.run import run_command
 from runner.cli.settings import RunSettings
 from runner.engines.scripted.script import call
-from runner.transcript import one_line, printable
+from runner.transcript import printable, printable_line
 
 AUTHOR = r'''
 from runner import Environment, Task, reward, tool
@@ -87,4 +87,4 @@ def test_a_task_id_with_a_line_break_keeps_its_row_and_its_headline_whole(folder
 def test_what_is_printable_is_left_alone() -> None:
     for text in ("", "a b", "é\n\tü", "👩‍👧"):
         assert printable(text) == text
-    assert one_line("a\nb") == r"a\nb"
+    assert printable_line("a\nb") == r"a\nb"

@@ -6,10 +6,10 @@ from rich.console import Console
 
 from runner.runs.reporter import discard
 
-__all__ = ["LastingConsole", "PipedConsole"]
+__all__ = ["PipedConsole", "ReaderOptionalConsole"]
 
 
-class LastingConsole(Console):
+class ReaderOptionalConsole(Console):
     """Goes on without its reader: what it shows is a view of work that does not depend on it."""
 
     def on_broken_pipe(self) -> None:

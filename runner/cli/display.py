@@ -14,7 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from runner.runs.figures import LATE_SECONDS, Figures, Stuck, as_time, first_line
+from runner.runs.figures import LATE_SECONDS, Figures, Stuck, as_time, shown_line
 from runner.runs.reporter import PlainReporter, WatchingReporter
 from runner.transcript import printable
 
@@ -31,7 +31,7 @@ class _OnConsole(WatchingReporter):
     """Says its lines on a console.
 
     Args:
-        console: where.
+        console: the console that is written on.
         title: what is played on what.
     """
 
@@ -129,7 +129,7 @@ def _pace(figures: Figures) -> Text:
 
 
 def _whose(figures: Figures) -> str:
-    return f"reward of {first_line(figures.agent)}" if figures.agent else "reward"
+    return f"reward of {shown_line(figures.agent)}" if figures.agent else "reward"
 
 
 def _joined(parts: Sequence[tuple[str, str]]) -> Text:
@@ -145,5 +145,5 @@ def _slowest(slowest: Sequence[Stuck], width: int) -> Table:
         cells = [Text(f"{stuck.seconds:6.1f} s", style="dim"), Text(stuck.id, overflow="ellipsis", no_wrap=True)]
         if width >= NARROW:
             cells.append(Text(f"turn {stuck.turns + 1}", style="dim"))
-        table.add_row(*cells, Text(f"waits for {stuck.doing}", no_wrap=True, overflow="ellipsis"))
+        table.add_row(*cells, Text(f"waits for {stuck.activity}", no_wrap=True, overflow="ellipsis"))
     return table

@@ -226,7 +226,7 @@ class Differences:
     """What was not the same when the same episodes were played twice, by what made the difference."""
 
     counts: Counter[str]
-    """In how many episodes each cause made a difference."""
+    """Counts in how many episodes each cause made a difference."""
 
     episodes: int
     """How many episodes were compared."""
@@ -262,7 +262,7 @@ class Differences:
         """One for each cause.
 
         Args:
-            when: it was different, and what to do about that.
+            when: words that end each finding: when it was different, and what to do about that.
         """
         for cause, number in sorted(self.counts.items()):
             yield Finding(f"{cause} in {number} of {self.episodes} episodes {when}.")

@@ -65,7 +65,7 @@ def _of_coroutine(task: anyio.TaskInfo) -> str:
 
 
 def _of_leaks(leaks: Sequence[str], environments: Sequence[Environment[Any]]) -> Iterator[Finding]:
-    """By attribute where one holds it; what each episode left is told once, and of many things the first few."""
+    """Findings by the attribute that holds a leak. What each episode left is told once, of many the first few."""
     yield from (_unclosed(leak.removeprefix(UNCLOSED)) for leak in leaks if leak.startswith(UNCLOSED))
     named: dict[str, str] = {}
     for leak in (leak for leak in leaks if not leak.startswith(UNCLOSED)):

@@ -14,10 +14,10 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runner.cli.console import LastingConsole, PipedConsole
+from runner.cli.console import PipedConsole, ReaderOptionalConsole
 from runner.concurrency.loop_lag import LagMonitor
 from runner.runs.figures import LATE_SECONDS, as_time
-from runner.transcript import one_line, printable
+from runner.transcript import printable, printable_line
 
 __all__ = ["lag_lines", "make_console", "own_command", "quoted", "summary_table"]
 
@@ -26,14 +26,14 @@ NOTABLE_SECONDS = 1.0
 PIPED_WIDTH = 200
 
 
-def make_console(file: TextIO | None = None, *, lasting: bool = False) -> Console:
+def make_console(file: TextIO | None = None, *, reader_optional: bool = False) -> Console:
     """The console on `file`, or stdout; what is piped is not broken into lines of eighty.
 
     Args:
-        file: where.
-        lasting: a reader who leaves is not missed; by default it is a `BrokenPipeError`.
+        file: the stream that is written to; None stands for stdout.
+        reader_optional: a reader who leaves is not missed; by default it is a `BrokenPipeError`.
     """
-    kind = LastingConsole if lasting else PipedConsole
+    kind = ReaderOptionalConsole if reader_optional else PipedConsole
     return kind(file=file, highlight=False, width=None if (file or sys.stdout).isatty() else PIPED_WIDTH)
 
 
@@ -41,8 +41,8 @@ def summary_table(summary: Mapping[str, Any], *, earlier: int = 0) -> Table:
     """`Summary.as_dict()` for people.
 
     Args:
-        summary: of the whole file.
-        earlier: episodes that were in it already.
+        summary: the summary of the whole file.
+        earlier: how many episodes were in the file already.
     """
     table = Table.grid(padding=(0, 2))
     for name, value in _rows(summary, earlier):
@@ -59,14 +59,14 @@ def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, Rende
     first, *others = _by_agent(summary)
     yield first[0], Text(_mean(first[1]), style="bold")
     for name, mean in summary["rewards"].items():
-        yield f"  {one_line(name)}", Text(_mean(mean))
+        yield f"  {printable_line(name)}", Text(_mean(mean))
     for name, mean in others:
-        yield one_line(name), Text(_mean(mean), style="bold")
+        yield printable_line(name), Text(_mean(mean), style="bold")
     if len(summary["pass_at"]) > 1:
         shown = (f"pass@{k} {value:.3f}" for k, value in summary["pass_at"].items() if value is not None)
         yield "solved", Text(" · ".join(shown))
     for name, mean in summary["metrics"].items():
-        yield f"  {one_line(name)} (metric)", Text(_mean(mean))
+        yield f"  {printable_line(name)} (metric)", Text(_mean(mean))
     yield "outcomes", Text(" · ".join(f"{name} {count} of {episodes}" for name, count in summary["outcomes"].items()))
     yield "turns", Text(" · ".join([str(summary["turns"]), *(f"{n} {c}" for n, c in summary["finishes"].items())]))
     yield "tokens", Text(_tokens(summary["tokens"]))
@@ -86,7 +86,7 @@ def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, Rende
 
 def _by_agent(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """The mean reward, or where several agents are trained that of each; the one behind `rewards` first."""
-    agents = summary.get("agents", {})  # older files have none
+    agents = summary["agents"]
     if len(agents) < 2:
         return [("reward", summary["reward"])]
     return [(f"reward of {printable(agent)}", mean) for agent, mean in agents.items()]

@@ -42,7 +42,7 @@ def check_resumable(path: Path, environment: Environment[Any], options: RunOptio
     Args:
         path: the file; one that is not begun can be.
         environment: what is to be played.
-        options: those of the run.
+        options: the run's options.
         model: what is to speak.
 
     Raises:

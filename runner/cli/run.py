@@ -95,7 +95,7 @@ def _console(settings: RunSettings, log: Path) -> Iterator[Console]:
     # Not while debugging: then what the environment prints belongs on the terminal.
     with nullcontext() if settings.debug else quiet_output(log) as terminal:
         stdout, stderr = (terminal.stdout, terminal.stderr) if terminal else (sys.stdout, sys.stderr)
-        yield make_console(stderr if settings.json else stdout, lasting=True)
+        yield make_console(stderr if settings.json else stdout, reader_optional=True)
 
 
 def _print_json(settings: RunSettings, log: Path, shown: ShownRun | None, failure: DeltarunnerError | None) -> None:

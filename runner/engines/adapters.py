@@ -51,7 +51,7 @@ class Adapters:
     This one has names only; a subclass loads what they stand for.
 
     Args:
-        names: of adapters that are there from the beginning.
+        names: the adapters that are there from the beginning.
 
     Raises:
         BadOption: a name cannot be.
@@ -74,8 +74,8 @@ class Adapters:
         """Return if a request may be sampled with this adapter.
 
         Args:
-            request: its name.
-            adapter: of its sampling.
+            request: the name of the request.
+            adapter: the adapter it is to be sampled with; None without one.
 
         Raises:
             RequestRejected: there is none of that name; says which there are.

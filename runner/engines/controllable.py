@@ -120,9 +120,9 @@ class Controllable:
         Turns in flight go on with the version that they began with, later ones are sampled with the new one.
 
         Args:
-            name: for `Sampling(adapter=name)`.
+            name: what `Sampling(adapter=name)` asks for.
             source: a folder as PEFT saves it, or its tensors by name; copied.
-            config: with tensors: what adapter_config.json would hold.
+            config: what adapter_config.json would hold; given where `source` is tensors.
 
         Returns:
             What the weight versions of ids that it samples end with, after a "+": "poet@2".
@@ -207,7 +207,7 @@ class Controllable:
         """Be ready to sample, as NeMo RL's trainers ask before each step: wake, or nothing where it is awake.
 
         Args:
-            tags: those of `wake`.
+            tags: what to wake, as for `wake`.
         """
         if self.control is not None:
             await self._wake(tags, if_asleep=True)
@@ -216,7 +216,8 @@ class Controllable:
         """Make room for training, as NeMo RL's trainers ask after each step: sleep, or nothing where it sleeps.
 
         Args:
-            level: of `sleep`; 0 only forgets the cached prompts, for an engine with devices of its own.
+            level: how deep it sleeps, as for `sleep`; 0 only forgets the cached prompts, for an engine with devices of
+                its own.
         """
         if level == 0:
             await self._reset_prefix_cache(unless_asleep=True)

@@ -67,7 +67,7 @@ class AdmissionGate:
 
     @property
     def first_waiting(self) -> int:
-        """Of those, first requests of a session."""
+        """First requests of a session that wait for a place."""
         return len(self._first)
 
     async def enter(self, session: Session, tokens: int) -> None:

@@ -14,8 +14,8 @@ class Stamps:
     """The weight versions of one request's ids.
 
     Args:
-        version: of the weights that sample its first id.
-        adapter: on them, whose label every version of this request then ends with; None without one.
+        version: the weights that sample its first id.
+        adapter: the request's adapter, whose label every version then ends with; None without one.
     """
 
     __slots__ = ("_adapter", "_marks")

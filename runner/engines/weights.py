@@ -96,7 +96,7 @@ class Checkpoint:
     """Whether the model's output layer is its embedding, so that `lm_head.weight` may be given or left out."""
 
     def ignored(self, names: Iterable[str]) -> list[str]:
-        """Of these tensors those that are not loaded: what the model computes, or has under another name."""
+        """The names among these that are not loaded: what the model computes, or has under another name."""
         return [name for name in names if name not in self.forms]
 
     def optional(self, name: str) -> bool:

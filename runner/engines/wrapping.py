@@ -65,11 +65,7 @@ class WrappedEngine(Engine):
         return self.inner.is_alive()
 
     async def health(self) -> None:
-        """Return when the inner engine can answer.
-
-        Raises:
-            EngineDead: it cannot.
-        """
+        """Return when the inner engine can answer."""
         await self.inner.health()
 
     def describe(self) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class Episode:
         """Answer a turn: run its calls, or ask `step(turn)` where it makes none.
 
         Args:
-            turn: of any agent of the episode.
+            turn: a turn of any agent of the episode.
 
         Returns:
             The messages to be added to its conversation; None where `step` ends the episode.

@@ -65,11 +65,7 @@ class ChatModel:
         return None
 
     def bridge(self, turn: Turn, tail: Tail) -> Bridge:
-        """The bridge from a turn to what answers it.
-
-        Raises:
-            Unbridgeable: there is none that is exact.
-        """
+        """The bridge from a turn to what answers it."""
         return self.bridger.join(tail, sampled=turn.token_ids, stop=self.closing_stop(turn), thinking=turn.thinking)
 
     def _render_probe(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:

@@ -15,7 +15,7 @@ def judge(episode: EpisodeState, error: BaseException | None) -> Ending:
     """How a play ended that nobody cut from outside. A limit that fired comes before what the author raised after it.
 
     Args:
-        episode: that was played.
+        episode: the episode that was played.
         error: what came out of the rollout, or None.
     """
     limits, abandoned = episode.limits, episode.author_code.abandoned
@@ -42,7 +42,7 @@ def failure(error: BaseException) -> Ending:
 
 
 def _is_only(error: BaseException, kind: type[BaseException]) -> bool:
-    """It is of this kind, or a group of nothing else."""
+    """Whether the error is of this kind, or a group of nothing else."""
     if isinstance(error, BaseExceptionGroup):
         return error.split(kind)[1] is None
     return isinstance(error, kind)

@@ -19,7 +19,7 @@ def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
     """The text of a turn's ids, without the stop and without a close of the template's that the model wrote before it.
 
     Args:
-        ids: as they were sampled.
+        ids: the ids as they were sampled.
         chat: the model that spoke.
         stopped: the last of them is a stop id.
     """
@@ -33,8 +33,8 @@ def cut_in_reasoning(turn: Turn, text: str, chat: ChatModel) -> bool:
     """Tell whether the turn was cut before it had closed its reasoning.
 
     Args:
-        turn: how it ended.
-        text: what it said, from the beginning of its message on.
+        turn: the turn, which knows how it ended.
+        text: what the turn said, from the beginning of its message on.
         chat: the model that spoke.
     """
     return chat.closing_stop(turn) is None and is_open(text, opened=chat.opens_reasoning)

@@ -242,8 +242,8 @@ def followed_junction(chat: ChatModel, ids: Sequence[int], last: Turn, inserted:
 
     Args:
         chat: the model.
-        ids: of the whole prompt, encoded in one go.
-        last: the turn before it.
+        ids: the ids of the whole prompt, encoded in one go.
+        last: the turn before the prompt.
         inserted: how many ids came after that turn.
     """
     seam = Seam.SPECIAL if {ids[last.end - 1], ids[last.end]} & chat.tokenizer.control_ids else Seam.VERIFIED

@@ -145,7 +145,7 @@ async def sample(
         engine: where the ids are sampled.
         request: its prompt is the log so far and `new_ids`.
         new_ids: appended to the log once the engine has admitted the request.
-        source: where they came from.
+        source: where `new_ids` came from.
         tokenizer: decodes for stop strings.
         stall_seconds: the longest silence after admission.
     """

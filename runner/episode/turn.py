@@ -202,8 +202,8 @@ def _parse(conversation: ConversationState, prompt: PreparedPrompt, turn: Turn, 
 
     Args:
         conversation: whose turn it is.
-        prompt: the turn's.
-        turn: gets what was said.
+        prompt: the prompt that the turn was sampled on.
+        turn: the turn that gets what was said.
         text: what stands before a stop string, where one was found; None reads the ids.
     """
     chat, ids, messages = conversation.chat, turn.log.ids, prompt.segment.messages

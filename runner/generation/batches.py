@@ -113,7 +113,7 @@ class Generation:
 
     Args:
         engine: samples.
-        config: how; a trainer's own dictionary, see `GenerationConfig`.
+        config: how rows are sampled; a trainer's own dictionary, see `GenerationConfig`.
         stall_seconds: an engine that admitted a row and sends nothing for this long has failed; None waits for ever.
         retries: how often a row is sampled again after an engine's failure; one that it refuses is not.
 

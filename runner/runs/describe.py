@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
-import importlib.metadata
 import inspect
 import platform
 import subprocess
@@ -24,6 +22,7 @@ from runner.store.header import Header
 from runner.store.json_values import class_name, decode_json, encode_json
 from runner.store.secrets import hide_secrets
 from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.version import installed_version
 
 __all__ = ["describe_configuration", "describe_run"]
 
@@ -134,16 +133,8 @@ def _template(engine: Engine) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    installed = {name: version for name in _DISTRIBUTIONS if (version := _version(name)) is not None}
+    installed = {name: version for name in _DISTRIBUTIONS if (version := installed_version(name)) is not None}
     return {"python": platform.python_version(), **installed}
-
-
-@functools.cache  # reading what is said of a distribution takes milliseconds, and it stays the same for a process
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _git(environment: Environment[Any]) -> dict[str, Any]:

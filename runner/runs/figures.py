@@ -16,7 +16,7 @@ from runner.episode.lifecycle import Play
 from runner.runs.run import Run
 from runner.transcript import printable
 
-__all__ = ["LATE_SECONDS", "Figures", "Gauge", "Stuck", "as_time", "first_line", "in_words"]
+__all__ = ["LATE_SECONDS", "Figures", "Gauge", "Stuck", "as_time", "in_words", "shown_line"]
 
 LATE_SECONDS: Final = 0.05
 """An event loop that is later than this is told of, with whose code makes it so."""
@@ -35,7 +35,7 @@ class Stuck:
     turns: int
     """How many turns it has had."""
 
-    doing: str
+    activity: str
     """What it waits for."""
 
     seconds: float
@@ -140,7 +140,7 @@ class Gauge:
             lag=lag,
             blocker=blockers[0] if blockers else None,
             slowest=tuple(_stuck(play) for play in heapq.nsmallest(slowest, run.plays, key=_since)),
-            fault=first_line(self.last_fault or (summary.faults[-1] if summary.faults else "")),
+            fault=shown_line(self.last_fault or (summary.faults[-1] if summary.faults else "")),
         )
 
     def _rate(self, sampled: int) -> float:
@@ -159,10 +159,10 @@ def _since(play: Play) -> float:
 
 def _stuck(play: Play) -> Stuck:
     waited = anyio.current_time() - play.since
-    return Stuck(first_line(play.key.id), len(play.episode.turns), first_line(play.activity), waited)
+    return Stuck(shown_line(play.key.id), len(play.episode.turns), shown_line(play.activity), waited)
 
 
-def first_line(text: str) -> str:
+def shown_line(text: str) -> str:
     """What a place of one line shows of a text that may have several."""
     return printable(text.partition("\n")[0])
 
@@ -176,7 +176,7 @@ def in_words(figures: Figures) -> Iterator[str]:
     yield f"{figures.failed} failed"
     yield f"{figures.rate:.0f} tokens/s"
     if figures.reward is not None:
-        whose = f"reward of {first_line(figures.agent)}" if figures.agent else "reward"
+        whose = f"reward of {shown_line(figures.agent)}" if figures.agent else "reward"
         yield f"mean {whose} {figures.reward:.3f}"
     if figures.remaining:
         yield f"{as_time(figures.remaining)} left"

@@ -156,7 +156,7 @@ class RunOptions:
 
     def _check_breaker(self) -> None:
         share: Any = self.breaker
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        if not checked.is_number(share) or not 0 < share <= 1:
             raise BadOption(f"breaker={share!r:.60}: give a share above 0 and at most 1 (1 never stops the run).")
 
     def _check_kind(self, name: str, kind: type) -> None:

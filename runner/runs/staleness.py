@@ -12,7 +12,7 @@ from runner.errors import BadOption
 from runner.tokens.log import Source, TokenLog
 from runner.trajectory import Outcome, Trajectory
 
-__all__ = ["Staleness", "oldest_version"]
+__all__ = ["Staleness"]
 
 
 class Staleness:
@@ -76,11 +76,6 @@ class Staleness:
         if lag <= self._max_lag:
             return ""
         return f"too old: weights {version!r} are {lag} updates behind {control.version!r} (max_version_lag)"
-
-
-def oldest_version(trajectory: Trajectory) -> str:
-    """The weight version of the first id that is trained on; "" where there is none."""
-    return next(_versions(segment.log for segment in trajectory.segments), "")
 
 
 def _versions(logs: Iterable[TokenLog]) -> Iterator[str]:

@@ -40,7 +40,7 @@ class StartedRun:
     keeps it, `GroupScoring` compares it with the others of its task, and `Results` hands it to the reader.
 
     Args:
-        options: those of the run.
+        options: the run's options.
         engines: all engines of the run, the one of the trained agents first.
         context: what all episodes share.
         writer: the run file.

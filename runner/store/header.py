@@ -181,7 +181,7 @@ class Header:
         ]
 
     def refused(self, new: Header) -> list[Change]:
-        """Of the changes, those with which the run cannot be resumed."""
+        """The changes with which the run cannot be resumed."""
         return [change for change in self.changes(new) if change.meaning is OnChange.REFUSE]
 
     def check_same(self, new: Header, path: Path) -> None:

@@ -81,7 +81,7 @@ class EpisodeRow:
     seconds: float
     """How long the episode was alive."""
     waited: float
-    """How much of that the episode waited for a place in the engine."""
+    """How many of those seconds the episode waited for a place in the engine."""
     superseded: bool
     """Whether the episode was played again, or is to be; this attempt is then no result of the run."""
     committed: float

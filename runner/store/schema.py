@@ -95,17 +95,17 @@ TRAJECTORY: Final = (
     derived("turns", "INTEGER NOT NULL", "how many turns it has", "turns", Form(len), arrow="int32"),
     derived("segments", "INTEGER NOT NULL", "how many segments it has", "segments", Form(len)),
     derived("tokens", "INTEGER NOT NULL", "ids in all segments", "segments", Form(_ids)),
-    derived("sampled", "INTEGER NOT NULL", "of those, sampled by the model", "sampled", arrow="int64"),
+    derived("sampled", "INTEGER NOT NULL", "how many of `tokens` the model sampled", "sampled", arrow="int64"),
     derived("prompted", "INTEGER NOT NULL", "ids in the prompts of all turns", "turns", Form(_prompted)),
     derived(
         "cached",
         "INTEGER",
-        "of those, held by the engine's prefix cache; NULL where it never said",
+        "how many of `prompted` the engine's prefix cache held; NULL where it never said",
         "turns",
         Form(_cached),
     ),
     field("seconds", "REAL NOT NULL", "how long the episode was alive", arrow="float64"),
-    field("waited", "REAL NOT NULL", "of that, how long it waited for a place in the engine"),
+    field("waited", "REAL NOT NULL", "how many of those seconds it waited for a place in the engine"),
 )
 
 EPISODES: Final = Table(
@@ -236,7 +236,7 @@ TURNS: Final = Table(
         Column("episode", "INTEGER NOT NULL", "`episodes.key`"),
         Column("position", "INTEGER NOT NULL", "counts from 0 in its trajectory"),
         Column("constrained", "INTEGER", "`constraints.key`: what could be sampled; NULL where anything could"),
-        Column("sampled", "INTEGER", "`samplings.key`: temperature and so on; NULL where it does not say"),
+        Column("sampled", "INTEGER", "`samplings.key`: temperature and so on; NULL where no run sampled it"),
         *TURN,
         *TIMINGS,
         *JUNCTION,

@@ -205,11 +205,7 @@ class RunWriter:
             await self._commit(EpisodeCommit(trajectories, retry=retry))
 
     async def commit_group_rewards(self, trajectories: Sequence[Trajectory]) -> None:
-        """Store `reward` and `rewards` of a task's committed trajectories anew, and that its group is scored.
-
-        Raises:
-            StorageFailed: they are not in the file.
-        """
+        """Store `reward` and `rewards` of a task's committed trajectories anew, and that its group is scored."""
         if trajectories:
             await self._commit(RewardCommit(trajectories))
 

@@ -182,7 +182,7 @@ def _tasks() -> Iterator[str]:
 
 
 def _named(task: anyio.TaskInfo) -> str:
-    """By its name, and by the function it runs, since most have names such as Task-140."""
+    """A task's name with the function it runs, since most names are such as Task-140."""
     function = str(getattr(task.coro, "__qualname__", "")).rpartition("<locals>.")[2]
     return f"task {task.name!r}" + (f" of {function}()" if function and function not in str(task.name) else "")
 

@@ -86,9 +86,6 @@ class TokenLog:
         """The loss mask: 1 for ids sampled in this segment, else 0; shape [length], int8."""
         return array("b", (self.sources.tobytes().translate(_MASK)))
 
-    def sampled_count(self) -> int:
-        return self.sources.tobytes().count(_SAMPLED)
-
 
 # Tables for `bytes.translate`, which goes over the ids of a long episode without a loop in Python.
 _SAMPLED = bytes([Source.SAMPLED])

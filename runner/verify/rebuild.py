@@ -64,7 +64,7 @@ def first_difference(trajectory: Trajectory, chat: ChatModel) -> Difference | No
     Every prompt is rendered whole. Messages at the end that the model never saw are not looked at.
 
     Args:
-        trajectory: of any agent, with any outcome.
+        trajectory: any agent's, with any outcome.
         chat: the model that spoke for this agent; see `stored_chat`.
     """
     try:

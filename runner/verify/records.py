@@ -38,8 +38,8 @@ def first_contradiction(trajectory: Trajectory, header: Header) -> Difference | 
     """The first record of `trajectory` that another one, or the configuration, says otherwise, or None.
 
     Args:
-        trajectory: of any agent, with any outcome; its turns and ids fit one another (`first_difference`).
-        header: of its run.
+        trajectory: any agent's, with any outcome; its turns and ids fit one another (`first_difference`).
+        header: the header of its run.
     """
     try:
         _Records(trajectory, header).check()
@@ -84,9 +84,9 @@ class _Records:
         seed = key.seed(self._header.seed)
         if trajectory.seed != seed:
             self._differ(Kind.SEED, "the episode's seed does not follow from the run's", trajectory.seed, seed)
-        elsewhere = trajectory.agent in self._header.engines
-        if (trajectory.trained and elsewhere) or (trajectory.agent == MAIN and trajectory.trained == elsewhere):
-            self._differ(Kind.EPISODES, "whether the agent is trained", trajectory.trained, not elsewhere)
+        own_engine = trajectory.agent in self._header.engines
+        if (trajectory.trained and own_engine) or (trajectory.agent == MAIN and trajectory.trained == own_engine):
+            self._differ(Kind.EPISODES, "whether the agent is trained", trajectory.trained, not own_engine)
 
     def _check_outcome(self) -> None:
         trajectory, outcome = self._trajectory, self._trajectory.outcome

@@ -19,21 +19,18 @@ __all__ = ["Figure", "main", "on_one_core", "show", "shown"]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measurement.
-
-    Attributes:
-        name: what was measured.
-        unit: of the values.
-        values: one for each round.
-        at_least: the median should not be below.
-        under: the median should be below.
-    """
+    """One measurement."""
 
     name: str
+    """What was measured."""
     unit: str
+    """The unit of the values."""
     values: tuple[float, ...]
+    """The values, one for each round."""
     at_least: float | None = None
+    """The median should not be below this."""
     under: float | None = None
+    """The median should be below this."""
 
     @property
     def median(self) -> float:

@@ -23,19 +23,16 @@ CLOCK = datetime(2026, 3, 14, 15, 9, 26)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A template of the corpus.
-
-    Attributes:
-        name: of its file.
-        text: jinja2 source.
-        models: repositories that use it, the most downloaded first.
-        family: of those models; see `FAMILIES`.
-    """
+    """A template of the corpus."""
 
     name: str
+    """The name of its file."""
     text: str
+    """The jinja2 source."""
     models: tuple[str, ...]
+    """The repositories that use it, the most downloaded first."""
     family: str
+    """The family of those models; see `FAMILIES`."""
 
     def renderer(self, variables: Mapping[str, str] | None = None) -> Renderer:
         """The template with its clock stopped, for a vocabulary with these variables."""

@@ -22,34 +22,28 @@ __all__ = ["Expected", "NotApplicable", "expected"]
 
 
 class NotApplicable(Exception):
-    """The template's own renders of this case have no tail; its text says why.
-
-    Attributes:
-        must_refuse: whatever the turn was, no bridge is right.
-    """
+    """The template's own renders of this case have no tail; its text says why."""
 
     def __init__(self, why: str, *, must_refuse: bool = False) -> None:
         super().__init__(why)
         self.must_refuse = must_refuse
+        """Whether no bridge is right, whatever the turn was."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What happens at the junction, by the template's own word.
-
-    Attributes:
-        history: of the case, as far as it was sampled.
-        said: the text of the turn after its prompt, without the stop.
-        stop: the control token that ends the turn, or "" for a cut turn.
-        text: what follows the stop, up to the end of the next generation prompt.
-        anchored: the stop stands in the render with the new messages; else `text` follows the template's own close.
-    """
+    """What happens at the junction, by the template's own word."""
 
     history: tuple[Message, ...]
+    """The case's history, as far as it was sampled."""
     said: str
+    """The text of the turn after its prompt, without the stop."""
     stop: str
+    """The control token that ends the turn, or "" for a cut turn."""
     text: str
+    """What follows the stop, up to the end of the next generation prompt."""
     anchored: bool
+    """Whether the stop stands in the render with the new messages; else `text` follows the template's own close."""
 
 
 def expected(case: Case, renderer: Renderer, end_of_text: str) -> Expected:

@@ -63,19 +63,16 @@ PAIRS = tuple(Pair(name, template) for name, templates in _TEMPLATES.items() for
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What became of the cases of a pair.
-
-    Attributes:
-        pair: the vocabulary and the template.
-        anchors: how many bridges were exact, by their anchor.
-        refused: how many were refused, by name.
-        wrong: a line for each wrong one.
-    """
+    """What became of the cases of a pair."""
 
     pair: Pair
+    """The vocabulary and the template."""
     anchors: Mapping[str, int]
+    """How many bridges were exact, by their anchor."""
     refused: Mapping[str, int]
+    """How many were refused, by name."""
     wrong: Sequence[str]
+    """A line for each wrong one."""
 
 
 def play_all(*, processes: int = 2) -> list[Tally]:

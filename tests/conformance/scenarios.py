@@ -62,26 +62,23 @@ class Cut(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One conversation at the moment when a bridge is wanted.
-
-    Attributes:
-        scenario: what happens.
-        past: what came before.
-        history: ends with the assistant message of the last turn; for a turn that is cut inside a call, with the
-            whole call, of which `expected` takes a part.
-        new: what is appended; each content begins with one word and ends with another that stand nowhere else.
-        tools: in OpenAI's form.
-        last_word: the last word of the last turn: of its content, or of the last argument of its last call.
-        cut: where the turn is cut.
-    """
+    """One conversation at the moment when a bridge is wanted."""
 
     scenario: Scenario
+    """What happens."""
     past: Past
+    """What came before."""
     history: tuple[Message, ...]
+    """The messages up to the assistant message of the last turn; for a turn that is cut inside a call, with the whole
+    call, of which `expected` takes a part."""
     new: tuple[Message, ...]
+    """What is appended; each content begins with one word and ends with another that stand nowhere else."""
     tools: tuple[ToolSchema, ...]
+    """The tools in OpenAI's form."""
     last_word: str
+    """The last word of the last turn: of its content, or of the last argument of its last call."""
     cut: Cut
+    """Where the turn is cut."""
 
 
 _WITHOUT_TOOLS = frozenset({Scenario.AFTER_REASONING, Scenario.AFTER_ANSWER, Scenario.CUT_ANSWER, Scenario.SYSTEM})

@@ -35,25 +35,22 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A case's verdict.
-
-    Attributes:
-        template: its name.
-        family: of its models.
-        scenario: what happened.
-        past: what came before.
-        verdict: what became of it.
-        detail: the anchor of an exact bridge, the refusal's name, why it is not applicable, or what is wrong.
-        tools: the template is tool-capable.
-    """
+    """A case's verdict."""
 
     template: str
+    """The template's name."""
     family: str
+    """The family of its models."""
     scenario: Scenario
+    """What happened."""
     past: Past
+    """What came before."""
     verdict: Verdict
+    """What became of it."""
     detail: str
+    """The anchor of an exact bridge, the refusal's name, why it is not applicable, or what is wrong."""
     tools: bool
+    """Whether the template is tool-capable."""
 
 
 T = TypeVar("T")

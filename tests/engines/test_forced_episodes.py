@@ -63,21 +63,18 @@ async def test_the_example_of_the_page_passes(forcible: VllmEngine) -> None:
 
 @dataclass(frozen=True)
 class Said:
-    """One turn as it is forced, and what becomes of it.
-
-    Attributes:
-        ids: what is sampled.
-        cut: it ends by its length.
-        answered: the environment adds something; else the next turn goes on with it.
-        called: the names of the calls that are read in it.
-        owed: what is left for the template to write of the turn's close.
-    """
+    """One turn as it is forced, and what becomes of it."""
 
     ids: list[int]
+    """What is sampled."""
     cut: bool = False
+    """Whether it ends by its length."""
     answered: bool = True
+    """Whether the environment adds something; else the next turn goes on with it."""
     called: tuple[str, ...] = ()
+    """The names of the calls that are read in it."""
     owed: str = "\n"
+    """What is left for the template to write of the turn's close."""
 
 
 def awkward(engine: VllmEngine) -> list[Said]:
@@ -274,15 +271,12 @@ def teacher(hugging_face_model: Any) -> Teacher:
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a sequence is from the one that was sampled on.
-
-    Attributes:
-        unaligned: sampled ids that it does not have.
-        largest: the largest difference of the log-probability of a sampled id that it has, in nats.
-    """
+    """How far a sequence is from the one that was sampled on."""
 
     unaligned: int
+    """The number of sampled ids that it does not have."""
     largest: float
+    """The largest difference of the log-probability of a sampled id that it has, in nats."""
 
 
 def deviation(trajectory: Trajectory, ids: Sequence[int], teacher: Teacher) -> Deviation:

@@ -53,6 +53,7 @@ MARKERS = {
     "'hermes'": "@pytest.mark.scripted_engine('hermes'): settings have names, such as template='hermes'; *",
     "template='no'": "template 'no' cannot be read * give one of the bundled names (*",
     "context='big'": "ScriptedEngine(context='big'): give a number of at least 2.",
+    "places=1.5": "ScriptedEngine(places=1.5): give a whole number of at least 1.",
     "chunks=0": "chunks=0: give a size of at least 1, a tuple of such sizes*",
 }
 

@@ -51,21 +51,18 @@ ADD: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What one model brings.
-
-    Attributes:
-        template: its name in the corpus.
-        stops: names of the tokens that end its turns, the EOS first.
-        vocabulary: the name of a real one; "" for Qwen's with the template's control tokens.
-        further: control tokens that the template writes in parts, or that only the model writes.
-        variables: what the template reads by name.
-    """
+    """What one model brings."""
 
     template: str
+    """The template's name in the corpus."""
     stops: tuple[str, ...]
+    """The names of the tokens that end its turns, the EOS first."""
     vocabulary: str = ""
+    """The name of a real vocabulary; "" for Qwen's with the template's control tokens."""
     further: tuple[str, ...] = ()
+    """Control tokens that the template writes in parts, or that only the model writes."""
     variables: Mapping[str, str] = field(default_factory=dict)
+    """What the template reads by name."""
 
 
 _QWEN = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}

@@ -28,29 +28,30 @@ NEXT = "Go on."
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A turn, and what must be read from it.
-
-    Attributes:
-        said: its text, control tokens included; each is one id.
-        speaks: the family whose vocabulary and template it is said in; "" for bytes and `pythonic`.
-        stop: of the sampling.
-        finish: of the reply.
-        kept: how many of the ids are in the trajectory; None for all.
-        text, reasoning, calls, reason, cause: of the turn.
-        broken: a call was opened that does not parse.
-    """
+    """A turn, and what must be read from it."""
 
     said: str
+    """The turn's text, control tokens included; each is one id."""
     speaks: str = ""
+    """The family whose vocabulary and template it is said in; "" for bytes and `pythonic`."""
     stop: tuple[str, ...] = ()
+    """The stop strings of the sampling."""
     finish: FinishReason = FinishReason.STOP
+    """The finish of the reply."""
     kept: int | None = None
+    """How many of the ids are in the trajectory; None for all."""
     text: str = ""
+    """The turn's text, once it is read."""
     reasoning: str = ""
+    """The turn's reasoning."""
     calls: tuple[dict[str, Any], ...] = ()
+    """The turn's calls."""
     reason: FinishReason = FinishReason.STOP
+    """Why the turn ended."""
     cause: str | int | None = None
+    """What stopped the turn."""
     broken: bool = False
+    """Whether a call was opened that does not parse."""
 
 
 ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'

@@ -51,11 +51,7 @@ Outcome = tuple[Ids, Junction] | Property
 
 
 class Speaker:
-    """A family, as the invariants need it.
-
-    Attributes:
-        seasoned: a bridger that meets every conversation of the session.
-    """
+    """A family, as the invariants need it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -73,6 +69,7 @@ class Speaker:
             names = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool_call>", "</tool_response>"]
         self.controls = list(dict.fromkeys(names))
         self.seasoned = self.bridger()
+        """A bridger that meets every conversation of the session."""
         self.format: ToolFormat | None = detect_format(
             lambda messages, tools: self.renderer.render(messages, tools=tools, generation_prompt=False)
         )

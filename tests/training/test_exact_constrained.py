@@ -51,19 +51,16 @@ Compare = Callable[[Sequence[Trajectory]], "Difference"]
 
 @dataclass(frozen=True)
 class Difference:
-    """A trainer's log-probabilities minus the engine's, in nats, for every trained id of some trajectories.
-
-    Attributes:
-        masked: under the masks, shape [trained].
-        unmasked: without them, shape [trained].
-        masks: of the same positions.
-        recorded: the engine's.
-    """
+    """A trainer's log-probabilities minus the engine's, in nats, for every trained id of some trajectories."""
 
     masked: Any
+    """The difference under the masks, shape [trained]."""
     unmasked: Any
+    """The difference without them, shape [trained]."""
     masks: TokenMasks
+    """The masks of the same positions."""
     recorded: Any
+    """The engine's log-probabilities."""
 
     @property
     def largest(self) -> float:

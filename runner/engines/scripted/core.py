@@ -31,10 +31,10 @@ class ScriptedCore:
     Args:
         gate: where requests wait for a slot.
         planner: knows what each request is to be sent.
-        adapters: those of the engine.
+        adapters: the engine's adapters.
         context: the most ids a prompt and what is sampled on it may have together.
         tick: seconds of a tick.
-        version: of the weights that sample first.
+        version: the weights that sample first.
     """
 
     def __init__(

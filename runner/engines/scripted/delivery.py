@@ -72,7 +72,7 @@ class Planner:
         tokenizer: the engine's, which decodes prompts for functions that play the model.
         stop_ids: the model's, where a request names none.
         context: the most ids a prompt and what is sampled on it may have together.
-        seed: of log-probabilities and of what is drawn.
+        seed: what log-probabilities and random choices follow from.
         chunks: how ids are cut, where the reply does not say.
         lone_finish: the finish comes on a delta of its own.
         latency: when ids arrive, where the reply does not say.

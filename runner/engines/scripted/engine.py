@@ -12,6 +12,7 @@ import anyio
 import anyio.abc
 from anyio.lowlevel import current_token
 
+from runner import checked
 from runner.engines.adapters import Adapters
 from runner.engines.base import Engine, EngineStats, GenerationRequest, Session
 from runner.engines.control import EngineControl
@@ -45,7 +46,7 @@ class ScriptedEngine(Engine):
         context: the most ids a prompt and what is sampled on it may have together.
         places: requests that run at once; further ones wait at the gate, late before first.
         room: ids of the KV cache it pretends to have; by default there is always room.
-        seed: of log-probabilities and of what is drawn.
+        seed: what log-probabilities and random choices follow from.
         chunks: how ids are cut into deltas.
         lone_finish: the finish comes on a delta of its own, without ids.
         latency: when ids arrive, in ticks.
@@ -80,14 +81,11 @@ class ScriptedEngine(Engine):
         record: bool = False,
         adapters: Sequence[str] = (),
     ) -> None:
-        for name, value, least in (
-            ("context", context, 2),
-            ("places", places, 1),
-            ("room", room, 1),
-            ("tick", tick, 0),
-        ):
-            if value is not None and not (isinstance(value, int | float) and value >= least):
-                raise BadOption(f"ScriptedEngine({name}={value!r}): give a number of at least {least}.")
+        for name, value, least in (("context", context, 2), ("places", places, 1), ("room", room, 1)):
+            if value is not None:
+                given = f"ScriptedEngine({name}={value!r})"
+                checked.whole(given, checked.number(given, value, least=least), least=least)
+        checked.number(f"ScriptedEngine(tick={tick!r})", tick, least=0)
         check_chunks(chunks)
         self.tokenizer = tokenizer or ByteTokenizer()
         self.template = template if isinstance(template, ChatTemplate) else ChatTemplate.load(template)

@@ -245,7 +245,7 @@ def cut_points(length: int, chunks: Chunks, *, singly: bool = False, rng: random
 
     Args:
         length: ids to cut.
-        chunks: how.
+        chunks: how they are cut.
         singly: somebody acts on deltas.
         rng: draws the sizes that are random.
     """

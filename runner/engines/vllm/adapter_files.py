@@ -203,7 +203,7 @@ def _check_module(module: str, table: bool, parts: _Parts, config: dict[str, Any
 
 
 def _shape_of(module: str, rules: AdapterRules) -> tuple[int, ...] | None:
-    """Of the model's weight that the adapter changes; None where it is not known.
+    """The shape of the model's weight that the adapter changes; None where it is not known.
 
     Raises:
         BadWeights: the model has no such module; vLLM would ignore the tensors.

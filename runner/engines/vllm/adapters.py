@@ -35,8 +35,8 @@ class VllmAdapters(Adapters):
 
     Args:
         llm: vLLM.
-        model: that it loaded.
-        answered: waits for a call of it, or for the engine's death.
+        model: the model that vLLM loaded.
+        answered: waits for a call of vLLM, or for the engine's death.
     """
 
     def __init__(self, llm: Any, model: ModelSource, answered: Answers) -> None:

@@ -30,7 +30,7 @@ def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
 
 
 def _unexpected(record: logging.LogRecord) -> bool:
-    """Neither that processes are killed now nor that, as a consequence, a core no longer answers."""
+    """Whether a record tells more than what every ending brings: processes killed, a core that no longer answers."""
     if record.levelno < logging.WARNING:
         return True
     error = record.exc_info[0] if record.exc_info else None

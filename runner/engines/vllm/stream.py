@@ -128,7 +128,7 @@ class VllmStream(DeltaStream):
         return death
 
     def _unstamped(self) -> tuple[VersionSpan, ...]:
-        """By our own account, where vLLM gave none."""
+        """The versions by our own account, where vLLM gave none."""
         return self._stamps.spans(self._sampled)
 
 

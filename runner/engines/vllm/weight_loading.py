@@ -12,7 +12,7 @@ import anyio
 import anyio.to_thread
 
 from runner.engines.vllm.weight_memory import WeightMemory, form_of
-from runner.engines.vllm.weight_transfer import VllmTransfers, one_line
+from runner.engines.vllm.weight_transfer import VllmTransfers, worker_said
 from runner.engines.vllm.worker.extension import WeightWorker
 from runner.engines.weights import (
     FLOATS,
@@ -57,7 +57,7 @@ class VllmWeights:
 
     Args:
         llm: vLLM.
-        name: of its model.
+        name: the name of its model.
     """
 
     def __init__(self, llm: Any, name: str) -> None:
@@ -117,7 +117,7 @@ class VllmWeights:
         except EngineError:
             raise
         except Exception as error:  # the border to vLLM, whose workers raise anything
-            raise EngineError(one_line(error)) from error
+            raise EngineError(worker_said(error)) from error
         finally:
             checked.close()
 

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from anyio import from_thread
@@ -52,8 +52,8 @@ class WeightMemory:
         """The tensors of a state dict, copied from wherever they are; in a worker thread of anyio.
 
         Args:
-            tensors: of torch, on any device, or of numpy.
-            dtypes: what each is written as.
+            tensors: torch's, on any device, or numpy's.
+            dtypes: the type that each tensor is written as, by name.
 
         Raises:
             BadWeights: a tensor has no data, or holds a value that is no finite number; names it.
@@ -142,14 +142,3 @@ def _finite(tensor: Any, dtype: str) -> bool:
     kind, exponent = _EXPONENTS[dtype]
     bits = tensor.view(getattr(torch, kind)).numpy()
     return not bits.size or int((bits & exponent).max()) != exponent
-
-
-def open_memories() -> Iterator[str]:
-    """What of this process's state dicts is not given back yet, by the link of each."""
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            link = os.readlink(f"/proc/self/fd/{descriptor}")
-        except OSError:
-            continue
-        if _NAME in link:
-            yield link

@@ -20,7 +20,7 @@ from runner.engines.weights import (
 )
 from runner.errors import BadWeights, EngineError
 
-__all__ = ["VllmTransfers", "one_line"]
+__all__ = ["VllmTransfers", "worker_said"]
 
 _NOT_STARTED = (
     'needs an engine that was started for one: VllmEngine(weight_transfer_config={"backend": "nccl"}), or "ipc".'
@@ -93,7 +93,7 @@ class VllmTransfers:
         except TimeoutError as error:
             raise BadWeights(f"{name}: engine and trainer do not meet: not within {seconds:g} s") from error
         except Exception as error:  # the border to vLLM; no weight was touched
-            raise BadWeights(f"{name}: engine and trainer do not meet: {one_line(error)}") from error
+            raise BadWeights(f"{name}: engine and trainer do not meet: {worker_said(error)}") from error
 
     async def _join(self, init: Mapping[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -141,7 +141,7 @@ class _Client:
         from_thread.run(call, *given, token=self._loop)
 
 
-def one_line(error: BaseException) -> str:
+def worker_said(error: BaseException) -> str:
     """What vLLM's worker said, where it was a worker that failed."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     _, found, rest = text.partition("Worker failed with error '")
@@ -155,5 +155,5 @@ def _forms_of_source(source: Any) -> dict[str, TensorForm]:
     except Exception as error:  # a trainer's code, before anything was touched
         raise BadWeights(
             f"LocalTransfer(source=...) is {type(source).__name__}, which cannot say what it sends "
-            f"({one_line(error)}): give vLLM's ModuleSource(model)."
+            f"({worker_said(error)}): give vLLM's ModuleSource(model)."
         ) from error

@@ -118,11 +118,11 @@ class Bridger:
         Args:
             history: ends with the assistant message of the turn.
             new: the appended messages, at least one.
-            tools: in OpenAI's form, the same as for the turn.
+            tools: the same tools as for the turn, in OpenAI's form.
             sampled: see `join`.
             stop: see `join`.
             thinking: see `join`.
-            turn: its number in the conversation.
+            turn: the turn's number in the conversation.
 
         Raises:
             Unbridgeable: there is no exact bridge; names the property that is missing.
@@ -133,11 +133,7 @@ class Bridger:
         return self.join(tail, sampled=sampled, stop=stop, thinking=thinking)
 
     def tail_at_once(self, answered: AnsweredTurn) -> Tail | None:
-        """What `tail` gives where it takes no longer than the new messages; None where a worker thread should do it.
-
-        Raises:
-            Unbridgeable: what the template writes behind the turn depends on what was said in it.
-        """
+        """What `tail` gives where it takes no longer than the new messages; None where a worker thread should do it."""
         return self.locality.tail_at_once(answered)
 
     def tail(self, answered: AnsweredTurn) -> Tail:
@@ -155,7 +151,7 @@ class Bridger:
         """The ids that put the tail's new messages behind a sampled turn and ask for the next one.
 
         Args:
-            tail: of the turn.
+            tail: the turn's tail.
             sampled: the turn's ids, its stop included.
             stop: the id that ended the turn, or None for a turn that was cut.
             thinking: the turn was cut inside its reasoning.
@@ -253,11 +249,7 @@ class Bridger:
     # --- whole prompts
 
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> array[int]:
-        """Ids of the whole render, shape [prompt], int32; a BOS is the template's own, none is added.
-
-        Raises:
-            Unbridgeable: the template raises, or does not ask for an answer.
-        """
+        """Ids of the whole render, shape [prompt], int32; a BOS is the template's own, none is added."""
         return self.prompt_ids(self.prompt_text(messages, tools))
 
     def prompt_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> PromptText:

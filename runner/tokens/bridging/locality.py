@@ -45,7 +45,7 @@ class _Kind:
     asked: set[Further] = field(default_factory=set)
     """The further renders that tails of this shape were asked for."""
     proven: dict[Further, bool] = field(default_factory=dict)
-    """Of each of those, whether it is proven that what came before cannot change it."""
+    """Whether it is proven of a further render that what came before cannot change it."""
 
 
 class Locality:
@@ -58,11 +58,7 @@ class Locality:
         self._learning = threading.Lock()
 
     def tail_at_once(self, answered: AnsweredTurn) -> Tail | None:
-        """What `tail` gives where it takes no longer than the new messages; None where it renders the whole.
-
-        Raises:
-            Unbridgeable: what is written behind the turn depends on what was said in it.
-        """
+        """What `tail` gives where it takes no longer than the new messages; None where it renders the whole."""
         kind = self._kinds.get(answered.shape)
         # A further render that is not proven is made of the whole history.
         return self._short(kind, answered) if kind is not None and all(kind.proven.values()) else None
@@ -85,19 +81,11 @@ class Locality:
         return tail
 
     def whole_tail(self, answered: AnsweredTurn) -> Tail:
-        """The tail of the whole history, whatever is proven.
-
-        Raises:
-            Unbridgeable: the template raises, or does not show the turn.
-        """
+        """The tail of the whole history, whatever is proven."""
         return self._whole(answered, set())
 
     def is_local(self, answered: AnsweredTurn) -> bool:
-        """Whether the work for tails of this shape does not grow with the history.
-
-        Raises:
-            Unbridgeable: no turn of this shape can be bridged.
-        """
+        """Whether the work for tails of this shape does not grow with the history."""
         return self._bridgeable_kind(answered).past is not Lookback.POSSIBLE
 
     # --- tails

@@ -48,7 +48,7 @@ class Tail:
     """What one render has after its last sentinel.
 
     Args:
-        renderer: of the template.
+        renderer: the template's renderer.
         answered: the turn and the messages after it.
         stand_in: is rendered in place of the history; None renders the history.
         proves: whether the stand-in gives some further render too; else that is made of the whole history.
@@ -278,7 +278,7 @@ def _marked(message: Message, stem: str, tools: Sequence[ToolSchema], *, with_wo
     Args:
         message: the turn.
         stem: begins sentinel and markers.
-        tools: that could be called.
+        tools: the tools that could be called.
         with_words: the words themselves stay, since templates look into them; else only sentinel and markers are there.
     """
     copy: dict[str, Any] = dict(message)

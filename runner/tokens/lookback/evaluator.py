@@ -45,10 +45,10 @@ class Evaluator(ABC):
     """The state of one render, and the values of expressions in it.
 
     Args:
-        jinja: its environment.
+        jinja: the environment of the template.
         names: what the template is given.
         symbols: numbers for given values.
-        words: the last turn's, where they may be any; else they are given.
+        words: the value that stands for the last turn's words where those may be any; None where they are given.
         null_content: messages with calls may have no content.
     """
 

@@ -44,8 +44,8 @@ class Proofs:
         """Whether what came between the first question and the turn can change the text behind the turn's words.
 
         Args:
-            shape: of the turn and the messages behind it.
-            tools: in OpenAI's form.
+            shape: the shape of the turn and the messages behind it.
+            tools: the tools in OpenAI's form.
             asking: the render ends with the generation prompt.
         """
         symbols = Symbols()

@@ -157,8 +157,8 @@ def verdicts(bridger: Bridger, profile: TemplateProfile, *, tools: bool = True) 
     """What the bridge makes of each kind of append, after short and longer histories.
 
     Args:
-        bridger: the real one.
-        profile: of its template.
+        bridger: the bridger that runs use.
+        profile: the profile of its template.
         tools: the model is shown tools, where the template carries them.
     """
     carried = tools and profile.carries_tools
@@ -322,7 +322,7 @@ def appends_answer(renderer: Renderer, profile: TemplateProfile, vocabulary: Map
 
     Args:
         renderer: the template.
-        profile: of that template.
+        profile: the template's profile.
         vocabulary: {"folder", "stop_ids"} of a model, or {} for bytes and the template's own control tokens.
 
     Raises:

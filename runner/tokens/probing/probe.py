@@ -167,7 +167,7 @@ def in_process(
     if "error" in last:
         raise getattr(runner.errors, last["error"])(last["message"])
     if process.returncode == -signal.SIGALRM:
-        raise _endless(name, seconds, last.get("doing", ""))
+        raise _endless(name, seconds, last.get("activity", ""))
     words = complaint.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
     raise UnusableTemplate(Fault.FAILED, f"template {name!r} could not be probed: {words[-1]}")
 
@@ -192,8 +192,8 @@ def _answered(
                 raise
 
 
-def _endless(name: str, seconds: float, doing: str) -> UnusableTemplate:
-    what = doing or "what a conversation may hold"
+def _endless(name: str, seconds: float, activity: str) -> UnusableTemplate:
+    what = activity or "what a conversation may hold"
     return UnusableTemplate(
         Fault.ENDLESS,
         f"template {name!r} was still rendering {what} after {seconds:g} s and was stopped: a loop in it does not end, "
@@ -217,15 +217,15 @@ def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
         UnusableTemplate: it cannot be used.
     """
     template = ChatTemplate(request["text"], name=request["name"], variables=request["variables"])
-    _say({"doing": "a question or a call"})
+    _say({"activity": "a question or a call"})
     renderer = usable_renderer(template, request["options"], datetime.fromisoformat(request["now"]))
-    _say({"doing": "conversations of several turns"})
+    _say({"activity": "conversations of several turns"})
     profile = profile_of(renderer, wanted_bos=request["wanted_bos"])
     answer = {"profile": profile.as_json()}
     if "vocabulary" in request:
         from runner.tokens.probing.appends import appends_answer
 
-        _say({"doing": "what may be appended to a turn"})
+        _say({"activity": "what may be appended to a turn"})
         answer |= appends_answer(renderer, profile, request["vocabulary"])
     return answer
 

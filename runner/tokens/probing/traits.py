@@ -104,11 +104,11 @@ def options_of(renderer: Renderer) -> tuple[str, ...]:
     read = jinja2.meta.find_undeclared_variables(tree) - _GIVEN - renderer.template.variables.keys()
     # A name that is set in one branch and read after it counts as read, though it is the template's own.
     own = {name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "store"}
-    return tuple(sorted(name for name in read if name not in own or _heeded(renderer, name)))
+    return tuple(sorted(name for name in read if name not in own or _changes_text(renderer, name)))
 
 
-def _heeded(renderer: Renderer, name: str) -> bool:
-    """Giving a value to a name that the template sets itself changes a text."""
+def _changes_text(renderer: Renderer, name: str) -> bool:
+    """Whether giving a value to a name that the template sets itself changes a text."""
     before = {**renderer.options}
     before.pop(name, None)
     texts: set[tuple[str | None, ...]] = set()

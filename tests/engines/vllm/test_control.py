@@ -20,13 +20,13 @@ from runner.engines.base import Finish, FinishReason, GenerationRequest
 from runner.engines.control import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.weight_loading import CheckedWeights
-from runner.engines.vllm.weight_memory import open_memories
 from runner.models import demo_model
 from runner.testing import assert_exact, cancel_everywhere
 from runner.testing.engine_pool import EngineAtHome
 from runner.tokens.log import VersionSpan
 from tests.engines import controlling
 from tests.engines.changed_weights import changed_weights
+from tests.engines.vllm.memories import open_memories
 from tests.playing import Plain, tasks, until_end
 
 pytestmark = pytest.mark.engine

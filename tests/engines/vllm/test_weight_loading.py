@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from runner.engines.vllm.settings import choose_settings
 from runner.engines.vllm.weight_loading import VllmWeights
-from runner.engines.vllm.weight_memory import open_memories
 from runner.engines.vllm.worker.extension import WeightWorker
 from runner.errors import BadWeights, EngineError
 from tests.engines.small_weights import (
@@ -34,6 +33,7 @@ from tests.engines.small_weights import (
     tensors,
     without,
 )
+from tests.engines.vllm.memories import open_memories
 
 pytestmark = pytest.mark.anyio
 

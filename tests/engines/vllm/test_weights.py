@@ -17,13 +17,13 @@ import pytest
 from runner.engines.base import GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.weight_loading import VllmWeights
-from runner.engines.vllm.weight_memory import open_memories
 from runner.engines.weights import LocalTransfer, WeightTransfer
 from runner.errors import BadWeights
 from runner.models import demo_model
 from runner.options import Sampling
 from runner.testing.engine_pool import EngineAtHome
 from runner.tokens.log import VersionSpan
+from tests.engines.vllm.memories import open_memories
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
