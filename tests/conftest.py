@@ -119,6 +119,16 @@ def _turn(item: pytest.Item) -> int:
     return late + 1 if item.get_closest_marker("engine") else 0
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End what the tests of a real engine share with the last of them.
+
+    The process goes on with other tests, and an event loop that is still there would be in the way of their own.
+    """
+    if item.get_closest_marker("engine") and nextitem is not None and not nextitem.get_closest_marker("engine"):
+        item.session._setupstate.teardown_exact(None)
+
+
 # --- engines
 
 
