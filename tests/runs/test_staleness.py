@@ -260,7 +260,7 @@ async def test_a_turn_that_is_sampled_anew_has_no_text_of_the_try_that_was_cut()
 
 async def test_a_sleep_cuts_also_what_a_pause_kept() -> None:
     engine = slow()
-    run = Run(Plain, engine)
+    run = Run(Plain, engine, retries=0)
     async with run:
         await begun(engine)
         await engine.pause("keep")
@@ -271,6 +271,7 @@ async def test_a_sleep_cuts_also_what_a_pause_kept() -> None:
         await engine.resume()
         (trajectory,) = [each async for each in run]
     assert (trajectory.text, len(engine.calls)) == ("A long answer.", 2)
+    assert (trajectory.outcome, trajectory.turns[0].resampled > 0) == (Outcome.COMPLETED, True), "it is no failure"
 
 
 async def test_a_turn_that_the_engine_ends_by_itself_is_its_failure_and_not_sampled_for_ever() -> None:

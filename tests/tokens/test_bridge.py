@@ -326,6 +326,13 @@ def test_a_seam_that_would_merge_is_unverified(vocabulary: VocabularyTokenizer) 
     assert bridge.junction.seam is Seam.UNVERIFIED
 
 
+def test_a_control_token_further_on_makes_no_seam_special(vocabulary: VocabularyTokenizer) -> None:
+    made = bridger(PLAIN.replace("CLOSE", "s<|im_end|>"), vocabulary, stops=["."])
+    bridge = made.bridge([QUESTION, says("cat")], [MORE], sampled=vocabulary.encode(" cat"), stop=None)
+    assert vocabulary.decode(bridge.ids).startswith("s<|im_end|>")
+    assert bridge.junction.seam is Seam.UNVERIFIED, "the letter may merge with the cat"
+
+
 def test_a_turn_cut_before_its_first_id_has_a_known_seam_only_next_to_a_control_token(
     vocabulary: VocabularyTokenizer,
 ) -> None:
