@@ -7,14 +7,17 @@ those on `real_engine` by their options, then those on `engine`, last those on `
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import threading
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trio.testing
 from hypothesis import settings
 
 from runner.engines.vllm.engine import VllmEngine
@@ -47,9 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
     sweeps.begin(whole=whole, seed=option.sweep_seed)
     settings.load_profile("whole" if whole else "quick")
     if hasattr(config, "workerinput"):
-        # One core for vLLM, the others for the other lane: its threads wait for one another by spinning, and two of
-        # them on cores that are taken cost several times what one costs.
+        # One core for vLLM and for torch, the others for the other lane: their threads wait for one another by
+        # spinning, and two of them on cores that are taken cost several times what one costs.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(max(os.sched_getaffinity(0))))
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A gigabyte for what vLLM keeps: it fills it with zeros at its start, which takes seconds where it is more.
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     # vLLM leaves its sockets' context to the garbage collector, which comes by in any later test, or after the last.
     config.addinivalue_line("filterwarnings", "ignore:Unclosed context <zmq:ResourceWarning")
     warnings.filterwarnings("ignore", "Unclosed context <zmq", ResourceWarning)
@@ -59,7 +65,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"sweeps: {config.option.sweeps}, --sweep-seed={config.option.sweep_seed}"
 
 
-# --- on which event loop
+# --- on which event loop, and by which clock
 
 
 @pytest.fixture(scope="session")
@@ -86,6 +92,20 @@ def _may_be_on_trio(metafunc: pytest.Metafunc) -> bool:
     return not own and not hasattr(metafunc.module, "anyio_backend")
 
 
+@pytest.fixture
+def clock() -> trio.testing.MockClock:
+    """Time that stands still until a test moves it; its `trio.run`, or its `anyio_backend`, takes it."""
+    return trio.testing.MockClock()
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    """Lets threads that were left behind end."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
 # --- in which order, and in which process
 
 
@@ -102,6 +122,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("whole")]
     items.sort(key=_turn)
     lanes.tell(config, items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Take torch, vLLM and all else that was imported out of the garbage collector's sight.
+
+    Whatever looks for leaks collects several times, and each time went through a million objects that stay.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -180,6 +209,7 @@ def doomed_float32_engine(real_engine: Callable[..., EngineAtHome], profiles: Pa
     """The engine in float32, for the last test on it, which ends it."""
     return real_engine(
         dtype="float32",  # greedy ids are the same however requests are batched
+        max_num_batched_tokens=512,  # a longer prompt is computed in pieces
         profiler_config={"profiler": "torch", "torch_profiler_dir": str(profiles), "torch_profiler_with_stack": False},
         weight_transfer_config={"backend": "file"},
         worker_extension_cls="tests.engines.file_transfer.FileWorker",

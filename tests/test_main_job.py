@@ -12,8 +12,9 @@ from envs.calculator import Calculator, Question
 from runner import Outcome, Run, RunFile, Sampling, Trajectory, VllmEngine
 from runner.tokens.junction import Result
 from runner.tokens.log import Source
+from tests import sweeps
 
-EPISODES = 64
+EPISODES = sweeps.times(64, 24)  # either way more than the engine has places
 
 pytestmark = pytest.mark.anyio
 

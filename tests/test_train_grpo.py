@@ -62,6 +62,12 @@ def tiny_model(**settings: Any) -> Any:
     return LlamaForCausalLM(config)
 
 
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps the threads that all tests have; a trainer takes every core, and one is the other lane's."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+
+
 @pytest.fixture
 async def trained_engine(engine: VllmEngine) -> AsyncIterator[VllmEngine]:
     """The real engine, with its first weights again behind the test."""

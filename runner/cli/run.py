@@ -160,7 +160,7 @@ class Plan:
         }
         if settings.file is not None:
             # Now: a run of another configuration is refused before an engine takes its time to start.
-            given = RunOptions(tasks=tasks, **options)  # type: ignore[arg-type]  # settled there
+            given = RunOptions.of(tasks, options)
             check_resumable(settings.file, environment, given, model=settings.model)
         engine = make_engine(settings)
         return cls(settings=settings, environment=environment, engine=engine, tasks=tasks, options=options, total=total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final, Self, TypedDict
 
 from runner import checked
 from runner.engines.base import Engine
@@ -126,6 +126,16 @@ class RunOptions:
                 otherwise=", or None for any age",
             )
         self._settle()
+
+    @classmethod
+    def of(cls, tasks: Tasks | None, by_name: Mapping[str, Any]) -> Self:
+        """Options as they are given to a run: the tasks, and the others by name.
+
+        Raises:
+            BadOption: an option is not what it has to be; the message names it and the fix.
+            TypeError: a name that is no option.
+        """
+        return cls(tasks=tasks, **by_name)
 
     def _settle(self) -> None:
         """Replace what stands for something else: None for a default, a policy's name for a `History`."""

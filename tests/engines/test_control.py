@@ -199,11 +199,6 @@ async def test_a_sleep_cuts_turns_as_an_abort_does_and_the_run_goes_on_once_awak
 # --- clocks
 
 
-@pytest.fixture
-def clock() -> trio.testing.MockClock:
-    return trio.testing.MockClock()
-
-
 class Timed(Plain):
     """Says when it speaks and works, so that a test can pause meanwhile."""
 

@@ -259,11 +259,9 @@ def teacher(hugging_face_model: Any) -> Teacher:
     import torch
 
     def logprobs(ids: Sequence[int]) -> list[float]:
-        sequence, threads = torch.tensor([list(ids)]), torch.get_num_threads()
-        torch.set_num_threads(1)  # several would wait for one another, as the engine's own threads hold the cores
+        sequence = torch.tensor([list(ids)])
         with torch.inference_mode():
             rows = hugging_face_model(sequence).logits[0, :-1].float().log_softmax(-1)
-        torch.set_num_threads(threads)
         return [math.nan, *rows.gather(1, sequence[0, 1:, None])[:, 0].tolist()]
 
     return logprobs

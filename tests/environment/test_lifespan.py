@@ -18,14 +18,6 @@ from tests.playing import Plain, play, recording
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
-@pytest.fixture
-def release() -> Iterator[threading.Event]:
-    """Lets threads that were left behind end."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
 class Shares(Plain):
     """Its lifespan calls what it was given on the way in and on the way out."""
 

@@ -26,21 +26,8 @@ WATCHDOG = 30.0
 
 
 @pytest.fixture
-def clock() -> trio.testing.MockClock:
-    return trio.testing.MockClock()
-
-
-@pytest.fixture
 def anyio_backend(clock: trio.testing.MockClock) -> tuple[str, dict[str, object]]:
     return "trio", {"clock": clock}
-
-
-@pytest.fixture
-def release() -> Iterator[threading.Event]:
-    """Lets threads that were left behind end."""
-    event = threading.Event()
-    yield event
-    event.set()
 
 
 class Opens(Plain):

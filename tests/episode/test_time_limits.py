@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -21,21 +20,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def clock() -> trio.testing.MockClock:
-    return trio.testing.MockClock()
-
-
-@pytest.fixture
 def anyio_backend(clock: trio.testing.MockClock) -> tuple[str, dict[str, object]]:
     return "trio", {"clock": clock}
-
-
-@pytest.fixture
-def release() -> Iterator[threading.Event]:
-    """Lets threads that were left behind end."""
-    event = threading.Event()
-    yield event
-    event.set()
 
 
 class Timed(Plain):

@@ -14,7 +14,7 @@ from runner.testing import no_leaks
 from runner.trajectory import Trajectory
 from tests.faults.suspects import AsyncPupils, Pupils, SyncPupils, speak
 
-pytestmark = [pytest.mark.anyio, pytest.mark.both_backends, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 EPISODES = 1000
 WIDTH = 16
@@ -30,6 +30,7 @@ def many(base: type[Pupils]) -> Pupils:
     return Many()
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("environment", [SyncPupils, AsyncPupils])
 async def test_nothing_leaks_after_1000_episodes(tmp_path: Path, environment: type[Pupils]) -> None:
     engine = ScriptedEngine(speak)

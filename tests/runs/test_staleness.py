@@ -219,16 +219,21 @@ def _versions_of(turn: Any) -> set[str]:
     return {s.version for s in turn.log.versions if s.start < turn.end and turn.start < s.end}
 
 
-async def test_a_turn_that_the_engine_cut_is_sampled_anew_from_the_same_prompt() -> None:
-    engine = slow()
-    run = Run(Plain, engine)
-    async with run:
+async def cut_once(environment: type[Plain], engine: ScriptedEngine) -> Trajectory:
+    """The only trajectory of a run in whose first turn the engine cuts what it samples."""
+    async with Run(environment, engine) as run:
         await begun(engine)
         for _ in range(6):
             await checkpoint()
         await engine.pause("abort")
         await engine.resume()
         (trajectory,) = [each async for each in run]
+    return trajectory
+
+
+async def test_a_turn_that_the_engine_cut_is_sampled_anew_from_the_same_prompt() -> None:
+    engine = slow()
+    trajectory = await cut_once(Plain, engine)
     first, second = engine.calls
     assert first.prompt == second.prompt
     assert first.finish is not None
@@ -244,15 +249,7 @@ async def test_a_turn_that_is_sampled_anew_has_no_text_of_the_try_that_was_cut()
     class Stops(Plain):
         sampling = Sampling(stop=("answer.",))
 
-    engine = slow()
-    run = Run(Stops, engine)
-    async with run:
-        await begun(engine)
-        for _ in range(6):
-            await checkpoint()
-        await engine.pause("abort")
-        await engine.resume()
-        (trajectory,) = [each async for each in run]
+    trajectory = await cut_once(Stops, slow())
     (turn,) = trajectory.turns
     assert turn.resampled > 0
     assert turn.text == "A long "

@@ -19,6 +19,7 @@ from runner.errors import RunFileError, StorageFailed
 from runner.store.reader import RunFile
 from runner.store.writer import RunWriter
 from runner.trajectory import Outcome
+from tests import sweeps
 from tests.repository import ROOT
 from tests.store.building import assert_equal, header, played
 
@@ -48,7 +49,7 @@ def kill_after(process: subprocess.Popen[bytes], lines: int) -> list[int]:
 def test_kill_9_at_any_instant_loses_no_announced_episode_and_resuming_completes_exactly_the_rest(
     tmp_path: Path, at_once: int
 ) -> None:
-    path, episodes = tmp_path / "run.db", 3000
+    path, episodes = tmp_path / "run.db", sweeps.times(3000, 1000)
     dice = random.Random(at_once)
     announced: list[int] = []
     for _ in range(5):

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import threading
 import warnings
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,13 +22,6 @@ from runner.testing import Fault, Latency, Leaked, Reply, ScriptedEngine, no_lea
 
 def request(session: Session | None = None) -> GenerationRequest:
     return GenerationRequest(name="e/main/0", prompt=[1], sampling=Sampling.defaults(), session=session)
-
-
-@pytest.fixture
-def release() -> Iterator[threading.Event]:
-    event = threading.Event()
-    yield event
-    event.set()
 
 
 def test_a_block_that_cleans_up_passes(tmp_path: Path) -> None:

@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 import struct
 from pathlib import Path
 
-import anyio
-import anyio.to_thread
 import pytest
 
 from runner.tokens.log import Source
-from tests.verifying import OF_ONE, bridges, change, change_id, change_message, damaged, play, trajectory_of, verdict
-
-
-@pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of three episodes of three agents."""
-    path = tmp_path_factory.mktemp("verify") / "run.db"
-    anyio.run(play, path, "pythonic")
-    return path
-
-
-@pytest.fixture
-def path(played: Path, tmp_path: Path) -> Path:
-    """A copy that may be damaged."""
-    return Path(shutil.copy(played, tmp_path / "run.db"))
-
+from tests.verifying import OF_ONE, bridges, change, change_id, change_message, damaged, trajectory_of, verdict
 
 # --- one id
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sqlite3
 import struct
 from collections.abc import Callable
@@ -41,21 +40,6 @@ from tests.verifying import (
     verdict,
     verify,
 )
-
-
-@pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of three episodes of three agents."""
-    path = tmp_path_factory.mktemp("verify") / "run.db"
-    anyio.run(play, path, "pythonic")
-    return path
-
-
-@pytest.fixture
-def path(played: Path, tmp_path: Path) -> Path:
-    """A copy that may be damaged."""
-    return Path(shutil.copy(played, tmp_path / "run.db"))
-
 
 # --- what was not touched
 

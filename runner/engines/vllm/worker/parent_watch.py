@@ -13,7 +13,16 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["ENTRY_POINT", "FAILURES", "PARENT", "note_failure", "own_name", "read_failure", "watch_parent"]
+__all__ = [
+    "ENTRY_POINT",
+    "FAILURES",
+    "PARENT",
+    "note_failure",
+    "of_an_engine",
+    "own_name",
+    "read_failure",
+    "watch_parent",
+]
 
 ENTRY_POINT = "deltarunner_parent_watch"
 """The name under which vLLM knows `watch_parent`."""
@@ -35,13 +44,18 @@ def own_name() -> str:
     return f"{os.getpid()}:{_stat(os.getpid())[_STARTED]}"
 
 
+def of_an_engine() -> bool:
+    """Whether an engine of ours started this process."""
+    return os.environ.get(PARENT) not in (None, own_name())
+
+
 def watch_parent() -> None:
     """Start to watch, in a process that an engine of ours started; nothing anywhere else.
 
     Returns None, by which a platform plugin says that its platform is not there.
     """
     parent = os.environ.get(PARENT)
-    if parent is None or parent == own_name():
+    if parent is None or not of_an_engine():
         return
     if _THREAD not in (thread.name for thread in threading.enumerate()):
         threading.Thread(target=_exit_without, args=(parent,), name=_THREAD, daemon=True).start()

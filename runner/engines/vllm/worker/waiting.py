@@ -1,0 +1,46 @@
+"""Runs inside vLLM's processes on a CPU: whoever waits for another process sleeps, and leaves its core to the model.
+
+For a second behind each message vLLM asks its shared memory again and again whether the next one is there. That saves
+some microseconds a step where a GPU computes. Where cores compute, it takes one from them, and from the environments:
+the engine's core waits in this way for as long as the model takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runner.engines.vllm.worker import parent_watch
+
+__all__ = ["ENTRY_POINT", "mend_waiting", "wait_asleep"]
+
+ENTRY_POINT = "deltarunner_waiting"
+"""The name under which vLLM knows `wait_asleep`."""
+
+_MILLISECONDS = 5
+
+
+def wait_asleep() -> None:
+    """Mend the waiting of this process, if it is one of an engine of ours, on a CPU."""
+    if not parent_watch.of_an_engine():
+        return
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        mend_waiting()
+
+
+def mend_waiting() -> None:
+    """From now on this process waits for messages at a socket, as vLLM does by itself behind a second of silence."""
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    wait = SpinCondition.wait
+    if hasattr(wait, "sleeps"):
+        return
+
+    def wait_at_the_socket(condition: Any, timeout_ms: int | None = None) -> None:
+        condition.busy_loop_s = float("-inf")
+        # A note that was sent before this process listened is lost, so that it has to look by itself now and then.
+        wait(condition, _MILLISECONDS if timeout_ms is None else min(timeout_ms, _MILLISECONDS))
+
+    vars(wait_at_the_socket)["sleeps"] = True
+    SpinCondition.wait = wait_at_the_socket

@@ -1,0 +1,106 @@
+"""How the processes of an engine wait for one another: asleep on a CPU, in no other place, and they miss nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+
+from runner.engines.vllm.worker import parent_watch, waiting
+
+shm_broadcast = pytest.importorskip("vllm.distributed.device_communicators.shm_broadcast")
+
+WATCHDOG = 60.0
+
+
+@pytest.fixture
+def mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        shm_broadcast.SpinCondition, "wait", shm_broadcast.SpinCondition.wait
+    )  # put back behind the test
+    waiting.mend_waiting()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows whenever somebody asks again at once whether a message is there."""
+    times: list[int] = []
+    monkeypatch.setattr(shm_broadcast, "sched_yield", lambda: times.append(len(times)))
+    return times
+
+
+@pytest.fixture
+def queues() -> Iterator[tuple[Any, Any]]:
+    """Both ends of what a core and its worker talk through."""
+    writer = shm_broadcast.MessageQueue(n_reader=1, n_local_reader=1)
+    reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), rank=0)
+    met = threading.Thread(target=writer.wait_until_ready)
+    met.start()
+    reader.wait_until_ready()
+    met.join()
+    yield writer, reader
+    reader.shutdown()
+
+
+@pytest.mark.usefixtures("mended")
+def test_whoever_waits_sleeps_and_gets_every_message(queues: tuple[Any, Any], asked: list[int]) -> None:
+    writer, reader = queues
+    got: list[int] = []
+
+    def read() -> None:
+        for _ in range(50):
+            got.append(reader.dequeue(timeout=WATCHDOG))
+            read_one.set()
+
+    read_one = threading.Event()
+    thread = threading.Thread(target=read)
+    thread.start()
+    for number in range(50):
+        writer.enqueue(number)
+        if number % 2:  # some one by one, and some while others wait to be read
+            assert read_one.wait(WATCHDOG)
+            read_one.clear()
+    thread.join(WATCHDOG)
+    assert (got, asked) == (list(range(50)), [])
+
+
+@pytest.mark.usefixtures("mended")
+def test_a_message_whose_note_was_lost_is_found(queues: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, reader = queues
+    monkeypatch.setattr(writer._spin_condition, "notify", lambda: None)
+    sent = threading.Timer(0.05, writer.enqueue, ["a message"])
+    sent.start()
+    assert reader.dequeue(timeout=WATCHDOG) == "a message"
+
+
+@pytest.mark.usefixtures("mended")
+def test_mending_twice_is_mending_once() -> None:
+    once = shm_broadcast.SpinCondition.wait
+    waiting.mend_waiting()
+    assert shm_broadcast.SpinCondition.wait is once
+
+
+@pytest.mark.parametrize("cpu", [True, False], ids=["CPU", "GPU"])
+@pytest.mark.parametrize("parent", [None, "ours"], ids=["not ours", "ours"])
+def test_only_an_engine_of_ours_on_a_cpu_waits_so(
+    cpu: bool, parent: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    mended: list[bool] = []
+    monkeypatch.setattr(waiting, "mend_waiting", lambda: mended.append(True))
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: cpu)
+    monkeypatch.delenv(parent_watch.PARENT, raising=False)
+    if parent is not None:
+        monkeypatch.setenv(parent_watch.PARENT, f"{os.getppid()}:1")
+    waiting.wait_asleep()
+    assert bool(mended) == (cpu and parent is not None)
+
+
+def test_vllm_knows_it_by_its_name() -> None:
+    (entry_point,) = entry_points(group="vllm.general_plugins", name=waiting.ENTRY_POINT)
+    assert entry_point.load() is waiting.wait_asleep
