@@ -1,8 +1,8 @@
 """What all tests share: how much is played, on which event loop, in which order, and the engines.
 
-`make test` plays the tests in two processes. Those with a real engine are one group, in one of them, and begin with
-the first, since they take longest. One engine is alive at a time: tests that start one of their own come first, then
-those on `real_engine` by their options, then those on `engine`, last those on `doomed_engine`, which they may kill.
+`make test` plays the tests in two processes. Those that share a real engine are one group, in one of them, and begin
+with the first, since they take longest: those on `real_engine` by their options, then those on `engine`, last those on
+`doomed_engine`, which they may kill. Tests that start an engine for themselves, `apart`, come first in the other one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         # One core for vLLM and for torch, the others for the other lane: their threads wait for one another by
         # spinning, and two of them on cores that are taken cost several times what one costs.
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(max(os.sched_getaffinity(0))))
+        cores, worker = sorted(os.sched_getaffinity(0)), int(config.workerinput["workerid"].removeprefix("gw"))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(cores[worker % len(cores)]))
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A gigabyte for what vLLM keeps: it fills it with zeros at its start, which takes seconds where it is more.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -143,6 +144,8 @@ _TURNS = ("doomed_engine", "session_engine", "doomed_float32_engine", "float32_e
 
 
 def _turn(item: pytest.Item) -> int:
+    if item.get_closest_marker("apart"):
+        return -1
     fixtures = getattr(item, "fixturenames", ())
     late = next((len(_TURNS) - place for place, name in enumerate(_TURNS) if name in fixtures), 0)
     return late + 1 if item.get_closest_marker("engine") else 0
@@ -154,8 +157,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
     The process goes on with other tests, and an event loop that is still there would be in the way of their own.
     """
-    if item.get_closest_marker("engine") and nextitem is not None and not nextitem.get_closest_marker("engine"):
+    if _shares_an_engine(item) and nextitem is not None and not _shares_an_engine(nextitem):
         item.session._setupstate.teardown_exact(None)
+
+
+def _shares_an_engine(item: pytest.Item) -> bool:
+    return bool(item.get_closest_marker("engine")) and not item.get_closest_marker("apart")
 
 
 # --- engines

@@ -14,7 +14,7 @@ from tests.terminal import CTRL_C, Terminal
 START = 300.0
 END = 60.0
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.apart]
 
 DELTARUNNER = str(Path(sys.executable).with_name("deltarunner"))
 

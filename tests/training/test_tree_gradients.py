@@ -173,7 +173,7 @@ def answers(folder: Path) -> Rows:
     return [row(prompt + tokenizer.encode(text, add_special_tokens=False).ids, len(prompt), random) for text in said]
 
 
-@pytest.mark.engine
+@pytest.mark.slow
 def test_the_demo_model_sees_the_tree_of_eight_answers(demo_model_folder: Path) -> None:
     rows = answers(demo_model_folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(demo_model_folder, dtype=torch.float32).eval()

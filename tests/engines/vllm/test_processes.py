@@ -22,7 +22,7 @@ from runner.errors import BadModel, BadOption, EngineDead
 from runner.options import Sampling
 from tests.repository import ROOT
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.apart]
 
 WATCHDOG = 100.0
 
