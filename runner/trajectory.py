@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import random
+import reprlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,7 +87,11 @@ class Timings:
     """The time that the tools or the step took to answer the turn."""
 
 
-@dataclass(slots=True)
+# These are shown in one line each, whatever they hold. Python shows what a task gave wherever it shows the task, and
+# asyncio does so at the end of every run: all ids, once for each turn, took seconds where there were many.
+
+
+@dataclass(slots=True, repr=False)
 class Segment:
     """One contiguous token log, and the messages that are its view."""
 
@@ -104,8 +109,11 @@ class Segment:
     tools: Sequence[Mapping[str, Any]] = ()
     """The tools that could be called, in OpenAI's form, as the prompts were rendered with them."""
 
+    def __repr__(self) -> str:
+        return f"<Segment {self.cause!r}: {len(self.messages)} messages, {len(self.log)} ids>"
 
-@dataclass(slots=True, eq=False)
+
+@dataclass(slots=True, eq=False, repr=False)
 class Turn:
     """One generation by the model. Only `reward` is writable by an author: credit for this turn."""
 
@@ -156,6 +164,12 @@ class Turn:
     reward: float = 0.0
     """Credit for this turn alone, for the environment's author to assign."""
 
+    def __repr__(self) -> str:
+        said = reprlib.repr(self.text)
+        if self.tool_calls:
+            said += f", calls {reprlib.repr([each.name for each in self.tool_calls])}"
+        return f"<Turn {self.agent} {self.number}: {said}, {self.end - self.start} ids, {self.finish}>"
+
     @property
     def retried(self) -> bool:
         """Whether it was taken back and played again in a later segment; then it is not trained on."""
@@ -177,7 +191,7 @@ class Turn:
         return self.log.ids[: self.start]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Trajectory:
     """What one agent saw and did in one episode."""
 
@@ -221,6 +235,12 @@ class Trajectory:
     """How long the episode was alive."""
     waited: float = 0.0
     """How many of those seconds its turns waited for a place in the engine."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<Trajectory {self.id} {self.agent}: {self.outcome}, reward {self.reward}, {len(self.turns)} turns, "
+            f"{self.sampled} sampled ids>"
+        )
 
     @property
     def messages(self) -> list[Message]:

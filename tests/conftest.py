@@ -25,6 +25,7 @@ from runner.models import demo_model
 from runner.testing.engine_pool import EngineAtHome
 from tests import lanes, sweeps
 from tests.engines.sharing import as_it_was
+from tests.engines.small_model import small_model
 
 # A machine that is busy with something else fails no test.
 settings.register_profile("quick", deadline=None, max_examples=30)
@@ -175,14 +176,30 @@ def demo_model_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
+def small_model_folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fifth of the demo model, for tests to which it does not matter what is said."""
+    return small_model(tmp_path_factory.mktemp("small-model"), demo_model_folder)
+
+
+@pytest.fixture(scope="session")
 def hugging_face_model(demo_model_folder: Path) -> Any:
     """The demo model in Hugging Face's hands, in float32, to compare an engine with; nobody changes it."""
+    return _in_hugging_faces_hands(demo_model_folder)
+
+
+@pytest.fixture(scope="session")
+def small_hugging_face_model(small_model_folder: Path) -> Any:
+    """The same of the small model."""
+    return _in_hugging_faces_hands(small_model_folder)
+
+
+def _in_hugging_faces_hands(folder: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other libraries' own affairs
         import torch
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(demo_model_folder, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 @pytest.fixture(scope="session")
@@ -212,9 +229,13 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def doomed_float32_engine(real_engine: Callable[..., EngineAtHome], profiles: Path) -> EngineAtHome:
-    """The engine in float32, for the last test on it, which ends it."""
+def doomed_float32_engine(
+    real_engine: Callable[..., EngineAtHome], small_model_folder: Path, profiles: Path
+) -> EngineAtHome:
+    """The engine of the small model in float32, for the last test on it, which ends it."""
     return real_engine(
+        model=small_model_folder,
+        template="pythonic",
         dtype="float32",  # greedy ids are the same however requests are batched
         max_num_batched_tokens=512,  # a longer prompt is computed in pieces
         profiler_config={"profiler": "torch", "torch_profiler_dir": str(profiles), "torch_profiler_with_stack": False},

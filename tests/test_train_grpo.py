@@ -42,7 +42,7 @@ from runner.training.tree_attention import TREE_ATTENTION  # noqa: E402  # it im
 pytestmark = pytest.mark.anyio
 
 SMALL = Settings(
-    steps=sweeps.times(2, 1), tasks=3, group_size=4, held_out=4, learning_rate=9e-4, frozen_layers=0, enough=2.0
+    steps=sweeps.times(2, 1), tasks=3, group_size=4, held_out=2, learning_rate=9e-4, frozen_layers=20, enough=2.0
 )
 """Steps that go far, so that new weights can be told from old ones."""
 
@@ -270,7 +270,7 @@ async def test_with_overlap_weights_change_under_the_next_episodes_and_their_rat
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    settings = replace(SMALL, steps=2, overlap=True, tasks=4)
+    settings = replace(SMALL, steps=2, overlap=True, tasks=2)
     model = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32)
     trainer = Nudged(model, GrammarMasks.of_engine(trained_engine), settings)
     trainer.engine, trainer.batches = trained_engine, []

@@ -33,7 +33,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class TokenLog:
     """Every id of one segment, with parallel arrays; no object per id is kept."""
 
@@ -51,6 +51,9 @@ class TokenLog:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def __repr__(self) -> str:
+        return f"<TokenLog of {len(self)} ids>"
 
     def append_prompt(self, ids: Iterable[int], source: Source) -> None:
         """Append ids that nobody sampled: the first prompt or a bridge."""

@@ -1,21 +1,18 @@
-"""Other weights of the demo model, for tests that exchange them."""
+"""Other weights of a model, for tests that exchange them."""
 
 import shutil
 from pathlib import Path
 
-from runner.models import demo_model
-
 __all__ = ["changed_weights"]
 
 
-def changed_weights(folder: Path, *, layer: int = 5, factor: float = 3.0) -> Path:
-    """A copy of the demo model in `folder`, one layer of which says other things; of the same names and shapes.
+def changed_weights(folder: Path, source: Path, *, layer: int = 2, factor: float = 3.0) -> Path:
+    """A copy in `folder` of the model in `source`, one layer of which says other things; of the same names and shapes.
 
     What later layers make of a prompt is other as well, so that keys and values of the first weights show.
     """
     from safetensors.torch import load_file, save_file
 
-    source = demo_model()
     for path in source.iterdir():
         if path.suffix != ".safetensors":
             shutil.copy(path, folder / path.name)

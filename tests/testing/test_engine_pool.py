@@ -186,7 +186,7 @@ LIMITS: dict[str, Any] = {"limits": Limits(turns=2), "sampling": Sampling(max_to
 
 
 @pytest.mark.engine
-def test_what_the_demo_model_said_is_recorded_and_said_again(float32_engine: EngineAtHome, tmp_path: Path) -> None:
+def test_what_the_real_engine_said_is_recorded_and_said_again(float32_engine: EngineAtHome, tmp_path: Path) -> None:
     recorded, file = record(float32_engine), tmp_path / "demo.json"
     played = play_many(Calculator, recorded, tasks=2, **LIMITS)
     recorded.save(file)
@@ -199,7 +199,7 @@ def test_what_the_demo_model_said_is_recorded_and_said_again(float32_engine: Eng
 @pytest.mark.engine
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["trio"])
-async def test_the_demo_model_is_played_on_from_trio(float32_engine: EngineAtHome, anyio_backend: str) -> None:
+async def test_the_real_engine_is_played_on_from_trio(float32_engine: EngineAtHome, anyio_backend: str) -> None:
     assert (await play_async(Calculator, float32_engine, **LIMITS)).turns
 
 

@@ -247,7 +247,7 @@ def test_state_that_leaks_from_one_episode_to_the_next() -> None:
     class Remembers(Adds):
         seen: list[str] = []  # noqa: RUF012  # the mistake
 
-        def setup(self) -> None:
+        async def setup(self) -> None:  # on the event loop, so that one of them is the first
             self.is_new = not self.seen
             self.seen.append(self.task.id)
 

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from envs.calculator import Calculator
-from runner import Conversation, Environment, FinishReason, Sampling, Task, Trajectory, reward
+from runner import Conversation, Environment, FinishReason, Limits, Sampling, Task, Trajectory, reward
 from runner.engines.base import Engine, GenerationRequest
 from runner.errors import RequestRejected, unwrapped
 from runner.options import Constraint, ConstraintKind
@@ -68,7 +69,7 @@ class Difference:
 
 
 @pytest.fixture
-def compare(page: dict[str, Any], hugging_face_model: Any, float32_engine: Any) -> Compare:
+def compare(page: dict[str, Any], small_hugging_face_model: Any, float32_engine: Any) -> Compare:
     """What a trainer does, from trajectories to log-probabilities, by the page."""
     import torch
 
@@ -82,7 +83,8 @@ def compare(page: dict[str, Any], hugging_face_model: Any, float32_engine: Any) 
         assert np.array_equal(of_page.table, masks.table)
         assert np.array_equal(of_page.index, masks.index)
         with torch.inference_mode():
-            ours, plain = (page["trained_logprobs"](hugging_face_model, batch, each).numpy() for each in (masks, none))
+            trained = partial(page["trained_logprobs"], small_hugging_face_model, batch)
+            ours, plain = trained(masks).numpy(), trained(none).numpy()
         recorded = batch.logprobs[batch.loss_mask]
         return Difference(ours - recorded, plain - recorded, masks.take(batch.loss_mask), recorded)
 
@@ -104,14 +106,20 @@ def assert_exact_under_masks(found: Difference) -> None:
 def test_calculator_episodes_have_the_trainers_log_probabilities_at_every_id(
     float32_engine: Any, compare: Compare, temperature: float
 ) -> None:
-    episodes = play_many(Calculator(examples=1), float32_engine, tasks=3, sampling=Sampling(temperature=temperature))
+    episodes = play_many(
+        Calculator(examples=1),
+        float32_engine,
+        tasks=3,
+        sampling=Sampling(temperature=temperature),
+        limits=Limits(turns=3),
+    )
     assert all(episode.outcome.scored for episode in episodes)
     assert max(len(episode.turns) for episode in episodes) > 1
     assert all(turn.constraint is not None for episode in episodes for turn in episode.turns)
     found = compare(episodes)
     print(f"\ncalculator at {temperature}: {len(found.masked)} ids, {found.largest:.1e} nats")
     assert_exact_under_masks(found)
-    assert found.masks.forced.mean() > 0.2
+    assert found.masks.forced.mean() > 0.1
 
 
 PERSON = {
@@ -234,8 +242,8 @@ def test_grammars_and_structural_tags_have_them_too_whatever_else_is_in_the_batc
 def test_an_end_that_ends_nothing_frees_the_rest_of_the_turn(float32_engine: Any, compare: Compare) -> None:
     """The model's own end, where only another id ends the turn."""
     constraint = Constraint(ConstraintKind.CHOICE, '["It is 5.", "It is 6."]')
-    sampling = Sampling(stop_ids=(END_OF_TEXT,))
-    requests = [asked(float32_engine, f"go on {seed}", constraint, sampling, seed=seed) for seed in range(2)]
+    sampling = Sampling(stop_ids=(END_OF_TEXT,), temperature=5.0)  # at which both are sampled
+    requests = [asked(float32_engine, f"go on {seed}", constraint, sampling, seed=seed) for seed in range(8)]
     turns = float32_engine.home.call(generated, float32_engine, requests)
     assert any(STOP in trajectory.turns[0].token_ids[:-1] for trajectory in turns)
     found = compare(turns)

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Teacher:
-    """The demo model in Hugging Face's hands, in float32."""
+    """The small model in Hugging Face's hands, in float32."""
 
     model: Any
     weights: Mapping[str, Any]
@@ -66,8 +66,8 @@ def _merged(weights: Mapping[str, Any], adapter: Mapping[str, Any]) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def teacher(hugging_face_model: Any) -> Teacher:
-    return Teacher(hugging_face_model, dict(hugging_face_model.named_parameters()))
+def teacher(small_hugging_face_model: Any) -> Teacher:
+    return Teacher(small_hugging_face_model, dict(small_hugging_face_model.named_parameters()))
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +89,10 @@ def folders(adapters: dict[str, dict[str, Any]], tmp_path: Path) -> dict[str, Pa
 
 
 @pytest.fixture
-def home(real_engine: Callable[..., Any]) -> Any:
+def home(real_engine: Callable[..., Any], small_model_folder: Path) -> Any:
     """An engine that takes adapters, two at once, without any."""
-    home = cast("EngineAtHome", real_engine(enable_lora=True, max_lora_rank=8, max_loras=2, dtype="float32"))
+    adapters = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    home: EngineAtHome = real_engine(model=small_model_folder, template="pythonic", dtype="float32", **adapters)
     yield home
     for name in list(home.adapters):
         at(home, home.remove_adapter, name)
@@ -253,15 +254,18 @@ def test_what_does_not_fit_leaves_the_engine_and_what_was_there_as_they_were(
 
 
 def test_the_weights_under_an_adapter_can_change(
-    home: EngineAtHome, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+    home: EngineAtHome,
+    teacher: Teacher,
+    adapters: dict[str, Any],
+    folders: dict[str, Path],
+    small_model_folder: Path,
+    tmp_path: Path,
 ) -> None:
     from safetensors.torch import load_file
 
-    from runner.models import demo_model
-
     at(home, home.add_adapter, "poet", folders["poet"])
     before = at(home, say, home, "poet")
-    changed = changed_weights(tmp_path, factor=1.5)
+    changed = changed_weights(tmp_path, small_model_folder, factor=1.5)
     tensors = {name: tensor.float() for name, tensor in load_file(changed / "model.safetensors").items()}
     try:
         at(home, home.update_weights, changed, version="changed")
@@ -271,7 +275,7 @@ def test_the_weights_under_an_adapter_can_change(
             assert said.versions[0].startswith("changed+poet@")
         teacher.assert_says(at(home, say, home), base=tensors)
     finally:
-        at(home, home.update_weights, demo_model(), version="first again")
+        at(home, home.update_weights, small_model_folder, version="first again")
     teacher.assert_says(at(home, say, home, "poet"), adapters["poet"])
 
 

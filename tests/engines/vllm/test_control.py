@@ -20,7 +20,6 @@ from runner.engines.base import Finish, FinishReason, GenerationRequest
 from runner.engines.control import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.weight_loading import CheckedWeights
-from runner.models import demo_model
 from runner.testing import assert_exact, cancel_everywhere
 from runner.testing.engine_pool import EngineAtHome
 from runner.tokens.log import VersionSpan
@@ -40,9 +39,9 @@ _names = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of other weights for the demo model."""
-    return changed_weights(tmp_path_factory.mktemp("other-weights"))
+def other_weights(small_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of other weights for the small model."""
+    return changed_weights(tmp_path_factory.mktemp("other-weights"), small_model_folder)
 
 
 Scenario = Callable[[VllmEngine], Awaitable[None]]
@@ -194,7 +193,9 @@ def assert_stamped(trajectory: Trajectory) -> None:
         assert all(one.end == two.start for one, two in itertools.pairwise(spans))
 
 
-def test_a_run_goes_through_all_of_it_and_loses_nothing(on_engine: Any, other_weights: Path) -> None:
+def test_a_run_goes_through_all_of_it_and_loses_nothing(
+    on_engine: Any, small_model_folder: Path, other_weights: Path
+) -> None:
     async def scenario(engine: VllmEngine) -> None:
         run = Run(TwoTurns, engine, tasks=tasks(6), limits=Limits(seconds=200))
         got: list[Trajectory] = []
@@ -222,7 +223,7 @@ def test_a_run_goes_through_all_of_it_and_loses_nothing(on_engine: Any, other_we
             assert not await engine.core.llm.is_paused()
 
             await begun(engine)
-            back = (await engine.update_weights(demo_model(), mode=PauseMode.KEEP)).version
+            back = (await engine.update_weights(small_model_folder, mode=PauseMode.KEEP)).version
             got += [trajectory async for trajectory in run]
         # The model says what it likes, so some turns are as long as they may be.
         assert {trajectory.outcome for trajectory in got} <= {Outcome.COMPLETED, Outcome.TOKEN_LIMIT}
@@ -277,9 +278,9 @@ def greedy_by_transformers(folder: Path, count: int) -> list[int]:
 
 
 def test_spans_are_exact_and_no_later_request_reuses_what_other_weights_cached(
-    on_engine: Any, other_weights: Path
+    on_engine: Any, small_model_folder: Path, other_weights: Path
 ) -> None:
-    first_ids, other_ids = (greedy_by_transformers(folder, 12) for folder in (demo_model(), other_weights))
+    first_ids, other_ids = (greedy_by_transformers(folder, 12) for folder in (small_model_folder, other_weights))
     assert first_ids != other_ids
 
     async def scenario(engine: VllmEngine) -> None:
@@ -301,7 +302,7 @@ def test_spans_are_exact_and_no_later_request_reuses_what_other_weights_cached(
             ids, finish = await ask(engine, 12)
             assert (ids, finish.versions) == (other_ids, (VersionSpan(other, 0, 12),))
 
-            await engine.update_weights(demo_model())
+            await engine.update_weights(small_model_folder)
             assert (await ask(engine, 12))[0] == first_ids
 
             # Without `reset_running_requests` vLLM forgets nothing while anything runs, and says so by a False.
@@ -312,7 +313,7 @@ def test_spans_are_exact_and_no_later_request_reuses_what_other_weights_cached(
             stale, finish = await ask(engine, 12)
             assert finish.cached_tokens
             assert stale not in (first_ids, other_ids)
-        await engine.update_weights(demo_model())
+        await engine.update_weights(small_model_folder)
         assert (await ask(engine, 24, SHORT))[0] == undisturbed
 
     on_engine(scenario)
@@ -383,12 +384,12 @@ def test_a_seed_gives_the_same_ids_whether_a_prompt_is_computed_at_once_or_in_pi
 
 
 def test_a_failure_past_the_check_ends_the_engine_and_every_episode_with_one_cause(
-    doomed_float32_engine: EngineAtHome, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    doomed_float32_engine: EngineAtHome, small_model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A folder in which somebody saves other tensors between the check and the load."""
     from safetensors.torch import load_file, save_file
 
-    tensors, saved = load_file(demo_model() / "model.safetensors"), tmp_path / "model.safetensors"
+    tensors, saved = load_file(small_model_folder / "model.safetensors"), tmp_path / "model.safetensors"
     save_file(tensors, saved)
 
     async def scenario(engine: VllmEngine) -> None:

@@ -36,25 +36,36 @@ _names = itertools.count()
 @pytest.fixture(scope="module")
 def old() -> dict[str, Any]:
     """The demo model's tensors."""
-    from safetensors.torch import load_file
-
-    return dict(load_file(demo_model() / "model.safetensors"))
+    return tensors_of(demo_model())
 
 
 @pytest.fixture(scope="module")
 def new(old: dict[str, Any]) -> dict[str, Any]:
+    return others(old)
+
+
+@pytest.fixture(scope="module")
+def folder(new: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shards(new, tmp_path_factory.mktemp("new-weights"))
+
+
+def tensors_of(model: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(model / "model.safetensors"))
+
+
+def others(old: Mapping[str, Any]) -> dict[str, Any]:
     """Others of the same names and shapes."""
     return {
         name: tensor * 3 if name.endswith("layers.5.mlp.down_proj.weight") else tensor for name, tensor in old.items()
     }
 
 
-@pytest.fixture(scope="module")
-def folder(new: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The new tensors in two shards, with an index."""
+def shards(new: Mapping[str, Any], folder: Path) -> Path:
+    """The tensors in two shards, with an index."""
     from safetensors.torch import save_file
 
-    folder = tmp_path_factory.mktemp("new-weights")
     where = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(new)}
     for file in sorted(set(where.values())):
         save_file({name: tensor for name, tensor in new.items() if where[name] == file}, folder / file)
@@ -65,7 +76,7 @@ def folder(new: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pat
 Said = tuple[list[int], list[float]]
 
 
-async def say(engine: VllmEngine, max_tokens: int = 24) -> Said:
+async def say(engine: VllmEngine, max_tokens: int = 8) -> Said:
     """Greedy ids and their log-probabilities; nothing is cached, so that they are the same bit for bit."""
     await engine.reset_prefix_cache()
     sampling = dataclasses.replace(Sampling.defaults(), max_tokens=max_tokens, temperature=0.0)
@@ -128,7 +139,7 @@ async def test_every_source_of_the_same_weights_says_the_same_and_the_first_say_
 async def test_what_does_not_fit_changes_nothing_not_even_for_whoever_is_being_answered(
     engine: VllmEngine, old: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
-    first, version = await say(engine, 200), engine.weight_version
+    first, version = await say(engine, 100), engine.weight_version
     truncated = tmp_path / "truncated"
     truncated.mkdir()
     (truncated / "model.safetensors").write_bytes((folder / "model-0.safetensors").read_bytes()[:-7])
@@ -148,7 +159,7 @@ async def test_what_does_not_fit_changes_nothing_not_even_for_whoever_is_being_a
     said: list[Said] = []
 
     async def answer() -> None:
-        said.append(await say(engine, 200))
+        said.append(await say(engine, 100))
 
     with anyio.fail_after(WATCHDOG):
         async with anyio.create_task_group() as group:
@@ -199,23 +210,26 @@ def parcels(folder: Path, tensors: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_transfer_engine_brings_the_same_weights(
-    float32_engine: EngineAtHome, old: dict[str, Any], new: dict[str, Any], folder: Path, tmp_path: Path
+    float32_engine: EngineAtHome, small_model_folder: Path, tmp_path: Path
 ) -> None:
+    old = tensors_of(small_model_folder)
+    new = others(old)
+
     async def scenario() -> None:
         engine = cast("VllmEngine", float32_engine.inner)
         with anyio.fail_after(WATCHDOG):
-            await transfer_scenario(engine, old, new, folder)
+            await transfer_scenario(engine, small_model_folder, new, shards(new, tmp_path))
             await local_scenario(engine, old, new, tmp_path)
-            await engine.update_weights(demo_model())
+            await engine.update_weights(small_model_folder)
 
     float32_engine.home.call(scenario)
 
 
-async def transfer_scenario(engine: VllmEngine, old: dict[str, Any], new: dict[str, Any], folder: Path) -> None:
+async def transfer_scenario(engine: VllmEngine, model: Path, new: dict[str, Any], folder: Path) -> None:
     first, meeting = await say(engine), {"folder": str(folder)}
     await engine.update_weights(new)  # the extension inherits from ours
     other = await say(engine)
-    await engine.update_weights(demo_model())
+    await engine.update_weights(model)
     assert await say(engine) == first != other
 
     version = engine.weight_version
@@ -230,7 +244,7 @@ async def transfer_scenario(engine: VllmEngine, old: dict[str, Any], new: dict[s
 
     await engine.update_weights(WeightTransfer(parcels(folder, new), init=meeting), version="received")
     assert (engine.weight_version, await say(engine)) == ("received", other)
-    await engine.update_weights(demo_model())
+    await engine.update_weights(model)
     await engine.update_weights(WeightTransfer(parcels(folder, new)))  # they have met
     assert await say(engine) == other
 
