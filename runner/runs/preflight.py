@@ -105,11 +105,10 @@ def _letters(chat: ChatModel) -> Iterator[str]:
 def _missing(chat: ChatModel, profile: Any, *, tools: bool, system: bool) -> Iterator[str]:
     from runner.tokens.probing.appends import Append, Exactness, verdicts
 
-    for verdict in verdicts(chat.trial_bridger(), profile, tools=tools):
-        wanted = verdict.kind is (Append.UNDER_SYSTEM if system else Append.USER) or (
-            tools and verdict.kind.needed and verdict.kind.calls
-        )
-        if wanted and verdict.result is Exactness.UNSUPPORTED:
+    user = Append.UNDER_SYSTEM if system else Append.USER
+    met = [kind for kind in Append if kind is user or (tools and kind.needed and kind.calls)]
+    for verdict in verdicts(chat.trial_bridger(), profile, tools=tools, kinds=met):
+        if verdict.result is Exactness.UNSUPPORTED:
             name = chat.renderer.template.name
             raises = verdict.refusal is Property.TEMPLATE_RENDERS
             what = "an episode that comes to it ends" if raises else "each such turn starts a new segment"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -153,17 +153,20 @@ _LONG: Sequence[Message] = (_QUESTION, _THOUGHT, _NEXT)
 _ROUNDS: Sequence[Message] = (_QUESTION, _CALLED, _RETURNED, _THOUGHT, _NEXT)
 
 
-def verdicts(bridger: Bridger, profile: TemplateProfile, *, tools: bool = True) -> list[Verdict]:
+def verdicts(
+    bridger: Bridger, profile: TemplateProfile, *, tools: bool = True, kinds: Iterable[Append] = Append
+) -> list[Verdict]:
     """What the bridge makes of each kind of append, after short and longer histories.
 
     Args:
         bridger: the bridger that runs use.
         profile: the profile of its template.
         tools: the model is shown tools, where the template carries them.
+        kinds: those that are asked for.
     """
     carried = tools and profile.carries_tools
     # What becomes of a system message is told apart from what becomes of tools.
-    return [_Trial(bridger, kind, tools=carried and kind is not Append.UNDER_SYSTEM).verdict() for kind in Append]
+    return [_Trial(bridger, kind, tools=carried and kind is not Append.UNDER_SYSTEM).verdict() for kind in kinds]
 
 
 class _Trial:
