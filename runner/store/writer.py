@@ -8,17 +8,16 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import anyio
 import anyio.to_thread
 
 from runner.errors import StorageFailed
-from runner.store.claims import Claimed, Claims
+from runner.store.claims import UNSUCCEEDED, Claimed, Claims, reopen_failed
 from runner.store.codec import load_trajectory
 from runner.store.columns import decode_text, encode_text
-from runner.store.commits import Commit, CommitThread, EpisodeCommit, FinishCommit, RewardCommit
+from runner.store.commits import Commit, CommitThread, episode_commit, finish_commit, reward_commit
 from runner.store.database import (
     FileLock,
     check_format,
@@ -31,7 +30,6 @@ from runner.store.database import (
     write_ahead,
 )
 from runner.store.header import Header, OnChange
-from runner.store.reopening import UNSUCCEEDED, reopen_failed
 from runner.store.schema import schema_statements
 from runner.store.stored_tasks import TaskDecoder
 from runner.tasks import Task
@@ -113,9 +111,7 @@ class RunWriter:
             self._thread.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self.path is None:
             self._close()
             return
@@ -202,16 +198,16 @@ class RunWriter:
             StorageFailed: they are not in the file; nothing that was committed before is lost.
         """
         if trajectories:
-            await self._commit(EpisodeCommit(trajectories, retry=retry))
+            await self._commit(episode_commit(trajectories, retry=retry))
 
     async def commit_group_rewards(self, trajectories: Sequence[Trajectory]) -> None:
         """Store `reward` and `rewards` of a task's committed trajectories anew, and that its group is scored."""
         if trajectories:
-            await self._commit(RewardCommit(trajectories))
+            await self._commit(reward_commit(trajectories))
 
     async def finish(self, summary: Mapping[str, Any], *, complete: bool = True) -> None:
         """Store the summary; a run that is `complete` is not resumed by the next `deltarunner run`."""
-        await self._commit(FinishCommit(summary, complete=complete))
+        await self._commit(finish_commit(summary, complete=complete))
 
     async def _commit(self, commit: Commit) -> None:
         if self._thread is None:
