@@ -188,11 +188,13 @@ def loop_watchdog(request: pytest.FixtureRequest) -> Iterator[LoopWatchdog]:
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails the test if it leaves threads, tasks, files, or open requests of `scripted_engine` behind."""
+    from anyio.lowlevel import checkpoint
+
     from runner.runs.process import on_event_loop
     from runner.testing.leaks import LEFT_TASKS, Leaked
     from runner.testing.leaks import no_leaks as watched
 
-    on_event_loop(_nothing)  # the first event loop of a process opens a pipe for all that follow
+    on_event_loop(checkpoint)  # the first event loop of a process opens a pipe for all that follow
     LEFT_TASKS.clear()
     engines = [request.getfixturevalue("scripted_engine")] if "scripted_engine" in request.fixturenames else []
     leaks: list[str] = []
@@ -206,10 +208,6 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 # --- what fixtures have in common
-
-
-async def _nothing() -> None:
-    """Wait for nothing."""
 
 
 def _may_start_engines(item: pytest.Item) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import anyio
+import anyio.lowlevel
 
 from runner.cli.findings import Finding
 from runner.environment.environment import Environment
@@ -41,7 +42,7 @@ def watched(play: Callable[[], Awaitable[None]], environments: Sequence[Environm
         tasks.update(_of_coroutine(task) for task in anyio.get_running_tasks() if task not in before)
 
     leaks: tuple[str, ...] = ()
-    on_event_loop(_nothing)  # the first event loop of a process opens a pipe for all that follow
+    on_event_loop(anyio.lowlevel.checkpoint)  # the first event loop of a process opens a pipe for all that follow
     try:
         with no_leaks():
             on_event_loop(playing)
@@ -54,10 +55,6 @@ def watched(play: Callable[[], Awaitable[None]], environments: Sequence[Environm
         *_of_leaks(leaks, environments),
         *(_left(f"a task of {name}()") for name in tasks),
     ]
-
-
-async def _nothing() -> None:
-    """Wait for nothing."""
 
 
 def _of_coroutine(task: anyio.TaskInfo) -> str:
