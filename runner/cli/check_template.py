@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.cli.report import make_console
-from runner.cli.values import pairs, plain_value
+from runner.cli.values import plain_values
 from runner.errors import BadInput, BadOption, BadTemplate
 from runner.models import ModelSource, chat_template, resolve_model, stop_ids
 from runner.options import HistoryPolicy
@@ -94,13 +94,9 @@ class Findings:
 
 
 def check_template_command(name: str, *, template: str | None, options: Sequence[str], as_json: bool) -> int:
-    """Check, print what was found, and return the exit code: that of `BadTemplate` where something is missing.
-
-    Raises:
-        BadInput: there is no such model or template, or the template cannot be used at all.
-    """
+    """Check, print what was found, and return the exit code: that of `BadTemplate` where something is missing."""
     console = make_console()
-    given = {key: plain_value(value) for key, value in pairs(options, "--template-option").items()}
+    given = plain_values(options, "--template-option")
     try:
         subject = _subject(name, template)
         findings = _examined(subject, given)
@@ -327,28 +323,27 @@ def _problems(findings: Findings) -> Iterator[Text]:
     if not findings.profile.carries_tools:
         yield Text.assemble(("\nno tools    ", "bold red"), "definitions, calls or results are not shown (see above)")
     for close in findings.unstopped:
-        yield Text.assemble(("\nstops", "bold red"), f": the model does not stop at {close}, which ends its turns")
-        yield Text.assemble(("  then        ", "dim"), "a turn runs on past it to max_tokens")
         has = not any(token in close for token in findings.lacking)
         fix = "add it to eos_token_id in the model's generation_config.json" if has else _TOKENS_FIX
-        yield Text.assemble(("  fix         ", "dim"), fix)
+        what = f"the model does not stop at {close}, which ends its turns"
+        yield from _problem("stops", "bold red", what, then="a turn runs on past it to max_tokens", fix=fix)
     if findings.lacking:
-        names = " ".join(findings.lacking)
-        yield Text.assemble(
-            ("\ntokens", "yellow"), f": the vocabulary has no token for {names}, which the template writes"
-        )
-        yield Text.assemble(
-            ("  then        ", "dim"), "they are letters to the model, right only where it was trained so"
-        )
-        yield Text.assemble(("  fix         ", "dim"), _TOKENS_FIX)
+        what = f"the vocabulary has no token for {' '.join(findings.lacking)}, which the template writes"
+        then = "they are letters to the model, right only where it was trained so"
+        yield from _problem("tokens", "yellow", what, then=then, fix=_TOKENS_FIX)
     for verdict in findings.verdicts:
         if verdict.result is not Exactness.EXACT and (findings.profile.carries_tools or not verdict.kind.calls):
             name = verdict.refusal.value if verdict.refusal is not None else "seam"
-            what = verdict.explanation or "no control token stands at the seam"
-            yield Text.assemble((f"\n{verdict.kind.value}", RESULT_STYLES[verdict.result]), f": {name}")
-            yield Text.assemble(("  why         ", "dim"), printable(what))
-            yield Text.assemble(("  then        ", "dim"), _consequence(verdict))
-            yield Text.assemble(("  fix         ", "dim"), _fix(verdict))
+            why = printable(verdict.explanation or "no control token stands at the seam")
+            then, fix = _consequence(verdict), _fix(verdict)
+            style = RESULT_STYLES[verdict.result]
+            yield from _problem(verdict.kind.value, style, name, why=why, then=then, fix=fix)
+
+
+def _problem(name: str, style: str, what: str, **more: str) -> Iterator[Text]:
+    yield Text.assemble((f"\n{name}", style), f": {what}")
+    for label, text in more.items():
+        yield Text.assemble((f"  {label:12}", "dim"), text)
 
 
 def _example(passages: Sequence[Passage], *, bytes_alone: bool) -> Iterator[Text]:
