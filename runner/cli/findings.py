@@ -121,8 +121,8 @@ class SharedState:
         for name, value in self._environment.construction().items():
             if isinstance(value, _CONTAINERS):
                 yield f"{cls.__name__}({name}=)", value, True
-        for module in {base.__module__: sys.modules.get(base.__module__) for base in bases}.values():
-            for name, value in vars(module).items() if module is not None else ():
+        for module in filter(None, {base.__module__: sys.modules.get(base.__module__) for base in bases}.values()):
+            for name, value in vars(module).items():
                 if not name.startswith("__") and _is_state(value):
                     yield f"{module.__name__}.{name}", value, False
 

@@ -213,23 +213,24 @@ def _table(rows: Sequence[Trajectory], schema: pa.Schema) -> pa.Table:
     for begin, log in zip(segment_ends, logs, strict=False):
         for span in log.versions:
             versions[begin + span.start : begin + span.end] = names.setdefault(span.version, len(names))
+    numbers: Any = pa.array(versions, mask=versions < 0)
 
-    def joined(kind: str, parts: Iterable[array[Any]], **options: Any) -> pa.Array:
+    nested: Any = pa.ListArray.from_arrays  # whose types do not know that it takes numpy's arrays
+
+    def joined(kind: str, parts: Iterable[array[Any]], **options: Any) -> Any:
         # An empty piece goes first, since rows may have no segments, and np.concatenate takes no empty list.
         return pa.array(np.concatenate([np.empty(0, kind), *parts]), **options)
 
-    per_token = {
+    per_token: dict[str, Callable[[], Any]] = {
         "token_ids": lambda: joined("int32", (log.ids for log in logs)),
         "logprobs": lambda: joined("float32", (log.logprobs for log in logs), from_pandas=True),  # NaN becomes null
         "mask": lambda: joined("int8", (log.mask() for log in logs)),
-        "weight_versions": lambda: pa.DictionaryArray.from_arrays(
-            pa.array(versions, mask=versions < 0), pa.array(list(names), pa.string())
-        ),
+        "weight_versions": lambda: pa.DictionaryArray.from_arrays(numbers, pa.array(list(names), pa.string())),
     }
 
-    def column(name: str) -> pa.Array:
+    def column(name: str) -> Any:
         if name not in per_token:
             return pa.array(map(_VALUES[name][1], rows), schema.field(name).type)
-        return pa.ListArray.from_arrays(row_ends, pa.ListArray.from_arrays(segment_ends, per_token[name]()))
+        return nested(row_ends, nested(segment_ends, per_token[name]()))
 
     return pa.Table.from_arrays([column(name) for name in schema.names], schema=schema)

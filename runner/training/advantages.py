@@ -40,7 +40,7 @@ def grpo(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-3) -> NDA
     centred, index, count = _compared(rewards, groups)
     squares = np.bincount(index, centred**2, minlength=len(count))
     deviation = np.sqrt(squares / np.maximum(count - 1, 1))
-    return (centred / (deviation + epsilon)[index]).astype(np.float32)
+    return np.asarray(centred / (deviation + epsilon)[index], dtype=np.float32)
 
 
 def rloo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
@@ -51,7 +51,7 @@ def rloo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
     centred, index, count = _compared(rewards, groups)
     # reward - (sum - reward) / (n - 1), written with the mean.
     factor = count / np.maximum(count - 1, 1)
-    return (centred * factor[index]).astype(np.float32)
+    return np.asarray(centred * factor[index], dtype=np.float32)
 
 
 def dr_grpo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:

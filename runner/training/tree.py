@@ -259,7 +259,7 @@ def _tree(rows: Sequence[TrainingRow], order: Sequence[int], shared: Sequence[in
         rows=np.array(members, dtype=np.int32),
         row_nodes=tuple(paths[index] for index in members),
         logit_nodes=logit_nodes,
-        terms=LossTerms(*joined, logit=logit.astype(np.int32)),
+        terms=LossTerms(*joined, logit.astype(np.int32)),
     )
 
 

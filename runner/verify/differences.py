@@ -110,9 +110,7 @@ class Spoken:
 class Comparison:
     """Compares what is stored with what was derived, in one turn of a trajectory after the other.
 
-    Args:
-        trajectory: what is looked at.
-        decode: ids to text.
+    Each comparison raises `DifferenceFound` where the two differ.
     """
 
     def __init__(self, trajectory: Trajectory, decode: Callable[[Ids], str]) -> None:
@@ -124,11 +122,7 @@ class Comparison:
         self._decode = decode
 
     def differ(self, kind: Kind, explanation: str, **fields: Any) -> NoReturn:
-        """Say that something differs here.
-
-        Raises:
-            DifferenceFound: always.
-        """
+        """Raise `DifferenceFound`: something differs here."""
         trajectory = self._trajectory
         difference = Difference(
             kind=kind,
@@ -143,11 +137,7 @@ class Comparison:
         raise DifferenceFound(difference)
 
     def ids(self, kind: Kind, stored: Ids, derived: Ids, start: int) -> None:
-        """Compare ids, both from `start` of the segment on.
-
-        Raises:
-            DifferenceFound: they differ.
-        """
+        """Compare ids, both from `start` of the segment on."""
         if list(stored) == list(derived):
             return
         at = first_mismatch(stored, derived)
@@ -164,11 +154,7 @@ class Comparison:
         )
 
     def text(self, kind: Kind, what: str, stored: str, derived: str, spoken: Spoken) -> None:
-        """Compare text with what was read from sampled ids.
-
-        Raises:
-            DifferenceFound: they differ.
-        """
+        """Compare text with what was read from sampled ids."""
         if stored == derived:
             return
         at = first_mismatch(stored, derived)
