@@ -57,7 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     item.session.stash[_running] = item.nodeid
-    if "real_engine" in getattr(item, "fixturenames", ()) and not _may_start_engines(item):
+    may_start = item.config.getoption("--runner-engine") or item.get_closest_marker("engine") is not None
+    if "real_engine" in getattr(item, "fixturenames", ()) and not may_start:
         pytest.skip(_ENGINE)
 
 
@@ -208,10 +209,6 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 # --- what fixtures have in common
-
-
-def _may_start_engines(item: pytest.Item) -> bool:
-    return bool(item.config.getoption("--runner-engine")) or item.get_closest_marker("engine") is not None
 
 
 def _be_the_one_that_starts_engines(request: pytest.FixtureRequest) -> None:

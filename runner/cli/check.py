@@ -64,13 +64,11 @@ class Played:
     """What each agent of each episode saw and was given, by the names of both."""
 
     turns: int = 0
-    """The turns of all episodes."""
 
     tools: dict[str, Tool] = field(default_factory=dict)
     """The tools that could be called, by name."""
 
     findings: list[Finding] = field(default_factory=list)
-    """What went wrong."""
 
     was_cut: bool = False
     """Whether the run ended before all was played."""

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -50,19 +50,12 @@ class Subject:
     source: ModelSource | None = None
     """The model whose vocabulary is used; None for bytes and the template's own control tokens."""
 
-    def vocabulary(self) -> dict[str, Any]:
-        """The vocabulary in the words of a request to the process that probes."""
-        if self.source is None:
-            return {}
-        return {"folder": str(self.source.folder), "stop_ids": stop_ids(self.source, None)}
-
 
 @dataclass(frozen=True, slots=True)
 class Findings:
     """What was found out."""
 
     profile: TemplateProfile
-    """What the template does."""
 
     verdicts: Sequence[Verdict]
     """What may be appended, and how exactly."""
@@ -131,9 +124,12 @@ def _template(name: str) -> ChatTemplate:
 
 
 def _examined(subject: Subject, options: Mapping[str, Any]) -> Findings:
-    wanted = _wanted_bos(subject.source.folder) if subject.source is not None else ""
+    wanted, vocabulary, source = "", {}, subject.source
+    if source is not None:
+        wanted = _wanted_bos(source.folder)
+        vocabulary = {"folder": str(source.folder), "stop_ids": stop_ids(source, None)}
     request = request_of(subject.template, options, datetime.now(), wanted_bos=wanted)
-    answer = in_process({**request, "vocabulary": subject.vocabulary()}, seconds=SECONDS)
+    answer = in_process({**request, "vocabulary": vocabulary}, seconds=SECONDS)
     return Findings(
         TemplateProfile.from_json(answer["profile"]),
         [Verdict.from_json(values) for values in answer["appends"]],
@@ -229,15 +225,9 @@ def _document(name: str, subject: Subject, options: Mapping[str, Any], findings:
 def _verdict_document(verdict: Verdict) -> dict[str, Any]:
     exact = verdict.result is Exactness.EXACT
     return {
-        "kind": verdict.kind.value,
+        "kind": verdict.kind,
         "needed": verdict.kind.needed,
-        "result": verdict.result.value,
-        "refusal": verdict.refusal,
-        "explanation": verdict.explanation,
-        "anchor": verdict.anchor,
-        "close": verdict.close,
-        "local": verdict.local,
-        "rewrites": verdict.rewrites,
+        **asdict(verdict),
         "consequence": "" if exact else _consequence(verdict),
         "fix": "" if exact else _fix(verdict),
     }

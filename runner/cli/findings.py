@@ -181,10 +181,7 @@ class Seen:
     """What one agent of an episode saw and was given."""
 
     agent: str
-    """The agent's name."""
-
     messages: Sequence[Mapping[str, Any]]
-    """All messages of its conversation."""
 
     given: int
     """How many of the messages stood in the task, with the system message."""
@@ -196,7 +193,6 @@ class Seen:
     """Its rewards and metrics by name."""
 
     outcome: Outcome
-    """How the episode ended."""
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Seen:

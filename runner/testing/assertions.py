@@ -111,13 +111,15 @@ def _check_mask(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn],
     mask = segment.log.mask()
     wrong = [index for index, (one, other) in enumerate(zip(mask, sampled, strict=True)) if one != other]
     if wrong:
-        shown = _around(segment.log.ids, wrong[0], engine)
-        raise AssertionError(f"{trajectory.id} {trajectory.agent}: the loss mask is wrong at {wrong[:8]}\n{shown}")
-    spans = [(span.start, span.end) for span in segment.log.versions]
-    known = [(turn.start, turn.end) for turn in turns]
-    for start, end in spans:
-        inside = any(first <= start <= end <= last for first, last in known)
-        _require(inside, f"{trajectory.id}: weight versions of {start}-{end}, which is in no turn")
+        ids, at = segment.log.ids, wrong[0]
+        before, there = _shown(ids[max(0, at - _SHOWN) : at], engine), _shown(ids[at : at + _SHOWN], engine)
+        raise AssertionError(
+            f"{trajectory.id} {trajectory.agent}: the loss mask is wrong at {wrong[:8]}\n"
+            f"  before: {before}\n  there: {there}"
+        )
+    for span in segment.log.versions:
+        inside = any(turn.start <= span.start <= span.end <= turn.end for turn in turns)
+        _require(inside, f"{trajectory.id}: weight versions of {span.start}-{span.end}, which is in no turn")
 
 
 def _check_answers(trajectory: Trajectory, messages: Sequence[Message]) -> None:
@@ -221,11 +223,6 @@ def _seam(before: Turn, turn: Turn, engine: Engine | None) -> str:
         "prompt": log.ids[max(0, turn.start - _SHOWN) : turn.start],
     }
     return "\n".join(f"  {name}: {_shown(ids, engine)}" for name, ids in pieces.items())
-
-
-def _around(ids: array[int], at: int, engine: Engine | None) -> str:
-    before, after = ids[max(0, at - _SHOWN) : at], ids[at : at + _SHOWN]
-    return f"  before: {_shown(before, engine)}\n  there: {_shown(after, engine)}"
 
 
 def _sent(call: Any, turn: Turn, engine: Engine) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any, Self
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -66,7 +66,6 @@ class EnginePool:
     def __init__(self, make: Callable[..., Engine], who: Callable[[], str]) -> None:
         self._make = make
         self._who = who
-        self._portal_of: AbstractContextManager[BlockingPortal] | None = None
         self._alive: EngineAtHome | None = None
         self._options: dict[str, Any] | None = None
         self._used_by = ""

@@ -215,10 +215,16 @@ async def _many(environment: Played, engine: Said, tasks: int | Tasks | None, op
 
 
 async def _played(environment: Played, engine: Engine, tasks: Tasks, options: RunKeywords) -> list[Trajectory]:
+    """Play on the event loop that the engine lives on, which need not be this one."""
     home: BlockingPortal | None = getattr(engine, "home", None)
     if home is None:
         return await _on_this_loop(environment, engine, tasks, options)
-    return await _at_home(home, partial(_on_this_loop, environment, engine, tasks, options))
+    future = home.start_task_soon(_on_this_loop, environment, engine, tasks, options)
+    try:
+        return await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True)
+    except BaseException:
+        future.cancel()
+        raise
 
 
 async def _on_this_loop(environment: Played, engine: Engine, tasks: Tasks, options: RunKeywords) -> list[Trajectory]:
@@ -237,16 +243,6 @@ async def _on_this_loop(environment: Played, engine: Engine, tasks: Tasks, optio
     for trajectory in trajectories:
         assert_exact(trajectory, engine)
     return trajectories
-
-
-async def _at_home(home: BlockingPortal, function: Callable[[], Awaitable[T]]) -> T:
-    """Call it on the event loop that the engine lives on."""
-    future = home.start_task_soon(function)
-    try:
-        return await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True)
-    except BaseException:
-        future.cancel()
-        raise
 
 
 def at_once(name: str, function: Callable[[], Awaitable[T]], engine: Any, clock: VirtualClock | None) -> T:

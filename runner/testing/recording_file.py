@@ -73,18 +73,14 @@ class RecordedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What is in a file."""
+    """What is in a file: turns, and what the model has that said them."""
 
     path: Path
-    """The file."""
     turns: Sequence[RecordedTurn]
     """The turns, sorted by name."""
     tokenizer: Tokenizer
-    """The vocabulary of the model that spoke."""
     template: ChatTemplate
-    """The chat template of the model."""
     stop_ids: tuple[int, ...]
-    """The ids that ended its turns."""
     context: int
     """The most ids that a prompt and what is sampled on it may have together."""
 

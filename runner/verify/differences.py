@@ -65,11 +65,9 @@ class Difference:
     explanation: str
     """The same for people."""
     episode: str = ""
-    """The id of the episode."""
+    """The id of the episode; "" where it is in none."""
     agent: str = ""
-    """The agent whose trajectory it is."""
     attempt: int = 0
-    """The attempt at the episode."""
     segment: int | None = None
     """The segment of the trajectory; None where the difference is in none."""
     turn: int | None = None
@@ -100,7 +98,6 @@ class Spoken:
     """The text of a turn's ids, with those of the cut turns that it goes on with."""
 
     turn: Turn
-    """The turn that said it."""
     begin: int
     """The first of the ids, as an index into the segment's."""
     text: str
