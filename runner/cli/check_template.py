@@ -93,7 +93,6 @@ def check_template_command(name: str, *, template: str | None, options: Sequence
     try:
         subject = _subject(name, template)
         findings = _examined(subject, given)
-        _check_names(findings.profile, given)
     except BadInput as error:
         if as_json:
             print(json.dumps(_failure(name, given, error)))
@@ -130,8 +129,12 @@ def _examined(subject: Subject, options: Mapping[str, Any]) -> Findings:
         vocabulary = {"folder": str(source.folder), "stop_ids": stop_ids(source, None)}
     request = request_of(subject.template, options, datetime.now(), wanted_bos=wanted)
     answer = in_process({**request, "vocabulary": vocabulary}, seconds=SECONDS)
+    profile = TemplateProfile.from_json(answer["profile"])
+    if unread := [name for name in options if name not in profile.options]:
+        known = ", ".join(profile.options) or "none"
+        raise BadOption(f"--template-option {unread[0]}: the template does not read it; it reads {known}.")
     return Findings(
-        TemplateProfile.from_json(answer["profile"]),
+        profile,
         [Verdict.from_json(values) for values in answer["appends"]],
         [Passage(p["source"], tuple(p["ids"]), tuple(p["texts"])) for p in answer["example"]],
         answer["stops"],
@@ -148,13 +151,6 @@ def _wanted_bos(folder: Path) -> str:
             if "SpecialToken" in first:
                 return str(first["SpecialToken"]["id"])
     return ""
-
-
-def _check_names(profile: TemplateProfile, options: Mapping[str, Any]) -> None:
-    for name in options:
-        if name not in profile.options:
-            known = ", ".join(profile.options) or "none"
-            raise BadOption(f"--template-option {name}: the template does not read it; it reads {known}.")
 
 
 # --- consequence and fix

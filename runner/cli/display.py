@@ -35,7 +35,6 @@ class _OnConsole(WatchingReporter):
         self.console = console
 
     def say(self, line: str) -> None:
-        """Show a line that stays."""
         self.console.print(Text(printable(line)), soft_wrap=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from rich.markup import escape
@@ -59,10 +60,8 @@ def _check_target(file: Path, target: Path, *, named: bool) -> None:
 
 
 def _is_database(path: Path) -> bool:
-    try:
-        if not path.is_file():
-            return False
-        with path.open("rb") as opened:
-            return opened.read(len(_DATABASE)) == _DATABASE
-    except OSError:  # whether it can be replaced is found out in writing
-        return False
+    with suppress(OSError):  # whether it can be replaced is found out in writing
+        if path.is_file():
+            with path.open("rb") as opened:
+                return opened.read(len(_DATABASE)) == _DATABASE
+    return False

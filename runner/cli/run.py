@@ -84,7 +84,7 @@ def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], Engi
 
 
 def _log_of(settings: RunSettings) -> Path:
-    """Where the run's log is, or would be: it has a name before the run file has, whose number hangs on the header."""
+    """The path of the run's log. It follows from the options alone: a run file has its number only with the header."""
     name = settings.file or FOLDER / f"{short_name(settings.environment)}.db"
     return name.with_name(f"{name.stem}.log") if name.name else Path(".log")
 
@@ -213,7 +213,8 @@ class ShownRun(Reporter):
         """Play the run, print what came of it, also where it raises, and return the exit code."""
         try:
             self._console.print(Text(f"log   {self._log} (what vLLM and the environment print)"), soft_wrap=True)
-            _begin_log(self._log)
+            with quiet_output(self._log):  # a log may hold several launches
+                print(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {' '.join(sys.argv)}")
             self._resolve_model()
             self.received = on_event_loop(self._play)
             if self.received is None:
@@ -246,7 +247,6 @@ class ShownRun(Reporter):
             return await supervise(self.run, self)
 
     async def watch(self, run: Run) -> None:
-        """Show the run."""
         await self._display.watch(run)
 
     def finished(self, trajectory: Trajectory) -> None:
@@ -257,11 +257,9 @@ class ShownRun(Reporter):
         self._display.finished(trajectory)
 
     def say(self, line: str) -> None:
-        """A line that stays."""
         self._display.say(line)
 
     def restore(self) -> None:
-        """Leave the terminal as it was found."""
         self._display.restore()
 
     def _name_file(self, header: Header) -> Path:
@@ -331,12 +329,6 @@ class ShownRun(Reporter):
 def _by_id(trajectory: Trajectory) -> list[tuple[int, str]]:
     """Numbers by their value: task 9 comes before task 10."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", trajectory.id)]
-
-
-def _begin_log(log: Path) -> None:
-    """Tell the launches in a log apart."""
-    with quiet_output(log):
-        print(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {' '.join(sys.argv)}")
 
 
 # --- a run file that was named

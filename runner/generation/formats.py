@@ -50,7 +50,6 @@ class PaddedBatch:
     dtype: np.dtype[np.integer[Any]]
     """The type of its numbers."""
     pad_id: int
-    """The id that rows are padded with."""
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], *, pad_id: int, vocabulary: int) -> Self:

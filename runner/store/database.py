@@ -128,8 +128,10 @@ def open_reader(path: Path) -> sqlite3.Connection:
         try:
             connection = _connect_reader(path, "mode=ro")
         except sqlite3.OperationalError:
-            # On a read-only disk nothing can be shared with a writer, and nothing needs to be.
-            if _unwritten_log(path) or os.access(path.parent, os.W_OK):
+            # On a read-only disk nothing can be shared with a writer, and nothing needs to be; but what is in the log
+            # alone would be missed.
+            log = path.with_name(f"{path.name}-wal")
+            if (log.is_file() and log.stat().st_size > 0) or os.access(path.parent, os.W_OK):
                 raise
             connection = _connect_reader(path, "mode=ro&immutable=1")
     connection.row_factory = sqlite3.Row
@@ -147,11 +149,6 @@ def _connect_reader(path: Path, mode: str) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-def _unwritten_log(path: Path) -> bool:
-    log = path.with_name(f"{path.name}-wal")
-    return log.is_file() and log.stat().st_size > 0
 
 
 def tables_in(connection: sqlite3.Connection) -> bool:

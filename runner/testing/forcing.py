@@ -77,7 +77,6 @@ class ForcedEngine(WrappedEngine):
         await inside.__aexit__(*raised)
 
     def stream(self, request: GenerationRequest) -> ForcedStream:
-        """The deltas of one request; nothing happens before the block is entered."""
         return ForcedStream(self, request)
 
     def describe(self) -> dict[str, Any]:
@@ -91,7 +90,9 @@ class ForcedEngine(WrappedEngine):
         if turn is None:
             return None
         ids = _checked(turn, request.name, RequestRejected)
-        _refuse_ids(ids, request, _vocabulary(self.inner))
+        # A model has padding rows past its tokenizer's ids, which can be sampled as well.
+        size = self.inner.vocabulary if isinstance(self.inner, VllmEngine) else self.tokenizer.size
+        _refuse_ids(ids, request, size)
         return ids
 
 
@@ -214,11 +215,6 @@ def _refuse_engine(engine: Engine) -> None:
             f"force(): with logprobs_mode={mode!r} a forced id has no log-probability of the model's, as it is the "
             f"only one that could be sampled. {fix}"
         )
-
-
-def _vocabulary(engine: Engine) -> int:
-    """Number of ids that can be sampled; a model has padding rows past its tokenizer's."""
-    return engine.vocabulary if isinstance(engine, VllmEngine) else engine.tokenizer.size
 
 
 def _turn_number(request: GenerationRequest) -> int:

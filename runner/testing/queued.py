@@ -225,16 +225,8 @@ def _as_said(saying: Saying) -> Reply | Callable[[ModelCall], Any]:
 
 
 def _as_reply(saying: Any) -> Reply:
-    return Reply(ids=tuple(saying)) if _is_ids(saying) else as_reply(saying)
-
-
-def _is_ids(saying: Any) -> bool:
-    return (
-        isinstance(saying, Sequence)
-        and not isinstance(saying, str | bytes)
-        and len(saying) > 0
-        and all(map(is_whole, saying))
-    )
+    is_listed = isinstance(saying, Sequence) and not isinstance(saying, str | bytes) and len(saying) > 0
+    return Reply(ids=tuple(saying)) if is_listed and all(map(is_whole, saying)) else as_reply(saying)
 
 
 async def _asked(speaker: Callable[[ModelCall], Any], call: ModelCall) -> Reply:

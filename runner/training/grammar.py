@@ -160,12 +160,10 @@ class GrammarMasks:
             else:
                 mask.fill(-1)
             # The mask is asked first, since the matcher prints a line about an id that it refuses.
-            if not self._allows(mask[0], token_id) or not matcher.accept_token(token_id):
+            allowed = 0 <= token_id < self.vocabulary and mask[0, token_id // WORD] >> token_id % WORD & 1
+            if not allowed or not matcher.accept_token(token_id):
                 raise BadBatch(_misfit(turn.constraint, name, position, token_id))
         return index
-
-    def _allows(self, mask: NDArray[np.int32], token_id: int) -> bool:
-        return 0 <= token_id < self.vocabulary and bool(mask[token_id // WORD] >> token_id % WORD & 1)
 
     def _matcher(self, turn: Turn, name: str) -> Any:
         assert turn.constraint is not None

@@ -250,7 +250,8 @@ def _tree(rows: Sequence[TrainingRow], order: Sequence[int], shared: Sequence[in
     # An empty piece of each type goes first, since a tree may have no rows, and np.concatenate takes no empty list.
     pieces = [tuple(np.empty(0, kind) for kind in _TERM_KINDS), *(_terms(rows[at], at, paths[at]) for at in members)]
     joined = [np.concatenate(each) for each in zip(*pieces, strict=True)]
-    logit_nodes, logit = np.unique(joined[3], return_inverse=True)
+    logit_nodes, logit = np.unique(joined[3], return_inverse=True)  # of the parent nodes
+    joined.append(logit.astype(np.int32))
     return TokenTree(
         ids=ids,
         parents=parents,
@@ -259,7 +260,7 @@ def _tree(rows: Sequence[TrainingRow], order: Sequence[int], shared: Sequence[in
         rows=np.array(members, dtype=np.int32),
         row_nodes=tuple(paths[index] for index in members),
         logit_nodes=logit_nodes,
-        terms=LossTerms(*joined, logit.astype(np.int32)),
+        terms=LossTerms(*joined),
     )
 
 
@@ -273,7 +274,7 @@ def _paths(lengths: Sequence[int], shared: Sequence[int]) -> Iterator[_Nodes]:
 
 
 def _terms(row: TrainingRow, index: int, path: _Nodes) -> tuple[NDArray[Any], ...]:
-    """The first fields of the `LossTerms` of one row, in their order."""
+    """The fields of one row's `LossTerms` in their order, without the last one, `logit`, which takes the whole tree."""
     # The first id has no node before it; it is never trained.
     at = (np.flatnonzero(row.loss_mask[1:]) + 1).astype(np.int32)
     values = (row.ids[at], path[at - 1], row.logprobs[at], temperatures(row)[at], row.versions[at])
