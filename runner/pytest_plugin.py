@@ -57,7 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     item.session.stash[_running] = item.nodeid
-    if "real_engine" in getattr(item, "fixturenames", ()) and not _may_start_engines(item):
+    may_start = item.config.getoption("--runner-engine") or item.get_closest_marker("engine") is not None
+    if "real_engine" in getattr(item, "fixturenames", ()) and not may_start:
         pytest.skip(_ENGINE)
 
 
@@ -188,11 +189,13 @@ def loop_watchdog(request: pytest.FixtureRequest) -> Iterator[LoopWatchdog]:
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails the test if it leaves threads, tasks, files, or open requests of `scripted_engine` behind."""
+    from anyio.lowlevel import checkpoint
+
     from runner.runs.process import on_event_loop
     from runner.testing.leaks import LEFT_TASKS, Leaked
     from runner.testing.leaks import no_leaks as watched
 
-    on_event_loop(_nothing)  # the first event loop of a process opens a pipe for all that follow
+    on_event_loop(checkpoint)  # the first event loop of a process opens a pipe for all that follow
     LEFT_TASKS.clear()
     engines = [request.getfixturevalue("scripted_engine")] if "scripted_engine" in request.fixturenames else []
     leaks: list[str] = []
@@ -206,14 +209,6 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 # --- what fixtures have in common
-
-
-async def _nothing() -> None:
-    """Wait for nothing."""
-
-
-def _may_start_engines(item: pytest.Item) -> bool:
-    return bool(item.config.getoption("--runner-engine")) or item.get_closest_marker("engine") is not None
 
 
 def _be_the_one_that_starts_engines(request: pytest.FixtureRequest) -> None:

@@ -141,11 +141,7 @@ def _calls_text(calls: Sequence[Any]) -> str:
 
 
 def decoder(engine: Mapping[str, Any]) -> Decode | None:
-    """What decodes the ids of a run; None where the vocabulary of its engine is not on this machine.
-
-    Args:
-        engine: what the run's header says of its engine.
-    """
+    """What decodes the ids of a run, by its header's `engine`; None where that vocabulary is not on this machine."""
     if engine.get("kind") == "scripted":
         from runner.tokens.byte_tokenizer import ByteTokenizer
 

@@ -64,13 +64,11 @@ class Played:
     """What each agent of each episode saw and was given, by the names of both."""
 
     turns: int = 0
-    """The turns of all episodes."""
 
     tools: dict[str, Tool] = field(default_factory=dict)
     """The tools that could be called, by name."""
 
     findings: list[Finding] = field(default_factory=list)
-    """What went wrong."""
 
     was_cut: bool = False
     """Whether the run ended before all was played."""
@@ -80,11 +78,7 @@ class Played:
 
 
 def check_command(name: str, settings: tuple[str, ...], *, episodes: int) -> int:
-    """Check, print what was found, and return the exit code: that of `BadEnvironment` where something is fatal.
-
-    Raises:
-        BadInput: the environment cannot be found or constructed.
-    """
+    """Check, print what was found, and return the exit code: that of `BadEnvironment` where something is fatal."""
     checked = Checking(find_environment(name), settings, episodes)
     check_playable(checked.environment)
     unlike: dict[str, Finding] = {}
@@ -166,13 +160,14 @@ class Checking:
         shared = SharedState(environment)
         _keep(environment, played.environments)
         model = RandomModel(partial(_tools, played.environments, later_first), together=later_first is not None)
+        has_group_rewards = any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in environment.scorers)
         tasks = select(own_tasks(environment), environment.task_class(), most=self._episodes)
         run = partial(
             Run,
             environment,
             ScriptedEngine(model, context=1 << 20),
             tasks=_backwards(tasks) if concurrency is ONE_AT_A_TIME else tasks,
-            group_size=2 if _has_group_rewards(environment) else group_size,
+            group_size=2 if has_group_rewards else group_size,
             limits=Limits(turns=min(TURNS, environment.limits.turns or TURNS), seconds=SECONDS),
             concurrency=concurrency,
             breaker=1,
@@ -269,10 +264,6 @@ def _of_fault(fault: str) -> Finding:
         return Finding(fault, of_episode=True)
     text = fault.partition(": ")[2] or fault
     return Finding(text, fatal=text.startswith(f"{ScorerKind.REWARD} "), of_episode=True)
-
-
-def _has_group_rewards(environment: Environment[Any]) -> bool:
-    return any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in environment.scorers)
 
 
 # --- for people

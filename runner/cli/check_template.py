@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.cli.report import make_console
-from runner.cli.values import pairs, plain_value
+from runner.cli.values import plain_values
 from runner.errors import BadInput, BadOption, BadTemplate
 from runner.models import ModelSource, chat_template, resolve_model, stop_ids
 from runner.options import HistoryPolicy
@@ -50,19 +50,12 @@ class Subject:
     source: ModelSource | None = None
     """The model whose vocabulary is used; None for bytes and the template's own control tokens."""
 
-    def vocabulary(self) -> dict[str, Any]:
-        """The vocabulary in the words of a request to the process that probes."""
-        if self.source is None:
-            return {}
-        return {"folder": str(self.source.folder), "stop_ids": stop_ids(self.source, None)}
-
 
 @dataclass(frozen=True, slots=True)
 class Findings:
     """What was found out."""
 
     profile: TemplateProfile
-    """What the template does."""
 
     verdicts: Sequence[Verdict]
     """What may be appended, and how exactly."""
@@ -94,17 +87,12 @@ class Findings:
 
 
 def check_template_command(name: str, *, template: str | None, options: Sequence[str], as_json: bool) -> int:
-    """Check, print what was found, and return the exit code: that of `BadTemplate` where something is missing.
-
-    Raises:
-        BadInput: there is no such model or template, or the template cannot be used at all.
-    """
+    """Check, print what was found, and return the exit code: that of `BadTemplate` where something is missing."""
     console = make_console()
-    given = {key: plain_value(value) for key, value in pairs(options, "--template-option").items()}
+    given = plain_values(options, "--template-option")
     try:
         subject = _subject(name, template)
         findings = _examined(subject, given)
-        _check_names(findings.profile, given)
     except BadInput as error:
         if as_json:
             print(json.dumps(_failure(name, given, error)))
@@ -135,11 +123,18 @@ def _template(name: str) -> ChatTemplate:
 
 
 def _examined(subject: Subject, options: Mapping[str, Any]) -> Findings:
-    wanted = _wanted_bos(subject.source.folder) if subject.source is not None else ""
+    wanted, vocabulary, source = "", {}, subject.source
+    if source is not None:
+        wanted = _wanted_bos(source.folder)
+        vocabulary = {"folder": str(source.folder), "stop_ids": stop_ids(source, None)}
     request = request_of(subject.template, options, datetime.now(), wanted_bos=wanted)
-    answer = in_process({**request, "vocabulary": subject.vocabulary()}, seconds=SECONDS)
+    answer = in_process({**request, "vocabulary": vocabulary}, seconds=SECONDS)
+    profile = TemplateProfile.from_json(answer["profile"])
+    if unread := [name for name in options if name not in profile.options]:
+        known = ", ".join(profile.options) or "none"
+        raise BadOption(f"--template-option {unread[0]}: the template does not read it; it reads {known}.")
     return Findings(
-        TemplateProfile.from_json(answer["profile"]),
+        profile,
         [Verdict.from_json(values) for values in answer["appends"]],
         [Passage(p["source"], tuple(p["ids"]), tuple(p["texts"])) for p in answer["example"]],
         answer["stops"],
@@ -156,13 +151,6 @@ def _wanted_bos(folder: Path) -> str:
             if "SpecialToken" in first:
                 return str(first["SpecialToken"]["id"])
     return ""
-
-
-def _check_names(profile: TemplateProfile, options: Mapping[str, Any]) -> None:
-    for name in options:
-        if name not in profile.options:
-            known = ", ".join(profile.options) or "none"
-            raise BadOption(f"--template-option {name}: the template does not read it; it reads {known}.")
 
 
 # --- consequence and fix
@@ -233,15 +221,9 @@ def _document(name: str, subject: Subject, options: Mapping[str, Any], findings:
 def _verdict_document(verdict: Verdict) -> dict[str, Any]:
     exact = verdict.result is Exactness.EXACT
     return {
-        "kind": verdict.kind.value,
+        "kind": verdict.kind,
         "needed": verdict.kind.needed,
-        "result": verdict.result.value,
-        "refusal": verdict.refusal,
-        "explanation": verdict.explanation,
-        "anchor": verdict.anchor,
-        "close": verdict.close,
-        "local": verdict.local,
-        "rewrites": verdict.rewrites,
+        **asdict(verdict),
         "consequence": "" if exact else _consequence(verdict),
         "fix": "" if exact else _fix(verdict),
     }
@@ -327,28 +309,27 @@ def _problems(findings: Findings) -> Iterator[Text]:
     if not findings.profile.carries_tools:
         yield Text.assemble(("\nno tools    ", "bold red"), "definitions, calls or results are not shown (see above)")
     for close in findings.unstopped:
-        yield Text.assemble(("\nstops", "bold red"), f": the model does not stop at {close}, which ends its turns")
-        yield Text.assemble(("  then        ", "dim"), "a turn runs on past it to max_tokens")
         has = not any(token in close for token in findings.lacking)
         fix = "add it to eos_token_id in the model's generation_config.json" if has else _TOKENS_FIX
-        yield Text.assemble(("  fix         ", "dim"), fix)
+        what = f"the model does not stop at {close}, which ends its turns"
+        yield from _problem("stops", "bold red", what, then="a turn runs on past it to max_tokens", fix=fix)
     if findings.lacking:
-        names = " ".join(findings.lacking)
-        yield Text.assemble(
-            ("\ntokens", "yellow"), f": the vocabulary has no token for {names}, which the template writes"
-        )
-        yield Text.assemble(
-            ("  then        ", "dim"), "they are letters to the model, right only where it was trained so"
-        )
-        yield Text.assemble(("  fix         ", "dim"), _TOKENS_FIX)
+        what = f"the vocabulary has no token for {' '.join(findings.lacking)}, which the template writes"
+        then = "they are letters to the model, right only where it was trained so"
+        yield from _problem("tokens", "yellow", what, then=then, fix=_TOKENS_FIX)
     for verdict in findings.verdicts:
         if verdict.result is not Exactness.EXACT and (findings.profile.carries_tools or not verdict.kind.calls):
             name = verdict.refusal.value if verdict.refusal is not None else "seam"
-            what = verdict.explanation or "no control token stands at the seam"
-            yield Text.assemble((f"\n{verdict.kind.value}", RESULT_STYLES[verdict.result]), f": {name}")
-            yield Text.assemble(("  why         ", "dim"), printable(what))
-            yield Text.assemble(("  then        ", "dim"), _consequence(verdict))
-            yield Text.assemble(("  fix         ", "dim"), _fix(verdict))
+            why = printable(verdict.explanation or "no control token stands at the seam")
+            then, fix = _consequence(verdict), _fix(verdict)
+            style = RESULT_STYLES[verdict.result]
+            yield from _problem(verdict.kind.value, style, name, why=why, then=then, fix=fix)
+
+
+def _problem(name: str, style: str, what: str, **more: str) -> Iterator[Text]:
+    yield Text.assemble((f"\n{name}", style), f": {what}")
+    for label, text in more.items():
+        yield Text.assemble((f"  {label:12}", "dim"), text)
 
 
 def _example(passages: Sequence[Passage], *, bytes_alone: bool) -> Iterator[Text]:

@@ -28,19 +28,13 @@ BAR: Final = 100
 
 
 class _OnConsole(WatchingReporter):
-    """Says its lines on a console.
-
-    Args:
-        console: the console that is written on.
-        title: what is played on what.
-    """
+    """Says its lines on a console."""
 
     def __init__(self, console: Console, title: str) -> None:
         super().__init__(title)
         self.console = console
 
     def say(self, line: str) -> None:
-        """Show a line that stays."""
         self.console.print(Text(printable(line)), soft_wrap=True)
 
 
@@ -121,15 +115,12 @@ def _pace(figures: Figures) -> Text:
     parts = [(f"{figures.rate:.0f} tokens/s", "")]
     if figures.reward is not None:
         error = f" ± {figures.reward_error:.3f}" if figures.reward_error is not None else ""
-        parts.append((f"{_whose(figures)} {figures.reward:.3f}{error}", "bold"))
+        whose = f"reward of {shown_line(figures.agent)}" if figures.agent else "reward"
+        parts.append((f"{whose} {figures.reward:.3f}{error}", "bold"))
     left = figures.remaining
     parts.append((as_time(figures.elapsed) + (f", {as_time(left)} left" if left is not None else ""), ""))
     parts.append((f"loop lag {1000 * figures.lag:.0f} ms", "yellow" if figures.lag > LATE_SECONDS else "dim"))
     return _joined(parts)
-
-
-def _whose(figures: Figures) -> str:
-    return f"reward of {shown_line(figures.agent)}" if figures.agent else "reward"
 
 
 def _joined(parts: Sequence[tuple[str, str]]) -> Text:

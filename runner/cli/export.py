@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from rich.markup import escape
@@ -22,13 +23,7 @@ _DATABASE = b"SQLite format 3"
 
 
 def export_command(file: Path, *, format: str, output: Path | None) -> int:
-    """Write the trajectories beside the run file, or to `output` (`-` is stdout), and return the exit code.
-
-    Raises:
-        BadOption: there is no such format, or the target holds something that an export must not replace.
-        RunFileError: the run file cannot be read.
-        StorageFailed: the target cannot be written.
-    """
+    """Write the trajectories beside the run file, or to `output` (`-` is stdout), and return the exit code."""
     write = _FORMATS.get(format)
     if write is None:
         raise BadOption(f"--format {format}: there are {' and '.join(_FORMATS)}.")
@@ -56,22 +51,17 @@ def _to_stdout(run_file: RunFile, write: Exporter) -> None:
 
 def _check_target(file: Path, target: Path, *, named: bool) -> None:
     """Refuse to replace a run file, or what belongs to it, or anything that nobody named."""
-    if target.resolve() in _files_of(file.resolve()) or _is_database(target):
+    own = file.resolve()
+    beside = (f"{own.name}-wal", f"{own.name}-shm", f".{own.name}.lock")
+    if target.resolve() in (own, *map(own.with_name, beside)) or _is_database(target):
         raise BadOption(f"-o {target} is a run file, or belongs to one, and would be lost. Give another path (-o).")
     if target.exists() and not named:
         raise BadOption(f"{target} is there already and may be something else. To replace it give -o {target}.")
 
 
-def _files_of(file: Path) -> tuple[Path, ...]:
-    beside = (f"{file.name}-wal", f"{file.name}-shm", f".{file.name}.lock")
-    return (file, *map(file.with_name, beside))
-
-
 def _is_database(path: Path) -> bool:
-    try:
-        if not path.is_file():
-            return False
-        with path.open("rb") as opened:
-            return opened.read(len(_DATABASE)) == _DATABASE
-    except OSError:  # whether it can be replaced is found out in writing
-        return False
+    with suppress(OSError):  # whether it can be replaced is found out in writing
+        if path.is_file():
+            with path.open("rb") as opened:
+                return opened.read(len(_DATABASE)) == _DATABASE
+    return False

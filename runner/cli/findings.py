@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from types import ModuleType
 from typing import Any, Final
 
 from runner.environment.environment import HOOKS, Environment
@@ -83,11 +82,7 @@ def of_lifespan(environment: Environment[Any], before: Mapping[str, Any]) -> Ite
 
 
 class SharedState:
-    """Whatever all episodes of a class see, as it was at first: attributes of classes, arguments, module variables.
-
-    Args:
-        environment: the object that was constructed, before anything is played.
-    """
+    """What all episodes of a class see, as it was before any was played: attributes, arguments, module variables."""
 
     def __init__(self, environment: Environment[Any]) -> None:
         self._environment = environment
@@ -126,9 +121,10 @@ class SharedState:
         for name, value in self._environment.construction().items():
             if isinstance(value, _CONTAINERS):
                 yield f"{cls.__name__}({name}=)", value, True
-        for module in {base.__module__: sys.modules.get(base.__module__) for base in bases}.values():
-            for name, value in _variables(module):
-                yield f"{module.__name__}.{name}" if module else name, value, False
+        for module in filter(None, {base.__module__: sys.modules.get(base.__module__) for base in bases}.values()):
+            for name, value in vars(module).items():
+                if not name.startswith("__") and _is_state(value):
+                    yield f"{module.__name__}.{name}", value, False
 
 
 def _defaults(cls: type) -> Iterator[tuple[str, Any, bool]]:
@@ -141,12 +137,6 @@ def _defaults(cls: type) -> Iterator[tuple[str, Any, bool]]:
             for parameter in inspect.signature(function).parameters.values():
                 if isinstance(parameter.default, _CONTAINERS):
                     yield f"{cls.__name__}.{name}({parameter.name}=), a default,", parameter.default, True
-
-
-def _variables(module: ModuleType | None) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(module).items() if module is not None else ():
-        if not name.startswith("__") and _is_state(value):
-            yield name, value
 
 
 def _is_state(value: Any) -> bool:
@@ -191,10 +181,7 @@ class Seen:
     """What one agent of an episode saw and was given."""
 
     agent: str
-    """The agent's name."""
-
     messages: Sequence[Mapping[str, Any]]
-    """All messages of its conversation."""
 
     given: int
     """How many of the messages stood in the task, with the system message."""
@@ -206,7 +193,6 @@ class Seen:
     """Its rewards and metrics by name."""
 
     outcome: Outcome
-    """How the episode ended."""
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Seen:
@@ -259,11 +245,7 @@ class Differences:
         return Differences(counts, self.episodes)
 
     def findings(self, when: str) -> Iterator[Finding]:
-        """One for each cause.
-
-        Args:
-            when: words that end each finding: when it was different, and what to do about that.
-        """
+        """One for each cause; `when` ends its sentence: when it was different, and what to do about that."""
         for cause, number in sorted(self.counts.items()):
             yield Finding(f"{cause} in {number} of {self.episodes} episodes {when}.")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import anyio
+import anyio.lowlevel
 
 from runner.cli.findings import Finding
 from runner.environment.environment import Environment
@@ -38,10 +39,11 @@ def watched(play: Callable[[], Awaitable[None]], environments: Sequence[Environm
         before = set(anyio.get_running_tasks())
         async with at_length, again_and_again:
             await play()
-        tasks.update(_of_coroutine(task) for task in anyio.get_running_tasks() if task not in before)
+        left = (task for task in anyio.get_running_tasks() if task not in before)
+        tasks.update(str(getattr(task.coro, "__qualname__", task.name)) for task in left)
 
     leaks: tuple[str, ...] = ()
-    on_event_loop(_nothing)  # the first event loop of a process opens a pipe for all that follow
+    on_event_loop(anyio.lowlevel.checkpoint)  # the first event loop of a process opens a pipe for all that follow
     try:
         with no_leaks():
             on_event_loop(playing)
@@ -56,17 +58,10 @@ def watched(play: Callable[[], Awaitable[None]], environments: Sequence[Environm
     ]
 
 
-async def _nothing() -> None:
-    """Wait for nothing."""
-
-
-def _of_coroutine(task: anyio.TaskInfo) -> str:
-    return str(getattr(task.coro, "__qualname__", task.name))
-
-
 def _of_leaks(leaks: Sequence[str], environments: Sequence[Environment[Any]]) -> Iterator[Finding]:
     """Findings by the attribute that holds a leak. What each episode left is told once, of many the first few."""
-    yield from (_unclosed(leak.removeprefix(UNCLOSED)) for leak in leaks if leak.startswith(UNCLOSED))
+    for leak in (leak for leak in leaks if leak.startswith(UNCLOSED)):
+        yield Finding(f"{leak}. Close it, or open it with `with`.", fatal=False)
     named: dict[str, str] = {}
     for leak in (leak for leak in leaks if not leak.startswith(UNCLOSED)):
         held = next((name for one in environments for name, value in vars(one).items() if _holds(value, leak)), "")
@@ -97,10 +92,6 @@ def _holds(value: Any, leak: str) -> bool:
         return False
     threads = getattr(value, "_threads", None) or (value,)
     return any(f"({getattr(thread, 'ident', None)})" in rest for thread in threads)
-
-
-def _unclosed(what: str) -> Finding:
-    return Finding(f"{UNCLOSED}{what}. Close it, or open it with `with`.", fatal=False)
 
 
 def _left(what: str) -> Finding:

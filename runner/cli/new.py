@@ -83,12 +83,7 @@ def _taken(names: Names) -> str:
 
 
 def new_command(name: str, folder: Path | None) -> int:
-    """Write the project, and say what to type next.
-
-    Raises:
-        BadOption: a name that cannot be, or a folder that is there already or cannot be made.
-        StorageFailed: it cannot be written.
-    """
+    """Write the project, and say what to type next."""
     names = Names.of(name)
     folder = folder if folder is not None else Path(name)
     write_project(names, folder)

@@ -14,9 +14,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runner.cli.console import PipedConsole, ReaderOptionalConsole
 from runner.concurrency.loop_lag import LagMonitor
 from runner.runs.figures import LATE_SECONDS, as_time
+from runner.runs.reporter import discard
 from runner.transcript import printable, printable_line
 
 __all__ = ["lag_lines", "make_console", "own_command", "quoted", "summary_table"]
@@ -26,6 +26,21 @@ NOTABLE_SECONDS = 1.0
 PIPED_WIDTH = 200
 
 
+class _ReaderOptionalConsole(Console):
+    """Goes on without its reader, as `head` leaves: what it shows is a view of work that does not depend on it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        discard(self.file)
+
+
+class _PipedConsole(Console):
+    """Raises `BrokenPipeError`, which Rich would turn into an exit code of its own: nothing is left to do."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def make_console(file: TextIO | None = None, *, reader_optional: bool = False) -> Console:
     """The console on `file`, or stdout; what is piped is not broken into lines of eighty.
 
@@ -33,17 +48,12 @@ def make_console(file: TextIO | None = None, *, reader_optional: bool = False) -
         file: the stream that is written to; None stands for stdout.
         reader_optional: a reader who leaves is not missed; by default it is a `BrokenPipeError`.
     """
-    kind = ReaderOptionalConsole if reader_optional else PipedConsole
+    kind = _ReaderOptionalConsole if reader_optional else _PipedConsole
     return kind(file=file, highlight=False, width=None if (file or sys.stdout).isatty() else PIPED_WIDTH)
 
 
 def summary_table(summary: Mapping[str, Any], *, earlier: int = 0) -> Table:
-    """`Summary.as_dict()` for people.
-
-    Args:
-        summary: the summary of the whole file.
-        earlier: how many episodes were in the file already.
-    """
+    """`Summary.as_dict()` for people; the file had `earlier` episodes already when the run began."""
     table = Table.grid(padding=(0, 2))
     for name, value in _rows(summary, earlier):
         table.add_row(Text(name, style="dim"), value)

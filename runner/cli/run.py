@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, closing, contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 from rich.console import Console
@@ -20,9 +23,8 @@ from rich.text import Text
 from runner.cli.display import PlainDisplay, display_for
 from runner.cli.quiet_output import quiet_output
 from runner.cli.report import lag_lines, make_console, own_command, quoted, summary_table
-from runner.cli.resuming import check_resumable, is_begun
 from runner.cli.settings import RunSettings
-from runner.cli.values import limits_of, pairs, plain_value
+from runner.cli.values import limits_of, pairs, plain_values
 from runner.engines.base import Engine
 from runner.environment.checks import check_playable
 from runner.environment.environment import Environment
@@ -31,10 +33,12 @@ from runner.environment.task_feed import Tasks, own_tasks
 from runner.environment.task_selection import at_once, select
 from runner.errors import BadOption, DeltarunnerError, TooManyFailures
 from runner.options import UNSET, Concurrency, Sampling
+from runner.runs.describe import describe_configuration
 from runner.runs.options import RunKeywords, RunOptions
 from runner.runs.process import on_event_loop, supervise
 from runner.runs.reporter import Reporter, discard
 from runner.runs.run import Run
+from runner.store.database import storage_faults, tables_in
 from runner.store.header import Header, OnChange
 from runner.store.reader import RunFile
 from runner.store.run_folder import next_run_file
@@ -53,7 +57,7 @@ def vllm_engine(settings: RunSettings) -> Engine:
     from runner.engines.vllm.start import require_vllm
 
     require_vllm()
-    arguments = {name: plain_value(value) for name, value in pairs(settings.engine_options, "--engine-option").items()}
+    arguments = plain_values(settings.engine_options, "--engine-option")
     for name in arguments.keys() & {"model", "template"}:
         raise BadOption(f"--engine-option {name}=...: give --{name}.")
     interval = arguments.get("stream_interval")
@@ -63,11 +67,7 @@ def vllm_engine(settings: RunSettings) -> Engine:
 
 
 def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], Engine] = vllm_engine) -> int:
-    """Play, and return the exit code: 128 and the signal's number where one ended the run early.
-
-    Raises:
-        DeltarunnerError: why it could not begin, or ended before its work did.
-    """
+    """Play, and return the exit code: 128 and the signal's number where one ended the run early."""
     log = _log_of(settings)
     shown: ShownRun | None = None
     try:
@@ -84,7 +84,7 @@ def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], Engi
 
 
 def _log_of(settings: RunSettings) -> Path:
-    """Where the run's log is, or would be: it has a name before the run file has, whose number hangs on the header."""
+    """The path of the run's log. It follows from the options alone: a run file has its number only with the header."""
     name = settings.file or FOLDER / f"{short_name(settings.environment)}.db"
     return name.with_name(f"{name.stem}.log") if name.name else Path(".log")
 
@@ -134,11 +134,7 @@ class Plan:
 
     @classmethod
     def of(cls, settings: RunSettings, make_engine: Callable[[RunSettings], Engine]) -> Plan:
-        """The plan.
-
-        Raises:
-            BadInput: something given cannot be used; the message names it and the fix.
-        """
+        """The plan; what cannot be used of what was given is refused here."""
         environment = construct(find_environment(settings.environment), pairs(settings.settings, "--set"))
         check_playable(environment)
         if settings.template is not None:
@@ -153,15 +149,12 @@ class Plan:
             "concurrency": Concurrency(episodes=settings.concurrency or (1 if settings.debug else None)),
             "seed": settings.seed,
             "history": settings.history,
-            "template_options": {
-                name: plain_value(value)
-                for name, value in pairs(settings.template_options, "--template-option").items()
-            },
+            "template_options": plain_values(settings.template_options, "--template-option"),
         }
         if settings.file is not None:
             # Now: a run of another configuration is refused before an engine takes its time to start.
             given = RunOptions.of(tasks, options)
-            check_resumable(settings.file, environment, given, model=settings.model)
+            _check_resumable(settings.file, environment, given, model=settings.model)
         engine = make_engine(settings)
         return cls(settings=settings, environment=environment, engine=engine, tasks=tasks, options=options, total=total)
 
@@ -217,28 +210,20 @@ class ShownRun(Reporter):
         self._kept: list[Trajectory] = []
 
     def play(self) -> int:
-        """Play the run, print what came of it, and return the exit code.
-
-        Raises:
-            DeltarunnerError: why it ended before its work did; what was done by then is printed all the same.
-        """
+        """Play the run, print what came of it, also where it raises, and return the exit code."""
         try:
-            code = self._played()
+            self._console.print(Text(f"log   {self._log} (what vLLM and the environment print)"), soft_wrap=True)
+            with quiet_output(self._log):  # a log may hold several launches
+                print(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {' '.join(sys.argv)}")
+            self._resolve_model()
+            self.received = on_event_loop(self._play)
+            if self.received is None:
+                self._raise_if_nothing_succeeded()
         except DeltarunnerError as error:
             self._print_results(error)
             raise
         self._print_results()
-        return code
-
-    def _played(self) -> int:
-        self._console.print(Text(f"log   {self._log} (what vLLM and the environment print)"), soft_wrap=True)
-        _begin_log(self._log)
-        self._resolve_model()
-        self.received = on_event_loop(self._play)
-        if self.received is not None:
-            return 128 + self.received
-        self._raise_if_nothing_succeeded()
-        return 0
+        return 0 if self.received is None else 128 + self.received
 
     def _resolve_model(self) -> None:
         """Now, since it may take long and says so: the demo model is converted once, and files may be fetched."""
@@ -250,20 +235,18 @@ class ShownRun(Reporter):
 
     async def _play(self) -> signal.Signals | None:
         async with AsyncExitStack() as stack:
-            if self._settings.debug:
-                await self._start_quietly(stack)
+            if self._settings.debug:  # what the engine writes goes to the log all the same, while it starts
+                self.say(f"{self._plan.title}: starting the engine")
+                with quiet_output(self._log):
+                    await stack.enter_async_context(self._plan.engine)
             plan, again = self._plan, self._settings.retry_failed
-            options: RunKeywords = {**plan.options, "file": self._file(), "retry_failed": again}
+            # A single task is played to look at it: it is kept only where a file was named.
+            kept = self._settings.task is None or self._settings.file is not None
+            options: RunKeywords = {**plan.options, "file": self._name_file if kept else None, "retry_failed": again}
             self.run = Run(plan.environment, plan.engine, tasks=plan.tasks, **options)
             return await supervise(self.run, self)
 
-    async def _start_quietly(self, stack: AsyncExitStack) -> None:
-        self.say(f"{self._plan.title}: starting the engine")
-        with quiet_output(self._log):
-            await stack.enter_async_context(self._plan.engine)
-
     async def watch(self, run: Run) -> None:
-        """Show the run."""
         await self._display.watch(run)
 
     def finished(self, trajectory: Trajectory) -> None:
@@ -274,22 +257,15 @@ class ShownRun(Reporter):
         self._display.finished(trajectory)
 
     def say(self, line: str) -> None:
-        """A line that stays."""
         self._display.say(line)
 
     def restore(self) -> None:
-        """Leave the terminal as it was found."""
         self._display.restore()
-
-    def _file(self) -> Path | Callable[[Header], Path] | None:
-        if self._settings.task is not None and self._settings.file is None:
-            return None
-        return self._name_file
 
     def _name_file(self, header: Header) -> Path:
         name, again = short_name(self._settings.environment), self._settings.retry_failed
         path = self._settings.file or next_run_file(FOLDER, name, header, also_complete=again)
-        if not is_begun(path):
+        if not _is_begun(path):
             self.say(f"file  {path}")
             return path
         with RunFile(path) as stored:
@@ -355,7 +331,27 @@ def _by_id(trajectory: Trajectory) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", trajectory.id)]
 
 
-def _begin_log(log: Path) -> None:
-    """Tell the launches in a log apart."""
-    with quiet_output(log):
-        print(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {' '.join(sys.argv)}")
+# --- a run file that was named
+
+
+def _is_begun(path: Path) -> bool:
+    """The file holds a run; one that is not there, or that is empty as `mktemp` makes it, can be begun."""
+    if not path.is_file():
+        return path.exists()
+    with (
+        storage_faults(path),
+        closing(sqlite3.connect(f"file:{quote(os.path.abspath(path))}?mode=ro", uri=True)) as file,
+    ):
+        return tables_in(file)
+
+
+def _check_resumable(path: Path, environment: Environment[Any], options: RunOptions, *, model: str) -> None:
+    """Compare a file with the run that is to go on with it, in all but what only a running engine can say."""
+    if not _is_begun(path):
+        return
+    with RunFile(path) as run_file:
+        stored = run_file.header
+    given = describe_configuration(environment, options, now=datetime.now().astimezone())
+    # A scripted engine has no model.
+    engine = {**stored.engine, "model": model} if stored.engine.get("kind") == "vllm" else stored.engine
+    stored.check_same(replace(given, engine=engine, engines=stored.engines, template=stored.template), path)

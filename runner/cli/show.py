@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -31,10 +30,11 @@ def show_command(file: Path, episode: str | None, *, agent: str | None, tokens: 
 
 def _overview(run_file: RunFile, console: Console, limit: int) -> None:
     header = run_file.header
-    model = _model(header.engine)
+    # What spoke: the model, or the kind of an engine that has none.
+    model = header.engine.get("model") or header.engine.get("kind", "an engine")
     state = "complete" if run_file.complete else "not complete: the same command goes on"
     console.print(
-        Text(f"{header.environment} on {printable_line(model)}, {header.created:%Y-%m-%d %H:%M}, {state}"),
+        Text(f"{header.environment} on {printable_line(str(model))}, {header.created:%Y-%m-%d %H:%M}, {state}"),
         soft_wrap=True,
     )
     console.print(Text(_settings(run_file), style="dim"), soft_wrap=True)
@@ -47,12 +47,6 @@ def _overview(run_file: RunFile, console: Console, limit: int) -> None:
     if summary is not None:
         console.print()
         console.print(summary_table(summary))
-
-
-def _model(engine: Mapping[str, Any]) -> str:
-    """What spoke: the model, or the kind of an engine that has none."""
-    model = engine.get("model")
-    return model if isinstance(model, str) else str(engine.get("kind", "an engine"))
 
 
 def _settings(run_file: RunFile) -> str:

@@ -11,7 +11,7 @@ from runner.environment.loading import json_or_text
 from runner.errors import BadOption
 from runner.options import Limits
 
-__all__ = ["limits_of", "pairs", "plain_value"]
+__all__ = ["limits_of", "pairs", "plain_value", "plain_values"]
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
@@ -39,6 +39,11 @@ def plain_value(text: str) -> Any:
     return _WORDS[text.lower()] if text.lower() in _WORDS else json_or_text(text)
 
 
+def plain_values(given: Iterable[str] | None, option: str) -> dict[str, Any]:
+    """`pairs`, each value as `plain_value` reads it."""
+    return {name: plain_value(value) for name, value in pairs(given, option).items()}
+
+
 def limits_of(given: Iterable[str] | None) -> Limits:
     """Limits from `name=value`; none lifts one.
 
@@ -46,7 +51,7 @@ def limits_of(given: Iterable[str] | None) -> Limits:
         BadOption: there is no such limit, or its value cannot be.
     """
     known = [field.name for field in dataclasses.fields(Limits)]
-    values = {name: plain_value(value) for name, value in pairs(given, "--limit").items()}
+    values = plain_values(given, "--limit")
     for name in values:
         if name not in known:
             close = get_close_matches(name, known, 1)

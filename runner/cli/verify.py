@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +36,14 @@ __all__ = ["verify_command"]
 
 @dataclass(slots=True)
 class Verdict:
-    """What was found."""
+    """How many trajectories were looked at, with how many turns and ids, and the first difference."""
 
     trajectories: int = 0
-    """How many trajectories were looked at."""
-
     turns: int = 0
-    """How many turns they have."""
-
     ids: int = 0
-    """How many ids they have."""
-
     differing: int = 0
-    """How many of them do not follow from their messages and sampled ids."""
-
+    """How many of the trajectories do not follow from their messages and sampled ids."""
     difference: Difference | None = None
-    """The first difference, or None."""
 
     @property
     def exit_code(self) -> int:
@@ -64,11 +57,6 @@ def verify_command(file: Path, *, models: Sequence[str] = (), json: bool = False
         file: the run file.
         models: folders or names of models whose vocabulary the run had, where they are not where its header says.
         json: one line of JSON on stdout instead, also where nothing could be looked at.
-
-    Raises:
-        RunFileError: there is no such file, or it does not hold enough.
-        BadModel: the vocabulary is not here, or is another one.
-        BadTemplate: the template of the file cannot be used.
     """
     try:
         with RunFile(file) as run_file:
@@ -119,29 +107,20 @@ def _text(value: Any) -> str:
 
 
 def _difference(run_file: RunFile, row: EpisodeRow, chats: Chats) -> Difference | None:
+    differ = partial(Difference, episode=row.id, agent=row.agent, attempt=row.attempt)
     try:
         trajectory = run_file.trajectory(row)
     except RunFileError as error:
         cause = error.__cause__ or error
-        return Difference(
-            kind=Kind.UNREADABLE,
-            explanation=f"its rows hold no trajectory: {type(cause).__name__}: {cause}",
-            episode=row.id,
-            agent=row.agent,
-            attempt=row.attempt,
-        )
+        explanation = f"its rows hold no trajectory: {type(cause).__name__}: {cause}"
+        return differ(kind=Kind.UNREADABLE, explanation=explanation)
     # They stand beside the trajectory, for lists that read none: in a damaged file the two may disagree.
     counted = {name: getattr(row, name) for name in _COUNTS}
     held = episode_row(trajectory)
     wrong = next((name for name in _COUNTS if counted[name] != held[name]), None)
     if wrong is not None:
-        return Difference(
-            kind=Kind.LAYOUT,
-            explanation=f"its row counts {counted[wrong]} ({wrong}), and it holds {held[wrong]}",
-            episode=row.id,
-            agent=row.agent,
-            attempt=row.attempt,
-        )
+        explanation = f"its row counts {counted[wrong]} ({wrong}), and it holds {held[wrong]}"
+        return differ(kind=Kind.LAYOUT, explanation=explanation)
     return first_difference(trajectory, chats.of(row.agent)) or first_contradiction(trajectory, run_file.header)
 
 
@@ -160,11 +139,7 @@ class Chats:
         self._chats: dict[str | None, ChatModel] = {}
 
     def of(self, agent: str) -> ChatModel:
-        """The model that speaks for `agent`.
-
-        Raises:
-            BadModel, BadTemplate: it cannot be had.
-        """
+        """The model that speaks for `agent`."""
         placed = agent if agent in self._header.engines else None
         if placed not in self._chats:
             self._chats[placed] = self._make(placed)

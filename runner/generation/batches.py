@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import anyio
@@ -83,9 +82,7 @@ class BatchResults(Generic[T]):
         self._started()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __del__(self) -> None:
@@ -151,9 +148,7 @@ class Generation:
             self._exit = opened.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: Any) -> None:
         assert self._group is not None
         group, self._group = self._group, None
         group.cancel_scope.cancel()
@@ -161,7 +156,7 @@ class Generation:
             # Nothing is passed on: an exception that leaves the block is not the task group's to wrap.
             await group.__aexit__(None, None, None)
         finally:
-            await self._exit.__aexit__(kind, error, traceback)
+            await self._exit.__aexit__(*raised)
 
     # --- batches of padded arrays
 

@@ -124,22 +124,18 @@ class TextOutputSpec(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """A configuration that was read."""
+    """A configuration that was read; what its names mean is said at `GenerationConfig`."""
 
     sampling: Sampling
     """How rows are sampled, every field set."""
     greedy: Sampling
     """How they are sampled with `greedy=True`."""
     stop_token_ids: tuple[int, ...]
-    """Ids that end a row besides the model's own."""
     pad_id: int
-    """The id that rows are padded with."""
     context: int | None
     """Bounds prompt and row together; None leaves it to the engine."""
     colocated: bool
-    """Whether the engine sleeps while the trainer works."""
     seed: int | None
-    """The seed of everything that is sampled; None leaves it to the engine."""
 
     @classmethod
     def read(cls, config: GenerationConfig | Mapping[str, Any]) -> Self:

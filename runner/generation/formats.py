@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from runner.engines.base import Engine, FinishReason
 from runner.errors import BadBatch
 from runner.generation.config import GenerationOutputSpec, TextOutputSpec, as_strings
-from runner.generation.padding import read_padded, require_mapping
+from runner.generation.padding import as_kind_of, read_padded, require_mapping
 from runner.generation.rows import Row, SampledRow
-from runner.generation.tensors import as_kind_of
 from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["Batch", "PaddedBatch", "TextBatch", "vocabulary_size"]
@@ -46,21 +45,15 @@ class PaddedBatch:
     """Prompts in one padded array."""
 
     rows: list[Row]
-    """The rows to be sampled."""
     like: Any
     """The array that was given, for its kind and device."""
     dtype: np.dtype[np.integer[Any]]
     """The type of its numbers."""
     pad_id: int
-    """The id that rows are padded with."""
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], *, pad_id: int, vocabulary: int) -> Self:
-        """The batch that a mapping with `input_ids` and `input_lengths` holds; its numbers are copied.
-
-        Raises:
-            BadBatch: it cannot be sampled from; names the row.
-        """
+        """The batch that a mapping with `input_ids` and `input_lengths` holds; its numbers are copied."""
         require_mapping(batch)
         for name in _OTHER_MEDIA:
             media = batch.get(name)
@@ -106,17 +99,12 @@ class TextBatch:
     """Prompts as texts."""
 
     rows: list[Row]
-    """The rows to be sampled."""
     tokenizer: Tokenizer
     """Encodes prompts and decodes what was sampled."""
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], tokenizer: Tokenizer) -> Self:
-        """The batch that a mapping with `prompts` holds.
-
-        Raises:
-            BadBatch: it cannot be sampled from; names the row.
-        """
+        """The batch that a mapping with `prompts` holds."""
         require_mapping(batch)
         prompts = batch.get("prompts")
         if not isinstance(prompts, list | tuple):

@@ -1,7 +1,8 @@
-"""Right padding: rows of one array, each with its ids first and padding behind, and how to see that it is so."""
+"""Arrays as a trainer holds them, torch or numpy: rows of ids with their padding on the right, read and checked."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.errors import BadBatch, BadOption
-from runner.generation.tensors import as_integers
 
-__all__ = ["read_padded", "require_mapping", "verify_right_padding"]
+__all__ = ["as_kind_of", "read_padded", "require_mapping", "verify_right_padding"]
 
 _PAIRS = (("input_ids", "input_lengths"), ("output_ids", "unpadded_sequence_lengths"))
 
@@ -54,11 +54,7 @@ def verify_right_padding(
 
 
 def require_mapping(batch: Any) -> None:
-    """Refuse a batch that has no keys at all.
-
-    Raises:
-        BadBatch: it is no mapping.
-    """
+    """Refuse a batch that has no keys at all."""
     if not isinstance(batch, Mapping):
         raise BadBatch(f"the batch is a {type(batch).__name__}: give a dictionary.")
 
@@ -66,15 +62,11 @@ def require_mapping(batch: Any) -> None:
 def read_padded(
     data: Mapping[str, Any], ids_name: str, lengths_name: str, *, pad_value: int
 ) -> tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]:
-    """The ids of a batch, shape [rows, length], and the lengths of its rows, shape [rows].
-
-    Raises:
-        BadBatch: they are not there, do not fit each other, or a row is not right-padded; names the row.
-    """
+    """A batch's ids, shape [rows, length], and the lengths of its rows, shape [rows], where all is as it should be."""
     for name in (ids_name, lengths_name):
         if name not in data:
             raise BadBatch(f"the batch has no {name}, only {', '.join(map(str, data)) or 'no keys'}.")
-    ids, lengths = as_integers(data[ids_name], ids_name), as_integers(data[lengths_name], lengths_name)
+    ids, lengths = _as_integers(data[ids_name], ids_name), _as_integers(data[lengths_name], lengths_name)
     if ids.ndim != 2:
         raise BadBatch(f"{ids_name} has the shape {list(ids.shape)}: give [rows, length], right-padded.")
     if lengths.shape != ids.shape[:1]:
@@ -120,3 +112,26 @@ def _advice(row: NDArray[Any], length: int, pad_value: int) -> str:
 def _others(wrong: NDArray[Any]) -> str:
     more = ", ".join(map(str, wrong[1:11])) + (", ..." if len(wrong) > 11 else "")
     return f" So it is in {len(wrong) - 1} further rows: {more}." if len(wrong) > 1 else ""
+
+
+# --- torch or numpy
+
+
+def _as_integers(value: Any, name: str) -> NDArray[np.integer[Any]]:
+    """The same numbers as a numpy array; not copied where they are on the CPU."""
+    if not isinstance(value, np.ndarray) and not _is_torch(value):
+        raise BadBatch(f"{name} is a {type(value).__name__}: give a torch tensor or a numpy array.")
+    kind = str(value.dtype).removeprefix("torch.")
+    if not kind.startswith(("int", "uint")):
+        raise BadBatch(f"{name} holds {kind}: give integers, such as int64.")
+    return value if isinstance(value, np.ndarray) else value.detach().cpu().numpy()
+
+
+def as_kind_of(like: Any, array: NDArray[Any]) -> Any:
+    """`array` as what `like` is: a torch tensor on the same device, or a numpy array."""
+    return sys.modules["torch"].from_numpy(array).to(like.device) if _is_torch(like) else array
+
+
+def _is_torch(value: Any) -> bool:
+    torch = sys.modules.get("torch")  # nobody can hold a tensor of a library that was never loaded
+    return torch is not None and isinstance(value, torch.Tensor)

@@ -21,7 +21,7 @@ from runner.options import Sampling
 from runner.seeds import derive_seed
 from runner.tokens.log import Source, TokenLog
 
-__all__ = ["Row", "RowSetting", "RunningRows", "SampledRow", "sample_row"]
+__all__ = ["Row", "RowSetting", "RunningRows", "SampledRow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,8 @@ class SampledRow:
     """The text before a stop string, where one ended the row; else None."""
 
 
-async def sample_row(row: Row, setting: RowSetting) -> SampledRow:
-    """Sample one row; it is tried again where the engine failed and may do better.
-
-    Raises:
-        EngineError: it failed for good; names the row.
-    """
+async def _sample_row(row: Row, setting: RowSetting) -> SampledRow:
+    """Sample one row; it is tried again where the engine failed and may do better."""
     room = setting.context - len(row.prompt)
     if room < 1:
         log = TokenLog()
@@ -193,14 +189,12 @@ class RunningRows:
     async def _work(self) -> None:
         for row in self._waiting:
             try:
-                self._ready.append(await sample_row(row, self._setting))
+                self._ready.append(await _sample_row(row, self._setting))
             except EngineError as error:
                 self._failures.append(error)
                 if isinstance(error, EngineDead):
                     self._end(error)
-            except (
-                Exception
-            ) as error:  # whatever it is: it is for who reads the rows, not for who opened the task group
+            except Exception as error:  # of any kind: who reads the rows is told, not who opened the task group
                 self._end(error)
             self._tell()
 

@@ -1,4 +1,4 @@
-"""Claims of tasks: which visit of a task this is, and what an earlier run of the same file has left of it to do."""
+"""Claims of tasks: which visit of a task this is, and what earlier runs of the same file have left of it to do."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from tempfile import gettempdir
+from typing import Final
 
 from runner.errors import BadTask, ConfigurationChanged, StorageFailed
 from runner.store.columns import encode_text
+from runner.store.database import transaction
 from runner.store.json_values import decode_json
 from runner.store.stored_tasks import encode_task
 from runner.tasks import Task
 from runner.trajectory import Outcome
 
-__all__ = ["Claimed", "Claims"]
-
+__all__ = ["UNSUCCEEDED", "Claimed", "Claims", "reopen_failed"]
 
 _EPISODES_OF_TASK = "SELECT group_index, attempt, outcome, superseded FROM episodes WHERE task_id = ? AND visit = ?"
 
@@ -115,3 +116,36 @@ def _require_same(stored: str, task: Task) -> None:
         f"task {task.id!r} is not the one that the run file holds:\n" + "\n".join(lines) + "\n"
         "Give the same tasks to resume the run (further ones may follow), or another path (--file) to begin a new one."
     )
+
+
+# --- episodes that are to be played again although they had ended
+
+UNSUCCEEDED: Final = """
+    SELECT DISTINCT task_id, visit FROM episodes AS last WHERE superseded AND NOT EXISTS (
+        SELECT 1 FROM episodes AS later WHERE later.task_id = last.task_id AND later.visit = last.visit
+        AND later.group_index = last.group_index AND NOT later.superseded
+    )
+"""
+"""The tasks of which an episode has attempts that are no results, and no other."""
+
+_FAILED: Final = ", ".join(f"'{outcome.value}'" for outcome in Outcome if outcome.failed)
+
+_STATEMENTS: Final = (
+    f"""
+    UPDATE tasks SET group_scored = 0 WHERE (id, visit) IN (
+        SELECT task_id, visit FROM episodes WHERE outcome IN ({_FAILED}) AND NOT superseded
+    )
+    """,
+    f"""
+    UPDATE run SET complete = 0, summary = NULL
+    WHERE EXISTS (SELECT 1 FROM episodes WHERE outcome IN ({_FAILED}) AND NOT superseded)
+    """,
+    f"UPDATE episodes SET superseded = 1 WHERE outcome IN ({_FAILED}) AND NOT superseded",
+)
+
+
+def reopen_failed(connection: sqlite3.Connection) -> None:
+    """What failed is no result any more: it is claimed again, now or when the run is next gone on with."""
+    with transaction(connection):
+        for statement in _STATEMENTS:
+            connection.execute(statement)

@@ -6,7 +6,6 @@ import queue
 import sqlite3
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,13 +15,13 @@ import anyio
 from runner.concurrency.threads import soon_on_this_loop
 from runner.errors import StorageFailed
 from runner.store.batch import Batch, Packer
+from runner.store.claims import UNSUCCEEDED
 from runner.store.columns import encode_text
 from runner.store.database import storage_failed, transaction
 from runner.store.json_values import encode_json
-from runner.store.reopening import UNSUCCEEDED
 from runner.trajectory import Trajectory
 
-__all__ = ["Commit", "CommitThread", "EpisodeCommit", "FinishCommit", "RewardCommit"]
+__all__ = ["Commit", "CommitThread", "episode_commit", "finish_commit", "reward_commit"]
 
 GROUP_TOKENS: Final = 4_000_000
 """Token ids that one transaction takes at most, so that memory does not follow a burst."""
@@ -32,36 +31,30 @@ GATHER_SECONDS: Final = 0.005
 loop still share transactions; one that ends alone is committed at once."""
 
 
-class Commit(ABC):
-    """Something to be committed, and how that ended."""
+class Commit:
+    """Something to be committed, and how that ended.
 
-    tokens = 0
-    """The number of token ids that it holds, by which transactions are kept small."""
+    Args:
+        pack: adds its statements to a batch; called in the writer's thread.
+        tokens: the number of token ids that it holds, by which transactions are kept small.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, pack: Callable[[Batch, Packer], None], *, tokens: int = 0) -> None:
+        self.pack = pack
+        self.tokens = tokens
         self.done = anyio.Event()
         """Set on the event loop when it is committed, or has failed."""
         self.error: StorageFailed | None = None
         """Why it is not in the file; None where it is."""
 
-    @abstractmethod
-    def pack(self, batch: Batch, packer: Packer) -> None:
-        """Add its statements to a batch; runs in the writer's thread."""
 
-
-class EpisodeCommit(Commit):
+def episode_commit(trajectories: Sequence[Trajectory], *, retry: bool) -> Commit:
     """The trajectories of one episode, an attempt that is superseded or one that supersedes those before."""
 
-    def __init__(self, trajectories: Sequence[Trajectory], *, retry: bool) -> None:
-        super().__init__()
-        self._trajectories = trajectories
-        self._retry = retry
-        self.tokens = sum(len(segment.log) for trajectory in trajectories for segment in trajectory.segments)
-
-    def pack(self, batch: Batch, packer: Packer) -> None:
-        for trajectory in self._trajectories:
-            packer.add(batch, trajectory, superseded=self._retry)
-        first = self._trajectories[0]  # all agents of an episode share what is asked of it here
+    def pack(batch: Batch, packer: Packer) -> None:
+        for trajectory in trajectories:
+            packer.add(batch, trajectory, superseded=retry)
+        first = trajectories[0]  # all agents of an episode share what is asked of it here
         task = encode_text(first.task.id), first.visit
         if first.attempt:
             batch.update(_SUPERSEDE, *task, first.index, first.attempt)
@@ -71,56 +64,41 @@ class EpisodeCommit(Commit):
             batch.update("UPDATE tasks SET group_scored = 0 WHERE id = ? AND visit = ? AND group_scored", *task)
             batch.update("UPDATE run SET complete = 0, summary = NULL WHERE complete")
 
+    return Commit(pack, tokens=sum(len(segment.log) for each in trajectories for segment in each.segments))
 
-_SUPERSEDE = """
+
+_SUPERSEDE: Final = """
     UPDATE episodes SET superseded = 1
     WHERE task_id = ? AND visit = ? AND group_index = ? AND attempt < ? AND NOT superseded
 """
 
 
-class RewardCommit(Commit):
+def reward_commit(trajectories: Sequence[Trajectory]) -> Commit:
     """The rewards of one task's trajectories, after those of its group are known."""
 
-    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
-        super().__init__()
-        self._trajectories = trajectories
-
-    def pack(self, batch: Batch, packer: Packer) -> None:
-        for trajectory in self._trajectories:
-            batch.update(
-                _REWARD,
-                trajectory.reward,
-                encode_json(trajectory.rewards),
-                encode_text(trajectory.task.id),
-                trajectory.visit,
-                trajectory.index,
-                encode_text(trajectory.agent),
-                trajectory.attempt,
-            )
-        for id, visit in {(encode_text(t.task.id), t.visit) for t in self._trajectories}:
+    def pack(batch: Batch, packer: Packer) -> None:
+        for each in trajectories:
+            rewards, task = (each.reward, encode_json(each.rewards)), (encode_text(each.task.id), each.visit)
+            batch.update(_REWARD, *rewards, *task, each.index, encode_text(each.agent), each.attempt)
+        for id, visit in {(encode_text(each.task.id), each.visit) for each in trajectories}:
             batch.update("UPDATE tasks SET group_scored = 1 WHERE id = ? AND visit = ?", id, visit)
 
+    return Commit(pack)
 
-_REWARD = """
+
+_REWARD: Final = """
     UPDATE episodes SET reward = ?, rewards = ?
     WHERE task_id = ? AND visit = ? AND group_index = ? AND agent = ? AND attempt = ?
 """
 
 
-class FinishCommit(Commit):
+def finish_commit(summary: Mapping[str, Any], *, complete: bool) -> Commit:
     """The end of a run, and whether anything is left of it to play."""
-
-    def __init__(self, summary: Mapping[str, Any], *, complete: bool) -> None:
-        super().__init__()
-        self._summary = summary
-        self._complete = complete
-
-    def pack(self, batch: Batch, packer: Packer) -> None:
-        batch.update(_FINISH, encode_json(self._summary), int(self._complete))
+    return Commit(lambda batch, packer: batch.update(_FINISH, encode_json(summary), int(complete)))
 
 
 # What is to be played again, and was not since its task was not given, is left to do.
-_FINISH = f"UPDATE run SET summary = ?, complete = ? AND NOT EXISTS ({UNSUCCEEDED})"
+_FINISH: Final = f"UPDATE run SET summary = ?, complete = ? AND NOT EXISTS ({UNSUCCEEDED})"
 
 
 class CommitThread:

@@ -89,11 +89,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """The folder that `path` is to stand in.
-
-    Raises:
-        StorageFailed: it cannot be made.
-    """
+    """Make the folder that `path` is to stand in."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -124,9 +120,7 @@ def open_reader(path: Path) -> sqlite3.Connection:
     """A connection that cannot write, also to a file that grows or stands on a read-only disk.
 
     Raises:
-        RunFileError: there is no such file, or it is no run file.
-        StorageFailed: it cannot be read.
-        NewerRunFile: its format is newer than this version's.
+        RunFileError: there is no such file, or no run in it.
     """
     if not path.is_file():
         raise RunFileError(f"there is no run file {path}. Run files are in runs/ unless --file named another path.")
@@ -134,8 +128,10 @@ def open_reader(path: Path) -> sqlite3.Connection:
         try:
             connection = _connect_reader(path, "mode=ro")
         except sqlite3.OperationalError:
-            # On a read-only disk nothing can be shared with a writer, and nothing needs to be.
-            if _unwritten_log(path) or os.access(path.parent, os.W_OK):
+            # On a read-only disk nothing can be shared with a writer, and nothing needs to be; but what is in the log
+            # alone would be missed.
+            log = path.with_name(f"{path.name}-wal")
+            if (log.is_file() and log.stat().st_size > 0) or os.access(path.parent, os.W_OK):
                 raise
             connection = _connect_reader(path, "mode=ro&immutable=1")
     connection.row_factory = sqlite3.Row
@@ -153,11 +149,6 @@ def _connect_reader(path: Path, mode: str) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-def _unwritten_log(path: Path) -> bool:
-    log = path.with_name(f"{path.name}-wal")
-    return log.is_file() and log.stat().st_size > 0
 
 
 def tables_in(connection: sqlite3.Connection) -> bool:
@@ -205,11 +196,7 @@ class FileLock:
         self._connection: sqlite3.Connection | None = None
 
     def acquire(self) -> None:
-        """Take it.
-
-        Raises:
-            StorageFailed: somebody else has it.
-        """
+        """Take it, or raise `StorageFailed` where somebody else has it."""
         side = self._path.with_name(f".{self._path.name}.lock")
         try:
             self._connection = sqlite3.connect(side, isolation_level=None, check_same_thread=False, timeout=0)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias
@@ -119,8 +118,6 @@ def _segment_object(segment: Segment) -> dict[str, Any]:
 
 # --- Parquet
 
-ArrowArray: TypeAlias = Any
-
 
 def _value_of(column: Column) -> Callable[[Trajectory], Any]:
     write, take = column.form.write, attrgetter(column.path)
@@ -204,77 +201,36 @@ def _row_groups(trajectories: Iterator[Trajectory]) -> Iterator[list[Trajectory]
 
 
 def _table(rows: Sequence[Trajectory], schema: pa.Schema) -> pa.Table:
+    import numpy as np
     import pyarrow as pa
 
-    tokens = _Tokens()
-    for trajectory in rows:
-        tokens.add(trajectory)
-    columns = [
-        tokens.column(name) if name in _PER_TOKEN else pa.array(map(_VALUES[name][1], rows), schema.field(name).type)
-        for name in schema.names
-    ]
-    return pa.Table.from_arrays(columns, schema=schema)
+    # The ids of all rows end to end, as Arrow's nested lists want them: no object per id is made.
+    logs = [segment.log for trajectory in rows for segment in trajectory.segments]
+    segment_ends = np.cumsum([0, *map(len, logs)], dtype=np.int32)
+    row_ends = np.cumsum([0, *(len(trajectory.segments) for trajectory in rows)], dtype=np.int32)
+    names: dict[str, int] = {}
+    versions = np.full(segment_ends[-1], -1, dtype=np.int32)
+    for begin, log in zip(segment_ends, logs, strict=False):
+        for span in log.versions:
+            versions[begin + span.start : begin + span.end] = names.setdefault(span.version, len(names))
+    numbers: Any = pa.array(versions, mask=versions < 0)
 
+    nested: Any = pa.ListArray.from_arrays  # whose types do not know that it takes numpy's arrays
 
-@dataclass(slots=True)
-class _Tokens:
-    """The ids of a row group end to end, as Arrow's nested lists want them: no object per id is made."""
+    def joined(kind: str, parts: Iterable[array[Any]], **options: Any) -> Any:
+        # An empty piece goes first, since rows may have no segments, and np.concatenate takes no empty list.
+        return pa.array(np.concatenate([np.empty(0, kind), *parts]), **options)
 
-    ids: array[int] = field(default_factory=lambda: array("i"))
-    """The token ids of all segments, shape [ids], int32."""
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
-    """Their log-probabilities in nats, NaN where there is none; shape [ids], float32."""
-    mask: array[int] = field(default_factory=lambda: array("b"))
-    """1 for those that were sampled; shape [ids], int8."""
-    versions: array[int] = field(default_factory=lambda: array("i"))
-    """The numbers of their weight versions in `names`, -1 for none; shape [ids], int32."""
-    names: dict[str, int] = field(default_factory=dict)
-    """The weight versions, each with its number."""
-    segment_ends: array[int] = field(default_factory=lambda: array("i", [0]))
-    """Where each segment ends, as an index into `ids`, after a 0; shape [segments + 1], int32."""
-    row_ends: array[int] = field(default_factory=lambda: array("i", [0]))
-    """Where each row ends, as an index into the segments, after a 0; shape [rows + 1], int32."""
+    per_token: dict[str, Callable[[], Any]] = {
+        "token_ids": lambda: joined("int32", (log.ids for log in logs)),
+        "logprobs": lambda: joined("float32", (log.logprobs for log in logs), from_pandas=True),  # NaN becomes null
+        "mask": lambda: joined("int8", (log.mask() for log in logs)),
+        "weight_versions": lambda: pa.DictionaryArray.from_arrays(numbers, pa.array(list(names), pa.string())),
+    }
 
-    def add(self, trajectory: Trajectory) -> None:
-        for segment in trajectory.segments:
-            log = segment.log
-            self.ids.extend(log.ids)
-            self.logprobs.extend(log.logprobs)
-            self.mask.extend(log.mask())
-            self._add_versions(segment)
-            self.segment_ends.append(len(self.ids))
-        self.row_ends.append(len(self.segment_ends) - 1)
+    def column(name: str) -> Any:
+        if name not in per_token:
+            return pa.array(map(_VALUES[name][1], rows), schema.field(name).type)
+        return nested(row_ends, nested(segment_ends, per_token[name]()))
 
-    def _add_versions(self, segment: Segment) -> None:
-        versions = array("i", [-1]) * len(segment.log)
-        for span in segment.log.versions:
-            number = self.names.setdefault(span.version, len(self.names))
-            versions[span.start : span.end] = array("i", [number]) * (span.end - span.start)
-        self.versions.extend(versions)
-
-    def column(self, name: str) -> ArrowArray:
-        import pyarrow as pa
-
-        segments = pa.ListArray.from_arrays(_arrow(self.segment_ends, pa.int32()), self._values(name))
-        return pa.ListArray.from_arrays(_arrow(self.row_ends, pa.int32()), segments)
-
-    def _values(self, name: str) -> ArrowArray:
-        import pyarrow as pa
-        import pyarrow.compute as compute
-
-        if name == "token_ids":
-            return _arrow(self.ids, pa.int32())
-        if name == "mask":
-            return _arrow(self.mask, pa.int8())
-        if name == "logprobs":
-            logprobs = _arrow(self.logprobs, pa.float32())
-            return compute.if_else(compute.is_nan(logprobs), None, logprobs)
-        numbers = _arrow(self.versions, pa.int32())
-        known = compute.if_else(compute.less(numbers, pa.scalar(0)), None, numbers)
-        return pa.DictionaryArray.from_arrays(known, pa.array(list(self.names), pa.string()))
-
-
-def _arrow(values: array[Any], kind: pa.DataType) -> ArrowArray:
-    import pyarrow as pa
-
-    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
+    return pa.Table.from_arrays([column(name) for name in schema.names], schema=schema)

@@ -175,7 +175,7 @@ class Header:
         """How `new` differs from this one, in the order of the fields; what is free to change is among it."""
         old_fields, new_fields = dict(_flat(decode_json(self.to_json()))), dict(_flat(decode_json(new.to_json())))
         return [
-            Change(path, old, changed, _meaning(path))
+            Change(path, old, changed, next(meaning for pattern, meaning in _RULES if fnmatchcase(path, pattern)))
             for path in dict.fromkeys([*old_fields, *new_fields])
             if (old := old_fields.get(path, MISSING)) != (changed := new_fields.get(path, MISSING))
         ]
@@ -200,10 +200,6 @@ class Header:
 
 
 # --- what changed
-
-
-def _meaning(path: str) -> OnChange:
-    return next(meaning for pattern, meaning in _RULES if fnmatchcase(path, pattern))
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,6 @@ import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from runner.errors import RunFileError
@@ -30,64 +29,40 @@ _COLUMNS: Final = ", ".join(column.name for column in EPISODES.columns)
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRow:
-    """What is known of a trajectory without loading it: a row of the table `episodes`."""
+    """What is known of a trajectory without loading it: a row of the table `episodes`.
+
+    The fields are its columns, in their order: `EPISODES` in `runner/store/schema.py`, and docs/run-file.md, say what
+    each holds. `index` is the column `group_index`, and `limit` is `limit_name`.
+    """
 
     key: int
-    """The number of the row, which counts up in the order of commits."""
     id: str
-    """The id of the episode, shared by its agents and attempts."""
     task_id: str
-    """The id of the task that was played."""
     visit: int
-    """Which visit of the task it was, counted from 0; a source may give a task again."""
     index: int
-    """Which episode of the task's group it was, counted from 0."""
     agent: str
-    """The agent whose trajectory it is."""
     attempt: int
-    """Which attempt at the episode it was, counted from 0."""
     trained: bool
-    """Whether the sampled ids are meant to be trained on."""
     outcome: Outcome
-    """How the episode ended."""
     limit: str
-    """The limit that fired, or ""."""
     limit_agent: str
-    """The agent whose limit it was, or ""."""
     reason: str
-    """What `Episode.end(reason)` was given, or ""."""
     error: str
-    """What went wrong, or ""."""
     reward: float | None
-    """The reward; None where the episode was not scored."""
     rewards: Mapping[str, float | None]
-    """Each reward by its name, before weighting."""
     metrics: Mapping[str, float]
-    """Each metric by its name."""
     seed: int
-    """The seed of the episode's sampling."""
     turns: int
-    """The number of turns."""
     segments: int
-    """The number of segments."""
     tokens: int
-    """The number of ids in all segments."""
     sampled: int
-    """The number of ids that the model sampled."""
     prompted: int
-    """The number of ids in the prompts of all turns, which the engine was given to read."""
     cached: int | None
-    """How many of the prompts' ids the engine's prefix cache held; None where it never said."""
     seconds: float
-    """How long the episode was alive."""
     waited: float
-    """How many of those seconds the episode waited for a place in the engine."""
     superseded: bool
-    """Whether the episode was played again, or is to be; this attempt is then no result of the run."""
     committed: float
-    """When the row was committed, in seconds since 1970."""
     launch: int
-    """Which opening of the file wrote the row, counted from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +119,7 @@ class RunFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

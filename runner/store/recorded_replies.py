@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +35,20 @@ class RecordedReplies(ReplySource):
 
     def __init__(self, run: Path | RunFile) -> None:
         self._run = run
-        # What was sampled is kept packed, and of each prompt, which is long, only a digest.
-        self._said: dict[bytes, list[_Said]] = {}
+        # By a digest of the prompt, which is long: the seed and the reply, whose ids stay packed as they were read.
+        self._said: dict[bytes, list[tuple[int | None, Reply]]] = {}
 
     async def open(self) -> None:
         self._said = await to_thread.run_sync(self._read)
 
-    def _read(self) -> dict[bytes, list[_Said]]:
-        said: dict[bytes, list[_Said]] = {}
-        with self._opened() as run:
+    def _read(self) -> dict[bytes, list[tuple[int | None, Reply]]]:
+        said: dict[bytes, list[tuple[int | None, Reply]]] = {}
+        # A file that was given open is its owner's to close.
+        with nullcontext(self._run) if isinstance(self._run, RunFile) else RunFile(self._run) as run:
             for row in run.rows(trained=None):
                 for turn in run.trajectory(row).turns:
-                    said.setdefault(_digest(turn.prompt_ids), []).append(_Said.of(turn))
+                    said.setdefault(_digest(turn.prompt_ids), []).append((turn.seed, _reply(turn)))
         return said
-
-    @contextmanager
-    def _opened(self) -> Iterator[RunFile]:
-        if isinstance(self._run, RunFile):  # whose end is its owner's affair
-            yield self._run
-        else:
-            with RunFile(self._run) as run:
-                yield run
 
     def reply(self, call: ModelCall) -> EncodedReply:
         said = self._said.get(_digest(call.prompt_ids))
@@ -66,9 +57,10 @@ class RecordedReplies(ReplySource):
                 f"{call.request.name}: the recorded run has no turn with this prompt of {len(call.prompt_ids)} ids: "
                 "something before it differs (task, template, tools, an answer)."
             )
-        seed = call.request.seed
-        same_seed = (turn for turn in said if seed is not None and turn.seed == seed)
-        return next(same_seed, said[call.key % len(said)]).encoded()
+        wanted = call.request.seed
+        same_seed = (reply for seed, reply in said if wanted is not None and seed == wanted)
+        reply = next(same_seed, said[call.key % len(said)][1])
+        return EncodedReply(reply, list(reply.ids or ()))
 
     def describe(self) -> Any:
         return {"recorded": str(self._run.path if isinstance(self._run, RunFile) else self._run)}
@@ -80,32 +72,12 @@ def _recorded(run: Path | RunFile, encoder: ReplyEncoder) -> RecordedReplies:
     return RecordedReplies(run)
 
 
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """What one turn of a recorded run said."""
-
-    ids: array[int]
-    logprobs: array[float]
-    finish: FinishReason
-    stop: int | str | None
-    seed: int | None
-
-    @classmethod
-    def of(cls, turn: Turn) -> _Said:
-        return cls(turn.token_ids, turn.logprobs, turn.finish, turn.stop, turn.seed)
-
-    def encoded(self) -> EncodedReply:
-        # A turn that we ended ourselves, by a stop string or for want of room, was no end to the engine.
-        ours = self.finish is FinishReason.CONTEXT or (
-            self.finish is FinishReason.STOP and not isinstance(self.stop, int)
-        )
-        reply = Reply(
-            ids=self.ids,
-            logprobs=None if any(map(math.isnan, self.logprobs)) else self.logprobs,
-            finish=FinishReason.LENGTH if ours else self.finish,
-            stop=self.stop if isinstance(self.stop, int) else None,
-        )
-        return EncodedReply(reply, self.ids.tolist())
+def _reply(turn: Turn) -> Reply:
+    stop = turn.stop if isinstance(turn.stop, int) else None
+    # A turn that we ended ourselves, by a stop string or for want of room, was no end to the engine.
+    ours = turn.finish is FinishReason.CONTEXT or (turn.finish is FinishReason.STOP and stop is None)
+    logprobs = None if any(map(math.isnan, turn.logprobs)) else turn.logprobs
+    return Reply(ids=turn.token_ids, logprobs=logprobs, finish=FinishReason.LENGTH if ours else turn.finish, stop=stop)
 
 
 def _digest(ids: Sequence[int]) -> bytes:

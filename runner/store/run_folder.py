@@ -17,13 +17,8 @@ __all__ = ["next_run_file", "run_files"]
 def next_run_file(folder: Path, environment_name: str, header: Header, *, also_complete: bool = False) -> Path:
     """The newest file of the same configuration whose run is not complete, or else a new file with the next number.
 
-    A file that another process is writing, or that cannot be read, is passed over.
-
-    Args:
-        folder: the folder of the files.
-        environment_name: the name of what is played.
-        header: the configuration of the run.
-        also_complete: take the newest file of the configuration, whether its run is complete or not.
+    A file that another process is writing, or that cannot be read, is passed over. With `also_complete` the newest file
+    of the configuration is taken, whether its run is complete or not.
     """
     numbered = list(run_files(folder, environment_name))
     for _, path in reversed(numbered):

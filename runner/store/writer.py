@@ -7,18 +7,18 @@ import platform
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import anyio
 import anyio.to_thread
 
 from runner.errors import StorageFailed
-from runner.store.claims import Claimed, Claims
+from runner.store.claims import UNSUCCEEDED, Claimed, Claims, reopen_failed
 from runner.store.codec import load_trajectory
 from runner.store.columns import decode_text, encode_text
-from runner.store.commits import Commit, CommitThread, EpisodeCommit, FinishCommit, RewardCommit
+from runner.store.commits import Commit, CommitThread, episode_commit, finish_commit, reward_commit
 from runner.store.database import (
     FileLock,
     check_format,
@@ -31,7 +31,6 @@ from runner.store.database import (
     write_ahead,
 )
 from runner.store.header import Header, OnChange
-from runner.store.reopening import UNSUCCEEDED, reopen_failed
 from runner.store.schema import schema_statements
 from runner.store.stored_tasks import TaskDecoder
 from runner.tasks import Task
@@ -91,8 +90,7 @@ class RunWriter:
         self._retry_failed = retry_failed
         self._decode_task = TaskDecoder(task_class)
         self._durable = durable
-        self._lock: FileLock | None = None
-        self._connection: sqlite3.Connection | None = None
+        self._opened = ExitStack()  # closes, the last first: the task ids, the thread, the reader, the file, the lock
         self._reader: sqlite3.Connection | None = None
         self._claims: Claims
         self._thread: CommitThread | None = None
@@ -107,20 +105,18 @@ class RunWriter:
             # A limiter of its own, here and below: the threads of the default one may all be at work for others.
             await anyio.to_thread.run_sync(self._open, limiter=anyio.CapacityLimiter(1))
         except BaseException:
-            self._close()
+            self._opened.close()
             raise
         if self._thread is not None:
             self._thread.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self.path is None:
-            self._close()
+            self._opened.close()
             return
         with anyio.move_on_after(CLOSE_SECONDS, shield=True) as scope:
-            await anyio.to_thread.run_sync(self._close, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True)
+            await anyio.to_thread.run_sync(self._opened.close, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True)
         if scope.cancelled_caught:
             raise StorageFailed(f"run file {self.path}: the disk did not answer within {CLOSE_SECONDS:g} s.")
 
@@ -130,13 +126,16 @@ class RunWriter:
         if self.path is not None:
             self._open_file(self.path)
         self._claims = Claims(self._reader if self.resumed else None)
+        self._opened.callback(self._claims.close)
 
     def _open_file(self, path: Path) -> None:
         make_folder(path)
-        self._lock = FileLock(path)
-        self._lock.acquire()
+        lock = FileLock(path)
+        lock.acquire()
+        self._opened.callback(lock.release)
         with storage_faults(path):
-            self._connection = connection = connect_writer(path)
+            connection = connect_writer(path)
+            self._opened.callback(_close_file, connection)
             check_format(connection, path)
             self.resumed = tables_in(connection)
             if self.resumed:
@@ -152,7 +151,9 @@ class RunWriter:
             (last,) = connection.execute("SELECT coalesce(max(key), 0) FROM episodes").fetchone()
             self._stored_until = last
         self._reader = open_reader(path)
+        self._opened.callback(self._reader.close)
         self._thread = CommitThread(connection, path, next_key=last + 1, launch=launch, resumed=self.resumed)
+        self._opened.callback(self._thread.close)
 
     def _create(self, connection: sqlite3.Connection) -> None:
         with transaction(connection):
@@ -176,19 +177,6 @@ class RunWriter:
         )
         return int(cursor.lastrowid or 0)
 
-    def _close(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
-        if hasattr(self, "_claims"):
-            self._claims.close()
-        if self._reader is not None:
-            self._reader.close()
-        if self._connection is not None:
-            _into_one_file(self._connection)
-            self._connection.close()
-        if self._lock is not None:
-            self._lock.release()
-
     # --- commits
 
     async def commit_episode(self, trajectories: Sequence[Trajectory], *, retry: bool = False) -> None:
@@ -202,16 +190,16 @@ class RunWriter:
             StorageFailed: they are not in the file; nothing that was committed before is lost.
         """
         if trajectories:
-            await self._commit(EpisodeCommit(trajectories, retry=retry))
+            await self._commit(episode_commit(trajectories, retry=retry))
 
     async def commit_group_rewards(self, trajectories: Sequence[Trajectory]) -> None:
         """Store `reward` and `rewards` of a task's committed trajectories anew, and that its group is scored."""
         if trajectories:
-            await self._commit(RewardCommit(trajectories))
+            await self._commit(reward_commit(trajectories))
 
     async def finish(self, summary: Mapping[str, Any], *, complete: bool = True) -> None:
         """Store the summary; a run that is `complete` is not resumed by the next `deltarunner run`."""
-        await self._commit(FinishCommit(summary, complete=complete))
+        await self._commit(finish_commit(summary, complete=complete))
 
     async def _commit(self, commit: Commit) -> None:
         if self._thread is None:
@@ -281,13 +269,12 @@ _GROUP = """
 """
 
 
-def _into_one_file(connection: sqlite3.Connection) -> None:
-    """Without its log beside it the file can be copied, and read from a read-only disk.
+def _close_file(connection: sqlite3.Connection) -> None:
+    """Close the file without its log beside it, so that it can be copied, and read from a read-only disk.
 
     Not while somebody reads it, or where the disk is full: then the log stays, and holds what the file does not.
     """
-    try:
+    with suppress(sqlite3.Error):
         connection.execute("PRAGMA busy_timeout = 0")
         connection.execute("PRAGMA journal_mode = DELETE")
-    except sqlite3.Error:
-        return
+    connection.close()

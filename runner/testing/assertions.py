@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import pairwise, takewhile
 from typing import Any, Final
 
 from runner.engines.base import Engine, FinishReason
@@ -19,6 +19,9 @@ from runner.trajectory import Segment, Trajectory, Turn
 from runner.verify.records import LIMITS_OF
 
 __all__ = ["assert_exact"]
+
+# Pytest shows the line of the test, where the fix belongs.
+__tracebackhide__ = True
 
 _SHOWN: Final = 24
 """Ids on each side of a seam that a failure shows."""
@@ -42,7 +45,6 @@ def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
         AssertionError: names the episode and the turn, and shows both sides of the seam, decoded where an engine was
             given.
     """
-    __tracebackhide__ = True
     if not isinstance(trajectory, Trajectory):
         raise BadOption(f"assert_exact({trajectory!r:.60}): give a trajectory, such as play(...) returns.")
     _check_begun(trajectory)
@@ -63,13 +65,11 @@ def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
 
 def _require(true: object, message: str) -> None:
     # No `assert`: under pytest that would say more than the message, and under `python -O` nothing.
-    __tracebackhide__ = True
     if not true:
         raise AssertionError(message)
 
 
 def _check_begun(trajectory: Trajectory) -> None:
-    __tracebackhide__ = True
     again = trajectory.trained and trajectory.turns and trajectory.segments[0].cause == REENCODED
     _require(
         not again,
@@ -79,7 +79,6 @@ def _check_begun(trajectory: Trajectory) -> None:
 
 
 def _check_arrays(trajectory: Trajectory, segment: Segment) -> None:
-    __tracebackhide__ = True
     log = segment.log
     lengths = len(log.ids), len(log.logprobs), len(log.sources)
     _require(len(set(lengths)) == 1, f"{trajectory.id}: ids, log-probabilities and sources have lengths {lengths}")
@@ -91,7 +90,6 @@ def _check_arrays(trajectory: Trajectory, segment: Segment) -> None:
 
 
 def _check_extends(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn], engine: Engine | None) -> None:
-    __tracebackhide__ = True
     for turn in turns:
         name = _name(trajectory, turn)
         _require(turn.log is segment.log, f"{name}: its ids are in the log of another segment")
@@ -107,43 +105,36 @@ def _check_extends(trajectory: Trajectory, segment: Segment, turns: Sequence[Tur
 
 
 def _check_mask(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn], engine: Engine | None) -> None:
-    __tracebackhide__ = True
     sampled = array("b", bytes(len(segment.log)))
     for turn in (turn for turn in turns if not turn.retried):
         sampled[turn.start : turn.end] = array("b", b"\1" * (turn.end - turn.start))
     mask = segment.log.mask()
     wrong = [index for index, (one, other) in enumerate(zip(mask, sampled, strict=True)) if one != other]
     if wrong:
-        shown = _around(segment.log.ids, wrong[0], engine)
-        raise AssertionError(f"{trajectory.id} {trajectory.agent}: the loss mask is wrong at {wrong[:8]}\n{shown}")
-    spans = [(span.start, span.end) for span in segment.log.versions]
-    known = [(turn.start, turn.end) for turn in turns]
-    for start, end in spans:
-        inside = any(first <= start <= end <= last for first, last in known)
-        _require(inside, f"{trajectory.id}: weight versions of {start}-{end}, which is in no turn")
+        ids, at = segment.log.ids, wrong[0]
+        before, there = _shown(ids[max(0, at - _SHOWN) : at], engine), _shown(ids[at : at + _SHOWN], engine)
+        raise AssertionError(
+            f"{trajectory.id} {trajectory.agent}: the loss mask is wrong at {wrong[:8]}\n"
+            f"  before: {before}\n  there: {there}"
+        )
+    for span in segment.log.versions:
+        inside = any(turn.start <= span.start <= span.end <= turn.end for turn in turns)
+        _require(inside, f"{trajectory.id}: weight versions of {span.start}-{span.end}, which is in no turn")
 
 
 def _check_answers(trajectory: Trajectory, messages: Sequence[Message]) -> None:
     """Every call that is followed by anything has one answer, and the answers come in the order of the calls."""
-    __tracebackhide__ = True
     for index, message in enumerate(messages):
         calls = [call["id"] for call in message.get("tool_calls", ())]
-        answers = [answer.get("tool_call_id") for answer in _tool_messages(messages[index + 1 :])]
+        following = takewhile(lambda answer: answer["role"] == "tool", messages[index + 1 :])
+        answers = [answer.get("tool_call_id") for answer in following]
         if message["role"] == "assistant" and index + 1 < len(messages):
             text = f"{trajectory.id}: calls {calls} of message {index} were answered by {answers}"
             _require(answers == calls, text)
 
 
-def _tool_messages(messages: Sequence[Message]) -> Iterator[Message]:
-    for message in messages:
-        if message["role"] != "tool":
-            return
-        yield message
-
-
 def _check_calls(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn]) -> None:
     """The last calls of the view are those that the turns made; before them stands what the prompt brought along."""
-    __tracebackhide__ = True
     made = [call.as_message() for turn in turns for call in turn.tool_calls if call.error is None]
     written = [call for message in segment.messages for call in message.get("tool_calls", ())]
     if made and written[-len(made) :] != made:
@@ -151,7 +142,6 @@ def _check_calls(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn]
 
 
 def _check_text(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn], tokenizer: Tokenizer) -> None:
-    __tracebackhide__ = True
     begin = turns[0].start
     for before, turn in pairwise([None, *turns]):
         assert turn is not None
@@ -171,7 +161,6 @@ def _check_text(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn],
 
 
 def _check_turns(trajectory: Trajectory) -> None:
-    __tracebackhide__ = True
     numbers = [turn.number for turn in trajectory.turns]
     _require(numbers == list(range(len(numbers))), f"{trajectory.id}: its turns are numbered {numbers}")
     segments = [turn.segment for turn in trajectory.turns]
@@ -182,7 +171,6 @@ def _check_turns(trajectory: Trajectory) -> None:
 
 def _check_ending(trajectory: Trajectory) -> None:
     """How it ended, in every field that tells."""
-    __tracebackhide__ = True
     name, outcome = f"{trajectory.id} {trajectory.agent}", trajectory.outcome
     limits = LIMITS_OF.get(outcome)
     if limits is not None and trajectory.limit not in limits:
@@ -198,7 +186,6 @@ def _check_ending(trajectory: Trajectory) -> None:
 
 def _check_sent(trajectory: Trajectory, engine: Engine) -> None:
     """What a recording engine was sent and gave, by the name of the request."""
-    __tracebackhide__ = True
     calls: Any = getattr(engine, "calls", ())
     by_name = {call.name: call for call in calls}  # of several attempts the last
     for turn in trajectory.turns:
@@ -215,7 +202,6 @@ def _check_sent(trajectory: Trajectory, engine: Engine) -> None:
 
 
 def _check_logprobs(name: str, given: Sequence[float] | None, turn: Turn) -> None:
-    __tracebackhide__ = True
     kept = turn.logprobs
     sent = array("f", [math.nan] * len(kept) if given is None else given[: len(kept)])
     for at, (one, other) in enumerate(zip(sent, kept, strict=False)):
@@ -237,11 +223,6 @@ def _seam(before: Turn, turn: Turn, engine: Engine | None) -> str:
         "prompt": log.ids[max(0, turn.start - _SHOWN) : turn.start],
     }
     return "\n".join(f"  {name}: {_shown(ids, engine)}" for name, ids in pieces.items())
-
-
-def _around(ids: array[int], at: int, engine: Engine | None) -> str:
-    before, after = ids[max(0, at - _SHOWN) : at], ids[at : at + _SHOWN]
-    return f"  before: {_shown(before, engine)}\n  there: {_shown(after, engine)}"
 
 
 def _sent(call: Any, turn: Turn, engine: Engine) -> str:

@@ -18,7 +18,6 @@ from runner.concurrency.threads import Workers
 from runner.engines.scripted.engine import ScriptedEngine
 from runner.engines.scripted.script import Latency
 from runner.environment.checks import as_environment, check_playable
-from runner.environment.environment import Environment
 from runner.environment.lifespan import lifespan_of
 from runner.episode.context import RunContext
 from runner.episode.key import EpisodeKey
@@ -86,7 +85,10 @@ async def cancel_everywhere(
     if not callable(given):
         raise BadOption(f"cancel_everywhere({given!r:.60}): give the `async def` function itself, without calling it.")
     for at in range(1, _MOST):
-        run = _Run(_coroutine(scenario()), at)
+        made: Any = scenario()
+        if not inspect.iscoroutine(made):
+            raise BadOption(f"cancel_everywhere(): the scenario gave {made!r:.60}: give an `async def` function.")
+        run = _Run(made, at)
         try:
             await run.play()
             result = check()
@@ -103,12 +105,6 @@ async def cancel_everywhere(
 
 def _endless() -> RuntimeError:
     return RuntimeError(f"the scenario still ran after {_MOST} suspension points: it has to end")
-
-
-def _coroutine(made: Any) -> Coroutine[Any, Any, object]:
-    if not inspect.iscoroutine(made):
-        raise BadOption(f"cancel_everywhere(): the scenario gave {made!r:.60}: give an `async def` function.")
-    return made
 
 
 @dataclass(slots=True)
@@ -276,7 +272,6 @@ def play_cancelled(
             cancelled.
         BadInput: something given cannot be used; the message names it and the fix.
     """
-    __tracebackhide__ = True
     if check is not None and not callable(check):
         raise BadOption(f"play_cancelled(check={check!r:.60}): give a function of the environment.")
     # In small deltas with ticks between them, so that there are points inside of a turn too.
@@ -303,7 +298,15 @@ async def _everywhere(
     check_playable(made)
     async with AsyncExitStack() as opened:
         await opened.enter_async_context(engine)
-        shared = _context(made, engine, limits)
+        shared = RunContext(
+            environment=made,
+            chat=ChatModel(engine, options={}, now=datetime.now(UTC)),
+            sampling=Sampling(),
+            limits=(limits or Limits()).over(made.limits).over(Limits.defaults()),
+            scorers=made.scorers,
+            seed=0,
+            workers=Workers(Concurrency().threads),
+        )
         lifespan = lifespan_of(made, shared.workers, close_seconds=shared.limits.close_seconds)
         shared.shared = await opened.enter_async_context(lifespan)
         last: list[Play] = []
@@ -330,15 +333,3 @@ async def _everywhere(
         nothing_is_left()
         with no_leaks(engine):
             return await cancel_everywhere(episode, check=nothing_is_left)
-
-
-def _context(environment: Environment[Any], engine: ScriptedEngine, limits: Limits | None) -> RunContext:
-    return RunContext(
-        environment=environment,
-        chat=ChatModel(engine, options={}, now=datetime.now(UTC)),
-        sampling=Sampling(),
-        limits=(limits or Limits()).over(environment.limits).over(Limits.defaults()),
-        scorers=environment.scorers,
-        seed=0,
-        workers=Workers(Concurrency().threads),
-    )

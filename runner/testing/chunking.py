@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
@@ -31,7 +31,8 @@ class Inside:
             BadOption: the piece does not occur, or is a single id.
         """
         said, ends = _bytes(ids, tokenizer)
-        found = list(_occurrences(self.piece.encode(), said))
+        pattern = re.escape(self.piece.encode()) if self.piece else _SEVERAL_BYTES
+        found = [match.span() for match in re.finditer(pattern, said)]
         cuts = [cut for start, end in found if (cut := _middle(ends, start, end)) is not None]
         if not found:
             what = repr(self.piece) if self.piece else "a character of several bytes"
@@ -70,12 +71,6 @@ def _bytes(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[bytes, list[int]]:
         ]
     parts = [pieces[token_id] if token_id < len(pieces) else b"" for token_id in ids]
     return b"".join(parts), list(accumulate(map(len, parts)))
-
-
-def _occurrences(piece: bytes, said: bytes) -> Iterator[tuple[int, int]]:
-    """From which byte to which the piece stands, each time it does."""
-    for found in re.finditer(re.escape(piece) if piece else _SEVERAL_BYTES, said):
-        yield found.span()
 
 
 def _middle(ends: Sequence[int], start: int, end: int) -> int | None:

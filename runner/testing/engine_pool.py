@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Any, Self
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -53,9 +52,7 @@ class EngineAtHome(WrappedEngine):
     async def __aenter__(self) -> Self:
         raise BadOption(f"This engine is running already. {_ELSEWHERE}")
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    async def __aexit__(self, *_: object) -> None: ...
 
 
 class EnginePool:
@@ -69,7 +66,6 @@ class EnginePool:
     def __init__(self, make: Callable[..., Engine], who: Callable[[], str]) -> None:
         self._make = make
         self._who = who
-        self._portal_of: AbstractContextManager[BlockingPortal] | None = None
         self._alive: EngineAtHome | None = None
         self._options: dict[str, Any] | None = None
         self._used_by = ""
@@ -80,7 +76,6 @@ class EnginePool:
 
         Raises:
             BadOption: this test has another one already.
-            BadInput, EngineError: it does not start.
         """
         __tracebackhide__ = True
         if self._alive is None or options != self._options or not self._alive.inner.running:
@@ -105,13 +100,9 @@ class EnginePool:
         with ExitStack() as opened:
             portal = opened.enter_context(start_blocking_portal(backend="asyncio"))
             opened.enter_context(portal.wrap_async_context_manager(inner))
-            self._alive = EngineAtHome(inner, portal, portal.call(_running_loop))
+            self._alive = EngineAtHome(inner, portal, portal.call(asyncio.get_running_loop))
             self._options = options
             self._open = opened.pop_all()
-
-
-async def _running_loop() -> Any:
-    return asyncio.get_running_loop()
 
 
 def _loop() -> Any:

@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, Self, TypeAlias
 
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, GenerationRequest
@@ -73,14 +72,11 @@ class ForcedEngine(WrappedEngine):
         await self._inside.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: Any) -> None:
         inside, self._inside = self._inside, None
-        await inside.__aexit__(kind, error, traceback)
+        await inside.__aexit__(*raised)
 
     def stream(self, request: GenerationRequest) -> ForcedStream:
-        """The deltas of one request; nothing happens before the block is entered."""
         return ForcedStream(self, request)
 
     def describe(self) -> dict[str, Any]:
@@ -88,17 +84,15 @@ class ForcedEngine(WrappedEngine):
         return {**self.inner.describe(), "forced": self._described}
 
     def _ids(self, request: GenerationRequest) -> list[int] | None:
-        """The ids of a turn, or None where it is free.
-
-        Raises:
-            RequestRejected: they cannot be sampled.
-        """
+        """The ids of a turn, or None where it is free."""
         call = ModelCall(request, _turn_number(request), len(self.calls), self.tokenizer, 0)
         turn = self._turn(call)
         if turn is None:
             return None
         ids = _checked(turn, request.name, RequestRejected)
-        _refuse_ids(ids, request, _vocabulary(self.inner))
+        # A model has padding rows past its tokenizer's ids, which can be sampled as well.
+        size = self.inner.vocabulary if isinstance(self.inner, VllmEngine) else self.tokenizer.size
+        _refuse_ids(ids, request, size)
         return ids
 
 
@@ -133,11 +127,9 @@ class ForcedStream(DeltaStream):
         self._engine.calls.append(self._record)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: Any) -> None:
         try:
-            await self._stream.__aexit__(kind, error, traceback)
+            await self._stream.__aexit__(*raised)
         finally:
             self.rest = self._stream.rest
             self.finish = self._record.finish = self._stream.finish
@@ -164,11 +156,7 @@ class ForcedStream(DeltaStream):
 
 
 def _reader(script: ForcedScript) -> Callable[[ModelCall], ForcedTurn]:
-    """What gives each turn's ids, or None where it is free.
-
-    Raises:
-        BadOption: `script` is none.
-    """
+    """What gives each turn's ids, or None where it is free."""
     if isinstance(script, Mapping):
         agents = {agent: _turns(turns) for agent, turns in script.items()}
         return lambda call: _listed(agents[call.agent], call) if call.agent in agents else None
@@ -229,22 +217,13 @@ def _refuse_engine(engine: Engine) -> None:
         )
 
 
-def _vocabulary(engine: Engine) -> int:
-    """Number of ids that can be sampled; a model has padding rows past its tokenizer's."""
-    return engine.vocabulary if isinstance(engine, VllmEngine) else engine.tokenizer.size
-
-
 def _turn_number(request: GenerationRequest) -> int:
     number = request.name.rpartition("/")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def _refuse_ids(ids: Sequence[int], request: GenerationRequest, vocabulary: int) -> None:
-    """Refuse what would be sampled otherwise than it is written.
-
-    Raises:
-        RequestRejected: says what and how to write it.
-    """
+    """Refuse what would be sampled otherwise than it is written."""
     name, longest = request.name, request.sampling.max_tokens
     if request.constraint is not None:
         raise RequestRejected(

@@ -135,14 +135,7 @@ def _leaks(engines: tuple[Engine, ...], before: set[str], settle: float) -> list
 
 
 def _inventory(engines: tuple[Engine, ...]) -> set[str]:
-    counters: tuple[Callable[[], Iterator[str]], ...] = (
-        _threads,
-        _processes,
-        _tasks,
-        _files,
-        lambda: _requests(engines),
-    )
-    return {item for counter in counters for item in counter()}
+    return {*_threads(), *_processes(), *_tasks(), *_files(), *_requests(engines)}
 
 
 def _threads() -> Iterator[str]:

@@ -40,6 +40,9 @@ from runner.trajectory import Trajectory
 
 __all__ = ["PLAYED", "WATCHDOGS", "Said", "play", "play_async", "play_many", "play_many_async"]
 
+# Pytest shows the line of the test, where the fix belongs.
+__tracebackhide__ = True
+
 T = TypeVar("T")
 
 Played: TypeAlias = Environment[Any] | type[Environment[Any]]
@@ -91,7 +94,6 @@ def play(
         AssertionError: replies were missing or left over, or the trajectory is not exact.
         BadInput: something given cannot be used; the message names it and the fix.
     """
-    __tracebackhide__ = True
     return at_once("play", partial(play_async, environment, engine, task=task, agent=agent, **options), engine, clock)
 
 
@@ -121,7 +123,6 @@ def play_many(
         AssertionError: replies were missing or left over, or a trajectory is not exact.
         BadInput: something given cannot be used; the message names it and the fix.
     """
-    __tracebackhide__ = True
     return at_once("play_many", partial(play_many_async, environment, engine, tasks=tasks, **options), engine, clock)
 
 
@@ -134,7 +135,6 @@ async def play_async(
     **options: Unpack[RunKeywords],
 ) -> Trajectory:
     """`play`, for an `async def` test."""
-    __tracebackhide__ = True
     try:
         return await _one(environment, engine, task, agent, options)
     except (AssertionError, DeltarunnerError) as error:
@@ -192,7 +192,6 @@ async def play_many_async(
     environment: Played, engine: Said, *, tasks: int | Tasks | None = None, **options: Unpack[RunKeywords]
 ) -> list[Trajectory]:
     """`play_many`, for an `async def` test."""
-    __tracebackhide__ = True
     try:
         return await _many(environment, engine, tasks, options)
     except (AssertionError, DeltarunnerError) as error:
@@ -216,10 +215,16 @@ async def _many(environment: Played, engine: Said, tasks: int | Tasks | None, op
 
 
 async def _played(environment: Played, engine: Engine, tasks: Tasks, options: RunKeywords) -> list[Trajectory]:
+    """Play on the event loop that the engine lives on, which need not be this one."""
     home: BlockingPortal | None = getattr(engine, "home", None)
     if home is None:
         return await _on_this_loop(environment, engine, tasks, options)
-    return await _at_home(home, partial(_on_this_loop, environment, engine, tasks, options))
+    future = home.start_task_soon(_on_this_loop, environment, engine, tasks, options)
+    try:
+        return await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True)
+    except BaseException:
+        future.cancel()
+        raise
 
 
 async def _on_this_loop(environment: Played, engine: Engine, tasks: Tasks, options: RunKeywords) -> list[Trajectory]:
@@ -240,19 +245,8 @@ async def _on_this_loop(environment: Played, engine: Engine, tasks: Tasks, optio
     return trajectories
 
 
-async def _at_home(home: BlockingPortal, function: Callable[[], Awaitable[T]]) -> T:
-    """Call it on the event loop that the engine lives on."""
-    future = home.start_task_soon(function)
-    try:
-        return await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True)
-    except BaseException:
-        future.cancel()
-        raise
-
-
 def at_once(name: str, function: Callable[[], Awaitable[T]], engine: Any, clock: VirtualClock | None) -> T:
     """Call it from code that is not async."""
-    __tracebackhide__ = True
     if _on_an_event_loop():
         raise RuntimeError(
             f"{name}() is for a plain `def test_...`, and this is called on an event loop: "
@@ -307,22 +301,18 @@ def engine_of(given: Said) -> Engine:
         case Engine():
             return given
         case str() | Reply():
-            return _answering(given)
+            return QueuedEngine().always(given)
         case [] | ():
             return _queue_of([])
         case list() | tuple() | Mapping() | Path() | RunFile():
             return ScriptedEngine(given, record=True)
     if callable(given) and not isinstance(given, type):
-        return _answering(given)
+        return QueuedEngine().always(given)
     name = given.__name__ if isinstance(given, type) else f"{given!r:.60}"
     raise BadOption(
         f"play(..., {name}): give an engine, such as the fixture `scripted_engine`, or what to say: a text, a list of "
         f"replies, a function, or a dict of these by agent."
     )
-
-
-def _answering(what: Any) -> QueuedEngine:
-    return QueuedEngine().always(what)
 
 
 def _check_nothing_left(leftovers: str, trajectories: Sequence[Trajectory]) -> None:

@@ -51,7 +51,6 @@ class CheckedEngine(ScriptedEngine):
         Raises:
             AssertionError: the problems, each with what to do.
         """
-        __tracebackhide__ = True
         problems, self.problems = self.problems, []
         if problems:
             raise AssertionError("\n".join(problems))
@@ -121,11 +120,10 @@ class QueuedEngine(CheckedEngine):
         Raises:
             BadOption: it is no reply, or cannot be cut so.
         """
-        __tracebackhide__ = True
         if not sayings:
             raise BadOption("say(): give what to say: a text, call(...), a list of token ids, Reply(...), a function.")
         try:
-            made = [_Saying(self._made(saying), chunks, latency, fault) for saying in sayings]
+            made = [_Saying(_as_said(saying), chunks, latency, fault) for saying in sayings]
             for saying in made:
                 if not callable(saying.what):
                     self._reply(saying, saying.what)  # what cannot be said is refused here, where it was written
@@ -140,9 +138,8 @@ class QueuedEngine(CheckedEngine):
         Raises:
             BadOption: it is no reply.
         """
-        __tracebackhide__ = True
         try:
-            self._always[agent] = _Saying(self._made(saying))
+            self._always[agent] = _Saying(_as_said(saying))
         except BadOption as error:
             raise error.with_traceback(None) from None
         return self
@@ -162,12 +159,6 @@ class QueuedEngine(CheckedEngine):
             f"{count} never said:{listed}\n"
             f"The episode ended before, or too many were given: take them out, or {self.to_drop}."
         )
-
-    @staticmethod
-    def _made(saying: Saying) -> Reply | Callable[[ModelCall], Any]:
-        if callable(saying):
-            return saying
-        return _as_reply(saying)
 
     async def _answer(self, call: ModelCall) -> Reply:
         queue = self._queues.get(call.agent)
@@ -200,9 +191,7 @@ class QueuedEngine(CheckedEngine):
         )
 
 
-@cache  # compiled once a process: tests make many engines
-def _loaded(template: str) -> ChatTemplate:
-    return ChatTemplate.load(template)
+_loaded = cache(ChatTemplate.load)  # compiled once a process: tests make many engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +203,7 @@ class _Saying:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Settings of a scripted engine that come from elsewhere than a call.
-
-    Raises:
-        BadOption: there is no such setting.
-    """
+    """Refuse settings that a scripted engine does not have."""
     known = inspect.signature(ScriptedEngine.__init__).parameters.keys() - {"self", "replies", "record"}
     for name in settings.keys() - known:
         raise BadOption(f"there is no setting {name!r}; these are: {', '.join(sorted(known))}.")
@@ -235,25 +220,17 @@ def show_reply(what: Any) -> str:
     return " and ".join([*([f"{what.text!r:.60}"] if what.text or not calls else []), *calls])
 
 
+def _as_said(saying: Saying) -> Reply | Callable[[ModelCall], Any]:
+    return saying if callable(saying) else _as_reply(saying)
+
+
 def _as_reply(saying: Any) -> Reply:
-    return Reply(ids=tuple(saying)) if _is_ids(saying) else as_reply(saying)
-
-
-def _is_ids(saying: Any) -> bool:
-    return (
-        isinstance(saying, Sequence)
-        and not isinstance(saying, str | bytes)
-        and len(saying) > 0
-        and all(map(is_whole, saying))
-    )
+    is_listed = isinstance(saying, Sequence) and not isinstance(saying, str | bytes) and len(saying) > 0
+    return Reply(ids=tuple(saying)) if is_listed and all(map(is_whole, saying)) else as_reply(saying)
 
 
 async def _asked(speaker: Callable[[ModelCall], Any], call: ModelCall) -> Reply:
-    """What a function says.
-
-    Raises:
-        RequestRejected: it raised, or gave no reply.
-    """
+    """What a function says; the turn is refused where it raises or gives no reply."""
     name = getattr(speaker, "__qualname__", type(speaker).__name__)
     try:
         answer = speaker(call)

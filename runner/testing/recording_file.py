@@ -73,18 +73,14 @@ class RecordedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What is in a file."""
+    """What is in a file: turns, and what the model has that said them."""
 
     path: Path
-    """The file."""
     turns: Sequence[RecordedTurn]
     """The turns, sorted by name."""
     tokenizer: Tokenizer
-    """The vocabulary of the model that spoke."""
     template: ChatTemplate
-    """The chat template of the model."""
     stop_ids: tuple[int, ...]
-    """The ids that ended its turns."""
     context: int
     """The most ids that a prompt and what is sampled on it may have together."""
 
@@ -98,16 +94,7 @@ def write_recording(path: Path, engine: Engine, turns: Sequence[RecordedTurn]) -
 
 
 def read_recording(path: Path, tokenizer: Tokenizer | None) -> Recording:
-    """Read it back.
-
-    Args:
-        path: the file.
-        tokenizer: the vocabulary, where it cannot be loaded by the model's name.
-
-    Raises:
-        BadInput: the file is missing, damaged, edited by hand or of another version, or its vocabulary or template is
-            not what it was; the message says what to do.
-    """
+    """Read it back, with `tokenizer` where the vocabulary cannot be loaded by the model's name."""
     document = _read(path)
     said = document["engine"]
     return Recording(
@@ -124,7 +111,7 @@ def read_recording(path: Path, tokenizer: Tokenizer | None) -> Recording:
 
 
 def _described(engine: Engine) -> dict[str, Any]:
-    tokenizer, template = engine.tokenizer, engine.template
+    tokenizer, template, model = engine.tokenizer, engine.template, engine.describe().get("model")
     own = next((name for name, make in _OWN.items() if make().fingerprint == tokenizer.fingerprint), None)
     try:
         bundled = ChatTemplate.load(template.name).fingerprint == template.fingerprint
@@ -132,17 +119,12 @@ def _described(engine: Engine) -> dict[str, Any]:
         bundled = False
     text = {} if bundled else {"text": template.text, "variables": dict(template.variables)}
     return {
-        "vocabulary": own or _model_of(engine),
+        "vocabulary": own or (model if isinstance(model, str) else None),
         "fingerprint": tokenizer.fingerprint,
         "template": {"name": template.name, "fingerprint": template.fingerprint, **text},
         "stop_ids": list(engine.stop_ids),
         "context": engine.context,
     }
-
-
-def _model_of(engine: Engine) -> str | None:
-    model = engine.describe().get("model")
-    return model if isinstance(model, str) else None
 
 
 def _written(calls: Sequence[RecordedTurn], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:

@@ -5,17 +5,9 @@ from __future__ import annotations
 import re
 from array import array
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-from runner.engines.base import (
-    Delta,
-    DeltaStream,
-    Engine,
-    Finish,
-    FinishReason,
-    GenerationRequest,
-)
+from runner.engines.base import Delta, DeltaStream, Engine, Finish, FinishReason, GenerationRequest
 from runner.engines.scripted.script import ModelCall, Reply
 from runner.engines.wrapping import WrappedEngine
 from runner.errors import BadInput, BadOption, RequestRejected
@@ -157,10 +149,8 @@ class _RecordedStream(DeltaStream):
         self._calls.append(self._call)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._inner.__aexit__(kind, error, traceback)
+    async def __aexit__(self, *raised: Any) -> None:
+        await self._inner.__aexit__(*raised)
         for delta in self._inner.rest:
             self._call.hear(delta)
         self._call.end(self._inner.finish)
@@ -195,9 +185,6 @@ class Cassette:
             source: what is recorded: an engine, or a function that gives one; by default `real_engine()`.
             name: tells the recordings of a test apart.
             tokenizer: the vocabulary, where it cannot be loaded by the model's name.
-
-        Raises:
-            BadInput: the recording cannot be played back.
         """
         path = self._path(name)
         if path in self._recorded:
@@ -214,11 +201,7 @@ class Cassette:
         return recording
 
     def save(self) -> None:
-        """Write what was recorded.
-
-        Raises:
-            BadInput: there is nothing to write.
-        """
+        """Write what was recorded."""
         for path, recording in self._recorded.items():
             if recording is not None:
                 recording.save(path)

@@ -79,7 +79,7 @@ def tool_calls(tools: Sequence[Tool] | None = None) -> SearchStrategy[ToolCall]:
         raise BadOption(f"tool_calls({tools!r:.60}): give an environment's tools: Calculator().bound_tools().")
     if not tools:
         raise BadOption("tool_calls([]): give at least one tool, or none at all for calls of any name.")
-    return st.one_of([_calls_of(tool) for tool in tools])
+    return st.one_of([st.builds(ToolCall, st.just(""), st.just(tool.name), _arguments(tool)) for tool in tools])
 
 
 def conversations(*, max_messages: int = 6, text: SearchStrategy[str] | None = None) -> SearchStrategy[list[Message]]:
@@ -125,9 +125,8 @@ def _conversation(draw: st.DrawFn, most: int, text: SearchStrategy[str]) -> list
     return messages
 
 
-@st.composite
-def _calls_of(draw: st.DrawFn, tool: Tool) -> ToolCall:
-    return ToolCall("", tool.name, draw(_fitting(tool.parameters, tool.parameters.get("$defs", {}))))
+def _arguments(tool: Tool) -> SearchStrategy[Any]:
+    return _fitting(tool.parameters, tool.parameters.get("$defs", {}))
 
 
 def _fitting(schema: JsonSchema, definitions: JsonSchema) -> SearchStrategy[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
 from runner.concurrency.loop_lag import TICK, Blocker, LagMonitor
@@ -37,9 +36,7 @@ class LoopWatchdog:
             self._monitor = await LagMonitor(Workers(1), tick=self._tick).__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth:
             return

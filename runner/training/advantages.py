@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from runner.errors import BadBatch, BadOption
+from runner.errors import BadBatch
 
-__all__ = ["AdvantageRule", "checked_rule", "dr_grpo", "grpo", "rloo", "without_spread"]
+__all__ = ["AdvantageRule", "dr_grpo", "grpo", "rloo", "without_spread"]
 
 AdvantageRule: TypeAlias = Callable[[NDArray[np.float32], NDArray[np.int32]], NDArray[np.floating[Any]]]
 """From rewards and groups, one of each for a trajectory, to one advantage for each."""
+
+_ByGroup: TypeAlias = tuple[NDArray[np.float64], NDArray[np.intp], NDArray[np.intp]]
 
 # Every function takes one number for a *trajectory*, however many segments it has: where each row counts by itself, a
 # history that was rewritten often weighs more in its group's mean than one that was not.
@@ -36,10 +37,10 @@ def grpo(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-3) -> NDA
     Raises:
         BadBatch: the arrays do not fit each other, a reward is not finite, or no group has two members.
     """
-    compared = _Compared.of(rewards, groups)
-    squares = np.bincount(compared.index, compared.centred**2, minlength=len(compared.count))
-    deviation = np.sqrt(squares / np.maximum(compared.count - 1, 1))
-    return _float32(compared.centred / (deviation + epsilon)[compared.index])
+    centred, index, count = _compared(rewards, groups)
+    squares = np.bincount(index, centred**2, minlength=len(count))
+    deviation = np.sqrt(squares / np.maximum(count - 1, 1))
+    return np.asarray(centred / (deviation + epsilon)[index], dtype=np.float32)
 
 
 def rloo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
@@ -47,10 +48,10 @@ def rloo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
 
     Arguments, what is returned and raised, and groups that get 0: as for `grpo`.
     """
-    compared = _Compared.of(rewards, groups)
+    centred, index, count = _compared(rewards, groups)
     # reward - (sum - reward) / (n - 1), written with the mean.
-    factor = compared.count / np.maximum(compared.count - 1, 1)
-    return _float32(compared.centred * factor[compared.index])
+    factor = count / np.maximum(count - 1, 1)
+    return np.asarray(centred * factor[index], dtype=np.float32)
 
 
 def dr_grpo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
@@ -58,63 +59,31 @@ def dr_grpo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
 
     Arguments, what is returned and raised, and groups that get 0: as for `grpo`.
     """
-    return _float32(_Compared.of(rewards, groups).centred)
-
-
-def checked_rule(rule: AdvantageRule) -> AdvantageRule:
-    """The rule itself.
-
-    Raises:
-        BadOption: the rule is no function, such as the name of one.
-    """
-    if not callable(rule):
-        raise BadOption(
-            f"advantages={rule!r:.60}: give a function: grpo, rloo or dr_grpo (from runner.training import grpo), or "
-            "one of yours from rewards and groups. Values that you have go to batch.with_advantages(values)."
-        )
-    return rule
+    centred, _, _ = _compared(rewards, groups)
+    return centred.astype(np.float32)
 
 
 def without_spread(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.bool_]:
-    """Which trajectories are in a group whose rewards are all equal, so that comparing them teaches nothing.
-
-    Args:
-        rewards: one for each trajectory, shape [trajectories].
-        groups: which group each belongs to, any labels, shape [trajectories].
-
-    Returns:
-        True in groups without spread, those with a single member among them; shape [trajectories], bool.
-
-    Raises:
-        BadBatch: the arrays do not fit each other, or a reward is not finite.
-    """
+    """Which trajectories are in a group whose rewards are all equal, or that has one member; shape [trajectories]."""
     values, index, count = _checked(rewards, groups)
     return _flat(values, index, len(count))
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """Rewards against their group's mean; exactly 0 where a group has no spread."""
-
-    centred: NDArray[np.float64]
-    index: NDArray[np.intp]
-    count: NDArray[np.intp]
-
-    @classmethod
-    def of(cls, rewards: ArrayLike, groups: ArrayLike) -> _Compared:
-        values, index, count = _checked(rewards, groups)
-        if len(values) and count.max() < 2:
-            raise BadBatch(
-                "no group has two scored trajectories, so there is nothing to compare: give whole groups "
-                "(`run.groups()`, or `grouped(trajectories, group_size=8)`) and play with group_size=2 or more."
-            )
-        mean = np.bincount(index, values, minlength=len(count)) / np.maximum(count, 1)
-        # A mean of equal numbers may differ from them in the last bit, which a small epsilon would blow up.
-        centred = np.where(_flat(values, index, len(count)), 0.0, values - mean[index])
-        return cls(centred, index, count)
+def _compared(rewards: ArrayLike, groups: ArrayLike) -> _ByGroup:
+    """As `_checked`, with each reward less its group's mean; exactly 0 where a group has no spread."""
+    values, index, count = _checked(rewards, groups)
+    if len(values) and count.max() < 2:
+        raise BadBatch(
+            "no group has two scored trajectories, so there is nothing to compare: give whole groups "
+            "(`run.groups()`, or `grouped(trajectories, group_size=8)`) and play with group_size=2 or more."
+        )
+    mean = np.bincount(index, values, minlength=len(count)) / np.maximum(count, 1)
+    # A mean of equal numbers may differ from them in the last bit, which a small epsilon would blow up.
+    return np.where(_flat(values, index, len(count)), 0.0, values - mean[index]), index, count
 
 
-def _checked(rewards: ArrayLike, groups: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.intp], NDArray[np.intp]]:
+def _checked(rewards: ArrayLike, groups: ArrayLike) -> _ByGroup:
+    """A value of each trajectory, the index of each one's group, and the number of members of each group."""
     values, labels = np.asarray(rewards, dtype=np.float64), np.asarray(groups)
     if values.ndim != 1 or values.shape != labels.shape:
         raise BadBatch(
@@ -134,7 +103,3 @@ def _flat(values: NDArray[np.float64], index: NDArray[np.intp], groups: int) -> 
     np.maximum.at(high, index, values)
     flat: NDArray[np.bool_] = (low == high)[index]
     return flat
-
-
-def _float32(values: NDArray[Any]) -> NDArray[np.float32]:
-    return values.astype(np.float32)

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from runner.checked import is_whole, whole
 from runner.errors import BadBatch, BadOption
-from runner.training.advantages import AdvantageRule, checked_rule
+from runner.training.advantages import AdvantageRule
 from runner.training.exactness import constrained_ids, inexact_reason, temperatures
 from runner.training.packing import Layout
 from runner.training.rows import NO_VERSION, TrainingRow
@@ -184,7 +184,13 @@ class TrainingBatch:
         )
         if advantages is None:
             return batch
-        return batch.with_advantages(checked_rule(advantages)(batch.rewards, batch.group_of))
+        if not callable(advantages):
+            raise BadOption(
+                f"advantages={advantages!r:.60}: give a function: grpo, rloo or dr_grpo (from runner.training import "
+                "grpo), or one of yours from rewards and groups. Values that you have go to "
+                "batch.with_advantages(values)."
+            )
+        return batch.with_advantages(advantages(batch.rewards, batch.group_of))
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -251,21 +257,12 @@ class TrainingBatch:
         """The arrays as tensors of their own, on a device."""
         import torch
 
-        def tensor(array: NDArray[Any], dtype: Any) -> torch.Tensor:
+        def tensor(name: str) -> torch.Tensor:
+            array = getattr(self, name)
+            dtype = torch.bool if name == "loss_mask" else torch.float32 if array.dtype.kind == "f" else torch.int64
             return torch.tensor(array, dtype=dtype, device=device)
 
-        return TrainingTensors(
-            input_ids=tensor(self.input_ids, torch.int64),
-            attention_mask=tensor(self.attention_mask, torch.int64),
-            position_ids=tensor(self.position_ids, torch.int64),
-            segment_ids=tensor(self.segment_ids, torch.int64),
-            loss_mask=tensor(self.loss_mask, torch.bool),
-            logprobs=tensor(self.logprobs, torch.float32),
-            temperatures=tensor(self.temperatures, torch.float32),
-            advantages=tensor(self.advantages, torch.float32),
-            weight_versions=tensor(self.weight_versions, torch.int64),
-            masks=self.masks,
-        )
+        return TrainingTensors(**{name: tensor(name) for name in _TENSORS}, masks=self.masks)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -313,12 +310,14 @@ class TrainingTensors:
             BadOption: `sequences` is below 1.
         """
         whole(f"sequences={sequences!r}", sequences, least=1)
-        names = [each.name for each in dataclasses.fields(self) if each.name != "masks"]
         for start in range(0, len(self.input_ids), sequences):
             part = slice(start, start + sequences)
             # The table of masks is shared: it has no rows of its own for the sequences.
             masks = None if self.masks is None else dataclasses.replace(self.masks, index=self.masks.index[part])
-            yield TrainingTensors(**{name: getattr(self, name)[part] for name in names}, masks=masks)
+            yield TrainingTensors(**{name: getattr(self, name)[part] for name in _TENSORS}, masks=masks)
+
+
+_TENSORS = [each.name for each in dataclasses.fields(TrainingTensors) if each.name != "masks"]
 
 
 def _check_lengths(rows: Sequence[TrainingRow], length: int) -> None:

@@ -26,12 +26,7 @@ def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False) -> str:
     adapters sampled no one policy. A temperature is no such reason, since a trainer can apply it, and a grammar is none
     where its masks are at hand.
 
-    Args:
-        rows: what is trained on.
-        masked: the grammar's masks are at hand.
-
-    Returns:
-        Each reason, with how many turns it concerns, or ids.
+    Each reason comes with how many turns, or ids, it concerns. `masked`: the grammar's masks are at hand.
     """
     samplings = [turn.sampling for row in rows for turn in _trained(row)]
     turns = Counter(reason for sampling in samplings for reason in _reasons(sampling))

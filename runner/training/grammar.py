@@ -83,7 +83,12 @@ class GrammarMasks:
         given = getattr(engine, "given", None)
         if given is None or not hasattr(engine, "vocabulary"):
             raise BadOption(f"{type(engine).__name__} has no token masks: give a VllmEngine that was entered.")
-        _check_logprobs(given.get("logprobs_mode", _MASKED))
+        mode = given.get("logprobs_mode", _MASKED)
+        if mode != _MASKED:
+            raise BadOption(
+                f"VllmEngine(logprobs_mode={mode!r}): what is recorded is then no log-probability after mask and "
+                f"temperature, and no ratio is exact. Leave it out: {_MASKED!r} is the default."
+            )
         any_whitespace = _any_whitespace(
             given.get("structured_outputs_config", {"backend": "xgrammar"}), given.get("reasoning_parser")
         )
@@ -155,12 +160,10 @@ class GrammarMasks:
             else:
                 mask.fill(-1)
             # The mask is asked first, since the matcher prints a line about an id that it refuses.
-            if not self._allows(mask[0], token_id) or not matcher.accept_token(token_id):
+            allowed = 0 <= token_id < self.vocabulary and mask[0, token_id // WORD] >> token_id % WORD & 1
+            if not allowed or not matcher.accept_token(token_id):
                 raise BadBatch(_misfit(turn.constraint, name, position, token_id))
         return index
-
-    def _allows(self, mask: NDArray[np.int32], token_id: int) -> bool:
-        return 0 <= token_id < self.vocabulary and bool(mask[token_id // WORD] >> token_id % WORD & 1)
 
     def _matcher(self, turn: Turn, name: str) -> Any:
         assert turn.constraint is not None
@@ -210,20 +213,8 @@ def _misfit(constraint: Constraint, name: str, position: int, token_id: int) -> 
     )
 
 
-def _check_logprobs(mode: str) -> None:
-    if mode != _MASKED:
-        raise BadOption(
-            f"VllmEngine(logprobs_mode={mode!r}): what is recorded is then no log-probability after mask and "
-            f"temperature, and no ratio is exact. Leave it out: {_MASKED!r} is the default."
-        )
-
-
 def _any_whitespace(config: Any, reasoning_parser: str | None) -> bool:
-    """What an engine's `structured_outputs_config` says of JSON.
-
-    Raises:
-        BadOption: masks cannot be told from it.
-    """
+    """What an engine's `structured_outputs_config` says of JSON; refused where masks cannot be told from it."""
 
     def setting(name: str, default: Any) -> Any:
         return config.get(name, default) if isinstance(config, Mapping) else getattr(config, name, default)
@@ -246,8 +237,9 @@ def _xgrammar() -> Any:
     try:
         import xgrammar
     except ImportError as error:
-        what = "token masks of grammars need xgrammar"
-        raise BadInput(f"{what} ({error}): pip install 'deltarunner[grammars]'") from error
+        raise BadInput(
+            f"token masks of grammars need xgrammar ({error}): pip install 'deltarunner[grammars]'"
+        ) from error
     return xgrammar
 
 

@@ -20,9 +20,7 @@ class Layout:
     """Where rows of different lengths stand in arrays of shape [sequences, length]; none is cut or wraps around."""
 
     sequences: int
-    """The number of sequences."""
     length: int
-    """The length of each sequence."""
     lengths: NDArray[np.int64]
     """The lengths of the rows, in the order they were given, shape [rows], int64."""
     starts: NDArray[np.int64]
@@ -36,9 +34,6 @@ class Layout:
             lengths: the lengths of the rows.
             length: the length of the sequences; by default that of the longest row.
             multiple_of: the length is rounded up to a multiple of this.
-
-        Raises:
-            BadOption: a row does not fit, or an argument is below 1.
         """
         whole(f"multiple_of={multiple_of!r}", multiple_of, least=1)
         longest = max(lengths, default=0)
@@ -55,20 +50,12 @@ class Layout:
         """The longest row first, each into the first sequence that has room for it.
 
         Rows of one length stay in the order they were given, so the same rows are always packed in the same way.
-
-        Args:
-            lengths: the lengths of the rows.
-            length: the length of the sequences.
-
-        Raises:
-            BadOption: a row does not fit, or `length` is below 1.
         """
         whole(f"length={length!r}", length, least=1)
         _fits(max(lengths, default=0), length)
         room = np.full(len(lengths), length, dtype=np.int64)  # never more sequences than rows
         starts = np.zeros(len(lengths), dtype=np.int64)
         used = 0
-        # Stable, so that rows of one length keep their order.
         for row in np.argsort(-_int64(lengths), kind="stable"):
             sequence = int(np.argmax(room[: used + 1] >= lengths[row]))
             used = max(used, sequence + 1)

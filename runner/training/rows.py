@@ -22,7 +22,6 @@ class TrainingRow:
     """One segment. Every array is aligned with `ids`: position p tells of `ids[p]` given `ids[:p]`."""
 
     trajectory: Trajectory
-    """The trajectory whose segment this is."""
     segment: int
     """The index of the segment in the trajectory."""
     ids: NDArray[np.int32]
@@ -50,12 +49,7 @@ class TrainingRow:
 
 
 def rows_of(trajectory: Trajectory, versions: Mapping[str, int]) -> list[TrainingRow]:
-    """The rows of a trajectory, one for each segment in which something is trained.
-
-    Args:
-        trajectory: committed; its arrays are copied.
-        versions: the table of weight versions, see `version_table`.
-    """
+    """The rows of a trajectory, one for each segment in which something is trained; its arrays are copied."""
     rows = [_row(trajectory, index, versions) for index in range(len(trajectory.segments))]
     return [row for row in rows if row.loss_mask.any()]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
@@ -89,8 +89,7 @@ class Selection:
             BadBatch: nothing was given, or what is no group; a group is not complete; a trajectory was given twice; a
                 reward is not finite; an id is not in the vocabulary.
         """
-        items = _items(source)
-        _check_complete(items, partial)
+        items = _items(source, partial=partial, drop_flat=drop_flat)
         scored, absent = _present(items)
         rewards = _rewards([trajectory for trajectory, _ in scored])
         group_of = np.array([group for _, group in scored], dtype=np.int32)
@@ -98,7 +97,6 @@ class Selection:
         flat = without_spread(rewards, group_of)
         groups = tuple(_compared(item, group_of == index, flat) for index, item in enumerate(items))
         if drop_flat:
-            _check_compared(items)
             scored = [each for each, dropped in zip(scored, flat, strict=True) if not dropped]
             rewards, group_of = rewards[~flat], group_of[~flat]
         trajectories = tuple(trajectory for trajectory, _ in scored)
@@ -127,69 +125,50 @@ def name_of(trajectory: Trajectory) -> str:
     return f"episode {trajectory.id!r} of agent {trajectory.agent!r}"
 
 
-def _items(source: Source) -> Sequence[Group | Trajectory]:
+def _items(source: Source, *, partial: bool, drop_flat: bool) -> Sequence[Group | Trajectory]:
+    """What was given, each of it fit to be compared."""
     if not isinstance(source, Iterable):
         raise BadBatch(
             f"{type(source).__name__} cannot be made a batch of: give a list of groups, such as "
             "[group async for group in run.groups()], or of trajectories."
         )
     items = list(source)
+    if not items:
+        raise BadBatch("no groups were given: an iterator that has been read before gives nothing a second time.")
     for item in items:
         if not isinstance(item, Group | Trajectory):
             raise BadBatch(f"{item!r:.60} is neither a group nor a trajectory.")
-    if not items:
-        raise BadBatch("no groups were given: an iterator that has been read before gives nothing a second time.")
-    return items
-
-
-def _check_complete(items: Sequence[Group | Trajectory], partial: bool) -> None:
-    for item in items:
         if isinstance(item, Group) and not item.complete and not partial:
+            scored = sum(not _absence(trajectory) for trajectory in item.trajectories)
             raise BadBatch(
                 f"the group of task {item.task.id!r}, agent {item.agent!r}, is not complete: it has "
-                f"{_scored_count(item)} scored episodes, and others were not played to their end. Leave it out, or "
+                f"{scored} scored episodes, and others were not played to their end. Leave it out, or "
                 "give partial=True to compare what there is."
             )
-
-
-def _scored_count(group: Group) -> int:
-    return sum(not _absence(trajectory) for trajectory in group.trajectories)
-
-
-def _check_compared(items: Sequence[Group | Trajectory]) -> None:
-    for item in items:
-        if isinstance(item, Trajectory):
+        if isinstance(item, Trajectory) and drop_flat:
             raise BadBatch(
                 f"drop_flat=True: {name_of(item)} was given by itself, so there is no group to have spread. Give "
                 "groups: run.groups(), or grouped(trajectories, group_size=8)."
             )
-
-
-def _members(item: Group | Trajectory) -> Sequence[Trajectory]:
-    return (item,) if isinstance(item, Trajectory) else item.trajectories
+    return items
 
 
 def _present(items: Sequence[Group | Trajectory]) -> tuple[list[tuple[Trajectory, int]], Mapping[str, int]]:
     """The trajectories that have a reward, each with its item's index; and how many have none, by why."""
     scored: list[tuple[Trajectory, int]] = []
     absent: Counter[str] = Counter()
-    for trajectory, index in _once(items):
-        why = _absence(trajectory)
-        if why:
-            absent[why] += 1
-        else:
-            scored.append((trajectory, index))
-    return scored, dict(absent)
-
-
-def _once(items: Sequence[Group | Trajectory]) -> Iterator[tuple[Trajectory, int]]:
     seen: set[Trajectory] = set()
     for index, item in enumerate(items):
-        for trajectory in _members(item):
+        for trajectory in (item,) if isinstance(item, Trajectory) else item.trajectories:
             if trajectory in seen:
                 raise BadBatch(f"{name_of(trajectory)} was given twice: it would count twice.")
             seen.add(trajectory)
-            yield trajectory, index
+            why = _absence(trajectory)
+            if why:
+                absent[why] += 1
+            else:
+                scored.append((trajectory, index))
+    return scored, dict(absent)
 
 
 def _absence(trajectory: Trajectory) -> str:

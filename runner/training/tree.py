@@ -39,8 +39,6 @@ class LossTerms:
     """The id whose probability the term is about, shape [terms], int32."""
     parent_node: NDArray[np.int32]
     """The node whose logits predict it, shape [terms], int32."""
-    logit: NDArray[np.int32]
-    """The same node, as an index into `TokenTree.logit_nodes`, shape [terms], int32."""
     logprobs: NDArray[np.float32]
     """The log-probability that it was sampled with in this row, in nats, shape [terms], float32."""
     temperatures: NDArray[np.float32]
@@ -50,6 +48,8 @@ class LossTerms:
     """
     versions: NDArray[np.int32]
     """The index of its weight version in this row into the table of versions, shape [terms], int32."""
+    logit: NDArray[np.int32]
+    """The parent node, as an index into `TokenTree.logit_nodes`, shape [terms], int32."""
 
     def __len__(self) -> int:
         return len(self.row)
@@ -247,7 +247,11 @@ def _tree(rows: Sequence[TrainingRow], order: Sequence[int], shared: Sequence[in
         parents[path[1:]] = path[:-1]
         leave[path] = path[-1:] + 1  # later rows reach further, so what stands is the last node below
     members = sorted(paths)
-    terms = _terms(rows, [(index, paths[index]) for index in members])
+    # An empty piece of each type goes first, since a tree may have no rows, and np.concatenate takes no empty list.
+    pieces = [tuple(np.empty(0, kind) for kind in _TERM_KINDS), *(_terms(rows[at], at, paths[at]) for at in members)]
+    joined = [np.concatenate(each) for each in zip(*pieces, strict=True)]
+    logit_nodes, logit = np.unique(joined[3], return_inverse=True)  # of the parent nodes
+    joined.append(logit.astype(np.int32))
     return TokenTree(
         ids=ids,
         parents=parents,
@@ -255,8 +259,8 @@ def _tree(rows: Sequence[TrainingRow], order: Sequence[int], shared: Sequence[in
         leave=leave,
         rows=np.array(members, dtype=np.int32),
         row_nodes=tuple(paths[index] for index in members),
-        logit_nodes=np.unique(terms.parent_node),
-        terms=terms,
+        logit_nodes=logit_nodes,
+        terms=LossTerms(*joined),
     )
 
 
@@ -269,26 +273,8 @@ def _paths(lengths: Sequence[int], shared: Sequence[int]) -> Iterator[_Nodes]:
         yield path
 
 
-def _terms(rows: Sequence[TrainingRow], paths: Iterable[tuple[int, _Nodes]]) -> LossTerms:
-    # An empty piece of each type goes first, since a tree may have no rows, and np.concatenate takes no empty list.
-    pieces = [_row_terms(rows[index], index, path) for index, path in paths]
-    empty = tuple(np.empty(0, dtype=kind) for kind in _TERM_KINDS)
-    row, position, target, parent, logprobs, temperature, versions = map(
-        np.concatenate, zip(empty, *pieces, strict=True)
-    )
-    return LossTerms(
-        row=row,
-        position=position,
-        target_id=target,
-        parent_node=parent,
-        logit=np.unique(parent, return_inverse=True)[1].astype(np.int32),
-        logprobs=logprobs,
-        temperatures=temperature,
-        versions=versions,
-    )
-
-
-def _row_terms(row: TrainingRow, index: int, path: _Nodes) -> tuple[NDArray[Any], ...]:
+def _terms(row: TrainingRow, index: int, path: _Nodes) -> tuple[NDArray[Any], ...]:
+    """The fields of one row's `LossTerms` in their order, without the last one, `logit`, which takes the whole tree."""
     # The first id has no node before it; it is never trained.
     at = (np.flatnonzero(row.loss_mask[1:]) + 1).astype(np.int32)
     values = (row.ids[at], path[at - 1], row.logprobs[at], temperatures(row)[at], row.versions[at])

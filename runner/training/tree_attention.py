@@ -38,9 +38,6 @@ def tree_attention(
 
     Returns:
         Shape [1, nodes, heads, width], and no weights.
-
-    Raises:
-        BadModel: the layer asks for more than a scaled softmax.
     """
     is_tree = (
         attention_mask is not None and attention_mask.shape[:3] == (1, 1, 1) and attention_mask.dtype == torch.int64

@@ -47,8 +47,10 @@ def tree_inputs(tree: TokenTree, dtype: Any = None, *, device: Any = None) -> di
     Returns:
         `input_ids` and `position_ids`, shape [1, nodes], int64, and `attention_mask`, shape [1, 1, nodes, nodes].
     """
-    sees = torch.from_numpy(tree.mask()).to(device)[None, None]
-    return _inputs(tree, sees if dtype is None else _added(sees, dtype), device)
+    mask = torch.from_numpy(tree.mask()).to(device)[None, None]
+    if dtype is not None:
+        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+    return _inputs(tree, mask, device)
 
 
 def block_mask(tree: TokenTree, device: Any = None) -> Any:
@@ -213,10 +215,6 @@ def _inputs_for(bare: Any, tree: TokenTree, device: Any) -> dict[str, Any]:
 
 def _indices(array: NDArray[np.int32], device: Any) -> Any:
     return torch.from_numpy(array.astype(np.int64)).to(device)
-
-
-def _added(sees: Any, dtype: Any) -> Any:
-    return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, torch.finfo(dtype).min)
 
 
 def _bare(model: Any) -> Any:

@@ -82,10 +82,6 @@ def first_misfit(path: Path, header: Header) -> Difference | None:
     """The first thing of the file at `path` in which its episodes do not fit one another, or None.
 
     A run that is being written is looked at as it is at one moment.
-
-    Args:
-        path: the run file.
-        header: the configuration of the run.
     """
     with storage_faults(path), closing(open_reader(path)) as connection:
         connection.execute("BEGIN")  # every statement sees the file as it is at the first one
@@ -146,9 +142,8 @@ def launch_difference(path: Path, header: Header) -> Difference | None:
             try:
                 changes = header.refused(Header.from_json(text))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                return Difference(
-                    kind=Kind.HEADER, explanation=f"the header of launch {number} is damaged ({error})", stored=text
-                )
+                damaged = f"the header of launch {number} is damaged ({error})"
+                return Difference(kind=Kind.HEADER, explanation=damaged, stored=text)
             if changes:
                 return Difference(
                     kind=Kind.HEADER,

@@ -65,11 +65,9 @@ class Difference:
     explanation: str
     """The same for people."""
     episode: str = ""
-    """The id of the episode."""
+    """The id of the episode; "" where it is in none."""
     agent: str = ""
-    """The agent whose trajectory it is."""
     attempt: int = 0
-    """The attempt at the episode."""
     segment: int | None = None
     """The segment of the trajectory; None where the difference is in none."""
     turn: int | None = None
@@ -100,7 +98,6 @@ class Spoken:
     """The text of a turn's ids, with those of the cut turns that it goes on with."""
 
     turn: Turn
-    """The turn that said it."""
     begin: int
     """The first of the ids, as an index into the segment's."""
     text: str
@@ -110,9 +107,7 @@ class Spoken:
 class Comparison:
     """Compares what is stored with what was derived, in one turn of a trajectory after the other.
 
-    Args:
-        trajectory: what is looked at.
-        decode: ids to text.
+    Each comparison raises `DifferenceFound` where the two differ.
     """
 
     def __init__(self, trajectory: Trajectory, decode: Callable[[Ids], str]) -> None:
@@ -124,11 +119,7 @@ class Comparison:
         self._decode = decode
 
     def differ(self, kind: Kind, explanation: str, **fields: Any) -> NoReturn:
-        """Say that something differs here.
-
-        Raises:
-            DifferenceFound: always.
-        """
+        """Raise `DifferenceFound`: something differs here."""
         trajectory = self._trajectory
         difference = Difference(
             kind=kind,
@@ -143,11 +134,7 @@ class Comparison:
         raise DifferenceFound(difference)
 
     def ids(self, kind: Kind, stored: Ids, derived: Ids, start: int) -> None:
-        """Compare ids, both from `start` of the segment on.
-
-        Raises:
-            DifferenceFound: they differ.
-        """
+        """Compare ids, both from `start` of the segment on."""
         if list(stored) == list(derived):
             return
         at = first_mismatch(stored, derived)
@@ -164,11 +151,7 @@ class Comparison:
         )
 
     def text(self, kind: Kind, what: str, stored: str, derived: str, spoken: Spoken) -> None:
-        """Compare text with what was read from sampled ids.
-
-        Raises:
-            DifferenceFound: they differ.
-        """
+        """Compare text with what was read from sampled ids."""
         if stored == derived:
             return
         at = first_mismatch(stored, derived)

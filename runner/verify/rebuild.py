@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from datetime import datetime
+from types import SimpleNamespace
 from typing import Any, cast
 
 from runner.engines.base import Engine, FinishReason
@@ -45,27 +46,16 @@ def stored_chat(
     history: History,
 ) -> ChatModel:
     """The chat model of a run whose engine is not running: it makes prompts and reads turns, and samples nothing."""
-    engine = _Vocabulary(tokenizer, template, tuple(stop_ids))
+    # As much of an engine as prompts are made with.
+    engine = SimpleNamespace(tokenizer=tokenizer, template=template, stop_ids=tuple(stop_ids))
     return ChatModel(cast("Engine", engine), options=options, now=now, history=history)
-
-
-@dataclass(frozen=True, slots=True)
-class _Vocabulary:
-    """As much of an engine as prompts are made with."""
-
-    tokenizer: Tokenizer
-    template: ChatTemplate
-    stop_ids: tuple[int, ...]
 
 
 def first_difference(trajectory: Trajectory, chat: ChatModel) -> Difference | None:
     """The first thing of `trajectory` that does not follow from its messages and its sampled ids, or None.
 
-    Every prompt is rendered whole. Messages at the end that the model never saw are not looked at.
-
-    Args:
-        trajectory: any agent's, with any outcome.
-        chat: the model that spoke for this agent; see `stored_chat`.
+    Every prompt is rendered whole. Messages at the end that the model never saw are not looked at. `chat` is the model
+    that spoke for the trajectory's agent; see `stored_chat`.
     """
     try:
         _Check(trajectory, chat).run()
@@ -79,7 +69,6 @@ class _Part:
     """A segment as it is checked."""
 
     segment: Segment
-    """The segment."""
     turns: list[Turn]
     """The turns that were sampled in it, in order."""
     seen: list[Message]
@@ -311,17 +300,10 @@ class _Check:
         self._compare.text(Kind.MESSAGE, "the message", encode_json(stored), encode_json(derived), spoken)
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredTool:
-    """As much of a tool as reading a call takes."""
-
-    name: str
-    parameters: Mapping[str, Any]
-
-
 def _as_tools(segment: Segment) -> list[Tool]:
+    """As much of the tools as reading a call takes."""
     functions = [tool["function"] for tool in segment.tools]
-    tools = [_StoredTool(function["name"], function.get("parameters") or {}) for function in functions]
+    tools = [SimpleNamespace(name=each["name"], parameters=each.get("parameters") or {}) for each in functions]
     return cast("list[Tool]", tools)
 
 

@@ -37,9 +37,7 @@ LIMITS_OF: Final[Mapping[Outcome, tuple[str, ...]]] = {
 def first_contradiction(trajectory: Trajectory, header: Header) -> Difference | None:
     """The first record of `trajectory` that another one, or the configuration, says otherwise, or None.
 
-    Args:
-        trajectory: any agent's, with any outcome; its turns and ids fit one another (`first_difference`).
-        header: the header of its run.
+    Its turns and ids are known to fit one another (`first_difference`).
     """
     try:
         _Records(trajectory, header).check()
