@@ -15,7 +15,6 @@ import anyio
 from runner.concurrency.exit_stack import EpisodeExitStack, Leave
 from runner.concurrency.user_code import AuthorCode
 from runner.episode.context import RunContext
-from runner.episode.hooks import Hooks
 from runner.episode.key import EpisodeKey
 from runner.episode.limits import EpisodeLimits
 from runner.errors import BadOption
@@ -28,17 +27,17 @@ __all__ = ["ConversationState", "EpisodeState", "Retry", "checked_tools"]
 
 
 class EpisodeState:
-    """What the play of an episode, its `Episode` and its conversations share."""
+    """What of one play of an episode its `Episode` and its conversations may know; `Play` adds how it is played."""
 
-    def __init__(self, key: EpisodeKey, context: RunContext, environment: Hooks, leave: Leave) -> None:
+    def __init__(self, key: EpisodeKey, context: RunContext, leave: Leave) -> None:
         self.key = key
         """Which play of which task this is."""
         self.seed = key.seed(context.seed)
         """The seed of the episode's sampling."""
         self.context = context
         """What the episodes of the run share."""
-        self.environment = environment
-        """The environment that plays."""
+        self.environment = context.environment
+        """The environment that plays; the shared one until a fresh one is made."""
         self.limits = EpisodeLimits(context.limits)
         """What the episode may still use, and how it ended."""
         self.author_code = AuthorCode(context.workers)
