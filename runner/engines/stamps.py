@@ -11,12 +11,7 @@ __all__ = ["Stamps"]
 
 
 class Stamps:
-    """The weight versions of one request's ids.
-
-    Args:
-        version: the weights that sample its first id.
-        adapter: the request's adapter, whose label every version then ends with; None without one.
-    """
+    """The weight versions of one request's ids: the weights change while it is sampled, its adapter does not."""
 
     __slots__ = ("_adapter", "_marks")
 

@@ -273,11 +273,6 @@ def compare(given: Mapping[str, TensorForm], model: Checkpoint, *, source: str) 
     Every tensor of the model has to be there, since vLLM exchanges fused parameters as a whole and keeps no part of
     them, and none but them. Shapes are equal. Floats of any width are taken for each other, other dtypes are equal.
 
-    Args:
-        given: the new weights.
-        model: what the engine was started from.
-        source: what to call the new weights.
-
     Raises:
         BadWeights: they do not; names the first tensors that are wrong.
     """

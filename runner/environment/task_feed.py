@@ -100,11 +100,7 @@ class TaskFeed:
             raise BadTask(f"tasks must be an iterable of Task or the path of a JSONL file, got {source!r:.80}")
 
     async def next(self) -> Task | None:
-        """The next task, or None where there is no further one.
-
-        Raises:
-            BadTask: what came is no task, or it has no id.
-        """
+        """The next task, or None where there is no further one."""
         if self._asynchronous is not None:
             with native_cancellation_as(BadTask("tasks() cancelled the task that asked for the next one")):
                 task: Any = await anext(self._asynchronous, _END)

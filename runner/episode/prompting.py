@@ -126,11 +126,7 @@ def _retried(retry: Retry, messages: Sequence[Message]) -> PreparedPrompt:
 
 
 async def _answering(conversation: ConversationState, segment: Segment, new: Sequence[Message]) -> PreparedPrompt:
-    """The prompt after a turn that is answered, by the run's policy.
-
-    Raises:
-        Unbridgeable: the policy refuses what has no exact bridge, or there is no prompt at all.
-    """
+    """The prompt after a turn that is answered, by the run's policy."""
     conversation.plain = conversation.plain and all(map(is_plain, new))
     last, history, tools = conversation.turns[-1], conversation.chat.history, conversation.schemas()
     if tools != segment.tools:
@@ -240,11 +236,7 @@ def _end_without_prompt(conversation: ConversationState, missing: Unbridgeable) 
 def followed_junction(chat: ChatModel, ids: Sequence[int], last: Turn, inserted: int) -> Junction:
     """The junction of a prompt that the template's own render of everything put after a turn.
 
-    Args:
-        chat: the model.
-        ids: the ids of the whole prompt, encoded in one go.
-        last: the turn before the prompt.
-        inserted: how many ids came after that turn.
+    The `ids` are the whole prompt, encoded in one go; `inserted` of them came after the turn.
     """
     seam = Seam.SPECIAL if {ids[last.end - 1], ids[last.end]} & chat.tokenizer.control_ids else Seam.VERIFIED
     close = Close.MASKED if chat.closing_stop(last) is None else Close.SAMPLED

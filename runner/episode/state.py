@@ -61,20 +61,12 @@ class EpisodeState:
         self.since = anyio.current_time()
 
     def take_limits(self) -> None:
-        """Take over the limits that `setup()` may have given its episode.
-
-        Raises:
-            BadOption: they cannot be.
-        """
+        """Take over the limits that `setup()` may have given its episode."""
         self._limits_of_setup = self.environment.limits
         self.limits.configured = self.context.limits_of(self._limits_of_setup)
 
     def check_limits(self) -> None:
-        """Refuse limits that were assigned when they had been read.
-
-        Raises:
-            BadOption: there are others than after `setup()`.
-        """
+        """Refuse limits that were assigned when they had been read."""
         taken, limits = self._limits_of_setup, self.environment.limits
         if taken is not None and limits is not taken and limits != taken:
             raise BadOption(
@@ -151,11 +143,7 @@ class ConversationState:
         return [tool.as_openai() for tool in self.tools]
 
     def sampling(self) -> Sampling:
-        """The sampling of the next turn, every field set; the environment's may have been assigned since the last.
-
-        Raises:
-            BadOption: what was assigned is none, or limits were assigned too late.
-        """
+        """The sampling of the next turn, every field set; the environment's may have been assigned since the last."""
         episode = self.episode
         given = episode.environment.sampling
         if given is not self._environment_sampling:
@@ -202,12 +190,7 @@ def _says(turn: Turn, message: Message) -> bool:
 
 
 def checked_tools(tools: Sequence[Tool]) -> list[Tool]:
-    """The tools as a list of its own.
-
-    Raises:
-        TypeError: one is no tool.
-        ValueError: two have the same name.
-    """
+    """The tools as a list of its own; what is no tool is refused, and two of one name."""
     for tool in tools:
         if not isinstance(tool, Tool):
             raise TypeError(f"{tool!r:.60} is no Tool: write Tool(function) for a function with hints and a docstring")

@@ -30,13 +30,6 @@ async def answer_calls(
 ) -> list[Message]:
     """One tool message for each call that parsed, in order; then one user message for those that did not.
 
-    Args:
-        turn: what was said.
-        tools: what may be called.
-        author_code: runs the author's code.
-        seconds: the limit of a call whose tool has none of its own.
-        report_activity: told what is waited for.
-
     Raises:
         Exception: what a tool raised, other than `ToolError`; the first by the order of the calls.
     """

@@ -26,10 +26,9 @@ _HERMES = re.compile(rf"<tool_call>\s*(\{{[^<>]*{VALUE}[^<>]*\}})\s*</tool_call>
 
 
 def detect_format(render: Render) -> ToolFormat | None:
-    """The format in which a chat template writes the calls of an assistant message, or None if we know it not.
+    """The format in which a chat template writes calls, or None if we know it not.
 
-    Args:
-        render: the template; it is asked for one message with a call and its output is looked at, not its source.
+    It is asked for one message with a call, and its output is looked at, not its source.
     """
     for arguments in ({KEY: VALUE}, json.dumps({KEY: VALUE})):  # some templates take arguments as text only
         # The result stands behind the call, since some templates drop calls that nothing answers.

@@ -22,14 +22,7 @@ __all__ = ["GroupScoring"]
 
 
 class GroupScoring:
-    """Decides when the rewards of an episode are final, and gives those that compare the episodes of a task.
-
-    Args:
-        context: what all episodes of the run share.
-        writer: has committed what it is told of.
-        summary: counts rewards once they are final.
-        group_size: episodes of each task.
-    """
+    """Decides when the rewards of an episode are final, and gives those that compare the episodes of a task."""
 
     def __init__(self, context: RunContext, writer: RunWriter, summary: Summary, *, group_size: int) -> None:
         self._context = context

@@ -185,15 +185,7 @@ class RunOptions:
 
 
 def check_engine(where: str, engine: Any) -> None:
-    """Refuse what is no engine object.
-
-    Args:
-        where: the option that it was given as.
-        engine: what was given.
-
-    Raises:
-        BadOption: it is no engine, or the class of one.
-    """
+    """Refuse what is no engine object."""
     if isinstance(engine, type) and issubclass(engine, Engine):
         raise BadOption(f"{where}={engine.__name__} is the class: give an engine object, {engine.__name__}(...).")
     if not isinstance(engine, Engine):

@@ -23,11 +23,7 @@ __all__ = ["check_adapter", "check_appends", "check_templates"]
 
 
 def check_adapter(engine: Engine, sampling: Sampling) -> None:
-    """Refuse a run whose every turn would ask for an adapter that the engine has not.
-
-    Raises:
-        BadOption: it has not; says which it has.
-    """
+    """Refuse a run whose every turn would ask for an adapter that the engine has not."""
     if sampling.adapter and sampling.adapter not in engine.adapters:
         there = ", ".join(map(repr, engine.adapters)) or "none"
         raise BadOption(
@@ -53,13 +49,6 @@ async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, too
     """Say, for people, what this template cannot append exactly, and which of its tokens the vocabulary lacks.
 
     The appends of a template that comes with us are not looked at: they are exact.
-
-    Args:
-        chat: the model and its template.
-        now: the time that the run's templates see.
-        workers: the threads in which the template is probed.
-        tools: whether the environment has tools.
-        system: whether it has a system prompt.
 
     Raises:
         BadTemplate: the run's policy is to refuse that.

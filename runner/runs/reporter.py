@@ -57,11 +57,7 @@ def discard(stream: IO[str]) -> None:
 
 
 class WatchingReporter(Reporter):
-    """Shows the figures of a run while it plays.
-
-    Args:
-        title: what is played on what.
-    """
+    """Shows the figures of a run while it plays."""
 
     def __init__(self, title: str) -> None:
         self.title = title

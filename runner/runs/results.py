@@ -20,11 +20,7 @@ __all__ = ["Results"]
 class Results:
     """Trajectories on their way to the reader, who takes them one by one, or by task.
 
-    Args:
-        state: says why the run ended.
-        feed: the tasks' source, which may want to hear of every result.
-        groups_of: the groups of a task, with what an earlier run of the file left of them.
-        width: how many results wait for the reader before an episode does.
+    So many as `width` wait for the reader before an episode does.
     """
 
     def __init__(
@@ -63,13 +59,7 @@ class Results:
         self._announced.close()
 
     async def next(self) -> Result:
-        """The next result.
-
-        Raises:
-            StopAsyncIteration: there is none any more.
-            DeltarunnerError: why the run ended before its work did.
-            RuntimeError: the run's block has been left.
-        """
+        """The next result; behind the last one it raises StopAsyncIteration, or why the run ended too early."""
         try:
             return await self._announced.receive()
         except anyio.ClosedResourceError:

@@ -16,15 +16,7 @@ __all__ = ["Staleness"]
 
 
 class Staleness:
-    """How old the weights behind an episode may be.
-
-    Args:
-        engine: the engine of the trained agents, running.
-        max_lag: updates that an episode's oldest sampled id may be behind the engine; None allows any.
-
-    Raises:
-        BadOption: the engine does not know of weight versions.
-    """
+    """How many updates old the weights behind an episode may be; any number where `max_lag` is None."""
 
     def __init__(self, engine: Engine, max_lag: int | None) -> None:
         if max_lag is not None and engine.control is None:

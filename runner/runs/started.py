@@ -38,15 +38,6 @@ class StartedRun:
 
     The way of a task: `TaskFeeder` takes it from its source and begins its episodes, `play_episode` plays one and
     keeps it, `GroupScoring` compares it with the others of its task, and `Results` hands it to the reader.
-
-    Args:
-        options: the run's options.
-        engines: all engines of the run, the one of the trained agents first.
-        context: what all episodes share.
-        writer: the run file.
-        feed: the tasks' source.
-        state: what changes while it plays; the run's caller reads it and ends the run by it.
-        staleness: says which episode is too old.
     """
 
     def __init__(

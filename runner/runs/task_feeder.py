@@ -26,17 +26,7 @@ __all__ = ["TaskFeeder"]
 
 
 class TaskFeeder:
-    """Begins the episodes of a run, at most `width` of them at once.
-
-    Args:
-        feed: where the tasks come from.
-        context: what all episodes of the run share.
-        writer: knows which episodes an earlier run of the file finished.
-        scoring: is told which groups are being played.
-        state: is told why no further task can be had.
-        indices: the episodes of each group.
-        width: episodes alive at once.
-    """
+    """Begins the episodes of a run, at most `width` of them at once."""
 
     def __init__(
         self,
@@ -62,10 +52,6 @@ class TaskFeeder:
         """Begin every episode of every task.
 
         A task that cannot be had ends the run; what was begun is played to its end.
-
-        Args:
-            episodes: the episodes run in it.
-            play: plays an episode and keeps what came of it.
         """
 
         async def play_in_place(key: EpisodeKey) -> None:

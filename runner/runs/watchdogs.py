@@ -32,11 +32,7 @@ HEALTH_SECONDS: Final = 1.0
 
 
 class Breaker:
-    """Counts failures among the recent episodes.
-
-    Args:
-        share: the part of the recent episodes that may fail.
-    """
+    """Counts failures among the recent episodes."""
 
     def __init__(self, share: float) -> None:
         self._share = share

@@ -31,11 +31,7 @@ _MISSING = {
 
 
 def require_tools(renderer: Renderer) -> None:
-    """Refuse a template that cannot carry tools.
-
-    Raises:
-        BadTemplate: names the missing property and the fix.
-    """
+    """Refuse a template that cannot carry tools."""
     missing = missing_tool_property(renderer)
     if missing is not None:
         raise BadTemplate(

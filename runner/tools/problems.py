@@ -51,11 +51,9 @@ _EXPECTED = {
 
 
 def typed_problems(errors: Iterable[ErrorDetails], raw: Mapping[str, Any]) -> list[str]:
-    """The clauses for what pydantic found; the alternatives of a union that all failed are one problem.
+    """The clauses for what pydantic found in the arguments that a model gave, `raw`, by whose names places are told.
 
-    Args:
-        errors: what it found.
-        raw: the arguments as the model gave them, by whose names places are told.
+    The alternatives of a union that all failed are one problem.
     """
     expected: dict[tuple[str, str], list[str]] = {}
     clauses: dict[str, None] = {}

@@ -89,13 +89,6 @@ def explicit_schema(
 ) -> FunctionSchema:
     """The schema of a function whose author wrote it.
 
-    Args:
-        call: the function.
-        where: what errors call it.
-        description: what it does.
-        parameters: a JSON schema of its arguments, of type object.
-        raw: whether it takes them as one mapping.
-
     Raises:
         BadEnvironment: the schema is none, nothing describes the function, or it cannot take the arguments.
     """

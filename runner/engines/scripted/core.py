@@ -26,16 +26,7 @@ class OpenRequest(Protocol):
 
 
 class ScriptedCore:
-    """What a scripted engine, its streams and its driver share. An engine that is entered again has another one.
-
-    Args:
-        gate: where requests wait for a slot.
-        planner: knows what each request is to be sent.
-        adapters: the engine's adapters.
-        context: the most ids a prompt and what is sampled on it may have together.
-        tick: seconds of a tick.
-        version: the weights that sample first.
-    """
+    """What a scripted engine, its streams and its driver share. An engine that is entered again has another one."""
 
     def __init__(
         self, gate: AdmissionGate, planner: Planner, adapters: Adapters, *, context: int, tick: float, version: str

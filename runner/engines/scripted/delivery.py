@@ -64,20 +64,7 @@ class Delivery:
 
 
 class Planner:
-    """Knows what each request is to be sent, by the settings of one engine.
-
-    Args:
-        source: what the model says.
-        faults: what goes wrong, by the number of the request or by a predicate.
-        tokenizer: the engine's, which decodes prompts for functions that play the model.
-        stop_ids: the model's, where a request names none.
-        context: the most ids a prompt and what is sampled on it may have together.
-        seed: what log-probabilities and random choices follow from.
-        chunks: how ids are cut, where the reply does not say.
-        lone_finish: the finish comes on a delta of its own.
-        latency: when ids arrive, where the reply does not say.
-        logprobs: give log-probabilities.
-    """
+    """Knows what each request is to be sent, by the settings of one engine, which `ScriptedEngine` explains."""
 
     def __init__(
         self,
@@ -107,16 +94,7 @@ class Planner:
     def ask(
         self, request: GenerationRequest, turn: int, number: int
     ) -> tuple[ModelCall, Fault | None, EncodedReply | Awaitable[EncodedReply]]:
-        """Ask the engine's faults and the model; the reply may have to be waited for, and may have a fault of its own.
-
-        Args:
-            request: what is asked.
-            turn: how many requests its conversation made before.
-            number: how many requests the engine admitted before.
-
-        Raises:
-            RequestRejected: the model says nothing.
-        """
+        """Ask faults and model; the reply may have to be waited for, and may have a fault of its own."""
         call = ModelCall(request, turn, number, self._tokenizer, self._seed)
         # The faults first: both may draw from the turn's random numbers.
         fault = self._faults(call) if callable(self._faults) else (self._faults or {}).get(number)

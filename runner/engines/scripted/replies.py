@@ -56,11 +56,7 @@ class ReplyEncoder:
         self._encode = lru_cache(maxsize=1024)(tokenizer.encode)
 
     def encode(self, answer: Answer) -> EncodedReply:
-        """The ids of a reply.
-
-        Raises:
-            BadOption: it is none, or it calls tools and the template writes no calls that we know.
-        """
+        """The ids of a reply."""
         reply = as_reply(answer)
         if reply.ids is not None:
             return EncodedReply(reply, list(reply.ids))

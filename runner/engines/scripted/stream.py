@@ -57,13 +57,7 @@ class ScriptedSession(Session):
 
 
 class ScriptedStream(DeltaStream):
-    """The deltas of one request to a scripted engine.
-
-    Args:
-        core: the engine's.
-        request: what is asked.
-        calls: where it is recorded; None records nothing.
-    """
+    """The deltas of one request to a scripted engine."""
 
     def __init__(self, core: ScriptedCore, request: GenerationRequest, calls: list[RecordedCall] | None) -> None:
         self.rest: list[Delta] = []

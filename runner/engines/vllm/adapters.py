@@ -32,11 +32,6 @@ class VllmAdapters(Adapters):
 
     vLLM hashes cached prompts with an adapter's name and folder, and keeps weights by its integer id: a version has
     all three to itself. It reads the folder again whenever it has put an adapter away, so that is a copy of ours.
-
-    Args:
-        llm: vLLM.
-        model: the model that vLLM loaded.
-        answered: waits for a call of vLLM, or for the engine's death.
     """
 
     def __init__(self, llm: Any, model: ModelSource, answered: Answers) -> None:
@@ -58,13 +53,7 @@ class VllmAdapters(Adapters):
         return LoRARequest(version.label, version.key, str(version.folder))
 
     async def load(self, version: AdapterVersion, source: Any, config: Mapping[str, Any] | None) -> None:
-        """Copy the adapter, compare it with the model, and give it to vLLM.
-
-        Raises:
-            BadOption: the engine was started without adapters.
-            BadWeights: it does not fit.
-            EngineDead: the engine died.
-        """
+        """Copy the adapter, compare it with the model, and give it to vLLM."""
         if self._llm.vllm_config.lora_config is None:
             raise BadOption(
                 f"add_adapter({version.name!r}): the engine was started without adapters: start it with "
@@ -79,11 +68,7 @@ class VllmAdapters(Adapters):
             raise
 
     async def _mask(self) -> None:
-        """Before there is any adapter, see to it that turns without one are sampled without one.
-
-        Raises:
-            BadOption: the workers cannot be reached, or it was of no use.
-        """
+        """Before there is any adapter, see to it that turns without one are sampled without one."""
         if self._masked or self._llm.vllm_config.device_config.device_type != "cpu":
             return
         try:
@@ -125,11 +110,7 @@ class VllmAdapters(Adapters):
                 raise BadWeights(f"the adapter {version.name!r}: vLLM does not take it: {error}") from error
 
     async def unload(self, version: AdapterVersion) -> None:
-        """Take a version that no request uses out of vLLM, and delete its copy.
-
-        Raises:
-            EngineDead: the engine died.
-        """
+        """Take a version that no request uses out of vLLM, and delete its copy."""
         with anyio.CancelScope(shield=True):
             await self._answered("remove_adapter()", self._llm.remove_lora(version.key))
         self._forget(version)

@@ -35,16 +35,7 @@ class OpenRequest(Protocol):
 
 
 class VllmCore:
-    """A vLLM from its start to its end. An engine that is entered again has another one.
-
-    Args:
-        process: vLLM's processes.
-        llm: the `AsyncLLM` that they answer.
-        gate: where requests wait for a slot.
-        context: the most ids a prompt and what is sampled on it may have together.
-        as_vllm: makes of a request the prompt and the sampling parameters that vLLM takes.
-        versions: the weight version that vLLM began with.
-    """
+    """A vLLM from its start to its end. An engine that is entered again has another one."""
 
     def __init__(
         self,
@@ -159,10 +150,6 @@ class VllmCore:
 
     async def answered(self, what: str, call: Awaitable[_Answer]) -> _Answer:
         """What vLLM answers to a call; a dead one would let us wait for ever.
-
-        Args:
-            what: names the call in errors.
-            call: vLLM's coroutine.
 
         Raises:
             EngineDead: it died before it answered.

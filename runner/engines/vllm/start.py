@@ -74,10 +74,6 @@ class VllmProcess:
         """The `AsyncLLM`, started in a worker thread.
 
         Cancelling ends the processes that were started.
-
-        Raises:
-            BadModel: vLLM cannot load the model; says why.
-            BadOption: an engine argument that cannot be.
         """
         try:
             await anyio.to_thread.run_sync(self._start, abandon_on_cancel=True)

@@ -53,12 +53,7 @@ class CheckedWeights:
 
 
 class VllmWeights:
-    """The weights of one `AsyncLLM`.
-
-    Args:
-        llm: vLLM.
-        name: the name of its model.
-    """
+    """The weights of one `AsyncLLM`."""
 
     def __init__(self, llm: Any, name: str) -> None:
         self._llm = llm
@@ -75,9 +70,6 @@ class VllmWeights:
         """The weights, compared with the model and ready to be loaded; vLLM goes on meanwhile.
 
         A state dict is copied: its tensors must not change before this returns.
-
-        Raises:
-            BadWeights: they do not fit; names the tensor.
         """
         await self.prepare()
         if isinstance(self._checkpoint, BadWeights):

@@ -96,11 +96,7 @@ class Locality:
         return tail
 
     def _short(self, kind: _Kind, answered: AnsweredTurn) -> Tail | None:
-        """The stand-in's tail; None where there is no stand-in, or its end takes the whole history to see.
-
-        Raises:
-            Unbridgeable: what is written behind the turn depends on what was said in it.
-        """
+        """The stand-in's tail; None where there is no stand-in, or its end takes the whole history to see."""
         if kind.refusal is not None or kind.past is Lookback.POSSIBLE:
             return None
         # A template that some pasts make raise is asked for the whole at turns 1, 2, 4, 8 and so on, so that what it
@@ -130,11 +126,7 @@ class Locality:
         return proves
 
     def _check_real(self, tail: Tail, rendered: Sequence[Message], answered: AnsweredTurn) -> None:
-        """The conversation as it is ends as it does with the sentinel in it.
-
-        Raises:
-            Unbridgeable: it does not.
-        """
+        """Refuse a conversation that does not end as it does with the sentinel in it."""
         try:
             real = self._renderer.render([*rendered, *answered.new], answered.tools)
         except Unbridgeable:  # on the words themselves, and the sentinel stands in for them

@@ -85,11 +85,7 @@ class Evaluator(ABC):
     # --- two ways
 
     def _either(self, condition: Condition, one: Callable[[], Value], other: Callable[[], Value]) -> Value:
-        """The value and the state after one of two, by a condition that is not known.
-
-        Raises:
-            Stopped: neither goes on.
-        """
+        """The value and the state after one of two, by a condition that is not known; `Stopped` if neither goes on."""
         # Each way starts from the same state. While one is gone, the condition tells who decided, if it raises.
         before, ends = self._state, []
         self._conditions.append(condition)

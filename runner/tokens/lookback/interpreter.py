@@ -285,11 +285,7 @@ class Interpreter(Evaluator):
         raise GaveUp("a loop that does not settle")
 
     def _pass(self, node: nodes.For, value: Value, loop: Loop) -> None:
-        """One pass through a loop.
-
-        Raises:
-            Stopped: no pass ends here.
-        """
+        """One pass through a loop."""
         self._step()
         leaving, depth, namespaces = self._leaving[-1], len(self._state.scopes), self._namespaces
         leaving.passes = []

@@ -341,13 +341,7 @@ def holds_end(value: Value) -> bool:
 
 
 def same(one: Value, other: Value, *, settled: bool = False) -> bool:
-    """Both are one value in every render.
-
-    Args:
-        one: a value.
-        other: another one.
-        settled: whether no more is known of `other` than of `one` is asked instead.
-    """
+    """Both are one value in every render; or, if that is asked, `settled`: no more is known of `other`."""
     if one is other:
         return True
     if type(one) is not type(other):

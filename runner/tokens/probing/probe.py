@@ -135,11 +135,6 @@ def in_process(
 ) -> dict[str, Any]:
     """The answer of a process of its own to `request`, which is killed at the time limit or when this call is.
 
-    Args:
-        request: what `request_of` gave, and what else is asked.
-        seconds: time limit.
-        check_cancelled: see `probe`.
-
     Raises:
         UnusableTemplate: the template's fault, or the time or memory that it would have taken.
         BadModel: its vocabulary cannot be used.
@@ -211,11 +206,7 @@ def _import_path() -> str:
 
 
 def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that is asked about a template, in this process.
-
-    Raises:
-        UnusableTemplate: it cannot be used.
-    """
+    """Everything that is asked about a template, in this process."""
     template = ChatTemplate(request["text"], name=request["name"], variables=request["variables"])
     _say({"activity": "a question or a call"})
     renderer = usable_renderer(template, request["options"], datetime.fromisoformat(request["now"]))

@@ -59,12 +59,7 @@ __all__ = ["options_of", "profile_of"]
 
 
 def profile_of(renderer: Renderer, *, wanted_bos: str = "") -> TemplateProfile:
-    """The profile of a template that renders a plain question.
-
-    Args:
-        renderer: the template with its options and its clock fixed.
-        wanted_bos: the token that the vocabulary would begin every text with, or "".
-    """
+    """The profile of a template that renders a plain question."""
     probe = ProbeRenderer(renderer)
     close, at_end, separator, openers = closes(probe)
     return TemplateProfile(
