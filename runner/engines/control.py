@@ -10,13 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 
 from runner.concurrency.cancellation import to_its_end
 from runner.concurrency.clocks import Standstill
 from runner.engines.adapters import Adapters, base_and_adapter
+from runner.engines.gate import AdmissionGate
 from runner.errors import BadControl, BadOption
 
 __all__ = ["SLEEP_TAGS", "EngineControl", "EngineDriver", "EngineState", "PauseMode", "WeightUpdate"]
@@ -142,20 +143,13 @@ class EngineDriver(ABC):
         return []
 
 
-class Gate(Protocol):
-    """Where requests wait for a slot of the engine."""
-
-    def hold(self) -> None: ...
-    def release(self) -> None: ...
-
-
 @dataclass(eq=False)
 class EngineControl:
     """The state of one engine and the moves between its states. Who makes a move holds `lock`."""
 
     driver: EngineDriver
     """How this kind of engine makes the moves."""
-    gate: Gate
+    gate: AdmissionGate
     """The gate of the engine, which lets nobody in while the engine does not run."""
     versions: list[str]
     """Every weight version so far, the newest last."""

@@ -14,9 +14,19 @@ from typing import NoReturn
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from runner.engines.base import Session
+__all__ = ["AdmissionGate", "Session"]
 
-__all__ = ["AdmissionGate"]
+
+@dataclass(slots=True)
+class Session:
+    """The engine-side state of one conversation's growing token sequence; made by `Engine.session()`."""
+
+    late: bool = False
+    """Whether its next request goes before any first one. An episode's very first request is not late."""
+    tokens: int = 0
+    """Ids of the engine's cache that are kept for it: its length and its next `max_tokens`."""
+    closed: bool = False
+    """Whether it gave its room in the cache back."""
 
 
 @dataclass(slots=True, eq=False)

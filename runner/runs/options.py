@@ -129,12 +129,7 @@ class RunOptions:
 
     @classmethod
     def of(cls, tasks: Tasks | None, by_name: Mapping[str, Any]) -> Self:
-        """Options as they are given to a run: the tasks, and the others by name.
-
-        Raises:
-            BadOption: an option is not what it has to be; the message names it and the fix.
-            TypeError: a name that is no option.
-        """
+        """Options as they are given to a run: the tasks, and the others by name."""
         return cls(tasks=tasks, **by_name)
 
     def _settle(self) -> None:

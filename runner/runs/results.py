@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import anyio
 
 from runner.environment.task_feed import TaskFeed
 from runner.episode.key import MAIN
 from runner.errors import DeltarunnerError
-from runner.runs.groups import Result, WaitingGroups
+from runner.runs.groups import OpenGroup
 from runner.runs.state import RunState
 from runner.trajectory import Group, Trajectory
 
 __all__ = ["Results"]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A trajectory on its way to the reader."""
+
+    trajectory: Trajectory
+    """The trajectory is committed, and scored as far as it ever is."""
+
+    last: bool
+    """Whether no further agent of the same episode follows."""
+
+    missing: int
+    """How many episodes of its group this run plays."""
 
 
 class Results:
@@ -71,15 +86,20 @@ class Results:
 
     async def groups(self) -> AsyncIterator[Group]:
         """The results by task, unfinished groups last."""
-        waiting = WaitingGroups()
+        waiting: dict[tuple[str, int], OpenGroup] = {}
         try:
             while True:
-                whole = waiting.add(await self.next())
-                for group in await self._groups_of(whole) if whole else ():
-                    yield group
+                result = await self.next()
+                key = result.trajectory.task.id, result.trajectory.visit
+                task = waiting.setdefault(key, OpenGroup(result.missing))
+                task.trajectories.append(result.trajectory)
+                task.played += result.last
+                if task.played == task.missing:
+                    for group in await self._groups_of(waiting.pop(key).trajectories):
+                        yield group
         except (StopAsyncIteration, DeltarunnerError) as end:
-            for unfinished in waiting.rest():
-                for group in await self._groups_of(unfinished):
+            for task in waiting.values():
+                for group in await self._groups_of(task.trajectories):
                     yield group
             if isinstance(end, DeltarunnerError):
                 raise
