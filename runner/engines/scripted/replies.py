@@ -68,8 +68,7 @@ class ReplyEncoder:
 
     @cached_property
     def _format(self) -> ToolFormat:
-        renderer = self._template.renderer()
-        found = detect_format(lambda messages, tools: renderer.render(messages, tools=tools, generation_prompt=False))
+        found = detect_format(self._template.renderer())
         if found is None:
             raise BadOption(
                 f"call(): template {self._template.name!r} writes tool calls in no form that we know. "

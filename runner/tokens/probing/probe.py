@@ -6,6 +6,7 @@ which the last is the answer and the others say what is being done.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -34,8 +35,8 @@ __all__ = [
     "Fault",
     "UnusableTemplate",
     "bundled_templates",
-    "check_ends",
     "in_process",
+    "is_bundled",
     "probe",
     "request_of",
 ]
@@ -88,26 +89,7 @@ def probe(
     return _profiles[key]
 
 
-def check_ends(
-    template: ChatTemplate,
-    options: Mapping[str, Any] | None = None,
-    *,
-    now: datetime | None = None,
-    seconds: float = SECONDS,
-    check_cancelled: Callable[[], object] | None = None,
-) -> None:
-    """See that a template renders what a conversation may hold, in time. Blocks: call it in a worker thread.
-
-    For the start of a run: nothing has been sampled yet, and nothing of the template has run in this process. The
-    arguments are those of `probe`.
-
-    Raises:
-        UnusableTemplate: it does not; by `fault`.
-    """
-    if not is_bundled(template):
-        probe(template, options, now=now, seconds=seconds, check_cancelled=check_cancelled)
-
-
+@functools.lru_cache(64)
 def is_bundled(template: ChatTemplate) -> bool:
     """The template comes with the package, so it is known to end."""
     return any(path.read_text(encoding="utf-8") == template.text for path in bundled_templates().values())
