@@ -60,7 +60,7 @@ class StartedRun:
         self._breaker = Breaker(options.breaker)
         self._scoring = GroupScoring(context, writer, state.summary, group_size=options.group_size)
         self._attempts = Attempts(state, context, engines, writer, staleness, options.retries)
-        self._feeder = TaskFeeder(feed, context, writer, self._scoring, state, indices=indices, width=width)
+        self._feeder = TaskFeeder(feed, context, writer, self._scoring, state, indices, anyio.Semaphore(width))
         self.results = Results(state, feed, self._scoring.groups_of, width=width)
 
     async def play_all(self) -> None:

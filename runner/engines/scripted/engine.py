@@ -96,9 +96,9 @@ class ScriptedEngine(Engine):
         """What was recorded, a `RecordedCall` for each request; empty without `record=True`."""
         self._source = reply_source(replies, ReplyEncoder(self.tokenizer, self.template))
         self._planner = Planner(
-            self._source,
-            faults,
-            self.tokenizer,
+            source=self._source,
+            faults=faults,
+            tokenizer=self.tokenizer,
             stop_ids=self.stop_ids,
             context=context,
             seed=seed,
