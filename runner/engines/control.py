@@ -77,7 +77,11 @@ class WeightUpdate:
 
 
 class EngineDriver(ABC):
-    """How one kind of engine makes the moves; each is called with the engine in the right state, one at a time."""
+    """How one kind of engine makes the moves; each is called with the engine in the right state, one at a time.
+
+    Raises:
+        EngineDead: new weights, a sleep or a wake failed half way; the engine can answer nothing any more.
+    """
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
@@ -97,11 +101,7 @@ class EngineDriver(ABC):
 
     @abstractmethod
     async def load_weights(self, checked: Any, version: str) -> None:
-        """Exchange the weights, stamp `version` on what is sampled from now on, forget every cached prompt.
-
-        Raises:
-            EngineDead: it failed half way; the engine can answer nothing any more.
-        """
+        """Exchange the weights, stamp `version` on what is sampled from now on, forget every cached prompt."""
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None:
@@ -116,19 +116,11 @@ class EngineDriver(ABC):
 
     @abstractmethod
     async def sleep(self, level: int) -> None:
-        """Give memory up: 1 keeps the weights elsewhere, 2 discards them.
-
-        Raises:
-            EngineDead: it failed half way.
-        """
+        """Give memory up: 1 keeps the weights elsewhere, 2 discards them."""
 
     @abstractmethod
     async def wake(self, tags: Collection[str]) -> None:
-        """Take the memory of these parts back, and stand still.
-
-        Raises:
-            EngineDead: it failed half way.
-        """
+        """Take the memory of these parts back, and stand still."""
 
     @abstractmethod
     async def profile(self, *, on: bool) -> None:

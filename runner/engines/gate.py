@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
@@ -111,7 +110,8 @@ class AdmissionGate:
             self._withdraw(waiter, queue)
             raise
         if not waiter.admitted:
-            self._raise_failure()
+            assert self._failure is not None
+            raise self._failure()
 
     def _withdraw(self, waiter: _Waiter, queue: OrderedDict[_Waiter, None]) -> None:
         if waiter.admitted:  # a cancellation that came between the admission and the wake-up
@@ -150,10 +150,6 @@ class AdmissionGate:
             for waiter in queue:
                 waiter.wake()
             queue.clear()
-
-    def _raise_failure(self) -> NoReturn:
-        assert self._failure is not None
-        raise self._failure()
 
     def _admit(self) -> None:
         while self.inside < self.places and not self._held:

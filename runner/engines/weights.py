@@ -164,7 +164,9 @@ def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
             if name in forms:
                 raise BadWeights(f"{path}: the tensor {name!r} is in {forms[name].file} and in {file.name}.")
             forms[name] = form
-    _check_index(path, index, forms)
+    for name, listed in index.items():
+        if name not in forms:
+            raise BadWeights(f"{path / listed} has no tensor {name!r}, which the index says it holds.")
     return WeightFolder(path, files, forms)
 
 
@@ -196,12 +198,6 @@ def _read_index(file: Path) -> Mapping[str, str]:
         return {str(name): str(where) for name, where in names.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadWeights(f"{file} cannot be read as an index of safetensors: {error!r}.") from error
-
-
-def _check_index(folder: Path, index: Mapping[str, str], forms: Mapping[str, TensorForm]) -> None:
-    for name, file in index.items():
-        if name not in forms:
-            raise BadWeights(f"{folder / file} has no tensor {name!r}, which the index says it holds.")
 
 
 def _read_header(file: Path) -> dict[str, TensorForm]:

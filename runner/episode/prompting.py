@@ -161,34 +161,25 @@ async def _forked(
     conversation: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas, cause: str
 ) -> PreparedPrompt:
     """A new segment with everything rendered anew, loss mask 0 throughout."""
-    prompt = await _rendered(conversation, [*segment.messages, *new], tools, cause)
-    prompt.junction = forked_junction(cause)
-    return prompt
+    bridger, messages = conversation.chat.bridger, [*segment.messages, *new]
+    text = await _in_thread(conversation, partial(bridger.prompt_text, messages, tools))
+    ids = bridger.prompt_ids(text)
+    again, junction = Segment(cause=cause, tools=tools), forked_junction(cause)
+    return PreparedPrompt(again, ids, ids, Source.PROMPT, messages, junction=junction)
 
 
 async def _followed(
     conversation: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas
 ) -> PreparedPrompt:
     """What the template makes of everything: an append where it leaves the past as it was, else a fork."""
-    last = conversation.turns[-1]
-    prompt = await _rendered(conversation, [*segment.messages, *new], tools, "template")
+    fork = await _forked(conversation, segment, new, tools, "template")
     before = len(segment.log)
     unsampled = any(message["role"] == "assistant" for message in new)
-    if unsampled or prompt.ids[:before] != segment.log.ids:
-        prompt.junction = forked_junction("template")
-        return prompt
-    added = prompt.ids[before:]
-    junction = followed_junction(conversation.chat, prompt.ids, last, len(added))
-    return PreparedPrompt(segment, prompt.ids, added, Source.BRIDGE, new, junction=junction)
-
-
-async def _rendered(
-    conversation: ConversationState, messages: Sequence[Message], tools: Schemas, cause: str
-) -> PreparedPrompt:
-    bridger = conversation.chat.bridger
-    text = await _in_thread(conversation, partial(bridger.prompt_text, messages, tools))
-    ids = bridger.prompt_ids(text)
-    return PreparedPrompt(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages)
+    if unsampled or fork.ids[:before] != segment.log.ids:
+        return fork
+    added = fork.ids[before:]
+    junction = followed_junction(conversation.chat, fork.ids, conversation.turns[-1], len(added))
+    return PreparedPrompt(segment, fork.ids, added, Source.BRIDGE, new, junction=junction)
 
 
 async def _in_thread(conversation: ConversationState, render: Callable[[], T]) -> T:

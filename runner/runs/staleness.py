@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from runner.engines.base import Engine
 from runner.episode.lifecycle import Play
@@ -33,9 +34,7 @@ class Staleness:
             yield
             return
 
-        def cut() -> None:
-            self._cut_stale(plays)
-
+        cut = partial(self._cut_stale, plays)
         control.listeners.add(cut)
         try:
             yield

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import weakref
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import anyio
 import anyio.to_thread
@@ -21,10 +21,8 @@ from runner.models import ModelSource
 __all__ = ["VllmAdapters"]
 
 
-class Answers(Protocol):
-    """Waits for what vLLM's core answers, or for its death."""
-
-    async def __call__(self, what: str, call: Awaitable[Any]) -> Any: ...
+Answers: TypeAlias = Callable[[str, Awaitable[Any]], Awaitable[Any]]
+"""Waits for what vLLM's core answers to a call of that name, or for its death."""
 
 
 class VllmAdapters(Adapters):
@@ -64,7 +62,7 @@ class VllmAdapters(Adapters):
         try:
             await self._add(version)
         except BaseException:
-            self._forget(version)
+            self._delete(version.folder)
             raise
 
     async def _mask(self) -> None:
@@ -113,15 +111,12 @@ class VllmAdapters(Adapters):
         """Take a version that no request uses out of vLLM, and delete its copy."""
         with anyio.CancelScope(shield=True):
             await self._answered("remove_adapter()", self._llm.remove_lora(version.key))
-        self._forget(version)
+        self._delete(version.folder)
 
-    def _forget(self, version: AdapterVersion) -> None:
-        if version.folder is not None:
-            self._delete(version.folder)
-
-    def _delete(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        self._folders.discard(folder)
+    def _delete(self, folder: Path | None) -> None:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._folders.discard(folder)
 
     def close(self) -> None:
         """Delete every copy."""

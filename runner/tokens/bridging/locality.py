@@ -75,25 +75,22 @@ class Locality:
         if short is not None:
             short.complete()
             return short
-        tail = self._whole(answered, kind.asked)
+        tail = self.whole_tail(answered, kind.asked)
         if kind.words_matter:
             self._check_real(tail, answered.history, answered)
         return tail
 
-    def whole_tail(self, answered: AnsweredTurn) -> Tail:
+    def whole_tail(self, answered: AnsweredTurn, asked: set[Further] | None = None) -> Tail:
         """The tail of the whole history, whatever is proven."""
-        return self._whole(answered, set())
+        tail = Tail(self._renderer, answered, asked=asked)
+        tail.complete()
+        return tail
 
     def is_local(self, answered: AnsweredTurn) -> bool:
         """Whether the work for tails of this shape does not grow with the history."""
         return self._bridgeable_kind(answered).past is not Lookback.POSSIBLE
 
     # --- tails
-
-    def _whole(self, answered: AnsweredTurn, asked: set[Further]) -> Tail:
-        tail = Tail(self._renderer, answered, asked=asked)
-        tail.complete()
-        return tail
 
     def _short(self, kind: _Kind, answered: AnsweredTurn) -> Tail | None:
         """The stand-in's tail; None where there is no stand-in, or its end takes the whole history to see."""

@@ -68,7 +68,8 @@ def merged(condition: Condition, one: Value, other: Value, symbols: Symbols) -> 
     both = (one, other)
     if any(map(acts, both)):  # what calling one of two macros does would have to be followed twice
         return UNTOLD
-    if isinstance(one, Past) and isinstance(other, Past) and _end_alike(one, other):
+    pasts = isinstance(one, Past) and isinstance(other, Past)
+    if pasts and (one.messages, one.backwards) == (other.messages, other.backwards) and same(one.items, other.items):
         return Past(one.items, Root(min(one.least, other.least)), 0, (), one.messages, one.backwards)
     ends, text = any(map(holds_end, both)), is_text(one) and is_text(other)
     if isinstance(condition, Given):
@@ -80,11 +81,6 @@ def merged(condition: Condition, one: Value, other: Value, symbols: Symbols) -> 
     if text and ends:
         return _merged_text(condition, one, other, symbols)
     return Unknown(ends=ends, text=text)
-
-
-def _end_alike(one: Past, other: Past) -> bool:
-    alike = (one.messages, one.backwards) == (other.messages, other.backwards)
-    return alike and same(one.items, other.items)
 
 
 def _merged_text(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Value:

@@ -57,7 +57,6 @@ def probe(
     options: Mapping[str, Any] | None = None,
     *,
     now: datetime | None = None,
-    wanted_bos: str = "",
     seconds: float = SECONDS,
     check_cancelled: Callable[[], object] | None = None,
 ) -> TemplateProfile:
@@ -70,7 +69,6 @@ def probe(
         template: neither compiled nor rendered yet, as far as this process is concerned.
         options: names that the template reads, such as `enable_thinking`.
         now: the time that the template sees.
-        wanted_bos: the token that the vocabulary would begin every text with, or "".
         seconds: time limit.
         check_cancelled: called while waiting; what it raises ends the wait and the process. In a thread of
             `anyio.to_thread.run_sync` that is `anyio.from_thread.check_cancelled`.
@@ -78,7 +76,7 @@ def probe(
     Raises:
         UnusableTemplate: by `fault`; the message says what to do.
     """
-    request = request_of(template, options or {}, now or datetime.now(), wanted_bos=wanted_bos)
+    request = request_of(template, options or {}, now or datetime.now())
     key = canonical_json(request)
     if key not in _profiles:
         if is_bundled(template):
@@ -98,7 +96,7 @@ def is_bundled(template: ChatTemplate) -> bool:
 def request_of(
     template: ChatTemplate, options: Mapping[str, Any], now: datetime, *, wanted_bos: str = ""
 ) -> dict[str, Any]:
-    """What the process is asked, as plain values."""
+    """What the process is asked, as plain values; `wanted_bos` is what the vocabulary would begin every text with."""
     return {
         "text": template.text,
         "name": template.name,

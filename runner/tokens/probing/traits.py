@@ -218,10 +218,10 @@ def _closes(probe: ProbeRenderer) -> tuple[str, str, str, tuple[str, ...]]:
     followed = probe.between(ANSWERED, AGAIN, QUESTION, ANSWER, AGAIN_ASKED, asking=True)
     alone = _without_opening(probe, probe.between(ANSWERED, "", QUESTION, ANSWER))
     opener = (probe.text(QUESTION) or "").partition(ASKED)[0]
-    first = _first_special(followed)
+    first = next(iter(special_tokens(followed)), "")
     at_end = _through_last_special(alone)
     # Nothing of its own ends a turn, as in GLM's templates: a model stops with what opens the next message.
-    if first and not special_tokens(alone) and opener.rstrip().endswith(_from(followed, first).rstrip()):
+    if first and not special_tokens(alone) and opener.rstrip().endswith(followed[followed.index(first) :].rstrip()):
         openers = {first, *_opening_results(probe)}
         return "", at_end, "", tuple(sorted(openers))
     if at_end and followed.lstrip().startswith(at_end):
@@ -263,14 +263,6 @@ def _close_after_call(probe: ProbeRenderer, at_end: str) -> str:
         return at_end
     tokens = special_tokens(alone)
     return tokens[-1] if tokens else ""
-
-
-def _first_special(text: str) -> str:
-    return next(iter(special_tokens(text)), "")
-
-
-def _from(text: str, token: str) -> str:
-    return text[text.index(token) :]
 
 
 def _through_last_special(text: str) -> str:
