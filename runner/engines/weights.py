@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,10 +94,6 @@ class Checkpoint:
     """The form of every tensor, by its name."""
     tied: bool = False
     """Whether the model's output layer is its embedding, so that `lm_head.weight` may be given or left out."""
-
-    def ignored(self, names: Iterable[str]) -> list[str]:
-        """The names among these that are not loaded: what the model computes, or has under another name."""
-        return [name for name in names if name not in self.forms]
 
     def optional(self, name: str) -> bool:
         """Whether a tensor may be given or left out: the model computes it, or has it under another name."""

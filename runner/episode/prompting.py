@@ -151,7 +151,7 @@ async def _answering(conversation: ConversationState, segment: Segment, new: Seq
 async def _bridge(conversation: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas) -> Bridge:
     bridger, last = conversation.chat.bridger, conversation.turns[-1]
     answered = AnsweredTurn(segment.messages, new, tools, last.number, conversation.plain)
-    tail = bridger.tail_at_once(answered)
+    tail = bridger.locality.tail_at_once(answered)
     if tail is None:
         tail = await _in_thread(conversation, partial(bridger.tail, answered))
     return conversation.chat.bridge(last, tail)

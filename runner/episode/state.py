@@ -1,7 +1,8 @@
 """The state of one episode and of its conversations, as the modules of this package share it.
 
 What is here decides little: `prompting` makes prompts of it, `turn` samples and records, `Conversation` and `Episode`
-are what the author sees of it, and `lifecycle` plays.
+are what the author sees of it, and `Play` in `lifecycle` is the state that plays itself. A `Conversation` is not its
+`ConversationState` in the same way, since authors would see on it what is no business of theirs.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ LATE_SECONDS: Final = 0.05
 """An event loop that is later than this is told of, with whose code makes it so."""
 
 RATE_SECONDS: Final = 5.0
-"""The pace is that of so many seconds."""
+"""Seconds over which the pace is measured."""
 
 SLOWEST: Final = 5
 """So many episodes that have waited longest are told of."""

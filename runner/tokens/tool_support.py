@@ -16,11 +16,8 @@ class ToolProperty(enum.StrEnum):
     """What a template must do for an environment with tools."""
 
     DEFINITIONS = "tool_definitions"
-    """The model is shown the tools."""
     CALLS = "tool_calls"
-    """An assistant turn shows its calls."""
     RESULTS = "tool_results"
-    """The model is shown what a tool returned."""
 
 
 _MISSING = {

@@ -17,7 +17,7 @@ from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["Delivery", "Planner"]
 
-_NOISE: Final = 1 << 13
+_NOISE: Final = 1 << 13  # log-probabilities that are drawn for a seed
 
 
 @dataclass(slots=True)
@@ -172,6 +172,6 @@ def _rng(call: ModelCall) -> random.Random:
 
 @functools.lru_cache(16)
 def _noise(seed: int) -> list[float]:
-    """Log-probabilities to read from at a place of one's own: drawing them for each turn would cost more than it."""
+    """Log-probabilities, each turn's from a place of its own on: drawing them anew would cost more than the turn."""
     rng = random.Random(seed)
     return array("f", (-rng.expovariate(1.0) - 1e-6 for _ in range(_NOISE))).tolist()

@@ -135,7 +135,9 @@ class VllmWeights:
         found: WeightFolder = read_folder(source)
         compare(found.forms, self._model(), source=str(found.folder))
         files = tuple(map(str, found.files))
-        return CheckedWeights(found.folder, files, tuple(self._model().ignored(found.forms)))
+        # Those that the model computes itself, or has under another name.
+        ignored = tuple(name for name in found.forms if name not in self._model().forms)
+        return CheckedWeights(found.folder, files, ignored)
 
     def _check_tensors(self, source: Mapping[str, Any]) -> CheckedWeights:
         if not self.extended:
@@ -171,7 +173,6 @@ class VllmWeights:
 
 
 def _model_folder(config: Any) -> Path:
-    """Where the files are that vLLM loaded."""
     model = Path(config.model_config.model)
     if model.is_dir():
         return model

@@ -114,10 +114,6 @@ class Bridger:
         tail = self.tail(AnsweredTurn(history, new, tools, turn))
         return self.join(tail, sampled=sampled, stop=stop, thinking=thinking)
 
-    def tail_at_once(self, answered: AnsweredTurn) -> Tail | None:
-        """What `tail` gives where it takes no longer than the new messages; None where a worker thread should do it."""
-        return self.locality.tail_at_once(answered)
-
     def tail(self, answered: AnsweredTurn) -> Tail:
         """What follows the words of a turn, as text: only renders, so any thread may call."""
         tail = self.locality.tail(answered)

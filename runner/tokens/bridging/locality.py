@@ -58,7 +58,7 @@ class Locality:
         self._learning = threading.Lock()
 
     def tail_at_once(self, answered: AnsweredTurn) -> Tail | None:
-        """What `tail` gives where it takes no longer than the new messages; None where it renders the whole."""
+        """What `tail` gives where it takes no longer than the new messages; None where a worker thread should do it."""
         kind = self._kinds.get(answered.shape)
         # A further render that is not proven is made of the whole history.
         return self._short(kind, answered) if kind is not None and all(kind.proven.values()) else None
@@ -214,7 +214,7 @@ class Locality:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What a proof is asked for; two questions are one where template and shape are, whatever else made them."""
+    """What a proof is asked for; two questions are equal where template and shape are."""
 
     template: tuple[object, ...]
     """All that tells the template, its options and its clock from others."""

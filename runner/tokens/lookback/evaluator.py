@@ -12,9 +12,8 @@ from jinja2 import nodes
 
 from runner.tokens.lookback.expressions import Left, Raised, Stopped
 from runner.tokens.lookback.filters import Filters
-from runner.tokens.lookback.merging import Symbols, merged
+from runner.tokens.lookback.merging import Leaving, State, Symbols, merged
 from runner.tokens.lookback.positions import positions
-from runner.tokens.lookback.state import Leaving, State
 from runner.tokens.lookback.values import (
     UNTOLD,
     Condition,

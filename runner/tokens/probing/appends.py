@@ -161,8 +161,6 @@ def verdicts(bridger: Bridger, profile: TemplateProfile, *, tools: bool = True) 
 
 
 class _Trial:
-    """One kind of append, tried."""
-
     def __init__(self, bridger: Bridger, kind: Append, *, tools: bool) -> None:
         self._bridger = bridger
         self._speaker = _Speaker(bridger)

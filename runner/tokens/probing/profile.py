@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
@@ -186,14 +185,9 @@ class TemplateProfile:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """The profile that `as_json` described."""
-        hints = typing.get_type_hints(cls)
-        return cls(**{name: _typed(hints[name], value) for name, value in values.items()})
+        from pydantic import TypeAdapter  # here, since the process that probes has to start fast and does not need it
 
-
-def _typed(kind: Any, value: Any) -> Any:
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return kind(value)
-    return tuple(value) if isinstance(value, list) else value
+        return TypeAdapter(cls).validate_python(values)
 
 
 _REASONING_KEPT = "Thoughts of earlier turns stay in the text, so it is what the model itself had before it."
