@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import anyio
@@ -139,9 +138,7 @@ class ScriptedEngine(Engine):
         self.running, self.loop = True, current_token()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._tasks is not None
         tasks, self._tasks = self._tasks, None
         self.running = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
@@ -96,9 +95,7 @@ class ScriptedStream(CoreStream[ScriptedCore, ScriptedSession]):
                 raise self._failure
         return core.planner.plan(call, said, fault, core.ticker.now)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         # Nothing here waits, so there is nothing to shield.
         if not self._inside:
             return

@@ -10,7 +10,6 @@ import asyncio
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import anyio
@@ -133,9 +132,7 @@ class VllmEngine(Engine):
                 "generation_config.json nor config.json has an eos_token_id. Add one."
             )
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.running = False
         await self.core.stop()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import anyio
@@ -40,9 +39,7 @@ class VllmStream(CoreStream[VllmCore, Session]):
     async def _begin(self) -> None:
         self._collector = await self._core.send(self.request, self._adapter)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         try:
             if self.finish is None:
                 await self._drain()
