@@ -46,7 +46,7 @@ class ScriptedCore(EngineCore[OpenRequest]):
     # --- one request
 
     def check(self, request: GenerationRequest) -> None:
-        """The same, once it is known that the engine is alive."""
+        """Refuse a request at once where the engine is not alive, or would refuse it."""
         if not self.is_alive():
             raise self.dead()
         super().check(request)

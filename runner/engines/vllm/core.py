@@ -64,7 +64,7 @@ class VllmCore(EngineCore[OpenRequest]):
     # --- one request
 
     def check(self, request: GenerationRequest) -> None:
-        """The same, once it is known that the engine is alive."""
+        """Refuse a request at once where the engine is not alive, or would refuse it."""
         if self._stopped:
             raise EngineDead("the engine is not running")
         if not self.is_alive():
