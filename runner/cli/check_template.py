@@ -206,7 +206,7 @@ def _document(name: str, subject: Subject, options: Mapping[str, Any], findings:
         "options": options,
         "stops": findings.stops,
         "profile": {
-            trait.value: {"value": findings.profile.as_json()[trait.value], "explanation": sentence}
+            trait: {"value": findings.profile.as_json()[trait], "explanation": sentence}
             for trait, _, sentence in findings.profile.traits()
         },
         "unstopped": findings.unstopped,
@@ -271,7 +271,7 @@ def _traits(profile: TemplateProfile) -> Table:
     for column in ("property", "value", "what it means"):
         table.add_column(column, overflow="fold", min_width=20)
     for trait, value, sentence in profile.traits():
-        table.add_row(Text(trait.value, "bold"), Text(_shown(value)), Text(sentence, "dim"))
+        table.add_row(Text(trait, "bold"), Text(_shown(value)), Text(sentence, "dim"))
     return table
 
 

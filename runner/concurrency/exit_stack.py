@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["EpisodeExitStack", "Leave"]
+__all__ = ["EpisodeExitStack", "Leave", "exit_arguments"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -70,7 +70,7 @@ class EpisodeExitStack(AsyncExitStack):
 
         The lag report looks for this function's frame, to tell a blocking exit from a blocking hook.
         """
-        return bool(await self.__aexit__(type(passing) if passing else None, passing, _traceback_of(passing)))
+        return bool(await self.__aexit__(*exit_arguments(passing)))
 
     def _on_the_loop(self) -> bool:
         return self._leave is None or threading.get_ident() == self._loop_thread
@@ -91,15 +91,18 @@ class EpisodeExitStack(AsyncExitStack):
 def _left(single: ExitStack, passing: BaseException | None) -> bool | None:
     """Leave one thing. An error that was passing and comes out again is not the thing's own."""
     try:
-        return single.__exit__(type(passing) if passing else None, passing, _traceback_of(passing))
+        return single.__exit__(*exit_arguments(passing))
     except BaseException as error:
         if error is passing:
             return False
         raise
 
 
-def _traceback_of(error: BaseException | None) -> TracebackType | None:
-    return error.__traceback__ if error is not None else None
+def exit_arguments(
+    passing: BaseException | None,
+) -> tuple[type[BaseException] | None, BaseException | None, TracebackType | None]:
+    """What an `__exit__` is told of the error that passes through it."""
+    return (None, None, None) if passing is None else (type(passing), passing, passing.__traceback__)
 
 
 def _name_of(thing: Any) -> str:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 import anyio
@@ -86,9 +86,7 @@ class LagMonitor:
         self._thread.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._stop.set()
         self._group.cancel_scope.cancel()
         # The mark can always be cancelled, and an exception that is passing is not the task group's to wrap.

@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from inspect import isawaitable
 from pathlib import Path
@@ -72,7 +72,7 @@ class AuthorCode:
                     if job.abandoned:
                         self.abandoned = name
             # A partial, a lambda or a callable object may hide an async function.
-            return await self._limited(partial(_awaited, result), name, seconds) if isawaitable(result) else result
+            return await self._limited(lambda: result, name, seconds) if isawaitable(result) else result
         except anyio.get_cancelled_exc_class() as error:
             if cancellation_is_asked_for():
                 raise
@@ -94,10 +94,6 @@ class AuthorCode:
         if clock.fired:
             raise TooSlow(name, seconds)
         return result
-
-
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
 
 
 def is_async(function: Callable[..., Any]) -> bool:

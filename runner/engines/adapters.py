@@ -49,12 +49,6 @@ class Adapters:
     leaves the engine with the next change.
 
     This one has names only; a subclass loads what they stand for.
-
-    Args:
-        names: the adapters that are there from the beginning.
-
-    Raises:
-        BadOption: a name cannot be.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
@@ -73,10 +67,6 @@ class Adapters:
     def check(self, request: str, adapter: str | None) -> None:
         """Return if a request may be sampled with this adapter.
 
-        Args:
-            request: the name of the request.
-            adapter: the adapter it is to be sampled with; None without one.
-
         Raises:
             RequestRejected: there is none of that name; says which there are.
         """
@@ -84,11 +74,7 @@ class Adapters:
             raise RequestRejected(f"{request}: the engine has no adapter {adapter!r}; {self._there()}.")
 
     def take(self, request: str, adapter: str | None) -> AdapterVersion | None:
-        """The version that samples this request; it stays until `leave`. None for the model as it is.
-
-        Raises:
-            RequestRejected: there is none of that name.
-        """
+        """The version that samples this request; it stays until `leave`. None for the model as it is."""
         self.check(request, adapter)
         if adapter is None:
             return None
@@ -109,13 +95,7 @@ class Adapters:
     # --- for the engine's control
 
     async def add(self, name: str, source: Any, *, config: Mapping[str, Any] | None = None) -> str:
-        """Add an adapter, or a new version of it; gives its label.
-
-        Raises:
-            BadOption: the name cannot be, or the engine takes no adapters.
-            BadWeights: the adapter does not fit; names the file or tensor. What was there stays.
-            EngineDead: the engine died.
-        """
+        """Add an adapter, or a new version of it; gives its label."""
         version = AdapterVersion(_checked(name), self._newest.get(name, 0) + 1, next(self._keys), _folder(source))
         await self.load(version, source, config)
         self._retire(name)

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from runner.engines.control import EngineState
 from runner.engines.controllable import Controllable
+from runner.engines.gate import Session
 from runner.options import Constraint, Sampling
 from runner.tokens.log import VersionSpan
 from runner.tokens.template import ChatTemplate
@@ -75,18 +76,6 @@ class Delta:
     """The log-probability of each id in nats; None where the engine gives none."""
     finish: Finish | None = None
     """How the stream ended; set on its last delta only."""
-
-
-@dataclass(slots=True)
-class Session:
-    """The engine-side state of one conversation's growing token sequence; made by `Engine.session()`."""
-
-    late: bool = False
-    """Whether its next request goes before any first one. An episode's very first request is not late."""
-    tokens: int = 0
-    """Ids of the engine's cache that are kept for it: its length and its next `max_tokens`."""
-    closed: bool = False
-    """Whether it gave its room in the cache back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 
 from runner.concurrency.cancellation import to_its_end
 from runner.concurrency.clocks import Standstill
 from runner.engines.adapters import Adapters, base_and_adapter
+from runner.engines.gate import AdmissionGate
 from runner.errors import BadControl, BadOption
 
 __all__ = ["SLEEP_TAGS", "EngineControl", "EngineDriver", "EngineState", "PauseMode", "WeightUpdate"]
@@ -76,7 +77,11 @@ class WeightUpdate:
 
 
 class EngineDriver(ABC):
-    """How one kind of engine makes the moves; each is called with the engine in the right state, one at a time."""
+    """How one kind of engine makes the moves; each is called with the engine in the right state, one at a time.
+
+    Raises:
+        EngineDead: new weights, a sleep or a wake failed half way; the engine can answer nothing any more.
+    """
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
@@ -96,11 +101,7 @@ class EngineDriver(ABC):
 
     @abstractmethod
     async def load_weights(self, checked: Any, version: str) -> None:
-        """Exchange the weights, stamp `version` on what is sampled from now on, forget every cached prompt.
-
-        Raises:
-            EngineDead: it failed half way; the engine can answer nothing any more.
-        """
+        """Exchange the weights, stamp `version` on what is sampled from now on, forget every cached prompt."""
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None:
@@ -115,19 +116,11 @@ class EngineDriver(ABC):
 
     @abstractmethod
     async def sleep(self, level: int) -> None:
-        """Give memory up: 1 keeps the weights elsewhere, 2 discards them.
-
-        Raises:
-            EngineDead: it failed half way.
-        """
+        """Give memory up: 1 keeps the weights elsewhere, 2 discards them."""
 
     @abstractmethod
     async def wake(self, tags: Collection[str]) -> None:
-        """Take the memory of these parts back, and stand still.
-
-        Raises:
-            EngineDead: it failed half way.
-        """
+        """Take the memory of these parts back, and stand still."""
 
     @abstractmethod
     async def profile(self, *, on: bool) -> None:
@@ -142,20 +135,13 @@ class EngineDriver(ABC):
         return []
 
 
-class Gate(Protocol):
-    """Where requests wait for a slot of the engine."""
-
-    def hold(self) -> None: ...
-    def release(self) -> None: ...
-
-
 @dataclass(eq=False)
 class EngineControl:
     """The state of one engine and the moves between its states. Who makes a move holds `lock`."""
 
     driver: EngineDriver
     """How this kind of engine makes the moves."""
-    gate: Gate
+    gate: AdmissionGate
     """The gate of the engine, which lets nobody in while the engine does not run."""
     versions: list[str]
     """Every weight version so far, the newest last."""

@@ -9,14 +9,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from runner.engines.base import Session
+__all__ = ["AdmissionGate", "Session"]
 
-__all__ = ["AdmissionGate"]
+
+@dataclass(slots=True)
+class Session:
+    """The engine-side state of one conversation's growing token sequence; made by `Engine.session()`."""
+
+    late: bool = False
+    """Whether its next request goes before any first one. An episode's very first request is not late."""
+    tokens: int = 0
+    """Ids of the engine's cache that are kept for it: its length and its next `max_tokens`."""
+    closed: bool = False
+    """Whether it gave its room in the cache back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +110,8 @@ class AdmissionGate:
             self._withdraw(waiter, queue)
             raise
         if not waiter.admitted:
-            self._raise_failure()
+            assert self._failure is not None
+            raise self._failure()
 
     def _withdraw(self, waiter: _Waiter, queue: OrderedDict[_Waiter, None]) -> None:
         if waiter.admitted:  # a cancellation that came between the admission and the wake-up
@@ -140,10 +150,6 @@ class AdmissionGate:
             for waiter in queue:
                 waiter.wake()
             queue.clear()
-
-    def _raise_failure(self) -> NoReturn:
-        assert self._failure is not None
-        raise self._failure()
 
     def _admit(self) -> None:
         while self.inside < self.places and not self._held:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,10 +95,6 @@ class Checkpoint:
     tied: bool = False
     """Whether the model's output layer is its embedding, so that `lm_head.weight` may be given or left out."""
 
-    def ignored(self, names: Iterable[str]) -> list[str]:
-        """The names among these that are not loaded: what the model computes, or has under another name."""
-        return [name for name in names if name not in self.forms]
-
     def optional(self, name: str) -> bool:
         """Whether a tensor may be given or left out: the model computes it, or has it under another name."""
         return name.endswith(_BUFFERS) or self.is_tied(name)
@@ -164,7 +160,9 @@ def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
             if name in forms:
                 raise BadWeights(f"{path}: the tensor {name!r} is in {forms[name].file} and in {file.name}.")
             forms[name] = form
-    _check_index(path, index, forms)
+    for name, listed in index.items():
+        if name not in forms:
+            raise BadWeights(f"{path / listed} has no tensor {name!r}, which the index says it holds.")
     return WeightFolder(path, files, forms)
 
 
@@ -196,12 +194,6 @@ def _read_index(file: Path) -> Mapping[str, str]:
         return {str(name): str(where) for name, where in names.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadWeights(f"{file} cannot be read as an index of safetensors: {error!r}.") from error
-
-
-def _check_index(folder: Path, index: Mapping[str, str], forms: Mapping[str, TensorForm]) -> None:
-    for name, file in index.items():
-        if name not in forms:
-            raise BadWeights(f"{folder / file} has no tensor {name!r}, which the index says it holds.")
 
 
 def _read_header(file: Path) -> dict[str, TensorForm]:
@@ -272,11 +264,6 @@ def compare(given: Mapping[str, TensorForm], model: Checkpoint, *, source: str) 
 
     Every tensor of the model has to be there, since vLLM exchanges fused parameters as a whole and keeps no part of
     them, and none but them. Shapes are equal. Floats of any width are taken for each other, other dtypes are equal.
-
-    Args:
-        given: the new weights.
-        model: what the engine was started from.
-        source: what to call the new weights.
 
     Raises:
         BadWeights: they do not; names the first tensors that are wrong.

@@ -40,11 +40,7 @@ def as_environment(environment: Environment[Any] | type[Environment[Any]]) -> En
 
 
 def check_playable(environment: Environment[Any]) -> None:
-    """Refuse an environment without a reward: nobody could be trained on it.
-
-    Raises:
-        BadEnvironment: it has no `@reward` and no `@group_reward`.
-    """
+    """Refuse an environment without a reward: nobody could be trained on it."""
     if not any(scorer.kind != ScorerKind.METRIC for scorer in environment.scorers):
         name = type(environment).__name__
         raise BadEnvironment(

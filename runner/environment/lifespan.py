@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 
+from runner.concurrency.exit_stack import exit_arguments
 from runner.concurrency.threads import Job, Workers, WorkerThread
 from runner.concurrency.user_code import describe_error
 from runner.environment.environment import Environment
@@ -87,7 +88,7 @@ class _Lifespan:
     async def leave(self, passing: BaseException | None) -> bool:
         """Leave it, and tell whether it swallowed the error that passes through it."""
         try:
-            return await self._leave(type(passing) if passing else None, passing)
+            return await self._leave(passing)
         except (Exception, SystemExit, BaseExceptionGroup) as error:
             if passing is not None and unwrapped(error) is unwrapped(passing):
                 return False  # it let the error through, perhaps in a task group that wrapped it
@@ -97,11 +98,10 @@ class _Lifespan:
         finally:
             self._end_thread()
 
-    async def _leave(self, kind: type[BaseException] | None, passing: BaseException | None) -> bool:
-        traceback = passing.__traceback__ if passing else None
+    async def _leave(self, passing: BaseException | None) -> bool:
         if self._thread is None:
-            return bool(await self._manager.__aexit__(kind, passing, traceback))
-        return bool(await self._in_thread(lambda: self._manager.__exit__(kind, passing, traceback)))
+            return bool(await self._manager.__aexit__(*exit_arguments(passing)))
+        return bool(await self._in_thread(lambda: self._manager.__exit__(*exit_arguments(passing))))
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         return await self._workers.call_beside(Job(function, "lifespan()"), self._thread)

@@ -81,7 +81,9 @@ def find_environment(name: str) -> type[Environment[Any]]:
             f"There is no environment {name!r}.{meant} Bundled: {', '.join(sorted(entries)) or 'none'}. "
             f"One of your own is given as path.py:Class or module:Class."
         )
-    return _class_in(_module(where, name), cls, name)
+    # As with `python -m`; a console script does not have the folder one stands in.
+    _look_in(Path.cwd())
+    return _class_in(_imported(where, name), cls, name)
 
 
 def short_name(name: str) -> str:
@@ -93,12 +95,6 @@ def short_name(name: str) -> str:
 def _load_entry(entry: EntryPoint) -> type[Environment[Any]]:
     # Without the folder one stands in: an author's own envs/ there must not hide ours.
     return _class_in(_imported(entry.module, entry.name), entry.attr, entry.name)
-
-
-def _module(module: str, name: str) -> ModuleType:
-    # As with `python -m`; a console script does not have the folder one stands in.
-    _look_in(Path.cwd())
-    return _imported(module, name)
 
 
 def _imported(module: str, name: str) -> ModuleType:

@@ -18,7 +18,7 @@ from runner.errors import BadTask, DeltarunnerError
 from runner.tasks import Task, TaskBuilder, check_own_fields
 from runner.trajectory import Trajectory
 
-__all__ = ["AsyncTaskSource", "TaskFeed", "TaskSource", "Tasks", "own_tasks", "read_tasks"]
+__all__ = ["TaskFeed", "TaskSource", "Tasks", "own_tasks", "read_tasks"]
 
 Tasks: TypeAlias = Iterable[Task] | AsyncIterable[Task] | str | Path
 """What a run takes as tasks; a string or a path is a JSONL file."""
@@ -36,19 +36,6 @@ class TaskSource(Protocol):
 
     def __iter__(self) -> Iterator[Task]:
         """Give the tasks. The next one is asked for, in a thread, when there is a place for its first episode."""
-        ...
-
-    def finished(self, trajectory: Trajectory) -> None:
-        """Hear of a trajectory after its commit, one at a time; it may be async. What it raises ends the run."""
-        ...
-
-
-@runtime_checkable
-class AsyncTaskSource(Protocol):
-    """The same, giving its tasks asynchronously."""
-
-    def __aiter__(self) -> AsyncIterator[Task]:
-        """Give the tasks. The next one is asked for when there is a place for its first episode."""
         ...
 
     def finished(self, trajectory: Trajectory) -> None:
@@ -100,11 +87,7 @@ class TaskFeed:
             raise BadTask(f"tasks must be an iterable of Task or the path of a JSONL file, got {source!r:.80}")
 
     async def next(self) -> Task | None:
-        """The next task, or None where there is no further one.
-
-        Raises:
-            BadTask: what came is no task, or it has no id.
-        """
+        """The next task, or None where there is no further one."""
         if self._asynchronous is not None:
             with native_cancellation_as(BadTask("tasks() cancelled the task that asked for the next one")):
                 task: Any = await anext(self._asynchronous, _END)

@@ -73,11 +73,7 @@ class RunContext:
         return base if conversation is None else conversation.over(base)
 
     def limits_of(self, environment: Limits) -> Limits:
-        """The limits of an episode, every field set, when its environment may have assigned some in `setup()`.
-
-        Raises:
-            BadOption: they are none, or change what has been used up.
-        """
+        """The limits of an episode, every field set, when its environment may have assigned some in `setup()`."""
         if environment is self.environment.limits or environment == self.environment.limits:
             return self.limits
         if not isinstance(environment, Limits):

@@ -35,11 +35,7 @@ def open_conversation(
     train: bool,
     sampling: Sampling | None = None,
 ) -> Conversation:
-    """Open the conversation of an agent that has none; `Episode.conversation` says what the arguments mean.
-
-    Raises:
-        BadOption: an agent on an engine of its own is to be trained.
-    """
+    """Open the conversation of an agent that has none; `Episode.conversation` says what the arguments mean."""
     if train and name in episode.context.other_models:
         raise BadOption(f"agent {name!r} plays on an engine of its own (engines={{{name!r}: ...}}): it is not trained.")
     messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []

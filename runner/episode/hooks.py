@@ -54,11 +54,7 @@ class Hooks(Protocol):
 
 
 def check_system_prompts(environment: Hooks, system_prompt: str | None, task: Task, prompt: Sequence[Message]) -> None:
-    """Refuse a conversation that would begin with two system messages.
-
-    Raises:
-        BadTask: the environment has a system prompt, and the task's prompt begins with a system message.
-    """
+    """Refuse a conversation that would begin with two system messages."""
     if system_prompt is not None and prompt and prompt[0]["role"] == "system":
         raise BadTask(
             f"the prompt of task {task.id!r} begins with a system message, and {type(environment).__name__} has a "

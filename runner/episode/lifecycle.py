@@ -14,7 +14,7 @@ from runner.concurrency.user_code import TooSlow, describe_error
 from runner.episode.context import RunContext
 from runner.episode.conversation import open_conversation
 from runner.episode.episode import Episode
-from runner.episode.hooks import Hooks, check_system_prompts
+from runner.episode.hooks import check_system_prompts
 from runner.episode.key import MAIN, EpisodeKey
 from runner.episode.limits import Ending
 from runner.episode.outcome import failure, judge
@@ -38,65 +38,43 @@ class Phase(enum.StrEnum):
     OVER = "over"
 
 
-class Play:
+class Play(EpisodeState):
     """One attempt at an episode, from a fresh environment to its trajectories. What goes wrong in it stays in it.
 
-    Args:
-        context: what the episodes of the run share.
-        key: which play of which task it is.
+    What its conversations and the author's `Episode` may know of it is in `EpisodeState`.
     """
 
     def __init__(self, context: RunContext, key: EpisodeKey) -> None:
-        self.key = key
-        """Which play of which task it is."""
+        super().__init__(key, context, self._leave)
         self.phase = Phase.SETUP
         """Where it stands."""
         self.began = anyio.current_time()
         """When it was made, in the event loop's time."""
         self.faults: list[str] = []
         """What went wrong without changing the outcome, such as a `close()` or a metric that raised."""
-        self._context = context
+        self.episode = Episode(self)
+        """The same as the author sees it."""
         self._outer = Clock()
         self._scoring = Clock()
         self._cut: Ending | None = None
         self._ending: Ending | None = None
         self._rewards: dict[str, dict[str, Score]] = {}
         self._metrics: dict[str, float] = {}
-        environment = self._fresh_environment()
-        # Where none could be made, nothing is played and no hook is called, so the shared one may stand in for it.
-        stand_in = context.environment if environment is None else environment
-        self._state = EpisodeState(key, context, stand_in, self._leave)
-        self.episode = Episode(self._state)
-        """The same as the author sees it."""
-        if environment is not None:
-            environment.episode = self.episode
+        self._make_environment()
 
-    def _fresh_environment(self) -> Hooks | None:
+    def _make_environment(self) -> None:
+        """Make the environment that plays. Where none can be made, nothing is played and no hook is called."""
         try:
-            environment = self._context.environment.fresh()
+            environment = self.context.environment.fresh()
             task = own_copy(self.key.task)
         except (Exception, SystemExit) as error:
             self._ending = failure(error)
-            return None
+            return
         environment.task = task
-        environment.shared = self._context.shared
+        environment.shared = self.context.shared
         environment.tools = environment.bound_tools()
-        return environment
-
-    @property
-    def environment(self) -> Hooks:
-        """The environment that plays."""
-        return self._state.environment
-
-    @property
-    def activity(self) -> str:
-        """What it waits for, for people."""
-        return self._state.activity
-
-    @property
-    def since(self) -> float:
-        """When it began to wait for that, in the event loop's time."""
-        return self._state.since
+        environment.episode = self.episode
+        self.environment = environment
 
     @property
     def permanent(self) -> bool:
@@ -105,14 +83,14 @@ class Play:
 
     def trained_logs(self) -> Iterator[TokenLog]:
         """The token logs so far of the agents that are trained."""
-        for conversation in self._state.conversations.values():
+        for conversation in self.conversations.values():
             if conversation.train:
                 yield from (segment.log for segment in conversation.segments)
 
     def cancel(self, ending: Ending | None = None) -> None:
         """Cut the play where it stands; it is closed and kept, as partial unless another ending is given."""
         # What closes is not cut: it has a limit of its own, and must not leave open what the author opened.
-        scopes = {Phase.SETUP: self._outer, Phase.PLAYING: self._state.limits.clock, Phase.SCORING: self._scoring}
+        scopes = {Phase.SETUP: self._outer, Phase.PLAYING: self.limits.clock, Phase.SCORING: self._scoring}
         if self.phase in scopes and self._cut is None:
             self._cut = ending or Ending(Outcome.CANCELLED)
             scopes[self.phase].scope.cancel()
@@ -150,7 +128,7 @@ class Play:
             # From here on only `close_seconds` ends it, so the same clock goes on with another limit, under a shield.
             cut_before = outer.fired
             outer.scope.shield = True
-            outer.start(self._state.limits.configured.close_seconds)
+            outer.start(self.limits.configured.close_seconds)
             await self._unwind(passing)
         if outer.fired and not cut_before:
             self.faults.append(f"exit_stack: unwinding took longer than {outer.seconds:g} s")
@@ -160,7 +138,7 @@ class Play:
             return
         try:
             ending = await self._play()
-            if ending.outcome.scored and any(agent.turns for agent in self._state.conversations.values()):
+            if ending.outcome.scored and any(agent.turns for agent in self.conversations.values()):
                 await self._score(ending)
         finally:
             self._enter(Phase.CLOSING)
@@ -170,13 +148,12 @@ class Play:
     # --- before the first turn
 
     async def _set_up(self) -> bool:
-        state = self._state
-        self._outer.start(state.limits.configured.setup_seconds)
+        self._outer.start(self.limits.configured.setup_seconds)
         try:
-            state.exit_stack_open = True
+            self.exit_stack_open = True
             if self.environment.overrides("setup"):
-                await state.author_code.call(self.environment.setup, name="setup()")
-            state.take_limits()
+                await self.author_code.call(self.environment.setup, name="setup()")
+            self.take_limits()
         except anyio.get_cancelled_exc_class():
             self._blame_setup()
             raise
@@ -184,35 +161,35 @@ class Play:
             self._ending = failure(error)
             return False
         finally:
-            state.exit_stack_open = False
+            self.exit_stack_open = False
         return True
 
     def _blame_setup(self) -> None:
         if self._outer.fired and self._cut is None:
-            seconds = self._state.limits.configured.setup_seconds
+            seconds = self.limits.configured.setup_seconds
             self._ending = Ending(Outcome.ENV_ERROR, "setup_seconds", error=f"setup took longer than {seconds:g} s")
 
     async def _open_main(self) -> None:
         environment, task = self.environment, self.environment.task
-        self._state.report_activity("prompt")
+        self.report_activity("prompt")
         prompt = task.prompt
         if environment.overrides("prompt"):
-            prompt = await self._state.author_code.call(environment.prompt, name="prompt()")
+            prompt = await self.author_code.call(environment.prompt, name="prompt()")
         messages = as_messages(prompt)
         check_system_prompts(environment, environment.system_prompt, self.key.task, messages)
         self.episode.conversations[MAIN] = open_conversation(
-            self._state,
+            self,
             MAIN,
             system_prompt=environment.system_prompt,
             prompt=messages,
             tools=environment.tools,
-            train=MAIN not in self._context.other_models,
+            train=MAIN not in self.context.other_models,
         )
 
     # --- the play
 
     async def _play(self) -> Ending:
-        state, error = self._state, None
+        error: BaseException | None = None
         try:
             await self._open_main()
         except Exception as raised:
@@ -226,39 +203,39 @@ class Play:
             return self._ending or self._cut or Ending(Outcome.CANCELLED)
         self._outer.lift()
         self._enter(Phase.PLAYING)
-        with state.limits.clock as clock:
-            clock.start(state.limits.configured.seconds)
+        with self.limits.clock as clock:
+            clock.start(self.limits.configured.seconds)
             try:
                 main = self.episode.conversations[MAIN]
-                await state.author_code.call(self.environment.rollout, main, name="rollout()")
-                state.check_limits()
+                await self.author_code.call(self.environment.rollout, main, name="rollout()")
+                self.check_limits()
             except (Exception, BaseExceptionGroup) as raised:
                 error = raised
-        self._ending = self._cut or judge(state, error)
+        self._ending = self._cut or judge(self, error)
         return self._ending
 
     # --- after the last turn
 
     async def _score(self, ending: Ending) -> None:
         self._enter(Phase.SCORING)
-        seconds = self._state.limits.configured.reward_seconds
+        seconds = self.limits.configured.reward_seconds
         with self._scoring as clock:
             clock.start(seconds)
-            for scorer in self._context.scorers:
+            for scorer in self.context.scorers:
                 if scorer.kind != ScorerKind.GROUP_REWARD:
                     await self._score_one(scorer.name, scorer.kind, ending)
         if self._cut is not None:
             self._ending = self._cut
-        elif clock.fired or self._state.author_code.abandoned:
+        elif clock.fired or self.author_code.abandoned:
             text = f"rewards took longer than {seconds:g} s (in {self.activity})"
             self._ending = Ending(Outcome.ENV_ERROR, "reward_seconds", error=text)
 
     async def _score_one(self, name: str, kind: str, ending: Ending) -> None:
-        self._state.report_activity(f"{kind} {name}()")
+        self.report_activity(f"{kind} {name}()")
         # Before each of them: a judge that ran into a limit in one reward may speak again in the next.
-        self._state.limits.begin_scoring()
+        self.limits.begin_scoring()
         try:
-            value = await self._state.author_code.call(getattr(self.environment, name), name=f"{kind} {name}()")
+            value = await self.author_code.call(getattr(self.environment, name), name=f"{kind} {name}()")
             self._keep_score(name, kind, value)
         except Exception as error:
             if kind == ScorerKind.METRIC:
@@ -268,7 +245,7 @@ class Play:
             self._blame_reward(f"reward {name}(): {describe_error(error)}", ending)
 
     def _blame_reward(self, error: str, ending: Ending) -> None:
-        failed = self._state.limits.ending
+        failed = self.limits.ending
         if failed is not None and failed.outcome is Outcome.ENGINE_ERROR:
             self._ending = failed
         elif ending.outcome is Outcome.COMPLETED:
@@ -280,15 +257,15 @@ class Play:
         if kind == ScorerKind.METRIC:
             self._metrics.update(as_metrics(value, name))
             return
-        trained = [agent.name for agent in self._state.conversations.values() if agent.train] or [MAIN]
+        trained = [agent.name for agent in self.conversations.values() if agent.train] or [MAIN]
         for agent, score in scores_by_agent(value, name, trained).items():
             self._rewards.setdefault(agent, {})[name] = score
 
     async def _close(self) -> None:
-        seconds = self._state.limits.configured.close_seconds
+        seconds = self.limits.configured.close_seconds
         try:
             with anyio.CancelScope(shield=True):
-                await self._state.author_code.call(self.environment.close, name="close()", seconds=seconds)
+                await self.author_code.call(self.environment.close, name="close()", seconds=seconds)
         except (Exception, BaseExceptionGroup) as error:
             self.faults.append(f"close(): {describe_error(error)}")
 
@@ -297,10 +274,10 @@ class Play:
 
         The clock over the whole unwinding stands still, and a cancellation waits: each exit has its own limit.
         """
-        seconds = self._state.limits.configured.close_seconds
+        seconds = self.limits.configured.close_seconds
         with Waiting(), anyio.CancelScope(shield=True):
             try:
-                swallowed: bool | None = await self._state.author_code.call(leaving, name=name, seconds=seconds)
+                swallowed: bool | None = await self.author_code.call(leaving, name=name, seconds=seconds)
             except TooSlow as error:
                 self.faults.append(f"exit_stack: {error}; its thread was left behind")
                 return None
@@ -309,7 +286,7 @@ class Play:
     async def _unwind(self, passing: BaseException | None) -> None:
         """Leave what `setup()` entered. What is passing goes through it: a task group that died cancelled its host."""
         try:
-            swallowed = await self._state.exit_stack.unwind(passing)
+            swallowed = await self.exit_stack.unwind(passing)
             if passing is not None and not swallowed:
                 raise passing
             if passing is not None:
@@ -326,14 +303,17 @@ class Play:
         """What each agent that spoke saw and did; `main` first, also silent where no trained one spoke."""
         ending = self._ending or self._cut or Ending(Outcome.CANCELLED)
         seconds = anyio.current_time() - self.began
-        conversations = self._state.conversations
-        spoke = {name: agent for name, agent in conversations.items() if agent.turns}
+        spoke = {name: agent for name, agent in self.conversations.items() if agent.turns}
         others = [self._trajectory(name, ending, seconds) for name in spoke if name != MAIN]
         # Where nobody is there to be trained on, something must still say how the episode ended.
         if MAIN not in spoke and any(agent.train for agent in spoke.values()):
             return others
         # An agent that spoke in setup() was opened before `main`; and where setup() failed there is no `main` yet.
-        main = self._trajectory(MAIN, ending, seconds) if MAIN in conversations else self._empty(MAIN, ending, seconds)
+        main = (
+            self._trajectory(MAIN, ending, seconds)
+            if MAIN in self.conversations
+            else self._empty(MAIN, ending, seconds)
+        )
         return [main, *others]
 
     def _empty(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
@@ -343,10 +323,10 @@ class Play:
             task=key.task,
             index=key.index,
             agent=agent,
-            seed=self._state.seed,
+            seed=self.seed,
             visit=key.visit,
             attempt=key.attempt,
-            trained=agent == MAIN and MAIN not in self._context.other_models,
+            trained=agent == MAIN and MAIN not in self.context.other_models,
             outcome=ending.outcome,
             limit=ending.limit,
             limit_agent=ending.agent,
@@ -356,7 +336,7 @@ class Play:
         )
 
     def _trajectory(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
-        conversation = self._state.conversations[agent]
+        conversation = self.conversations[agent]
         trajectory = self._empty(agent, ending, seconds)
         trajectory.trained = conversation.train
         conversation.into_trajectory(trajectory)
@@ -365,12 +345,12 @@ class Play:
         if not ending.outcome.scored or not trajectory.turns:
             return trajectory
         trajectory.rewards = self._rewards.get(agent, {})
-        grouped = any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self._context.scorers)
+        grouped = any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self.context.scorers)
         # With group rewards the sum waits for them: until then there is none.
         if not grouped:
-            trajectory.reward = weighted_sum(trajectory.rewards, self._context.scorers)
+            trajectory.reward = weighted_sum(trajectory.rewards, self.context.scorers)
         return trajectory
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
-        self._state.report_activity(phase.value)
+        self.report_activity(phase.value)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 from runner.engines.base import Engine, FinishReason
-from runner.messages import Message
 from runner.options import History
 from runner.parsing.base import ToolFormat
 from runner.parsing.detect import detect_format
@@ -39,7 +38,7 @@ class ChatModel:
         self.bridger = self.trial_bridger()
         """Makes the ids of prompts and of appended messages."""
         self.tokenizer = self.bridger.tokenizer
-        self.tool_format: ToolFormat | None = detect_format(self._render_probe)
+        self.tool_format: ToolFormat | None = detect_format(self.renderer)
         """How its template writes tool calls; None where that is no form that we can read."""
         prompt = self.renderer.render([{"role": "user", "content": "Go on."}])
         self.opens_reasoning = prompt.rstrip().endswith(REASONING_OPEN)
@@ -67,6 +66,3 @@ class ChatModel:
     def bridge(self, turn: Turn, tail: Tail) -> Bridge:
         """The bridge from a turn to what answers it."""
         return self.bridger.join(tail, sampled=turn.token_ids, stop=self.closing_stop(turn), thinking=turn.thinking)
-
-    def _render_probe(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
-        return self.renderer.render(messages, tools=tools, generation_prompt=False)

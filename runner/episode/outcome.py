@@ -12,11 +12,9 @@ __all__ = ["failure", "judge"]
 
 
 def judge(episode: EpisodeState, error: BaseException | None) -> Ending:
-    """How a play ended that nobody cut from outside. A limit that fired comes before what the author raised after it.
+    """How a play ended that nobody cut from outside, and that `error` came out of.
 
-    Args:
-        episode: the episode that was played.
-        error: what came out of the rollout, or None.
+    A limit that fired comes before what the author raised after it.
     """
     limits, abandoned = episode.limits, episode.author_code.abandoned
     # A thread that was left behind may still change the world that the rewards would look at.

@@ -16,12 +16,9 @@ __all__ = ["ParsedTurn", "cut_in_reasoning", "text_of"]
 
 
 def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
-    """The text of a turn's ids, without the stop and without a close of the template's that the model wrote before it.
+    """The text of a turn's ids, of which the last is its stop where it `stopped`.
 
-    Args:
-        ids: the ids as they were sampled.
-        chat: the model that spoke.
-        stopped: the last of them is a stop id.
+    The stop is left out, and a close of the template's that the model wrote before it.
     """
     spoken = ids[: len(ids) - stopped]
     close = chat.bridger.closes.of_turn
@@ -30,13 +27,7 @@ def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
 
 
 def cut_in_reasoning(turn: Turn, text: str, chat: ChatModel) -> bool:
-    """Tell whether the turn was cut before it had closed its reasoning.
-
-    Args:
-        turn: the turn, which knows how it ended.
-        text: what the turn said, from the beginning of its message on.
-        chat: the model that spoke.
-    """
+    """Whether the turn was cut inside its reasoning; `text` is what it said from the beginning of its message on."""
     return chat.closing_stop(turn) is None and is_open(text, opened=chat.opens_reasoning)
 
 
@@ -55,15 +46,7 @@ class ParsedTurn:
     def of(
         cls, text: str, chat: ChatModel, tools: Sequence[Tool], *, before: int, tool_choice: ToolChoice
     ) -> ParsedTurn:
-        """Read a turn's text.
-
-        Args:
-            text: what was said.
-            chat: the model that spoke.
-            tools: what it could call.
-            before: how many calls its conversation had before, for their ids.
-            tool_choice: under which it spoke.
-        """
+        """Read a turn's text. Its calls are numbered from `before` on, how many its conversation had before."""
         reasoning, content = split_reasoning(text, opened=chat.opens_reasoning)
         if chat.tool_format is None or not tools:
             return cls(content, reasoning, [])

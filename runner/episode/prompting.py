@@ -126,11 +126,7 @@ def _retried(retry: Retry, messages: Sequence[Message]) -> PreparedPrompt:
 
 
 async def _answering(conversation: ConversationState, segment: Segment, new: Sequence[Message]) -> PreparedPrompt:
-    """The prompt after a turn that is answered, by the run's policy.
-
-    Raises:
-        Unbridgeable: the policy refuses what has no exact bridge, or there is no prompt at all.
-    """
+    """The prompt after a turn that is answered, by the run's policy."""
     conversation.plain = conversation.plain and all(map(is_plain, new))
     last, history, tools = conversation.turns[-1], conversation.chat.history, conversation.schemas()
     if tools != segment.tools:
@@ -155,7 +151,7 @@ async def _answering(conversation: ConversationState, segment: Segment, new: Seq
 async def _bridge(conversation: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas) -> Bridge:
     bridger, last = conversation.chat.bridger, conversation.turns[-1]
     answered = AnsweredTurn(segment.messages, new, tools, last.number, conversation.plain)
-    tail = bridger.tail_at_once(answered)
+    tail = bridger.locality.tail_at_once(answered)
     if tail is None:
         tail = await _in_thread(conversation, partial(bridger.tail, answered))
     return conversation.chat.bridge(last, tail)
@@ -165,34 +161,25 @@ async def _forked(
     conversation: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas, cause: str
 ) -> PreparedPrompt:
     """A new segment with everything rendered anew, loss mask 0 throughout."""
-    prompt = await _rendered(conversation, [*segment.messages, *new], tools, cause)
-    prompt.junction = forked_junction(cause)
-    return prompt
+    bridger, messages = conversation.chat.bridger, [*segment.messages, *new]
+    text = await _in_thread(conversation, partial(bridger.prompt_text, messages, tools))
+    ids = bridger.prompt_ids(text)
+    again, junction = Segment(cause=cause, tools=tools), forked_junction(cause)
+    return PreparedPrompt(again, ids, ids, Source.PROMPT, messages, junction=junction)
 
 
 async def _followed(
     conversation: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas
 ) -> PreparedPrompt:
     """What the template makes of everything: an append where it leaves the past as it was, else a fork."""
-    last = conversation.turns[-1]
-    prompt = await _rendered(conversation, [*segment.messages, *new], tools, "template")
+    fork = await _forked(conversation, segment, new, tools, "template")
     before = len(segment.log)
     unsampled = any(message["role"] == "assistant" for message in new)
-    if unsampled or prompt.ids[:before] != segment.log.ids:
-        prompt.junction = forked_junction("template")
-        return prompt
-    added = prompt.ids[before:]
-    junction = followed_junction(conversation.chat, prompt.ids, last, len(added))
-    return PreparedPrompt(segment, prompt.ids, added, Source.BRIDGE, new, junction=junction)
-
-
-async def _rendered(
-    conversation: ConversationState, messages: Sequence[Message], tools: Schemas, cause: str
-) -> PreparedPrompt:
-    bridger = conversation.chat.bridger
-    text = await _in_thread(conversation, partial(bridger.prompt_text, messages, tools))
-    ids = bridger.prompt_ids(text)
-    return PreparedPrompt(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages)
+    if unsampled or fork.ids[:before] != segment.log.ids:
+        return fork
+    added = fork.ids[before:]
+    junction = followed_junction(conversation.chat, fork.ids, conversation.turns[-1], len(added))
+    return PreparedPrompt(segment, fork.ids, added, Source.BRIDGE, new, junction=junction)
 
 
 async def _in_thread(conversation: ConversationState, render: Callable[[], T]) -> T:
@@ -240,11 +227,7 @@ def _end_without_prompt(conversation: ConversationState, missing: Unbridgeable) 
 def followed_junction(chat: ChatModel, ids: Sequence[int], last: Turn, inserted: int) -> Junction:
     """The junction of a prompt that the template's own render of everything put after a turn.
 
-    Args:
-        chat: the model.
-        ids: the ids of the whole prompt, encoded in one go.
-        last: the turn before the prompt.
-        inserted: how many ids came after that turn.
+    The `ids` are the whole prompt, encoded in one go; `inserted` of them came after the turn.
     """
     seam = Seam.SPECIAL if {ids[last.end - 1], ids[last.end]} & chat.tokenizer.control_ids else Seam.VERIFIED
     close = Close.MASKED if chat.closing_stop(last) is None else Close.SAMPLED

@@ -138,16 +138,9 @@ async def sample(
     tokenizer: Tokenizer,
     stall_seconds: float | None,
 ) -> None:
-    """Stream `request` into the log. An engine's failure is kept in `into.error`, not raised.
+    """Stream `request` into the log, behind `new_ids`, which are appended once the engine has admitted it.
 
-    Args:
-        into: is filled in, whatever happens.
-        engine: where the ids are sampled.
-        request: its prompt is the log so far and `new_ids`.
-        new_ids: appended to the log once the engine has admitted the request.
-        source: where `new_ids` came from.
-        tokenizer: decodes for stop strings.
-        stall_seconds: the longest silence after admission.
+    What comes is kept in `into` whatever happens, an engine's failure too: it is not raised.
     """
     cut = True
     with WhileSampling():

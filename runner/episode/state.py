@@ -1,7 +1,8 @@
 """The state of one episode and of its conversations, as the modules of this package share it.
 
 What is here decides little: `prompting` makes prompts of it, `turn` samples and records, `Conversation` and `Episode`
-are what the author sees of it, and `lifecycle` plays.
+are what the author sees of it, and `Play` in `lifecycle` is the state that plays itself. A `Conversation` is not its
+`ConversationState` in the same way, since authors would see on it what is no business of theirs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import anyio
 from runner.concurrency.exit_stack import EpisodeExitStack, Leave
 from runner.concurrency.user_code import AuthorCode
 from runner.episode.context import RunContext
-from runner.episode.hooks import Hooks
 from runner.episode.key import EpisodeKey
 from runner.episode.limits import EpisodeLimits
 from runner.errors import BadOption
@@ -28,17 +28,17 @@ __all__ = ["ConversationState", "EpisodeState", "Retry", "checked_tools"]
 
 
 class EpisodeState:
-    """What the play of an episode, its `Episode` and its conversations share."""
+    """What of one play of an episode its `Episode` and its conversations may know; `Play` adds how it is played."""
 
-    def __init__(self, key: EpisodeKey, context: RunContext, environment: Hooks, leave: Leave) -> None:
+    def __init__(self, key: EpisodeKey, context: RunContext, leave: Leave) -> None:
         self.key = key
         """Which play of which task this is."""
         self.seed = key.seed(context.seed)
         """The seed of the episode's sampling."""
         self.context = context
         """What the episodes of the run share."""
-        self.environment = environment
-        """The environment that plays."""
+        self.environment = context.environment
+        """The environment that plays; the shared one until a fresh one is made."""
         self.limits = EpisodeLimits(context.limits)
         """What the episode may still use, and how it ended."""
         self.author_code = AuthorCode(context.workers)
@@ -62,20 +62,12 @@ class EpisodeState:
         self.since = anyio.current_time()
 
     def take_limits(self) -> None:
-        """Take over the limits that `setup()` may have given its episode.
-
-        Raises:
-            BadOption: they cannot be.
-        """
+        """Take over the limits that `setup()` may have given its episode."""
         self._limits_of_setup = self.environment.limits
         self.limits.configured = self.context.limits_of(self._limits_of_setup)
 
     def check_limits(self) -> None:
-        """Refuse limits that were assigned when they had been read.
-
-        Raises:
-            BadOption: there are others than after `setup()`.
-        """
+        """Refuse limits that were assigned when they had been read."""
         taken, limits = self._limits_of_setup, self.environment.limits
         if taken is not None and limits is not taken and limits != taken:
             raise BadOption(
@@ -152,11 +144,7 @@ class ConversationState:
         return [tool.as_openai() for tool in self.tools]
 
     def sampling(self) -> Sampling:
-        """The sampling of the next turn, every field set; the environment's may have been assigned since the last.
-
-        Raises:
-            BadOption: what was assigned is none, or limits were assigned too late.
-        """
+        """The sampling of the next turn, every field set; the environment's may have been assigned since the last."""
         episode = self.episode
         given = episode.environment.sampling
         if given is not self._environment_sampling:
@@ -203,12 +191,7 @@ def _says(turn: Turn, message: Message) -> bool:
 
 
 def checked_tools(tools: Sequence[Tool]) -> list[Tool]:
-    """The tools as a list of its own.
-
-    Raises:
-        TypeError: one is no tool.
-        ValueError: two have the same name.
-    """
+    """The tools as a list of its own; what is no tool is refused, and two of one name."""
     for tool in tools:
         if not isinstance(tool, Tool):
             raise TypeError(f"{tool!r:.60} is no Tool: write Tool(function) for a function with hints and a docstring")

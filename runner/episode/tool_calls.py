@@ -30,13 +30,6 @@ async def answer_calls(
 ) -> list[Message]:
     """One tool message for each call that parsed, in order; then one user message for those that did not.
 
-    Args:
-        turn: what was said.
-        tools: what may be called.
-        author_code: runs the author's code.
-        seconds: the limit of a call whose tool has none of its own.
-        report_activity: told what is waited for.
-
     Raises:
         Exception: what a tool raised, other than `ToolError`; the first by the order of the calls.
     """
@@ -57,8 +50,6 @@ async def answer_calls(
 
 
 class _Running:
-    """The calls of one turn while they run."""
-
     def __init__(self, tools: dict[str, Tool], author_code: AuthorCode, seconds: float | None) -> None:
         self.results: dict[str, str] = {}
         self._tools = tools
@@ -133,7 +124,7 @@ def _text(tool: Tool, result: object) -> str:
 
 
 def _place(call: Callable[..., object]) -> str:
-    """Where a tool was written: what it returned is told when its own frame is gone."""
+    """Where a tool was written: its own frame is gone when its result turns out to have no text."""
     code = getattr(inspect.unwrap(call), "__code__", None)
     return f", {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 

@@ -24,13 +24,7 @@ __all__ = ["take_turn"]
 async def take_turn(
     conversation: ConversationState, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None
 ) -> Turn:
-    """Let the agent of a conversation speak once.
-
-    Raises:
-        EpisodeOver: a limit was reached, there is no exact prompt, or the engine failed.
-        RuntimeError: nothing was added that could be answered.
-        BadOption: the sampling, the limits or the tool choice cannot be used.
-    """
+    """Let the agent of a conversation speak once."""
     episode, chat = conversation.episode, conversation.chat
     await episode.limits.admit(conversation.name, trained=conversation.train)
     prompt = await next_prompt(conversation)
@@ -200,11 +194,7 @@ def _record(conversation: ConversationState, prompt: PreparedPrompt, request: _R
 def _parse(conversation: ConversationState, prompt: PreparedPrompt, turn: Turn, text: str | None) -> None:
     """Fill in what the sampled ids say, as text, reasoning and calls, and add it to the messages.
 
-    Args:
-        conversation: whose turn it is.
-        prompt: the prompt that the turn was sampled on.
-        turn: the turn that gets what was said.
-        text: what stands before a stop string, where one was found; None reads the ids.
+    Where a stop string was found, `text` is what stands before it; None reads the ids.
     """
     chat, ids, messages = conversation.chat, turn.log.ids, prompt.segment.messages
     if prompt.continued:

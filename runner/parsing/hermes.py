@@ -57,6 +57,7 @@ def _read_call(text: str, start: int) -> tuple[ToolCall, int]:
     """The call that was opened right before `start`, and where the text goes on after it."""
     close = text.find(CLOSE, start)
     end = len(text) if close < 0 else close
+    after = min(len(text), end + len(CLOSE))
     try:
         try:
             value = _DECODER.decode(text[start:end])
@@ -67,18 +68,13 @@ def _read_call(text: str, start: int) -> tuple[ToolCall, int]:
             value, end = _DECODER.raw_decode(text, _SPACE.match(text, start).end())  # type: ignore[union-attr]  # it matches ""
             close = text.find(CLOSE, end)
     except json.JSONDecodeError as error:
-        return _malformed(f"{error.msg} at character {error.pos} of the JSON"), _after_close(text, start)
+        return _malformed(f"{error.msg} at character {error.pos} of the JSON"), after
     except (ValueError, RecursionError) as error:
         what = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        return _malformed(what), _after_close(text, start)
+        return _malformed(what), after
     if close < 0 or text[end:close].strip():
-        return _malformed(f"{CLOSE} is missing after the JSON object"), _after_close(text, start)
+        return _malformed(f"{CLOSE} is missing after the JSON object"), after
     return _call(value), close + len(CLOSE)
-
-
-def _after_close(text: str, start: int) -> int:
-    close = text.find(CLOSE, start)
-    return len(text) if close < 0 else close + len(CLOSE)
 
 
 def _call(value: Any) -> ToolCall:

@@ -57,12 +57,13 @@ def describe_run(environment: Environment[Any], engine: Engine, options: RunOpti
 
 def describe_configuration(environment: Environment[Any], options: RunOptions, *, now: datetime) -> Header:
     """The same header as far as it is known before an engine runs: without engines, template and git."""
-    arguments, unrecorded = _recorded(environment.construction())
+    given = environment.construction()
+    recorded = {name: value for name, value in given.items() if _has_json(value)}
     scorers = with_weights(environment.scorers, options.weights)
     return Header(
         environment=class_name(type(environment)),
-        arguments=_without_secrets(arguments),
-        unrecorded=tuple(sorted(unrecorded)),
+        arguments=_without_secrets(recorded),
+        unrecorded=tuple(sorted(given.keys() - recorded.keys())),
         system_prompt=common_system_prompt(environment),
         tool_choice=environment.tool_choice,
         tools={tool.name: tool.as_openai() for tool in environment.bound_tools()},
@@ -83,11 +84,6 @@ def describe_configuration(environment: Environment[Any], options: RunOptions, *
         platform=platform.platform(),
         created=now,
     )
-
-
-def _recorded(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    recorded = {name: value for name, value in arguments.items() if _has_json(value)}
-    return recorded, [name for name in arguments if name not in recorded]
 
 
 def _has_json(value: Any) -> bool:

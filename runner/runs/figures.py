@@ -6,7 +6,8 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 import anyio
@@ -22,7 +23,10 @@ LATE_SECONDS: Final = 0.05
 """An event loop that is later than this is told of, with whose code makes it so."""
 
 RATE_SECONDS: Final = 5.0
-"""The pace is that of so many seconds."""
+"""Seconds over which the pace is measured."""
+
+SLOWEST: Final = 5
+"""So many episodes that have waited longest are told of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,34 +104,23 @@ class Figures:
         return max(0, self.total - self.done) * self.elapsed / played
 
 
-@dataclass(slots=True)
 class Gauge:
     """Reads the figures of a run; cheap enough for four times a second with ten thousand episodes in flight."""
 
-    run: Run
-    """The run that is read."""
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque()
 
-    total: int | None = None
-    """How many episodes it is to have, or None where nobody knows."""
-
-    before: int = 0
-    """How many of them earlier runs played."""
-
-    last_fault: str = ""
-    """What went wrong in the last episode that failed."""
-
-    _samples: deque[tuple[float, int]] = field(default_factory=deque)
-
-    def read(self, *, slowest: int = 5) -> Figures:
-        run, summary = self.run, self.run.summary
+    def read(self, run: Run, *, total: int | None = None, before: int = 0, last_fault: str = "") -> Figures:
+        """The figures now; what else is given is known to whoever shows them, and none of the run's."""
+        summary = run.summary
         stats = [engine.stats() for engine in run.engines]
         lag = run.lag.percentile(99)
         # Only of a loop that is late: whose code ran longest is no news while it was fast.
         blockers = run.lag.blockers(1) if lag > LATE_SECONDS else []
         reward = summary.reward
         return Figures(
-            total=self.total,
-            before=self.before,
+            total=total,
+            before=before,
             done=summary.episodes,
             failed=summary.failed,
             running=len(run.plays),
@@ -139,8 +132,8 @@ class Gauge:
             elapsed=summary.elapsed,
             lag=lag,
             blocker=blockers[0] if blockers else None,
-            slowest=tuple(_stuck(play) for play in heapq.nsmallest(slowest, run.plays, key=_since)),
-            fault=shown_line(self.last_fault or (summary.faults[-1] if summary.faults else "")),
+            slowest=tuple(_stuck(play) for play in heapq.nsmallest(SLOWEST, run.plays, key=attrgetter("since"))),
+            fault=shown_line(last_fault or (summary.faults[-1] if summary.faults else "")),
         )
 
     def _rate(self, sampled: int) -> float:
@@ -151,10 +144,6 @@ class Gauge:
             self._samples.popleft()
         since, before = self._samples[0]
         return (sampled - before) / (now - since) if now > since else 0.0
-
-
-def _since(play: Play) -> float:
-    return play.since
 
 
 def _stuck(play: Play) -> Stuck:

@@ -11,7 +11,7 @@ from typing import Any
 from runner.concurrency.user_code import AuthorCode, describe_error
 from runner.episode.context import RunContext
 from runner.episode.key import MAIN
-from runner.runs.groups import PendingGroups, by_agent
+from runner.runs.groups import OpenGroup, by_agent
 from runner.runs.summary import Summary
 from runner.scoring import Score, ScorerKind, as_score, weighted_sum
 from runner.store.writer import RunWriter
@@ -22,14 +22,7 @@ __all__ = ["GroupScoring"]
 
 
 class GroupScoring:
-    """Decides when the rewards of an episode are final, and gives those that compare the episodes of a task.
-
-    Args:
-        context: what all episodes of the run share.
-        writer: has committed what it is told of.
-        summary: counts rewards once they are final.
-        group_size: episodes of each task.
-    """
+    """Decides when the rewards of an episode are final, and gives those that compare the episodes of a task."""
 
     def __init__(self, context: RunContext, writer: RunWriter, summary: Summary, *, group_size: int) -> None:
         self._context = context
@@ -37,7 +30,7 @@ class GroupScoring:
         self._summary = summary
         self._group_size = group_size
         self._rewards = [scorer.name for scorer in context.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
-        self._pending = PendingGroups(keep=self.has_rewards)
+        self._open: dict[tuple[str, int], OpenGroup] = {}
 
     @property
     def has_rewards(self) -> bool:
@@ -46,7 +39,7 @@ class GroupScoring:
 
     def open(self, task: Task, visit: int, missing: int) -> None:
         """Expect `missing` episodes of a task."""
-        self._pending.open(task, visit, missing)
+        self._open[task.id, visit] = OpenGroup(missing)
 
     async def finished(self, trajectories: list[Trajectory]) -> tuple[list[list[Trajectory]], int]:
         """Note a committed episode, and score its group if it was the last one.
@@ -54,18 +47,26 @@ class GroupScoring:
         Returns:
             The episodes whose rewards are final now, to be announced; and how many of the group were to be played.
         """
-        missing, group = self._pending.finished(trajectories)
+        key = trajectories[0].task.id, trajectories[0].visit
+        group = self._open[key]
+        group.played += 1
+        if group.played == group.missing:
+            del self._open[key]
         if not self.has_rewards:
             self._summary.add_rewards(trajectories)
-            return [trajectories], missing
-        if group is None:
-            return [], missing
-        await self._score_played(group)
-        return list(_by_episode(group)), missing
+            return [trajectories], group.missing
+        # Kept only where they are compared in the end: memory follows the groups in flight.
+        group.trajectories.extend(trajectories)
+        if group.played < group.missing:
+            return [], group.missing
+        await self._score_played(group.trajectories)
+        return list(_by_episode(group.trajectories)), group.missing
 
     def unfinished(self) -> Iterator[tuple[int, list[Trajectory]]]:
         """The episodes that waited for others of their group in vain, each with the number that was to be played."""
-        return self._pending.unfinished()
+        for group in self._open.values():
+            for _, episode in groupby(group.trajectories, key=attrgetter("index")):
+                yield group.missing, list(episode)
 
     async def groups_of(self, trajectories: list[Trajectory]) -> list[Group]:
         """The groups of a task, one for each agent, with what an earlier run of the file left of them."""

@@ -129,12 +129,7 @@ class RunOptions:
 
     @classmethod
     def of(cls, tasks: Tasks | None, by_name: Mapping[str, Any]) -> Self:
-        """Options as they are given to a run: the tasks, and the others by name.
-
-        Raises:
-            BadOption: an option is not what it has to be; the message names it and the fix.
-            TypeError: a name that is no option.
-        """
+        """Options as they are given to a run: the tasks, and the others by name."""
         return cls(tasks=tasks, **by_name)
 
     def _settle(self) -> None:
@@ -185,15 +180,7 @@ class RunOptions:
 
 
 def check_engine(where: str, engine: Any) -> None:
-    """Refuse what is no engine object.
-
-    Args:
-        where: the option that it was given as.
-        engine: what was given.
-
-    Raises:
-        BadOption: it is no engine, or the class of one.
-    """
+    """Refuse what is no engine object."""
     if isinstance(engine, type) and issubclass(engine, Engine):
         raise BadOption(f"{where}={engine.__name__} is the class: give an engine object, {engine.__name__}(...).")
     if not isinstance(engine, Engine):

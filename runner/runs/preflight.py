@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, time
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import anyio.to_thread
@@ -23,11 +23,7 @@ __all__ = ["check_adapter", "check_appends", "check_templates"]
 
 
 def check_adapter(engine: Engine, sampling: Sampling) -> None:
-    """Refuse a run whose every turn would ask for an adapter that the engine has not.
-
-    Raises:
-        BadOption: it has not; says which it has.
-    """
+    """Refuse a run whose every turn would ask for an adapter that the engine has not."""
     if sampling.adapter and sampling.adapter not in engine.adapters:
         there = ", ".join(map(repr, engine.adapters)) or "none"
         raise BadOption(
@@ -42,10 +38,10 @@ async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[st
     Raises:
         BadTemplate: it does not compile, never ends, raises on a plain question, ...
     """
-    from runner.tokens.probing.probe import check_ends  # costs what only templates of other people need
+    from runner.tokens.probing.probe import is_bundled, probe  # Run is imported without what probes templates
 
-    for template in dict.fromkeys(each for each in templates if not _is_bundled(each)):
-        look = partial(check_ends, template, options, now=_same_all_day(now), check_cancelled=check_cancelled)
+    for template in dict.fromkeys(each for each in templates if not is_bundled(each)):
+        look = partial(probe, template, options, now=_same_all_day(now), check_cancelled=check_cancelled)
         await anyio.to_thread.run_sync(look)
 
 
@@ -54,22 +50,15 @@ async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, too
 
     The appends of a template that comes with us are not looked at: they are exact.
 
-    Args:
-        chat: the model and its template.
-        now: the time that the run's templates see.
-        workers: the threads in which the template is probed.
-        tools: whether the environment has tools.
-        system: whether it has a system prompt.
-
     Raises:
         BadTemplate: the run's policy is to refuse that.
     """
-    from runner.tokens.probing.probe import probe
+    from runner.tokens.probing.probe import is_bundled, probe
 
     # A run that forks follows the template anyway, so no append of it has to be exact.
     template = chat.renderer.template
     letters = list(_letters(chat))
-    if chat.history.policy is HistoryPolicy.FORK or _is_bundled(template):
+    if chat.history.policy is HistoryPolicy.FORK or is_bundled(template):
         return letters
     look = partial(probe, template, chat.renderer.options, now=_same_all_day(now))
     profile = await workers.call(Job(look, "chat template"))
@@ -80,13 +69,6 @@ async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, too
             "that check-template finds exact."
         )
     return [*letters, *missing]
-
-
-@lru_cache(64)
-def _is_bundled(template: ChatTemplate) -> bool:
-    from runner.tokens.probing.probe import is_bundled  # reads every template that comes with us
-
-    return is_bundled(template)
 
 
 def _letters(chat: ChatModel) -> Iterator[str]:

@@ -57,11 +57,7 @@ def discard(stream: IO[str]) -> None:
 
 
 class WatchingReporter(Reporter):
-    """Shows the figures of a run while it plays.
-
-    Args:
-        title: what is played on what.
-    """
+    """Shows the figures of a run while it plays."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -74,17 +70,17 @@ class WatchingReporter(Reporter):
 
     async def watch(self, run: Run) -> None:
         """Show the run until cancelled."""
-        gauge = Gauge(run)
+        gauge = Gauge()
         began = time.monotonic()
         # Drawn in a thread: a terminal that is paused (Ctrl-S), or a pipe that nobody reads, must not stop the run.
         thread = anyio.CapacityLimiter(1)
         with self._shown():
             while True:
-                gauge.total, gauge.before, gauge.last_fault = self.total, self.before, self.last_fault
                 if not run.summary.elapsed:
                     draw = partial(self._starting, time.monotonic() - began)
                 else:
-                    draw = partial(self._stopping if run.over else self._playing, gauge.read())
+                    figures = gauge.read(run, total=self.total, before=self.before, last_fault=self.last_fault)
+                    draw = partial(self._stopping if run.over else self._playing, figures)
                 await anyio.to_thread.run_sync(draw, limiter=thread)
                 await anyio.sleep(REFRESH_SECONDS)
 

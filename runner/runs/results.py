@@ -4,27 +4,38 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import anyio
 
 from runner.environment.task_feed import TaskFeed
 from runner.episode.key import MAIN
 from runner.errors import DeltarunnerError
-from runner.runs.groups import Result, WaitingGroups
+from runner.runs.groups import OpenGroup
 from runner.runs.state import RunState
 from runner.trajectory import Group, Trajectory
 
 __all__ = ["Results"]
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A trajectory on its way to the reader."""
+
+    trajectory: Trajectory
+    """The trajectory is committed, and scored as far as it ever is."""
+
+    last: bool
+    """Whether no further agent of the same episode follows."""
+
+    missing: int
+    """How many episodes of its group this run plays."""
+
+
 class Results:
     """Trajectories on their way to the reader, who takes them one by one, or by task.
 
-    Args:
-        state: says why the run ended.
-        feed: the tasks' source, which may want to hear of every result.
-        groups_of: the groups of a task, with what an earlier run of the file left of them.
-        width: how many results wait for the reader before an episode does.
+    So many as `width` wait for the reader before an episode does.
     """
 
     def __init__(
@@ -63,13 +74,7 @@ class Results:
         self._announced.close()
 
     async def next(self) -> Result:
-        """The next result.
-
-        Raises:
-            StopAsyncIteration: there is none any more.
-            DeltarunnerError: why the run ended before its work did.
-            RuntimeError: the run's block has been left.
-        """
+        """The next result; behind the last one it raises StopAsyncIteration, or why the run ended too early."""
         try:
             return await self._announced.receive()
         except anyio.ClosedResourceError:
@@ -81,15 +86,20 @@ class Results:
 
     async def groups(self) -> AsyncIterator[Group]:
         """The results by task, unfinished groups last."""
-        waiting = WaitingGroups()
+        waiting: dict[tuple[str, int], OpenGroup] = {}
         try:
             while True:
-                whole = waiting.add(await self.next())
-                for group in await self._groups_of(whole) if whole else ():
-                    yield group
+                result = await self.next()
+                key = result.trajectory.task.id, result.trajectory.visit
+                task = waiting.setdefault(key, OpenGroup(result.missing))
+                task.trajectories.append(result.trajectory)
+                task.played += result.last
+                if task.played == task.missing:
+                    for group in await self._groups_of(waiting.pop(key).trajectories):
+                        yield group
         except (StopAsyncIteration, DeltarunnerError) as end:
-            for unfinished in waiting.rest():
-                for group in await self._groups_of(unfinished):
+            for task in waiting.values():
+                for group in await self._groups_of(task.trajectories):
                     yield group
             if isinstance(end, DeltarunnerError):
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from runner.engines.base import Engine
 from runner.episode.lifecycle import Play
@@ -16,15 +17,7 @@ __all__ = ["Staleness"]
 
 
 class Staleness:
-    """How old the weights behind an episode may be.
-
-    Args:
-        engine: the engine of the trained agents, running.
-        max_lag: updates that an episode's oldest sampled id may be behind the engine; None allows any.
-
-    Raises:
-        BadOption: the engine does not know of weight versions.
-    """
+    """How many updates old the weights behind an episode may be; any number where `max_lag` is None."""
 
     def __init__(self, engine: Engine, max_lag: int | None) -> None:
         if max_lag is not None and engine.control is None:
@@ -41,9 +34,7 @@ class Staleness:
             yield
             return
 
-        def cut() -> None:
-            self._cut_stale(plays)
-
+        cut = partial(self._cut_stale, plays)
         control.listeners.add(cut)
         try:
             yield

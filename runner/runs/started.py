@@ -38,15 +38,6 @@ class StartedRun:
 
     The way of a task: `TaskFeeder` takes it from its source and begins its episodes, `play_episode` plays one and
     keeps it, `GroupScoring` compares it with the others of its task, and `Results` hands it to the reader.
-
-    Args:
-        options: the run's options.
-        engines: all engines of the run, the one of the trained agents first.
-        context: what all episodes share.
-        writer: the run file.
-        feed: the tasks' source.
-        state: what changes while it plays; the run's caller reads it and ends the run by it.
-        staleness: says which episode is too old.
     """
 
     def __init__(
@@ -69,7 +60,7 @@ class StartedRun:
         self._breaker = Breaker(options.breaker)
         self._scoring = GroupScoring(context, writer, state.summary, group_size=options.group_size)
         self._attempts = Attempts(state, context, engines, writer, staleness, options.retries)
-        self._feeder = TaskFeeder(feed, context, writer, self._scoring, state, indices=indices, width=width)
+        self._feeder = TaskFeeder(feed, context, writer, self._scoring, state, indices, anyio.Semaphore(width))
         self.results = Results(state, feed, self._scoring.groups_of, width=width)
 
     async def play_all(self) -> None:

@@ -26,8 +26,10 @@ class Mean:
 
     _squares: float = 0.0
 
-    def add(self, value: float) -> None:
-        """Count a value."""
+    def add(self, value: float | None) -> None:
+        """Count a value, if there is one."""
+        if value is None:
+            return
         self.count += 1
         before = self.mean if self.count > 1 else value
         delta = value - before
@@ -184,11 +186,11 @@ class Summary:
         """Count the rewards of an episode, once they are final."""
         for trajectory in trajectories:
             if trajectory.trained and trajectory.turns:
-                _add_known(self.agents.setdefault(trajectory.agent, Mean()), trajectory.reward)
+                self.agents.setdefault(trajectory.agent, Mean()).add(trajectory.reward)
         self._add_reward(next((t for t in trajectories if t.trained), trajectories[0]))
 
     def _add_reward(self, trajectory: Trajectory) -> None:
-        _add_known(self.reward, trajectory.reward)
+        self.reward.add(trajectory.reward)
         for name, value in trajectory.rewards.items():
             if value is not None:
                 self.rewards.setdefault(name, Mean()).add(value)
@@ -222,7 +224,7 @@ class Summary:
             "agents": {agent: mean.as_dict() for agent, mean in self.agents.items()},
             "rewards": {name: mean.as_dict() for name, mean in self.rewards.items()},
             "metrics": {name: mean.as_dict() for name, mean in self.metrics.items()},
-            "pass_at": {str(k): self.pass_at(k) for k in _powers_of_two(self.group_size)},
+            "pass_at": {str(k): self.pass_at(k) for k in (1 << power for power in range(self.group_size.bit_length()))},
             "turns": self.turns,
             "finishes": dict(sorted(self.finishes.items())),
             "tokens": asdict(self.tokens),
@@ -256,12 +258,3 @@ class Summary:
 
 SOLVED = 1.0
 """The reward from which on an episode counts as solved."""
-
-
-def _add_known(mean: Mean, reward: float | None) -> None:
-    if reward is not None:
-        mean.add(reward)
-
-
-def _powers_of_two(most: int) -> list[int]:
-    return [k for k in (1 << power for power in range(most.bit_length())) if k <= most]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import anyio
 from anyio.abc import TaskGroup
@@ -25,81 +26,59 @@ from runner.tasks import Task
 __all__ = ["TaskFeeder"]
 
 
+@dataclass(slots=True)
 class TaskFeeder:
-    """Begins the episodes of a run, at most `width` of them at once.
+    """Begins the episodes of a run, as many at once as there are places."""
 
-    Args:
-        feed: where the tasks come from.
-        context: what all episodes of the run share.
-        writer: knows which episodes an earlier run of the file finished.
-        scoring: is told which groups are being played.
-        state: is told why no further task can be had.
-        indices: the episodes of each group.
-        width: episodes alive at once.
-    """
-
-    def __init__(
-        self,
-        feed: TaskFeed,
-        context: RunContext,
-        writer: RunWriter,
-        scoring: GroupScoring,
-        state: RunState,
-        *,
-        indices: Sequence[int],
-        width: int,
-    ) -> None:
-        self._feed = feed
-        self._context = context
-        self._writer = writer
-        self._scoring = scoring
-        self._state = state
-        self._indices = indices
-        self._places = anyio.Semaphore(width)
-        self._given = 0
+    feed: TaskFeed
+    context: RunContext
+    writer: RunWriter
+    scoring: GroupScoring
+    state: RunState
+    indices: Sequence[int]
+    """The episodes of each group that are played."""
+    places: anyio.Semaphore
+    given: int = 0
+    """How many tasks the source gave so far."""
 
     async def begin_episodes(self, episodes: TaskGroup, play: Callable[[EpisodeKey], Awaitable[None]]) -> None:
         """Begin every episode of every task.
 
         A task that cannot be had ends the run; what was begun is played to its end.
-
-        Args:
-            episodes: the episodes run in it.
-            play: plays an episode and keeps what came of it.
         """
 
         async def play_in_place(key: EpisodeKey) -> None:
             try:
                 await play(key)
             finally:
-                self._places.release()
+                self.places.release()
 
         try:
             while True:
                 # The place before the task: a source decides on the next task only when it can be played.
-                await self._places.acquire()
-                task = await self._feed.next()
+                await self.places.acquire()
+                task = await self.feed.next()
                 if task is None:
                     return
                 for number, key in enumerate(await self._episodes_of(task, episodes)):
                     if number:
-                        await self._places.acquire()
+                        await self.places.acquire()
                     episodes.start_soon(play_in_place, key, name=f"episode {key.id}")
         except DeltarunnerError as error:
-            self._state.fail(error)
+            self.state.fail(error)
         except (Exception, SystemExit) as error:
-            self._state.fail(BadTask(f"tasks() raised {describe_error(error)}"))
+            self.state.fail(BadTask(f"tasks() raised {describe_error(error)}"))
 
     async def _episodes_of(self, task: Task, episodes: TaskGroup) -> list[EpisodeKey]:
         """The episodes of a task that no earlier run finished; where there is none, its place is given back."""
         self._check_system_prompt(task)
         claimed = await self._claim(task)
-        missing = [index for index in self._indices if index not in claimed.finished]
+        missing = [index for index in self.indices if index not in claimed.finished]
         if missing:
-            self._scoring.open(task, claimed.visit, len(missing))
+            self.scoring.open(task, claimed.visit, len(missing))
         else:
-            self._places.release()
-            if self._scoring.has_rewards and not claimed.group_scored:
+            self.places.release()
+            if self.scoring.has_rewards and not claimed.group_scored:
                 episodes.start_soon(self._score_stored, task, claimed.visit)
         return [
             EpisodeKey(task=task, index=index, visit=claimed.visit, attempt=claimed.attempts.get(index, 0))
@@ -107,24 +86,24 @@ class TaskFeeder:
         ]
 
     async def _claim(self, task: Task) -> Claimed:
-        self._given += 1
-        position, repeatable = self._given, self._feed.repeatable
-        if not self._writer.resumed:
-            return self._writer.claim(task, position, repeatable=repeatable)
+        self.given += 1
+        position, repeatable = self.given, self.feed.repeatable
+        if not self.writer.resumed:
+            return self.writer.claim(task, position, repeatable=repeatable)
         # Only what an earlier run left has to be read from the file, which may make the loop wait.
-        job = Job(lambda: self._writer.claim(task, position, repeatable=repeatable), "run file")
-        claimed: Claimed = await self._context.workers.call(job)
+        job = Job(lambda: self.writer.claim(task, position, repeatable=repeatable), "run file")
+        claimed: Claimed = await self.context.workers.call(job)
         return claimed
 
     async def _score_stored(self, task: Task, visit: int) -> None:
         try:
-            await self._scoring.score_stored(task, visit)
+            await self.scoring.score_stored(task, visit)
         except DeltarunnerError as error:
-            self._state.fail(error, cancel=True)
+            self.state.fail(error, cancel=True)
 
     def _check_system_prompt(self, task: Task) -> None:
         """Refuse a second system prompt before anything is sampled, where that can be known without an episode."""
-        environment = self._context.environment
+        environment = self.context.environment
         system_prompt = common_system_prompt(environment)
         if system_prompt is not None and not environment.overrides("prompt"):
             check_system_prompts(environment, system_prompt, task, as_messages(task.prompt))

@@ -22,7 +22,7 @@ BREAKER_LEAST: Final = 16
 """With fewer episodes the breaker waits: a run whose first one fails may be fine."""
 
 STUCK_SECONDS: Final = 600.0
-"""So long nothing may happen."""
+"""Seconds in which nothing happens, after which the run counts as stuck."""
 
 LISTED: Final = 10
 """So many episodes of a run that is stuck are named."""
@@ -32,11 +32,7 @@ HEALTH_SECONDS: Final = 1.0
 
 
 class Breaker:
-    """Counts failures among the recent episodes.
-
-    Args:
-        share: the part of the recent episodes that may fail.
-    """
+    """Counts failures among the recent episodes."""
 
     def __init__(self, share: float) -> None:
         self._share = share

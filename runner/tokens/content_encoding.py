@@ -49,11 +49,7 @@ def check_content(text: str, content: Content) -> None:
 
 
 def masked(text: str, content: Content, mask: Callable[[str], str]) -> str:
-    """`text` with each span of content replaced by what `mask` makes of it, which has the same length.
-
-    Raises:
-        ValueError: the spans are not sorted, not disjoint, or not within the text.
-    """
+    """`text` with each span of content replaced by what `mask` makes of it, which has the same length."""
     check_content(text, content)
     parts: list[str] = []
     end = 0
@@ -132,11 +128,7 @@ class AddedTokens:
         return any(self._found(form) or self._borders.touched_by(form) for form in {text, self._visible(text)})
 
     def encode(self, text: str, content: Content) -> list[int]:
-        """Ids of `text`, with control ids for the added tokens that stand outside `content` alone.
-
-        Raises:
-            ValueError: the spans are not sorted, not disjoint, or not within the text.
-        """
+        """Ids of `text`, with control ids for the added tokens that stand outside `content` alone."""
         twin, ids = self._twin
         found = list(self._scaffold(text, content))
         if self._cut:
@@ -266,12 +258,7 @@ class AddedTokens:
 
 
 def learnt_words(tokenizer: tokenizers.Tokenizer, visible: Callable[[str], str]) -> frozenset[str]:
-    """Names of the added tokens that are words: white space, and what the model learnt and nobody calls special.
-
-    Args:
-        tokenizer: the library's tokenizer.
-        visible: what the normaliser makes of a text, as far as decoding does not undo it.
-    """
+    """Names of the added tokens that are words: white space, and what the model learnt and nobody calls special."""
     learnt = tokenizer.get_vocab(with_added_tokens=False)
     names = ((token.content, token.special) for token in tokenizer.get_added_tokens_decoder().values())
     return frozenset(name for name, special in names if _is_white(name, visible) or (name in learnt and not special))
@@ -294,11 +281,8 @@ _SPACE_WRITTEN = "\u2581"
 def model_without_control_tokens(settings: Mapping[str, Any], names: Iterable[str]) -> tokenizers.models.Model | None:
     """A model with the same ids that makes none of `names` out of plain text; None where it makes none anyway.
 
-    A model that learnt control tokens as words, as Unigram models do, needs no added token to make them.
-
-    Args:
-        settings: the model's part of a tokenizer.json.
-        names: the control tokens.
+    A model that learnt control tokens as words, as Unigram models do, needs no added token to make them. The `settings`
+    are the model's part of a tokenizer.json.
     """
     vocabulary = settings["vocab"]
     learnt = vocabulary if isinstance(vocabulary, dict) else {name for name, _ in vocabulary}

@@ -49,13 +49,7 @@ def byte_pieces(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int]
 
 
 def words(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int], size: int) -> Words | None:
-    """The words of a vocabulary whose decoder replaces, joins bytes and strips the beginning; None elsewhere.
-
-    Args:
-        decoder: the decoder's part of a tokenizer.json.
-        vocabulary: ids by name, added tokens included.
-        size: number of ids.
-    """
+    """The words of a vocabulary whose decoder replaces, joins bytes and strips the beginning; None elsewhere."""
     steps = _steps(decoder) if decoder else []
     shape = "".join(_letter(step) for step in steps)
     if not re.fullmatch("R*B?F?|R*B?FS", shape) or not steps:

@@ -68,7 +68,7 @@ class AnsweredTurn:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A new message, but for what it says."""
+    """A new message, whatever it says."""
 
     role: str
     """Whose message it is."""
@@ -80,7 +80,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A turn and what answers it, but for what they say."""
+    """A turn and what answers it, whatever they say."""
 
     system: bool
     """Whether the conversation begins with a system message."""

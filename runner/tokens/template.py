@@ -86,11 +86,7 @@ class ChatTemplate:
         return replace(self, variables={**self.variables, **variables})
 
     def renderer(self, options: Mapping[str, Any] | None = None, now: datetime | None = None) -> Renderer:
-        """A renderer with the template's `options` (`enable_thinking`, ...) and its clock stopped at `now`.
-
-        Raises:
-            BadTemplate: the text is not valid jinja2.
-        """
+        """A renderer with the template's `options` (`enable_thinking`, ...) and its clock stopped at `now`."""
         return Renderer(self, dict(options or {}), now or datetime.now())
 
 

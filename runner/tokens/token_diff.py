@@ -28,14 +28,7 @@ def first_mismatch(one: Sequence[Any], other: Sequence[Any]) -> int:
 def token_diff(
     recorded: Sequence[int], now: Sequence[int], tokenizer: Tokenizer, names: tuple[str, str] = ("recorded", "now")
 ) -> str:
-    """Both around their first difference: as text, and id by id, aligned, with marks under the ids that differ.
-
-    Args:
-        recorded: what was expected.
-        now: what came.
-        tokenizer: decodes them.
-        names: what to call them.
-    """
+    """Both around their first difference: as text, and id by id, aligned, with marks under the ids that differ."""
     at = first_mismatch(recorded, now)
     begin = max(0, at - _BEFORE)
     columns = list(_columns(recorded[begin : begin + _COLUMNS], now[begin : begin + _COLUMNS]))[:_COLUMNS]

@@ -238,12 +238,7 @@ class VocabularyTokenizer:
 
 
 def for_template(tokenizer: Tokenizer, text: Callable[[], str]) -> Tokenizer:
-    """The vocabulary as one template uses it: what the template writes is control text, and no word.
-
-    Args:
-        tokenizer: the vocabulary.
-        text: gives all that the template writes of itself.
-    """
+    """The vocabulary as one template uses it: what the template writes is control text, and no word."""
     return tokenizer.for_template(text) if isinstance(tokenizer, VocabularyTokenizer) else tokenizer
 
 
@@ -272,10 +267,6 @@ def load_tokenizer(folder: Path) -> VocabularyTokenizer:
 
 def check_round_trip(tokenizer: Tokenizer, *, source: str = "the vocabulary") -> None:
     """See that ordinary text of several scripts survives encoding and decoding, spaces and line breaks included.
-
-    Args:
-        tokenizer: the vocabulary.
-        source: where it is from, for the message.
 
     Raises:
         BadModel: a text is lost; the message has it and what became of it.

@@ -16,11 +16,8 @@ class ToolProperty(enum.StrEnum):
     """What a template must do for an environment with tools."""
 
     DEFINITIONS = "tool_definitions"
-    """The model is shown the tools."""
     CALLS = "tool_calls"
-    """An assistant turn shows its calls."""
     RESULTS = "tool_results"
-    """The model is shown what a tool returned."""
 
 
 _MISSING = {
@@ -31,11 +28,7 @@ _MISSING = {
 
 
 def require_tools(renderer: Renderer) -> None:
-    """Refuse a template that cannot carry tools.
-
-    Raises:
-        BadTemplate: names the missing property and the fix.
-    """
+    """Refuse a template that cannot carry tools."""
     missing = missing_tool_property(renderer)
     if missing is not None:
         raise BadTemplate(

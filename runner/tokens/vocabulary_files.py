@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -71,12 +71,11 @@ def read_vocabulary_files(folder: Path) -> VocabularyFiles:
     extra = {"extra_special_tokens": _both_extra(settings, further), "additional_special_tokens": None}
     settings = {**settings, **further, **extra}
     special = {*map(_content, _extra(settings)), *(_content(t) for n, t in _named(settings).items() if n in NAMES)}
-    listed = {token_id: _legacy(name, special) for name, token_id in _read(folder / "added_tokens.json").items()}
+    listed = {
+        token_id: tokenizers.AddedToken(name, special=name in special, normalized=name not in special)
+        for name, token_id in _read(folder / "added_tokens.json").items()
+    }
     return VocabularyFiles(listed, _named(settings), _extra(settings) or _extra(further))
-
-
-def _legacy(name: str, special: Set[str]) -> tokenizers.AddedToken:
-    return tokenizers.AddedToken(name, special=name in special, normalized=name not in special)
 
 
 def _both_extra(settings: Mapping[str, Any], further: Mapping[str, Any]) -> Any:

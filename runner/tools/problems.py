@@ -20,23 +20,15 @@ __all__ = ["schema_problems", "typed_problems"]
 
 # What a model must write for a type, by pydantic's name of the error. Types that are not here keep pydantic's words.
 _EXPECTED = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
+    **dict.fromkeys(("int_type", "int_from_float"), "an integer"),
     "float_type": "a number",
     "string_type": "a string",
     "bool_type": "a boolean",
     "none_required": "null",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "set_type": "a list",
-    "frozen_set_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-    "dataclass_type": "an object",
-    "dataclass_exact_type": "an object",
-    "literal_error": "{expected}",
-    "enum": "{expected}",
+    **dict.fromkeys(("list_type", "tuple_type", "set_type", "frozen_set_type"), "a list"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
+    **dict.fromkeys(("dataclass_type", "dataclass_exact_type"), "an object"),
+    **dict.fromkeys(("literal_error", "enum"), "{expected}"),
     "greater_than": "above {gt:g}",
     "greater_than_equal": "at least {ge:g}",
     "less_than": "below {lt:g}",
@@ -51,11 +43,9 @@ _EXPECTED = {
 
 
 def typed_problems(errors: Iterable[ErrorDetails], raw: Mapping[str, Any]) -> list[str]:
-    """The clauses for what pydantic found; the alternatives of a union that all failed are one problem.
+    """The clauses for what pydantic found in the arguments that a model gave, `raw`, by whose names places are told.
 
-    Args:
-        errors: what it found.
-        raw: the arguments as the model gave them, by whose names places are told.
+    The alternatives of a union that all failed are one problem.
     """
     expected: dict[tuple[str, str], list[str]] = {}
     clauses: dict[str, None] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Annotated, Any, NamedTuple, NotRequired, Required, TypeAlias, get_args, get_origin, get_type_hints
 
@@ -80,7 +79,7 @@ def function_schema(
         description=text,
         parameters=_parameters_schema(adapter, parameters, notes),
         returns=_returns_schema(hints),
-        check=_Typed(adapter),
+        check=_check_by_type(adapter),
     )
 
 
@@ -88,13 +87,6 @@ def explicit_schema(
     call: Callable[..., Any], where: str, description: str | None, parameters: JsonSchema, *, raw: bool
 ) -> FunctionSchema:
     """The schema of a function whose author wrote it.
-
-    Args:
-        call: the function.
-        where: what errors call it.
-        description: what it does.
-        parameters: a JSON schema of its arguments, of type object.
-        raw: whether it takes them as one mapping.
 
     Raises:
         BadEnvironment: the schema is none, nothing describes the function, or it cannot take the arguments.
@@ -290,13 +282,8 @@ def _without_titles_below(key: str, value: Any) -> Any:
     return without_titles(value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Typed:
-    """Checks arguments by type hints."""
-
-    adapter: TypeAdapter[dict[str, Any]]
-
-    def __call__(self, raw: Mapping[str, Any]) -> dict[str, Any] | list[str]:
+def _check_by_type(adapter: TypeAdapter[dict[str, Any]]) -> Check:
+    def check(raw: Mapping[str, Any]) -> dict[str, Any] | list[str]:
         try:
             text = json.dumps(raw, allow_nan=False)
         except ValueError:
@@ -304,9 +291,11 @@ class _Typed:
         # Strict, since "3" for an int is a slip that training should see and remove; only an int for a float passes,
         # which is the same number. From JSON, since strict Python values would have to be tuples and enum members.
         try:
-            return self.adapter.validate_json(text, strict=True)
+            return adapter.validate_json(text, strict=True)
         except ValidationError as error:
             return typed_problems(error.errors(include_url=False), raw)
+
+    return check
 
 
 # `setup()` of every episode may make the same tools again.

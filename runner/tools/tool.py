@@ -81,19 +81,6 @@ class Tool:
         BadEnvironment: the signature or the schema cannot be used; names the parameter and the fix.
     """
 
-    __slots__ = (
-        "_check",
-        "attribute",
-        "call",
-        "description",
-        "is_async",
-        "name",
-        "parallel",
-        "parameters",
-        "returns",
-        "seconds",
-    )
-
     call: Callable[..., Any]
     """The function that a call of the model runs, as `tool.call(**tool.arguments(raw))`."""
     name: str
@@ -113,6 +100,7 @@ class Tool:
     attribute: str
     """The name of its method in the environment's class; "" for a tool that was made from a function."""
     _check: Check
+    __slots__ = tuple(__annotations__)
 
     def __init__(
         self,

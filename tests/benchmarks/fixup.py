@@ -75,7 +75,7 @@ def _case(length: int, tokenizer: VocabularyTokenizer) -> _Case:
     def bridge() -> list[int]:
         """As a conversation does it: what is compared with a full render is made in another thread."""
         answered = AnsweredTurn(history, new, [ADD], turn, plain=True)
-        tail = bridger.tail_at_once(answered)
+        tail = bridger.locality.tail_at_once(answered)
         if tail is None:
             made: list[Any] = []
             thread = Thread(target=lambda: made.append(bridger.tail(answered)))

@@ -1,5 +1,6 @@
 """`deltarunner check-template`: what it prints, in which order ids came, and with which code it ends."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -23,7 +24,7 @@ from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.control_text import lacking
 from runner.tokens.probing.appends import Append, Exactness, Verdict, example, verdicts
 from runner.tokens.probing.probe import UnusableTemplate, in_process, request_of
-from runner.tokens.probing.profile import Trait
+from runner.tokens.probing.profile import TemplateProfile
 from runner.tokens.probing.traits import profile_of
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import load_tokenizer
@@ -334,8 +335,8 @@ PAGE = (DOCS / "chat-templates.md").read_text()
 
 
 def test_the_page_names_every_property_and_every_refusal() -> None:
-    for name in (*Trait, *Property):
-        assert f"`{name.value}`" in PAGE, name
+    for name in (*(field.name for field in dataclasses.fields(TemplateProfile)), *Property):
+        assert f"`{name}`" in PAGE, name
 
 
 def test_the_pages_examples_are_what_the_command_prints(check: Check) -> None:

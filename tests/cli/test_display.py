@@ -116,12 +116,12 @@ def test_time_left_follows_the_pace_of_this_run_and_not_of_earlier_ones() -> Non
 async def test_the_gauge_reads_a_run_while_it_plays() -> None:
     go = anyio.Event()
     async with Run(Waiting(go), ScriptedEngine("hi"), concurrency=Concurrency(episodes=3)) as run:
-        gauge = Gauge(run, total=4)
+        gauge = Gauge()
         async for _ in run:
             if run.summary.episodes == 3:
                 break
         await anyio.wait_all_tasks_blocked()
-        figures = gauge.read()
+        figures = gauge.read(run, total=4)
         assert (figures.done, figures.failed, figures.running, figures.total) == (3, 1, 1, 4)
         assert figures.reward == 1.0
         assert [(stuck.id, stuck.turns) for stuck in figures.slowest] == [("2#0", 1)]
@@ -129,7 +129,7 @@ async def test_the_gauge_reads_a_run_while_it_plays() -> None:
         assert not math.isnan(figures.rate)
         go.set()
         assert [trajectory.id async for trajectory in run] == ["2#0"]
-        assert gauge.read().running == 0
+        assert gauge.read(run, total=4).running == 0
 
 
 @pytest.mark.anyio

@@ -1,13 +1,11 @@
 """Formats: recognised by what a template renders, enforced by what the engine can enforce."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pytest
 import tokenizers
 import xgrammar
@@ -16,13 +14,10 @@ from runner.errors import BadOption
 from runner.messages import Message, ToolCall
 from runner.options import ConstraintKind
 from runner.parsing import ToolFormat, detect_format
-from runner.parsing.detect import Render
 from runner.parsing.hermes import Hermes
 from runner.parsing.pythonic import Pythonic
+from runner.tokens.template import ChatTemplate
 from runner.tools.tool import Tool
-from tests.repository import ROOT
-
-TEMPLATES = ROOT / "templates"
 
 
 def add(a: int, b: int) -> int:
@@ -38,24 +33,9 @@ def say(text: str, flag: bool = False, rest: dict[str, Any] | None = None) -> st
 ADD, SAY = Tool(add), Tool(say)
 
 
-def renderer(source: str) -> Render:
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-    template = environment.from_string(source)
-
-    def render(messages: list[Message], tools: list[dict[str, Any]]) -> str:
-        return template.render(messages=messages, tools=tools)
-
-    return render
-
-
-def of_file(name: str) -> Render:
-    return renderer((TEMPLATES / f"{name}.jinja").read_text())
-
-
 @pytest.mark.parametrize("name", ["pythonic", "hermes"])
 def test_our_templates_are_recognised(name: str) -> None:
-    form = detect_format(of_file(name))
+    form = detect_format(ChatTemplate.load(name).renderer())
     assert form is not None
     assert form.name == name
 
@@ -81,7 +61,8 @@ def test_a_format_is_recognised_by_what_is_rendered_not_by_the_source(expected: 
         + source
         + "{% endfor %}"
     )
-    form = detect_format(renderer("<turn>" + calls + "{{ messages[1].content }}<end>"))
+    template = ChatTemplate("<turn>" + calls + "{{ messages[1].content }}<end>", name="tiny")
+    form = detect_format(template.renderer())
     assert (form.name if form else "none") == expected.partition(",")[0]
 
 
@@ -94,7 +75,7 @@ CALLS = [
 @pytest.mark.parametrize("form", [Pythonic(), Hermes()], ids=lambda form: form.name)
 def test_a_format_writes_calls_exactly_as_its_template_does(form: ToolFormat) -> None:
     message: Message = {"role": "assistant", "content": "", "tool_calls": [call.as_message() for call in CALLS]}
-    rendered = of_file(form.name)([{"role": "user", "content": "go"}, message], [])
+    rendered = ChatTemplate.load(form.name).renderer().render([{"role": "user", "content": "go"}, message])
     assert form.render(CALLS) in rendered
     assert form.parse(form.render(CALLS), tools=[ADD, SAY]).calls == CALLS
 

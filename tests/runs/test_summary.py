@@ -85,7 +85,7 @@ async def test_each_trained_agent_has_a_mean_reward_of_its_own_also_after_resumi
         assert re.search(
             r"^reward of main +1\.000.*\n  correct +1\.000.*\nreward of black +-0\.500", table, re.MULTILINE
         )
-        figures = Gauge(duels).read()
+        figures = Gauge().read(duels)
         assert "mean reward of main 1.000" in list(in_words(figures))
         assert "reward of main 1.000" in printed(live_view(figures, "duel", width=80, height=20))
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import enum
 import multiprocessing
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from runner.tokens.probing.profile import TemplateProfile, Trait, TraitValue
+from runner.tokens.probing.profile import TemplateProfile, TraitValue
 from runner.tokens.probing.traits import profile_of
 from runner.tokens.probing.usable import Fault, UnusableTemplate, usable_renderer
 from runner.tokens.template import ChatTemplate
 from tests.conformance.corpus import CLOCK, VARIABLES, Entry, corpus
 from tests.repository import DOCS
 
+TRAITS = [field.name for field in dataclasses.fields(TemplateProfile)]
 PAGE = DOCS / "chat-templates.md"
 BEGIN, END = "<!-- counts -->\n", "<!-- /counts -->\n"
 
@@ -31,7 +33,7 @@ def profile(entry: Entry) -> TemplateProfile | Fault:
 def traits(entry: Entry) -> str:
     """What a template of the corpus does, in words."""
     found = profile(entry)
-    return found.value if isinstance(found, Fault) else " ".join(_word(getattr(found, trait)) for trait in Trait)
+    return found.value if isinstance(found, Fault) else " ".join(_word(getattr(found, trait)) for trait in TRAITS)
 
 
 def table(processes: int = 2) -> str:
@@ -54,10 +56,10 @@ def table(processes: int = 2) -> str:
 
 def _rows(profiles: Iterable[TemplateProfile], capable: Iterable[TemplateProfile]) -> Iterator[str]:
     all_of_them, with_tools = list(profiles), list(capable)
-    for trait in Trait:
+    for trait in TRAITS:
         counts, among = (Counter(_word(getattr(p, trait)) for p in some) for some in (all_of_them, with_tools))
         for value, count in sorted(counts.items()):
-            yield f"| {trait.value} | {value} | {count} | {among[value]} |"
+            yield f"| {trait} | {value} | {count} | {among[value]} |"
 
 
 def _word(value: TraitValue) -> str:

@@ -70,9 +70,7 @@ class Speaker:
         self.controls = list(dict.fromkeys(names))
         self.seasoned = self.bridger()
         """A bridger that meets every conversation of the session."""
-        self.format: ToolFormat | None = detect_format(
-            lambda messages, tools: self.renderer.render(messages, tools=tools, generation_prompt=False)
-        )
+        self.format: ToolFormat | None = detect_format(self.renderer)
 
     def bridger(self) -> Bridger:
         return Bridger(self.tokenizer, self.renderer, self.stop_ids)

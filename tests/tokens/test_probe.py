@@ -17,8 +17,8 @@ import anyio.to_thread
 import pytest
 
 import runner.tokens.probing.probe as probe_module
-from runner.tokens.probing.probe import Fault, UnusableTemplate, check_ends, in_process, probe, request_of
-from runner.tokens.probing.profile import TemplateProfile, Trait
+from runner.tokens.probing.probe import Fault, UnusableTemplate, in_process, probe, request_of
+from runner.tokens.probing.profile import TemplateProfile
 from runner.tokens.probing.traits import profile_of
 from runner.tokens.probing.usable import usable_renderer
 from runner.tokens.template import ChatTemplate
@@ -218,7 +218,7 @@ def test_a_bos_is_missing_only_where_the_vocabulary_wants_one() -> None:
 def test_a_profile_survives_json() -> None:
     found = profile(PLAIN)
     assert TemplateProfile.from_json(json.loads(json.dumps(found.as_json()))) == found
-    assert set(found.as_json()) == {trait.value for trait in Trait}
+    assert set(found.as_json()) == {name for name, *_ in found.traits()}
 
 
 REAL: list[tuple[str, Mapping[str, Any]]] = [
@@ -299,7 +299,7 @@ def test_what_cannot_be_used_is_named(text: str, fault: Fault, words: str) -> No
 def test_a_template_that_loops_on_some_messages_alone_is_found_before_a_run(test: str, doing: str) -> None:
     text = PLAIN + "{% if " + test + " %}" + ENDLESS + "{% endif %}"
     with pytest.raises(UnusableTemplate, match=f"{doing} after 1 s"):
-        check_ends(ChatTemplate(text, name="tiny"), seconds=1)
+        probe(ChatTemplate(text, name="tiny"), seconds=1)
 
 
 def test_what_a_process_finds_is_what_is_found_here() -> None:
@@ -319,7 +319,6 @@ def test_a_profile_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bundled_templates_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_module, "in_process", lambda *given, **more: pytest.fail("a process"))
     for name in ("hermes", "pythonic"):
-        check_ends(ChatTemplate.load(name))
         assert probe(ChatTemplate.load(name)).carries_tools
 
 
@@ -350,7 +349,7 @@ async def test_a_probe_ends_with_the_task_that_waits_for_it(monkeypatch: pytest.
 
     monkeypatch.setattr(subprocess, "Popen", Watched)
     template = ChatTemplate(ENDLESS, name="tiny")
-    check = partial(check_ends, template, seconds=60, check_cancelled=anyio.from_thread.check_cancelled)
+    check = partial(probe, template, seconds=60, check_cancelled=anyio.from_thread.check_cancelled)
     async with anyio.create_task_group() as group:
         group.start_soon(anyio.to_thread.run_sync, check)
         await anyio.to_thread.run_sync(waiting.wait)

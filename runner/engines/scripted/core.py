@@ -8,10 +8,11 @@ import anyio
 
 from runner.engines.adapters import Adapters
 from runner.engines.base import GenerationRequest
+from runner.engines.core import EngineCore
 from runner.engines.gate import AdmissionGate
 from runner.engines.scripted.delivery import Planner
 from runner.engines.scripted.ticker import Ticker
-from runner.errors import EngineDead, RequestRejected
+from runner.errors import EngineDead
 
 __all__ = ["OpenRequest", "ScriptedCore"]
 
@@ -25,70 +26,34 @@ class OpenRequest(Protocol):
     def fail(self, error: EngineDead) -> None: ...
 
 
-class ScriptedCore:
-    """What a scripted engine, its streams and its driver share. An engine that is entered again has another one.
-
-    Args:
-        gate: where requests wait for a slot.
-        planner: knows what each request is to be sent.
-        adapters: the engine's adapters.
-        context: the most ids a prompt and what is sampled on it may have together.
-        tick: seconds of a tick.
-        version: the weights that sample first.
-    """
+class ScriptedCore(EngineCore[OpenRequest]):
+    """What a scripted engine, its streams and its driver share; a request is inside until it was sent its last id."""
 
     def __init__(
         self, gate: AdmissionGate, planner: Planner, adapters: Adapters, *, context: int, tick: float, version: str
     ) -> None:
-        self.gate = gate
+        super().__init__(gate, adapters, context=context, versions=[version])
         self.planner = planner
-        self.adapters = adapters
-        self.context = context
         self.ticker: Ticker[OpenRequest] = Ticker(self._deliver, seconds=tick)
         """The engine's virtual time."""
-        self.versions = [version]
-        """Every weight version so far, the newest last. The engine's control, which has this same list, adds to it."""
-        self.requests: dict[OpenRequest, None] = {}
-        """The requests that were not sent their last id; ordered, so that faults come to all in one order."""
         self.admitted = 0
         """How many requests were asked of the model."""
-        self.sampled = 0
-        """Ids that left the engine."""
         self._running = False
         self._death = ""
         self._cause: Exception | None = None
         self._all_sent: anyio.Event | None = None
 
-    @property
-    def version(self) -> str:
-        """The version of the weights that sample now."""
-        return self.versions[-1]
-
     # --- one request
 
     def check(self, request: GenerationRequest) -> None:
-        """Refuse what a model's engine would refuse, before it waits at the gate.
-
-        Raises:
-            EngineDead: the engine was not entered, or is over.
-            RequestRejected: the prompt is empty or too long, or there is no such adapter.
-        """
+        """Refuse a request at once where the engine is not alive, or would refuse it."""
         if not self.is_alive():
             raise self.dead()
-        if not 0 < len(request.prompt) < self.context:
-            raise RequestRejected(
-                f"{request.name}: the prompt has {len(request.prompt)} ids; "
-                f"the context is {self.context}, and at least one id must be given and one sampled"
-            )
-        self.adapters.check(request.name, request.sampling.adapter)
-
-    def room(self, length: int, request: GenerationRequest) -> int:
-        """Ids of the KV cache that a sequence of `length` ids needs together with its next turn."""
-        return min(length + request.sampling.max_tokens, self.context)
+        super().check(request)
 
     def close(self, request: OpenRequest) -> None:
         """Take note that a request was sent its last id, or is over; twice is allowed."""
-        self.requests.pop(request, None)
+        super().close(request)
         if not self.requests and self._all_sent is not None:
             self._all_sent.set()
             self._all_sent = None

@@ -17,7 +17,7 @@ from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["Delivery", "Planner"]
 
-_NOISE: Final = 1 << 13
+_NOISE: Final = 1 << 13  # log-probabilities that are drawn for a seed
 
 
 @dataclass(slots=True)
@@ -63,67 +63,32 @@ class Delivery:
         return min(len(self.ids), 1 + (now - self.begins) // self.between) if self.between else len(self.ids)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
-    """Knows what each request is to be sent, by the settings of one engine.
+    """Knows what each request is to be sent, by the settings of one engine, which `ScriptedEngine` explains."""
 
-    Args:
-        source: what the model says.
-        faults: what goes wrong, by the number of the request or by a predicate.
-        tokenizer: the engine's, which decodes prompts for functions that play the model.
-        stop_ids: the model's, where a request names none.
-        context: the most ids a prompt and what is sampled on it may have together.
-        seed: what log-probabilities and random choices follow from.
-        chunks: how ids are cut, where the reply does not say.
-        lone_finish: the finish comes on a delta of its own.
-        latency: when ids arrive, where the reply does not say.
-        logprobs: give log-probabilities.
-    """
-
-    def __init__(
-        self,
-        source: ReplySource,
-        faults: Faults | None,
-        tokenizer: Tokenizer,
-        *,
-        stop_ids: tuple[int, ...],
-        context: int,
-        seed: int,
-        chunks: Chunks,
-        lone_finish: bool,
-        latency: Latency,
-        logprobs: bool,
-    ) -> None:
-        self._source = source
-        self._faults = faults
-        self._tokenizer = tokenizer
-        self._stop_ids = stop_ids
-        self._context = context
-        self._seed = seed
-        self._chunks = chunks
-        self._lone_finish = lone_finish
-        self._latency = latency
-        self._noise = _noise(seed) if logprobs else None
+    source: ReplySource
+    faults: Faults | None
+    tokenizer: Tokenizer
+    stop_ids: tuple[int, ...]
+    context: int
+    seed: int
+    chunks: Chunks
+    lone_finish: bool
+    latency: Latency
+    logprobs: bool
 
     def ask(
         self, request: GenerationRequest, turn: int, number: int
     ) -> tuple[ModelCall, Fault | None, EncodedReply | Awaitable[EncodedReply]]:
-        """Ask the engine's faults and the model; the reply may have to be waited for, and may have a fault of its own.
-
-        Args:
-            request: what is asked.
-            turn: how many requests its conversation made before.
-            number: how many requests the engine admitted before.
-
-        Raises:
-            RequestRejected: the model says nothing.
-        """
-        call = ModelCall(request, turn, number, self._tokenizer, self._seed)
+        """Ask faults and model; the reply may have to be waited for, and may have a fault of its own."""
+        call = ModelCall(request, turn, number, self.tokenizer, self.seed)
         # The faults first: both may draw from the turn's random numbers.
-        fault = self._faults(call) if callable(self._faults) else (self._faults or {}).get(number)
+        fault = self.faults(call) if callable(self.faults) else (self.faults or {}).get(number)
         ids = request.extra.get("force") if request.extra else None
         if ids is not None:  # by a test, which forces the ids of any engine so
             return call, fault, EncodedReply(Reply(ids=ids, finish=FinishReason.LENGTH), list(ids))
-        return call, fault, self._source.reply(call)
+        return call, fault, self.source.reply(call)
 
     def plan(self, call: ModelCall, encoded: EncodedReply, fault: Fault | None, now: int) -> Delivery:
         """What the request of `call` will be sent from the tick after `now`.
@@ -142,7 +107,7 @@ class Planner:
             ending = error if fault.kind is FaultKind.ERROR else None
         else:
             fault, ending = None, finish
-        latency = self._latency if reply.latency is None else reply.latency
+        latency = self.latency if reply.latency is None else reply.latency
         wait = latency.first + (_rng(call).randint(0, latency.jitter) if latency.jitter else 0)
         return Delivery(
             ids=ids,
@@ -157,7 +122,7 @@ class Planner:
     def _ended(self, request: GenerationRequest, encoded: EncodedReply) -> tuple[list[int], Finish]:
         """The ids up to where the request ends them, and why."""
         ids, reply = encoded.ids, encoded.reply
-        stops = set(request.stop_ids or self._stop_ids)
+        stops = set(request.stop_ids or self.stop_ids)
         if reply.stop is not None:
             stops.add(reply.stop)
         reason, stop = FinishReason(reply.finish), None
@@ -167,7 +132,7 @@ class Planner:
         elif reason is FinishReason.STOP:
             stop = self._stop_id(request, reply)
             ids = [*ids, stop]
-        room = min(request.sampling.max_tokens, self._context - len(request.prompt))
+        room = min(request.sampling.max_tokens, self.context - len(request.prompt))
         if len(ids) > room:
             ids, reason, stop = ids[:room], FinishReason.LENGTH, None
         return ids, Finish(reason, stop)
@@ -175,24 +140,25 @@ class Planner:
     def _stop_id(self, request: GenerationRequest, reply: Reply) -> int:
         if reply.stop is not None:
             return reply.stop
-        own = self._stop_ids[0]
+        own = self.stop_ids[0]
         return own if own in request.stop_ids or not request.stop_ids else request.stop_ids[0]
 
     def _cuts(self, call: ModelCall, reply: Reply, length: int, *, ends: bool) -> list[int]:
-        chunks = self._chunks if reply.chunks is None else reply.chunks
+        chunks = self.chunks if reply.chunks is None else reply.chunks
         rng = _rng(call) if chunks == "random" else None
         cuts = cut_points(length, chunks, singly=call.request.acts_on_deltas, rng=rng)
-        if ends and (self._lone_finish or not cuts):
+        if ends and (self.lone_finish or not cuts):
             cuts.append(length)
         return cuts
 
     def _logprobs(self, call: ModelCall, reply: Reply, length: int) -> Sequence[float] | None:
-        if self._noise is None:
+        if not self.logprobs:
             return None
-        start = (call.key * 7919 + self._seed) % _NOISE
-        noise = self._noise[start : start + length]
+        drawn = _noise(self.seed)
+        start = (call.key * 7919 + self.seed) % _NOISE
+        noise = drawn[start : start + length]
         while len(noise) < length:
-            noise += self._noise[: length - len(noise)]
+            noise += drawn[: length - len(noise)]
         if reply.logprobs is None:
             return noise
         # A stop id that was appended has none of its own.
@@ -206,6 +172,6 @@ def _rng(call: ModelCall) -> random.Random:
 
 @functools.lru_cache(16)
 def _noise(seed: int) -> list[float]:
-    """Log-probabilities to read from at a place of one's own: drawing them for each turn would cost more than it."""
+    """Log-probabilities, each turn's from a place of its own on: drawing them anew would cost more than the turn."""
     rng = random.Random(seed)
     return array("f", (-rng.expovariate(1.0) - 1e-6 for _ in range(_NOISE))).tolist()

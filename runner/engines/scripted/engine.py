@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import anyio
@@ -96,9 +95,9 @@ class ScriptedEngine(Engine):
         """What was recorded, a `RecordedCall` for each request; empty without `record=True`."""
         self._source = reply_source(replies, ReplyEncoder(self.tokenizer, self.template))
         self._planner = Planner(
-            self._source,
-            faults,
-            self.tokenizer,
+            source=self._source,
+            faults=faults,
+            tokenizer=self.tokenizer,
             stop_ids=self.stop_ids,
             context=context,
             seed=seed,
@@ -139,9 +138,7 @@ class ScriptedEngine(Engine):
         self.running, self.loop = True, current_token()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._tasks is not None
         tasks, self._tasks = self._tasks, None
         self.running = False

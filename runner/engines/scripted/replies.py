@@ -56,11 +56,7 @@ class ReplyEncoder:
         self._encode = lru_cache(maxsize=1024)(tokenizer.encode)
 
     def encode(self, answer: Answer) -> EncodedReply:
-        """The ids of a reply.
-
-        Raises:
-            BadOption: it is none, or it calls tools and the template writes no calls that we know.
-        """
+        """The ids of a reply."""
         reply = as_reply(answer)
         if reply.ids is not None:
             return EncodedReply(reply, list(reply.ids))
@@ -72,8 +68,7 @@ class ReplyEncoder:
 
     @cached_property
     def _format(self) -> ToolFormat:
-        renderer = self._template.renderer()
-        found = detect_format(lambda messages, tools: renderer.render(messages, tools=tools, generation_prompt=False))
+        found = detect_format(self._template.renderer())
         if found is None:
             raise BadOption(
                 f"call(): template {self._template.name!r} writes tool calls in no form that we know. "

@@ -241,14 +241,7 @@ def check_chunks(chunks: Chunks) -> None:
 
 
 def cut_points(length: int, chunks: Chunks, *, singly: bool = False, rng: random.Random | None = None) -> list[int]:
-    """Where each delta of `length` ids ends; the last is `length`, and there is none where it is 0.
-
-    Args:
-        length: ids to cut.
-        chunks: how they are cut.
-        singly: somebody acts on deltas.
-        rng: draws the sizes that are random.
-    """
+    """Where each of the deltas of `length` ids ends; random sizes are drawn by `rng`."""
     if chunks is None:
         cuts = list(range(1, length, 1 if singly else 8))
     elif chunks == "whole":

@@ -5,19 +5,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Self
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from runner.engines.adapters import AdapterVersion
-from runner.engines.base import Delta, DeltaStream, Finish, FinishReason, GenerationRequest, Session
+from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest, Session
+from runner.engines.core import CoreStream
 from runner.engines.scripted.core import ScriptedCore
 from runner.engines.scripted.delivery import Delivery
 from runner.engines.scripted.replies import EncodedReply
 from runner.engines.scripted.script import Fault, FaultKind
-from runner.engines.stamps import Stamps
 from runner.errors import EngineDead
 from runner.options import Constraint, Sampling
 
@@ -56,27 +53,13 @@ class ScriptedSession(Session):
     """How many requests it made."""
 
 
-class ScriptedStream(DeltaStream):
-    """The deltas of one request to a scripted engine.
-
-    Args:
-        core: the engine's.
-        request: what is asked.
-        calls: where it is recorded; None records nothing.
-    """
+class ScriptedStream(CoreStream[ScriptedCore, ScriptedSession]):
+    """The deltas of one request to a scripted engine."""
 
     def __init__(self, core: ScriptedCore, request: GenerationRequest, calls: list[RecordedCall] | None) -> None:
-        self.rest: list[Delta] = []
-        self.finish: Finish | None = None
-        self.request = request
-        self.sent = 0
-        """Ids that left the engine, read or not."""
-        self._core = core
-        self._session = _session_of(request)
+        super().__init__(core, request, _session_of(request))
         self._calls = calls
         self._record: RecordedCall | None = None
-        self._adapter: AdapterVersion | None = None
-        self._stamps = Stamps(core.version)
         self._delivery: Delivery | None = None  # until the request is admitted
         self._is_cut = False
         self._arrived = 0  # deltas
@@ -85,21 +68,10 @@ class ScriptedStream(DeltaStream):
         self._news: anyio.Event | None = None  # made only by a reader that has to wait
         self._inside = False
 
-    async def __aenter__(self) -> Self:
-        core, request = self._core, self.request
-        core.check(request)
-        await core.gate.enter(self._session, core.room(len(request.prompt), request))
-        core.requests[self] = None
-        try:
-            self._adapter = core.adapters.take(request.name, request.sampling.adapter)
-            self._stamps = Stamps(core.version, self._adapter)
-            self._delivery = await self._plan()
-            core.ticker.schedule(self, self._delivery.first - core.ticker.now)
-        except BaseException:
-            self._leave()
-            raise
+    async def _begin(self) -> None:
+        self._delivery = await self._plan()
+        self._core.ticker.schedule(self, self._delivery.first - self._core.ticker.now)
         self._inside = True
-        return self
 
     async def _plan(self) -> Delivery:
         core, request = self._core, self.request
@@ -123,9 +95,7 @@ class ScriptedStream(DeltaStream):
                 raise self._failure
         return core.planner.plan(call, said, fault, core.ticker.now)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         # Nothing here waits, so there is nothing to shield.
         if not self._inside:
             return
@@ -136,14 +106,6 @@ class ScriptedStream(DeltaStream):
             self._record.sampled, self._record.finish = self._delivery.ids[: self.sent], self.finish
             if self._delivery.logprobs is not None:
                 self._record.logprobs = self._delivery.logprobs[: self.sent]
-
-    def _leave(self) -> None:
-        core, request = self._core, self.request
-        core.close(self)
-        core.adapters.leave(self._adapter)
-        core.gate.leave(self._session, core.room(len(request.prompt) + self.sent, request))
-        if request.session is None:
-            core.gate.close(self._session)
 
     async def __anext__(self) -> Delta:
         while self._read == self._arrived:

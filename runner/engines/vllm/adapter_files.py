@@ -49,10 +49,6 @@ class AdapterRules:
 def keep_adapter(source: Any, config: Mapping[str, Any] | None) -> Path:
     """A copy of an adapter in a new folder, in memory where there is room. Blocks.
 
-    Args:
-        source: a folder as PEFT saves it, or its tensors by name.
-        config: what is in adapter_config.json; with tensors only.
-
     Raises:
         BadOption: tensors without a configuration, or a folder with one.
         BadWeights: there is no such folder, or no adapter in it.

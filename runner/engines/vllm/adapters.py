@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import weakref
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import anyio
 import anyio.to_thread
@@ -21,10 +21,8 @@ from runner.models import ModelSource
 __all__ = ["VllmAdapters"]
 
 
-class Answers(Protocol):
-    """Waits for what vLLM's core answers, or for its death."""
-
-    async def __call__(self, what: str, call: Awaitable[Any]) -> Any: ...
+Answers: TypeAlias = Callable[[str, Awaitable[Any]], Awaitable[Any]]
+"""Waits for what vLLM's core answers to a call of that name, or for its death."""
 
 
 class VllmAdapters(Adapters):
@@ -32,11 +30,6 @@ class VllmAdapters(Adapters):
 
     vLLM hashes cached prompts with an adapter's name and folder, and keeps weights by its integer id: a version has
     all three to itself. It reads the folder again whenever it has put an adapter away, so that is a copy of ours.
-
-    Args:
-        llm: vLLM.
-        model: the model that vLLM loaded.
-        answered: waits for a call of vLLM, or for the engine's death.
     """
 
     def __init__(self, llm: Any, model: ModelSource, answered: Answers) -> None:
@@ -58,13 +51,7 @@ class VllmAdapters(Adapters):
         return LoRARequest(version.label, version.key, str(version.folder))
 
     async def load(self, version: AdapterVersion, source: Any, config: Mapping[str, Any] | None) -> None:
-        """Copy the adapter, compare it with the model, and give it to vLLM.
-
-        Raises:
-            BadOption: the engine was started without adapters.
-            BadWeights: it does not fit.
-            EngineDead: the engine died.
-        """
+        """Copy the adapter, compare it with the model, and give it to vLLM."""
         if self._llm.vllm_config.lora_config is None:
             raise BadOption(
                 f"add_adapter({version.name!r}): the engine was started without adapters: start it with "
@@ -75,15 +62,11 @@ class VllmAdapters(Adapters):
         try:
             await self._add(version)
         except BaseException:
-            self._forget(version)
+            self._delete(version.folder)
             raise
 
     async def _mask(self) -> None:
-        """Before there is any adapter, see to it that turns without one are sampled without one.
-
-        Raises:
-            BadOption: the workers cannot be reached, or it was of no use.
-        """
+        """Before there is any adapter, see to it that turns without one are sampled without one."""
         if self._masked or self._llm.vllm_config.device_config.device_type != "cpu":
             return
         try:
@@ -125,22 +108,15 @@ class VllmAdapters(Adapters):
                 raise BadWeights(f"the adapter {version.name!r}: vLLM does not take it: {error}") from error
 
     async def unload(self, version: AdapterVersion) -> None:
-        """Take a version that no request uses out of vLLM, and delete its copy.
-
-        Raises:
-            EngineDead: the engine died.
-        """
+        """Take a version that no request uses out of vLLM, and delete its copy."""
         with anyio.CancelScope(shield=True):
             await self._answered("remove_adapter()", self._llm.remove_lora(version.key))
-        self._forget(version)
+        self._delete(version.folder)
 
-    def _forget(self, version: AdapterVersion) -> None:
-        if version.folder is not None:
-            self._delete(version.folder)
-
-    def _delete(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        self._folders.discard(folder)
+    def _delete(self, folder: Path | None) -> None:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._folders.discard(folder)
 
     def close(self) -> None:
         """Delete every copy."""

@@ -10,6 +10,7 @@ import anyio
 
 from runner.engines.adapters import AdapterVersion
 from runner.engines.base import GenerationRequest
+from runner.engines.core import EngineCore
 from runner.engines.gate import AdmissionGate
 from runner.engines.vllm.adapters import VllmAdapters
 from runner.engines.vllm.start import VllmProcess
@@ -34,17 +35,10 @@ class OpenRequest(Protocol):
     def stamp(self, version: str) -> None: ...
 
 
-class VllmCore:
-    """A vLLM from its start to its end. An engine that is entered again has another one.
+class VllmCore(EngineCore[OpenRequest]):
+    """A vLLM from its start to its end; a request is inside until its stream is left."""
 
-    Args:
-        process: vLLM's processes.
-        llm: the `AsyncLLM` that they answer.
-        gate: where requests wait for a slot.
-        context: the most ids a prompt and what is sampled on it may have together.
-        as_vllm: makes of a request the prompt and the sampling parameters that vLLM takes.
-        versions: the weight version that vLLM began with.
-    """
+    adapters: VllmAdapters
 
     def __init__(
         self,
@@ -56,53 +50,26 @@ class VllmCore:
         as_vllm: Callable[[GenerationRequest], tuple[Any, Any]],
         versions: list[str],
     ) -> None:
+        super().__init__(gate, VllmAdapters(llm, process.source, self.answered), context=context, versions=versions)
         self.process = process
         self.llm = llm
         """The `AsyncLLM`; None once the engine was left."""
-        self.gate = gate
-        self.versions = versions
-        """Every weight version so far, the newest last. The engine's control, which has this same list, adds to it."""
         self.stamps_itself = _stamps(llm)
         """Whether vLLM says which weights sampled which ids; before 0.32 it does not, and we do."""
-        self.adapters = VllmAdapters(llm, process.source, self.answered)
-        self.requests: dict[OpenRequest, None] = {}
-        """The requests that were admitted and not left, in the order in which they came."""
-        self.sampled = 0
-        """Ids that were sampled and read."""
-        self._context = context
         self._as_vllm = as_vllm
         self._numbers = itertools.count()
         self._stopped = False
         self._death: EngineDead | None = None
 
-    @property
-    def version(self) -> str:
-        """The version of the weights that sample now."""
-        return self.versions[-1]
-
     # --- one request
 
     def check(self, request: GenerationRequest) -> None:
-        """Refuse at once what vLLM would refuse after it waited at the gate.
-
-        Raises:
-            EngineDead: the engine was left, or died.
-            RequestRejected: the prompt is empty or too long, or there is no such adapter.
-        """
+        """Refuse a request at once where the engine is not alive, or would refuse it."""
         if self._stopped:
             raise EngineDead("the engine is not running")
         if not self.is_alive():
             raise self.died(None)
-        if not 0 < len(request.prompt) < self._context:
-            raise RequestRejected(
-                f"{request.name}: the prompt has {len(request.prompt)} ids; "
-                f"the context is {self._context}, and at least one id must be given and one sampled"
-            )
-        self.adapters.check(request.name, request.sampling.adapter)
-
-    def room(self, length: int, request: GenerationRequest) -> int:
-        """Ids of the KV cache that a sequence of `length` ids needs together with its next turn."""
-        return min(length + request.sampling.max_tokens, self._context)
+        super().check(request)
 
     async def send(self, request: GenerationRequest, adapter: AdapterVersion | None = None) -> Any:
         """Send a request to vLLM; gives the collector that its deltas are read from.
@@ -159,10 +126,6 @@ class VllmCore:
 
     async def answered(self, what: str, call: Awaitable[_Answer]) -> _Answer:
         """What vLLM answers to a call; a dead one would let us wait for ever.
-
-        Args:
-            what: names the call in errors.
-            call: vLLM's coroutine.
 
         Raises:
             EngineDead: it died before it answered.

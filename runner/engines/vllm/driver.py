@@ -23,12 +23,7 @@ class Weights(Protocol):
 
 
 class VllmDriver(EngineDriver):
-    """Drives one vLLM.
-
-    Args:
-        core: the vLLM.
-        weights: brings new weights into it.
-    """
+    """Drives one vLLM."""
 
     def __init__(self, core: VllmCore, weights: Weights) -> None:
         self._core = core

@@ -10,7 +10,6 @@ import asyncio
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import anyio
@@ -101,7 +100,12 @@ class VllmEngine(Engine):
         return self
 
     async def _take_control(self, process: VllmProcess, llm: Any) -> None:
-        self._read_sizes(llm.vllm_config)
+        config = llm.vllm_config
+        self.context = config.model_config.max_model_len
+        self.vocabulary = config.model_config.get_vocab_size()
+        self.places = config.scheduler_config.max_num_seqs
+        cache = config.cache_config
+        room = cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else self.places * self.context
         weights = VllmWeights(llm, process.source.name)
         await weights.prepare()
         if weights.extended:
@@ -109,7 +113,7 @@ class VllmEngine(Engine):
         self._core = core = VllmCore(
             process,
             llm,
-            gate=self._gate(llm.vllm_config.cache_config),
+            gate=AdmissionGate(self.places, room, block=cache.block_size),
             context=self.context,
             as_vllm=RequestMaker(self._stream_interval),
             versions=[await first_version(llm)],
@@ -128,18 +132,7 @@ class VllmEngine(Engine):
                 "generation_config.json nor config.json has an eos_token_id. Add one."
             )
 
-    def _read_sizes(self, config: Any) -> None:
-        self.context = config.model_config.max_model_len
-        self.vocabulary = config.model_config.get_vocab_size()
-        self.places = config.scheduler_config.max_num_seqs
-
-    def _gate(self, cache: Any) -> AdmissionGate:
-        room = cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else self.places * self.context
-        return AdmissionGate(self.places, room, block=cache.block_size)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.running = False
         await self.core.stop()
 

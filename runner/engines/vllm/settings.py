@@ -49,11 +49,6 @@ class VllmSettings:
 def choose_settings(given: Mapping[str, Any], *, cpu: bool, known: frozenset[str]) -> VllmSettings:
     """The arguments that were given, with ours where nothing was.
 
-    Args:
-        given: engine arguments of the user.
-        cpu: vLLM runs on a CPU.
-        known: the names this vLLM takes.
-
     Raises:
         BadOption: an argument that vLLM does not know, or that is ours to set.
     """
@@ -86,13 +81,7 @@ def _cache_gigabytes() -> int:
 
 
 def sampling_arguments(request: GenerationRequest, *, stream_interval: int, known: frozenset[str]) -> dict[str, Any]:
-    """What vLLM's `SamplingParams` are made of; the output kind and the constraint left out.
-
-    Args:
-        request: the turn to be sampled.
-        stream_interval: ids in a delta where nobody acts on single ones.
-        known: the names that this vLLM's `SamplingParams` take.
-    """
+    """What vLLM's `SamplingParams` take of a request, of the names `known` to it; no output kind and no constraint."""
     sampling = request.sampling
     arguments: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -124,11 +113,7 @@ def constraint_arguments(constraint: Constraint) -> dict[str, Any]:
 
 
 class RequestMaker:
-    """Makes of a request the prompt and the sampling parameters that vLLM takes; imports vLLM.
-
-    Args:
-        stream_interval: ids in a delta where nobody acts on single ones.
-    """
+    """Makes of a request the prompt and the sampling parameters that vLLM takes; imports vLLM."""
 
     def __init__(self, stream_interval: int) -> None:
         from vllm.inputs.engine import tokens_input

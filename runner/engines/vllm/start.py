@@ -66,18 +66,13 @@ class VllmProcess:
     cores: list[BaseProcess] = field(default_factory=list)
     """The processes of the engine's cores."""
     _failures: Path | None = None
-    _given_up: bool = False
+    _given_up: bool = False  # set on the event loop, looked at by the thread that starts
     _others: list[BaseProcess] | None = None  # cores that were there before; set while ours are starting
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     async def start(self) -> Any:
         """The `AsyncLLM`, started in a worker thread.
 
         Cancelling ends the processes that were started.
-
-        Raises:
-            BadModel: vLLM cannot load the model; says why.
-            BadOption: an engine argument that cannot be.
         """
         try:
             await anyio.to_thread.run_sync(self._start, abandon_on_cancel=True)
@@ -126,9 +121,7 @@ class VllmProcess:
                 raise BadModel(f"vLLM cannot run the model {self.source.name!r}: {cause}") from error
             finally:
                 self.cores, self._others = self._started(), None
-        with self._lock:
-            abandoned = self._given_up
-        if abandoned:
+        if self._given_up:
             self._stop()
 
     def _construct(self) -> Any:
@@ -143,7 +136,8 @@ class VllmProcess:
             # First, since the tracker's own start unblocks the interrupt.
             resource_tracker.ensure_running()
             with _environment(self._variables(self.settings.environment)), _no_interrupts():
-                self._raise_if_given_up()
+                if self._given_up:
+                    raise BadModel(f"the start of {self.source.name!r} was cancelled")
                 return AsyncLLM.from_engine_args(
                     arguments, usage_context=UsageContext.LLM_CLASS, stat_loggers=[self.count.logger()]
                 )
@@ -169,14 +163,8 @@ class VllmProcess:
             ours["VLLM_PLUGINS"] = ",".join([allowed, parent_watch.ENTRY_POINT, waiting.ENTRY_POINT])
         return {**_log_variables(), **environment, **ours}
 
-    def _raise_if_given_up(self) -> None:
-        with self._lock:
-            if self._given_up:
-                raise BadModel(f"the start of {self.source.name!r} was cancelled")
-
     def _stop(self) -> None:
-        with self._lock:
-            self._given_up = True
+        self._given_up = True
         memory = {name for core in self.cores if core.pid for name in shared_memory_of(core.pid)}
         if self.llm is not None:
             named = {"timeout": _STOP_SECONDS} if "timeout" in inspect.signature(self.llm.shutdown).parameters else {}

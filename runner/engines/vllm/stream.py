@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import anyio
 
-from runner.engines.adapters import AdapterVersion
-from runner.engines.base import Delta, DeltaStream, Finish, FinishReason, GenerationRequest, Session
-from runner.engines.stamps import Stamps
+from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest, Session
+from runner.engines.core import CoreStream
 from runner.engines.vllm.core import DRAIN_SECONDS, VllmCore
 from runner.errors import EngineDead
 from runner.tokens.log import VersionSpan
@@ -17,19 +15,12 @@ from runner.tokens.log import VersionSpan
 __all__ = ["VllmStream"]
 
 
-class VllmStream(DeltaStream):
+class VllmStream(CoreStream[VllmCore, Session]):
     """The deltas of one request, out of vLLM's collector."""
 
     def __init__(self, core: VllmCore, request: GenerationRequest) -> None:
-        self.rest: list[Delta] = []
-        self.finish: Finish | None = None
-        self._core = core
-        self._request = request
-        self._session = request.session or Session()
+        super().__init__(core, request, request.session or Session())
         self._collector: Any = None
-        self._sampled = 0
-        self._stamps = Stamps(core.version)
-        self._adapter: AdapterVersion | None = None
 
     @property
     def sent_all(self) -> bool:
@@ -43,25 +34,12 @@ class VllmStream(DeltaStream):
         """The weights were exchanged, between what vLLM has sampled and what it will."""
         unread = self._collector.output if self._collector is not None else None
         waiting = 0 if unread is None or isinstance(unread, Exception) else len(unread.outputs[0].token_ids)
-        self._stamps.mark(version, self._sampled + waiting)
+        self._stamps.mark(version, self.sent + waiting)
 
-    async def __aenter__(self) -> Self:
-        core, request = self._core, self._request
-        core.check(request)
-        await core.gate.enter(self._session, core.room(len(request.prompt), request))
-        core.requests[self] = None
-        try:
-            self._adapter = core.adapters.take(request.name, request.sampling.adapter)
-            self._stamps = Stamps(core.version, self._adapter)
-            self._collector = await core.send(request, self._adapter)
-        except BaseException:
-            self._leave()
-            raise
-        return self
+    async def _begin(self) -> None:
+        self._collector = await self._core.send(self.request, self._adapter)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         try:
             if self.finish is None:
                 await self._drain()
@@ -70,13 +48,8 @@ class VllmStream(DeltaStream):
             self._leave()
 
     def _leave(self) -> None:
-        core, request = self._core, self._request
-        core.requests.pop(self, None)
-        core.adapters.leave(self._adapter)
-        core.gate.leave(self._session, core.room(len(request.prompt) + self._sampled, request))
-        if request.session is None:
-            core.gate.close(self._session)
-        core.process.count.tell()
+        super()._leave()
+        self._core.process.count.tell()
 
     async def __anext__(self) -> Delta:
         if self.finish is not None:
@@ -92,7 +65,7 @@ class VllmStream(DeltaStream):
         output = collector.get_nowait() or await collector.get()
         completion = output.outputs[0]
         ids = completion.token_ids
-        self._sampled += len(ids)
+        self.sent += len(ids)
         self._core.sampled += len(ids)
         if output.finished:
             self.finish = self._finished(output, completion)
@@ -129,7 +102,7 @@ class VllmStream(DeltaStream):
 
     def _unstamped(self) -> tuple[VersionSpan, ...]:
         """The versions by our own account, where vLLM gave none."""
-        return self._stamps.spans(self._sampled)
+        return self._stamps.spans(self.sent)
 
 
 def _logprobs(flat: Any, count: int) -> list[float] | None:

@@ -53,12 +53,7 @@ class CheckedWeights:
 
 
 class VllmWeights:
-    """The weights of one `AsyncLLM`.
-
-    Args:
-        llm: vLLM.
-        name: the name of its model.
-    """
+    """The weights of one `AsyncLLM`."""
 
     def __init__(self, llm: Any, name: str) -> None:
         self._llm = llm
@@ -75,9 +70,6 @@ class VllmWeights:
         """The weights, compared with the model and ready to be loaded; vLLM goes on meanwhile.
 
         A state dict is copied: its tensors must not change before this returns.
-
-        Raises:
-            BadWeights: they do not fit; names the tensor.
         """
         await self.prepare()
         if isinstance(self._checkpoint, BadWeights):
@@ -143,7 +135,9 @@ class VllmWeights:
         found: WeightFolder = read_folder(source)
         compare(found.forms, self._model(), source=str(found.folder))
         files = tuple(map(str, found.files))
-        return CheckedWeights(found.folder, files, tuple(self._model().ignored(found.forms)))
+        # Those that the model computes itself, or has under another name.
+        ignored = tuple(name for name in found.forms if name not in self._model().forms)
+        return CheckedWeights(found.folder, files, ignored)
 
     def _check_tensors(self, source: Mapping[str, Any]) -> CheckedWeights:
         if not self.extended:
@@ -179,7 +173,6 @@ class VllmWeights:
 
 
 def _model_folder(config: Any) -> Path:
-    """Where the files are that vLLM loaded."""
     model = Path(config.model_config.model)
     if model.is_dir():
         return model

@@ -33,8 +33,6 @@ class WeightMemory:
     """Tensors, written once."""
 
     def __init__(self) -> None:
-        self.size = 0
-        """The size in bytes."""
         self._descriptor = os.memfd_create(_NAME)
         self._closed = weakref.finalize(self, os.close, self._descriptor)
 
@@ -67,7 +65,6 @@ class WeightMemory:
                 for name in order:
                     from_thread.check_cancelled()
                     file.write(_bytes(name, tensors[name], forms[name].dtype))
-                memory.size = file.tell()
         except OSError as error:
             memory.close()
             raise BadWeights(f"the state dict cannot be kept in memory a second time: {error}.") from error

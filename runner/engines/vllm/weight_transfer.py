@@ -28,11 +28,7 @@ _NOT_STARTED = (
 
 
 class VllmTransfers:
-    """The connection between one `AsyncLLM` and its trainer.
-
-    Args:
-        llm: vLLM.
-    """
+    """The connection between one `AsyncLLM` and its trainer."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm

@@ -67,12 +67,7 @@ class _Start:
 class Bridger:
     """Makes the prompts of one template and one vocabulary. It keeps no conversation.
 
-    Args:
-        tokenizer: the vocabulary.
-        renderer: the template, with its options and its clock fixed.
-        stop_ids: ids that end a turn of the model.
-        content_safe: control text in what users and tools say is ordinary text, never control ids.
-        close_reasoning: a turn that was cut inside its reasoning is closed as masked context; else it is refused.
+    What `content_safe` and `close_reasoning` mean is said at `History`.
     """
 
     locality: Locality
@@ -113,35 +108,14 @@ class Bridger:
         thinking: bool = False,
         turn: int = 0,
     ) -> Bridge:
-        """The bridge behind the turn that `history` ends with, all of it made here: `tail`, then `join`.
-
-        Args:
-            history: ends with the assistant message of the turn.
-            new: the appended messages, at least one.
-            tools: the same tools as for the turn, in OpenAI's form.
-            sampled: see `join`.
-            stop: see `join`.
-            thinking: see `join`.
-            turn: the turn's number in the conversation.
-
-        Raises:
-            Unbridgeable: there is no exact bridge; names the property that is missing.
-        """
+        """The bridge behind the turn that `history` ends with, all of it made here: `tail`, then `join`."""
         if not new or not history or history[-1]["role"] != "assistant":
             raise ValueError("a bridge leads from an assistant message to at least one new message")
         tail = self.tail(AnsweredTurn(history, new, tools, turn))
         return self.join(tail, sampled=sampled, stop=stop, thinking=thinking)
 
-    def tail_at_once(self, answered: AnsweredTurn) -> Tail | None:
-        """What `tail` gives where it takes no longer than the new messages; None where a worker thread should do it."""
-        return self.locality.tail_at_once(answered)
-
     def tail(self, answered: AnsweredTurn) -> Tail:
-        """What follows the words of a turn, as text: only renders, so any thread may call.
-
-        Raises:
-            Unbridgeable: the template raises, or no turn of this kind can be bridged.
-        """
+        """What follows the words of a turn, as text: only renders, so any thread may call."""
         tail = self.locality.tail(answered)
         if not tail.local:
             self._control_text(tail)  # renders all once more, and not on the event loop

@@ -57,7 +57,7 @@ class Closes:
         return self._opening[token_id]
 
     def _opens(self, token_id: int, message: Message) -> bool:
-        """It stands before the message where nothing else ends a turn with it, or between two and not behind both."""
+        """Whether the token opens this message: it stands before it and ends no turn, or between two of them alone."""
         turn = CALL if message["role"] == "tool" else ANSWER
         with suppress(Unbridgeable):
             tail = self._tail(turn, message)

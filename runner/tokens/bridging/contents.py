@@ -98,11 +98,7 @@ class Rendering:
         return begin, max(begin, len(self.text) - ending)
 
     def end_of_last(self) -> int:
-        """Where the last content ends, by the last place where one of its forms stands.
-
-        Raises:
-            Unbridgeable: it is hidden.
-        """
+        """Where the last content ends, by the last place where one of its forms stands."""
         ends = (self.text.rfind(form) + len(form) for form in _forms(self.messages[-1]["content"]) if form in self.text)
         end = next(ends, None)
         return self.check_shown(len(self.messages) - 1)[1] if end is None else end

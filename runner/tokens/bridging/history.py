@@ -58,7 +58,9 @@ def compare(stored: Sequence[Message], incoming: Sequence[Message]) -> Alignment
         index += 1
     # Up to there both have the same calls, so that where a call stands says which stored one is meant.
     appended: list[Message] = [
-        message if call is None or call.message >= index else {**message, "tool_call_id": _id_of(before, call)}
+        message
+        if call is None or call.message >= index
+        else {**message, "tool_call_id": before[call.message]["tool_calls"][call.call]["id"]}
         for message, call in zip(after[index:], answered_after[index:], strict=True)
     ]
     return Alignment(_kind(before, after, index), index, tuple(appended))
@@ -124,10 +126,6 @@ class _CallReference(NamedTuple):
     """The call's number in that message."""
     name: str
     """The name of the tool."""
-
-
-def _id_of(messages: Sequence[Message], call: _CallReference) -> str:
-    return messages[call.message]["tool_calls"][call.call]["id"]
 
 
 def _answered_calls(messages: Sequence[Message]) -> list[_CallReference | None]:

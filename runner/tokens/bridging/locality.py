@@ -58,7 +58,7 @@ class Locality:
         self._learning = threading.Lock()
 
     def tail_at_once(self, answered: AnsweredTurn) -> Tail | None:
-        """What `tail` gives where it takes no longer than the new messages; None where it renders the whole."""
+        """What `tail` gives where it takes no longer than the new messages; None where a worker thread should do it."""
         kind = self._kinds.get(answered.shape)
         # A further render that is not proven is made of the whole history.
         return self._short(kind, answered) if kind is not None and all(kind.proven.values()) else None
@@ -75,14 +75,16 @@ class Locality:
         if short is not None:
             short.complete()
             return short
-        tail = self._whole(answered, kind.asked)
+        tail = self.whole_tail(answered, kind.asked)
         if kind.words_matter:
             self._check_real(tail, answered.history, answered)
         return tail
 
-    def whole_tail(self, answered: AnsweredTurn) -> Tail:
+    def whole_tail(self, answered: AnsweredTurn, asked: set[Further] | None = None) -> Tail:
         """The tail of the whole history, whatever is proven."""
-        return self._whole(answered, set())
+        tail = Tail(self._renderer, answered, asked=asked)
+        tail.complete()
+        return tail
 
     def is_local(self, answered: AnsweredTurn) -> bool:
         """Whether the work for tails of this shape does not grow with the history."""
@@ -90,17 +92,8 @@ class Locality:
 
     # --- tails
 
-    def _whole(self, answered: AnsweredTurn, asked: set[Further]) -> Tail:
-        tail = Tail(self._renderer, answered, asked=asked)
-        tail.complete()
-        return tail
-
     def _short(self, kind: _Kind, answered: AnsweredTurn) -> Tail | None:
-        """The stand-in's tail; None where there is no stand-in, or its end takes the whole history to see.
-
-        Raises:
-            Unbridgeable: what is written behind the turn depends on what was said in it.
-        """
+        """The stand-in's tail; None where there is no stand-in, or its end takes the whole history to see."""
         if kind.refusal is not None or kind.past is Lookback.POSSIBLE:
             return None
         # A template that some pasts make raise is asked for the whole at turns 1, 2, 4, 8 and so on, so that what it
@@ -130,11 +123,7 @@ class Locality:
         return proves
 
     def _check_real(self, tail: Tail, rendered: Sequence[Message], answered: AnsweredTurn) -> None:
-        """The conversation as it is ends as it does with the sentinel in it.
-
-        Raises:
-            Unbridgeable: it does not.
-        """
+        """Refuse a conversation that does not end as it does with the sentinel in it."""
         try:
             real = self._renderer.render([*rendered, *answered.new], answered.tools)
         except Unbridgeable:  # on the words themselves, and the sentinel stands in for them
@@ -225,7 +214,7 @@ class Locality:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What a proof is asked for; two questions are one where template and shape are, whatever else made them."""
+    """What a proof is asked for; two questions are equal where template and shape are."""
 
     template: tuple[object, ...]
     """All that tells the template, its options and its clock from others."""

@@ -73,9 +73,6 @@ class PromptRenderer:
             text: the render, or the part of it that `messages` are in.
             messages: the last ones of the render.
             render: the same part of other renders.
-
-        Raises:
-            Unbridgeable: it does not.
         """
         if self.asks_as_usual(text, messages[-1]):
             return

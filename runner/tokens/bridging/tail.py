@@ -47,12 +47,8 @@ class Further(enum.StrEnum):
 class Tail:
     """What one render has after its last sentinel.
 
-    Args:
-        renderer: the template's renderer.
-        answered: the turn and the messages after it.
-        stand_in: is rendered in place of the history; None renders the history.
-        proves: whether the stand-in gives some further render too; else that is made of the whole history.
-        asked: see the attribute.
+    A `stand_in` is rendered in place of the history. Where `proves` does not say that it gives some further render
+    too, that one is made of the whole history.
 
     Raises:
         Unbridgeable: the template raises, or does not show the last turn.
@@ -121,11 +117,7 @@ class Tail:
     # --- what can be wrong with it
 
     def check(self) -> None:
-        """See that the new messages are in the tail and that it ends by asking the model to speak.
-
-        Raises:
-            Unbridgeable: it does not.
-        """
+        """See that the new messages are in the tail and that it ends by asking the model to speak."""
         if self._fault is not None:
             raise self._fault
 
@@ -167,12 +159,7 @@ class Tail:
         return first, end
 
     def locate(self, wanted: Sequence[Field], names: ControlNames) -> list[Span] | None:
-        """Where these fields of the new messages stand in `text`, or None where that cannot be told.
-
-        Args:
-            wanted: fields that hold control text.
-            names: the control tokens that stand in a text.
-        """
+        """Where these fields of the new messages stand in `text`, or None where that cannot be told."""
         if self._located is None or self._located[0] != wanted:
             self._located = (wanted, self._rendering.locate(wanted, self._stem, names))
         return self._located[1]
@@ -275,11 +262,7 @@ def _sentinel(stem: str) -> str:
 def _marked(message: Message, stem: str, tools: Sequence[ToolSchema], *, with_words: bool = True) -> Message:
     """A copy of an assistant message with the sentinel where its words end, and markers behind what else it says.
 
-    Args:
-        message: the turn.
-        stem: begins sentinel and markers.
-        tools: the tools that could be called.
-        with_words: the words themselves stay, since templates look into them; else only sentinel and markers are there.
+    With `with_words` the words themselves stay, since templates look into them.
     """
     copy: dict[str, Any] = dict(message)
     if message.get("reasoning_content"):

@@ -18,14 +18,7 @@ _SEEN_END = 2
 
 
 class TailIds:
-    """A tail as ids, and the places in it where a bridge may begin.
-
-    Args:
-        tail: the text.
-        tokenizer: the vocabulary.
-        closes: which control tokens end a turn.
-        spans: where contents in the tail hold control text, which becomes no control ids.
-    """
+    """A tail as ids, and the places in it where a bridge may begin; control text within `spans` is ordinary text."""
 
     ids: list[int]
     """The ids of the tail."""
@@ -39,11 +32,7 @@ class TailIds:
         self._closes = closes
 
     def check_text(self) -> None:
-        """See that the vocabulary keeps the text.
-
-        Raises:
-            Unbridgeable: it does not.
-        """
+        """See that the vocabulary keeps the text."""
         if self._tokenizer.decode(self.ids) != self._text:
             self._check_stretches()
 

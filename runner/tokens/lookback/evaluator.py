@@ -12,9 +12,8 @@ from jinja2 import nodes
 
 from runner.tokens.lookback.expressions import Left, Raised, Stopped
 from runner.tokens.lookback.filters import Filters
-from runner.tokens.lookback.merging import Symbols, merged
+from runner.tokens.lookback.merging import Leaving, State, Symbols, merged
 from runner.tokens.lookback.positions import positions
-from runner.tokens.lookback.state import Leaving, State
 from runner.tokens.lookback.values import (
     UNTOLD,
     Condition,
@@ -85,11 +84,7 @@ class Evaluator(ABC):
     # --- two ways
 
     def _either(self, condition: Condition, one: Callable[[], Value], other: Callable[[], Value]) -> Value:
-        """The value and the state after one of two, by a condition that is not known.
-
-        Raises:
-            Stopped: neither goes on.
-        """
+        """The value and the state after one of two, by a condition that is not known; `Stopped` if neither goes on."""
         # Each way starts from the same state. While one is gone, the condition tells who decided, if it raises.
         before, ends = self._state, []
         self._conditions.append(condition)

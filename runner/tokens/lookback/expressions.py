@@ -52,13 +52,7 @@ class Left(Stopped):
 
 
 class Operations:
-    """What operators, tests, filters and methods make of values.
-
-    Args:
-        environment: jinja's, which computes whatever is wholly known.
-        symbols: numbers for given values.
-        words: the last turn's, where they may be any: what is left of them may be empty.
-    """
+    """What operators, tests, filters and methods make of values."""
 
     def __init__(self, environment: jinja2.Environment, symbols: Symbols, words: Text | None = None) -> None:
         self._environment = environment
@@ -82,11 +76,7 @@ class Operations:
         return Unknown(ends=any(map(holds_end, operands)), text=text)
 
     def concrete(self, compute: Callable[[], Value]) -> Value:
-        """What jinja computes.
-
-        Raises:
-            Raised: it raises.
-        """
+        """What jinja computes; `Raised` where it raises."""
         try:
             return compute()
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

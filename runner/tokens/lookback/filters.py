@@ -120,7 +120,13 @@ class Filters(Operations):
         head = self._symbols.of("tojson", value, *keywords, *keywords.values()) if is_given(value) else None
         if isinstance(leaf, Text) and leaf is value and leaf.has_end and isinstance(leaf.rest, str) and not keywords:
             return Text((END, json.dumps(leaf.rest, ensure_ascii=False)[1:]), head)
-        rest = leaf.name if isinstance(leaf, Arguments) else leaf.rest if _has_end(leaf) else Unknown()
+        rest = (
+            leaf.name
+            if isinstance(leaf, Arguments)
+            else leaf.rest
+            if isinstance(leaf, Text) and leaf.has_end
+            else Unknown()
+        )
         if not is_given(rest):
             return Unknown(ends=True, text=True)
         end = self._symbols.of("json end", rest, *behind[1:], *keywords, *keywords.values())
@@ -228,10 +234,6 @@ def _pairs(value: Value, *, in_order: bool) -> Value | None:
     return (
         sorted(value.items(), key=lambda pair: pair[0].lower()) if all(isinstance(key, str) for key in value) else None
     )
-
-
-def _has_end(value: Value) -> bool:
-    return isinstance(value, Text) and value.has_end
 
 
 def _leaves(value: Value) -> Iterator[Value]:

@@ -12,8 +12,8 @@ from jinja2 import nodes
 
 from runner.tokens.lookback.evaluator import Evaluator
 from runner.tokens.lookback.expressions import Left, Stopped
+from runner.tokens.lookback.merging import Leaving, State
 from runner.tokens.lookback.positions import backwards_head_loop, backwards_loop, head_loop, known_loop
-from runner.tokens.lookback.state import Leaving, State
 from runner.tokens.lookback.values import (
     Arguments,
     Condition,
@@ -285,11 +285,6 @@ class Interpreter(Evaluator):
         raise GaveUp("a loop that does not settle")
 
     def _pass(self, node: nodes.For, value: Value, loop: Loop) -> None:
-        """One pass through a loop.
-
-        Raises:
-            Stopped: no pass ends here.
-        """
         self._step()
         leaving, depth, namespaces = self._leaving[-1], len(self._state.scopes), self._namespaces
         leaving.passes = []

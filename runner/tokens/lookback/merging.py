@@ -1,9 +1,10 @@
-"""One of two values where it is not known which, and numbers for what given values are made of."""
+"""One of two values, and of two states of a render, where it is not known which; and numbers for given values."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import jinja2
 
@@ -25,7 +26,7 @@ from runner.tokens.lookback.values import (
     same,
 )
 
-__all__ = ["Symbols", "merged", "root_of"]
+__all__ = ["Leaving", "State", "Symbols", "merged", "root_of"]
 
 
 class Symbols:
@@ -68,7 +69,8 @@ def merged(condition: Condition, one: Value, other: Value, symbols: Symbols) -> 
     both = (one, other)
     if any(map(acts, both)):  # what calling one of two macros does would have to be followed twice
         return UNTOLD
-    if isinstance(one, Past) and isinstance(other, Past) and _end_alike(one, other):
+    pasts = isinstance(one, Past) and isinstance(other, Past)
+    if pasts and (one.messages, one.backwards) == (other.messages, other.backwards) and same(one.items, other.items):
         return Past(one.items, Root(min(one.least, other.least)), 0, (), one.messages, one.backwards)
     ends, text = any(map(holds_end, both)), is_text(one) and is_text(other)
     if isinstance(condition, Given):
@@ -80,11 +82,6 @@ def merged(condition: Condition, one: Value, other: Value, symbols: Symbols) -> 
     if text and ends:
         return _merged_text(condition, one, other, symbols)
     return Unknown(ends=ends, text=text)
-
-
-def _end_alike(one: Past, other: Past) -> bool:
-    alike = (one.messages, one.backwards) == (other.messages, other.backwards)
-    return alike and same(one.items, other.items)
 
 
 def _merged_text(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Value:
@@ -115,3 +112,71 @@ def _parts(value: Value) -> tuple[Value, ...]:
 def root_of(value: Value) -> Root | None:
     """What a position among the messages counts from; None where the value is none."""
     return value.root if isinstance(value, Position | Given) else None
+
+
+# --- one of two states
+
+
+@dataclass(slots=True)
+class State:
+    """Where a render stands."""
+
+    scopes: list[dict[str, Value]] = field(default_factory=lambda: [{}])
+    """The names that are known, by scopes, the innermost last."""
+    namespaces: dict[int, dict[str, Value]] = field(default_factory=dict)
+    """What each jinja namespace holds, by its number."""
+    output: Value = ""
+    """What was written so far by the macro or block that is being rendered."""
+
+    def copy(self) -> Self:
+        namespaces = {number: dict(names) for number, names in self.namespaces.items()}
+        return type(self)([dict(scope) for scope in self.scopes], namespaces, self.output)
+
+    def lookup(self, name: str, depth: int | None = None) -> Value:
+        """The value of a name, seen from a scope; undefined where there is none."""
+        for scope in reversed(self.scopes[:depth]):
+            if name in scope:
+                return scope[name]
+        return jinja2.Undefined(name=name)
+
+    def settled(self, before: Self) -> bool:
+        """No less is known than `before`."""
+        one, other = ((state.scopes, state.namespaces, state.output) for state in (self, before))
+        return same(one, other, settled=True)
+
+    def merged(self, condition: Condition, other: Self, symbols: Symbols) -> Self:
+        """This state where the condition holds, else `other`."""
+        scopes = []
+        for depth, (mine, theirs) in enumerate(zip(self.scopes, other.scopes, strict=True), start=1):
+            differ = [name for name in {**mine, **theirs} if name not in mine or mine[name] is not theirs.get(name)]
+            found = (merged(condition, self.lookup(name, depth), other.lookup(name, depth), symbols) for name in differ)
+            scopes.append({**mine, **dict(zip(differ, found, strict=True))})
+        namespaces = {
+            number: _merged_names(condition, self.namespaces.get(number, {}), other.namespaces.get(number, {}), symbols)
+            for number in {**self.namespaces, **other.namespaces}
+        }
+        return type(self)(scopes, namespaces, merged(condition, self.output, other.output, symbols))
+
+
+@dataclass(slots=True)
+class Leaving:
+    """Where renders stand that left a pass through a loop, or the loop."""
+
+    depth: int
+    """How many conditions the loop stands under."""
+    passes: list[State] = field(default_factory=list)
+    """The renders that left a pass with `continue`."""
+    loops: list[State] = field(default_factory=list)
+    """The renders that left the loop with `break`."""
+    conditions: list[Condition] = field(default_factory=list)
+    """The conditions under which they left."""
+
+
+def _merged_names(
+    condition: Condition, one: dict[str, Value], other: dict[str, Value], symbols: Symbols
+) -> dict[str, Any]:
+    undefined = jinja2.Undefined()
+    return {
+        name: merged(condition, one.get(name, undefined), other.get(name, undefined), symbols)
+        for name in {**one, **other}
+    }

@@ -113,82 +113,59 @@ def positions(bounds: Sequence[Value]) -> Value:
 def known_loop(values: Sequence[Value], number: int, first: int | Position, whole: Past | None) -> Loop:
     """`loop` at one of the known items, the first of which stands at position `first`."""
     count = len(values)
-    index = _plus(first, number)
-    unknown_before = whole is not None and number == 0
-    before: Value = values[number - 1] if number else jinja2.Undefined(name="previtem")
-    if unknown_before:
-        before = PastMessage(null_content=True) if whole and whole.messages and whole.least else Unknown(ends=True)
+    before = _neighbour(values, number - 1, "previtem")
     is_first: Value = number == 0
-    if whole is not None:
-        is_first = False if number or whole.least else Unknown()
-    return Loop(
-        {
-            "index0": index,
-            "index": _plus(index, 1),
-            "first": is_first,
-            "last": number == count - 1,
-            "length": _plus(first, count),
-            "revindex0": count - 1 - number,
-            "revindex": count - number,
-            "previtem": before,
-            "nextitem": values[number + 1] if number + 1 < count else jinja2.Undefined(name="nextitem"),
-            "depth": Unknown(),
-        }
-    )
+    if whole is not None and number == 0:
+        before = PastMessage(null_content=True) if whole.messages and whole.least else Unknown(ends=True)
+        is_first = False if whole.least else Unknown()
+    ends = (is_first, number == count - 1)
+    neighbours = (before, _neighbour(values, number + 1, "nextitem"))
+    return _loop(_plus(first, number), _plus(first, count), ends, neighbours, count - 1 - number)
 
 
 def head_loop(whole: Past, number: int) -> Loop:
     """`loop` at one of the first messages."""
     heads = whole.heads
-    before: Value = heads[number - 1] if number else jinja2.Undefined(name="previtem")
-    after: Value = heads[number + 1] if number + 1 < len(heads) else Unknown(ends=True)
-    return Loop(
-        {
-            "index0": number,
-            "index": number + 1,
-            "first": number == 0,
-            "last": False if number + 1 < len(heads) or _more_than_heads(whole) else Unknown(),
-            "length": whole.length,
-            "previtem": before,
-            "nextitem": after,
-        }
-    )
+    inner = number + 1 < len(heads)
+    ends = (number == 0, False if inner or _more_than_heads(whole) else Unknown())
+    after = heads[number + 1] if inner else Unknown(ends=True)
+    return _loop(number, whole.length, ends, (_neighbour(heads, number - 1, "previtem"), after))
 
 
 def backwards_loop(values: Sequence[Value], number: int, whole: Past) -> Loop:
-    rest = whole.length
-    after: Value = values[number + 1] if number + 1 < len(values) else Unknown(ends=True)
-    return Loop(
-        {
-            "index0": number,
-            "index": number + 1,
-            "first": number == 0,
-            "last": False if number + 1 < len(values) or whole.least else Unknown(),
-            "length": rest,
-            "revindex0": _plus(rest, -number - 1),
-            "revindex": _plus(rest, -number),
-            "previtem": values[number - 1] if number else jinja2.Undefined(name="previtem"),
-            "nextitem": after,
-        }
-    )
+    """`loop` at one of the known items, where the list is read from its end."""
+    inner = number + 1 < len(values)
+    ends = (number == 0, False if inner or whole.least else Unknown())
+    after = values[number + 1] if inner else Unknown(ends=True)
+    neighbours = (_neighbour(values, number - 1, "previtem"), after)
+    return _loop(number, whole.length, ends, neighbours, _plus(whole.length, -number - 1))
 
 
 def backwards_head_loop(whole: Past, number: int) -> Loop:
     """`loop` at one of the first messages, where the list is read from its end."""
-    index = _plus(whole.length, -number - 1)
-    last = number == 0
-    return Loop(
-        {
-            "index0": index,
-            "index": _plus(index, 1),
-            "first": False if number + 1 < len(whole.heads) or _more_than_heads(whole) else Unknown(),
-            "last": last,
-            "length": whole.length,
-            "revindex0": number,
-            "revindex": number + 1,
-            "nextitem": jinja2.Undefined(name="nextitem") if last else whole.heads[number - 1],
-        }
-    )
+    inner = number + 1 < len(whole.heads)
+    ends = (False if inner or _more_than_heads(whole) else Unknown(), number == 0)
+    neighbours = (Unknown(ends=True), _neighbour(whole.heads, number - 1, "nextitem"))
+    return _loop(_plus(whole.length, -number - 1), whole.length, ends, neighbours, number)
+
+
+def _loop(
+    index: int | Position,
+    length: int | Position,
+    ends: tuple[Value, Value],
+    neighbours: tuple[Value, Value],
+    left: int | Position | None = None,
+) -> Loop:
+    """`loop` at an index, with so many items `left` behind that one where that is known."""
+    values: dict[str, Value] = dict(zip(("first", "last", "previtem", "nextitem"), (*ends, *neighbours), strict=True))
+    values |= {"index0": index, "index": _plus(index, 1), "length": length, "depth": Unknown()}
+    if left is not None:
+        values |= {"revindex0": left, "revindex": _plus(left, 1)}
+    return Loop(values)
+
+
+def _neighbour(values: Sequence[Value], number: int, name: str) -> Value:
+    return values[number] if 0 <= number < len(values) else jinja2.Undefined(name=name)
 
 
 def _plus(position: int | Position, number: int) -> int | Position:

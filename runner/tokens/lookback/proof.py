@@ -41,13 +41,7 @@ class Proofs:
     """The template, with its options and its clock fixed."""
 
     def past(self, shape: Shape, tools: Sequence[ToolSchema], *, asking: bool = True) -> Lookback:
-        """Whether what came between the first question and the turn can change the text behind the turn's words.
-
-        Args:
-            shape: the shape of the turn and the messages behind it.
-            tools: the tools in OpenAI's form.
-            asking: the render ends with the generation prompt.
-        """
+        """Whether what came between the first question and the turn can change the text behind the turn's words."""
         symbols = Symbols()
         turn = _turn(self.renderer, shape, symbols)
         output, refuses = self._output(shape, [turn, *_arrived(shape.new, symbols)], tools, symbols, asking=asking)

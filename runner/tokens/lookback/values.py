@@ -51,8 +51,14 @@ class GaveUp(Exception):
     """The template does something that is not followed here."""
 
 
+class Abstract:
+    """A value that is not wholly known, or is not plain: none that jinja could compute with."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Unknown:
+class Unknown(Abstract):
     """The past may decide it, or the words of the last turn."""
 
     ends: bool = False
@@ -64,7 +70,7 @@ class Unknown:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Given(Abstract):
     """Some value that new messages, tools and options alone decide: the same after every past."""
 
     number: int
@@ -83,7 +89,7 @@ Condition: TypeAlias = Given | Unknown
 """What decides between two ways, where that is not known."""
 
 
-class _Mark:
+class _Mark(Abstract):
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -99,7 +105,7 @@ MAYBE: Final = _Mark("MAYBE")
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Text(Abstract):
     """Text that is not wholly known."""
 
     parts: tuple[Any, ...]
@@ -129,7 +135,7 @@ class Root:
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class Position(Abstract):
     """A number of messages, or a position among them: as many as came before, and `offset`."""
 
     root: Root
@@ -141,7 +147,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class Past(Abstract):
     """A list that ends with known items, before which stand some that are not."""
 
     items: tuple[Any, ...]
@@ -168,7 +174,7 @@ class Past:
 
 
 @dataclass(frozen=True, slots=True)
-class PastMessage:
+class PastMessage(Abstract):
     """A message that came before, of which at most the role is known."""
 
     role: Role | None = None
@@ -201,7 +207,7 @@ _OWNERS: Mapping[str, frozenset[Role]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class Arguments(Abstract):
     """The arguments of the last turn's last call: one of some name, whose text ends the turn's words."""
 
     name: Given
@@ -216,21 +222,21 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True)
-class NamespaceOf:
+class NamespaceOf(Abstract):
     """A jinja namespace; what is in it belongs to the state of the render."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Macro:
+class Macro(Abstract):
     """A macro, and how many scopes it sees."""
 
     node: Any
     depth: int
 
 
-class Function:
+class Function(Abstract):
     """A function of jinja's that is followed by who calls it."""
 
 
@@ -239,7 +245,7 @@ UNTOLD: Final = Function()
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class Method(Abstract):
     """A method of a value."""
 
     owner: Value
@@ -247,7 +253,7 @@ class Method:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class Split(Abstract):
     """The pieces of a text in which the turn's words end, of which only the last is known."""
 
     last: Value
@@ -257,7 +263,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class Loop(Abstract):
     """The variable `loop`."""
 
     values: Mapping[str, Value] = field(hash=False)
@@ -277,25 +283,7 @@ def is_concrete(value: Value) -> bool:
         return all(map(is_concrete, value))
     if isinstance(value, dict):
         return all(is_concrete(key) and is_concrete(each) for key, each in value.items())
-    return not isinstance(value, _ABSTRACT)
-
-
-_ABSTRACT = (
-    Unknown,
-    Given,
-    Text,
-    Split,
-    Position,
-    Past,
-    PastMessage,
-    Arguments,
-    NamespaceOf,
-    Macro,
-    Method,
-    Loop,
-    Function,
-    _Mark,
-)
+    return not isinstance(value, Abstract)
 
 
 def acts(value: Value) -> bool:
@@ -320,7 +308,7 @@ def is_given(value: Value) -> bool:
         return known and all(map(is_given, value.parts[value.is_marked :]))
     if isinstance(value, Given):
         return value.root is None
-    return not isinstance(value, _ABSTRACT)
+    return not isinstance(value, Abstract)
 
 
 def holds_end(value: Value) -> bool:
@@ -341,13 +329,7 @@ def holds_end(value: Value) -> bool:
 
 
 def same(one: Value, other: Value, *, settled: bool = False) -> bool:
-    """Both are one value in every render.
-
-    Args:
-        one: a value.
-        other: another one.
-        settled: whether no more is known of `other` than of `one` is asked instead.
-    """
+    """Both are one value in every render; or, if that is asked, `settled`: no more is known of `other`."""
     if one is other:
         return True
     if type(one) is not type(other):

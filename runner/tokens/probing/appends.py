@@ -156,22 +156,13 @@ _ROUNDS: Sequence[Message] = (_QUESTION, _CALLED, _RETURNED, _THOUGHT, _NEXT)
 def verdicts(
     bridger: Bridger, profile: TemplateProfile, *, tools: bool = True, kinds: Iterable[Append] = Append
 ) -> list[Verdict]:
-    """What the bridge makes of each kind of append, after short and longer histories.
-
-    Args:
-        bridger: the bridger that runs use.
-        profile: the profile of its template.
-        tools: the model is shown tools, where the template carries them.
-        kinds: those that are asked for.
-    """
+    """What the bridge makes of these kinds of append, after short and longer histories, with or without tools shown."""
     carried = tools and profile.carries_tools
     # What becomes of a system message is told apart from what becomes of tools.
     return [_Trial(bridger, kind, tools=carried and kind is not Append.UNDER_SYSTEM).verdict() for kind in kinds]
 
 
 class _Trial:
-    """One kind of append, tried."""
-
     def __init__(self, bridger: Bridger, kind: Append, *, tools: bool) -> None:
         self._bridger = bridger
         self._speaker = _Speaker(bridger)
@@ -223,11 +214,7 @@ class _Speaker:
     def said(
         self, history: Sequence[Message], tools: Sequence[ToolSchema], *, cut: bool = False
     ) -> tuple[list[int], int | None]:
-        """The ids of the last message as a turn, and the stop that ends them, or None for a turn that is cut.
-
-        Raises:
-            Unbridgeable: the template raises, or does not ask for the turn.
-        """
+        """The ids of the last message as a turn, and the stop that ends them, or None for a turn that is cut."""
         tokenizer = self._bridger.tokenizer
         turn = history[-1]
         if cut:
@@ -286,11 +273,7 @@ def _words(turn: Message) -> str:
 
 
 def example(bridger: Bridger, profile: TemplateProfile) -> list[Passage]:
-    """A short conversation with a call, as its token log would be; it ends where there is no exact bridge.
-
-    Raises:
-        Unbridgeable: there is not even a first prompt.
-    """
+    """A short conversation with a call, as its token log would be; it ends where there is no exact bridge."""
     if profile.carries_tools:
         turns: list[tuple[Message, Sequence[Message]]] = [(_CALLED, [_RETURNED]), (_ANSWER, [_NEXT])]
     else:
@@ -323,13 +306,7 @@ def _passage(tokenizer: Tokenizer, source: str, ids: Sequence[int]) -> Passage:
 def appends_answer(renderer: Renderer, profile: TemplateProfile, vocabulary: Mapping[str, Any]) -> dict[str, Any]:
     """Verdicts and example as plain values.
 
-    Args:
-        renderer: the template.
-        profile: the template's profile.
-        vocabulary: {"folder", "stop_ids"} of a model, or {} for bytes and the template's own control tokens.
-
-    Raises:
-        BadModel: the folder has no usable tokenizer.
+    The `vocabulary` is {"folder", "stop_ids"} of a model, or {} for bytes and the template's own control tokens.
     """
     if vocabulary:
         tokenizer: Tokenizer = load_tokenizer(Path(vocabulary["folder"]))

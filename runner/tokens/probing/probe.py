@@ -6,6 +6,7 @@ which the last is the answer and the others say what is being done.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -34,8 +35,8 @@ __all__ = [
     "Fault",
     "UnusableTemplate",
     "bundled_templates",
-    "check_ends",
     "in_process",
+    "is_bundled",
     "probe",
     "request_of",
 ]
@@ -56,7 +57,6 @@ def probe(
     options: Mapping[str, Any] | None = None,
     *,
     now: datetime | None = None,
-    wanted_bos: str = "",
     seconds: float = SECONDS,
     check_cancelled: Callable[[], object] | None = None,
 ) -> TemplateProfile:
@@ -69,7 +69,6 @@ def probe(
         template: neither compiled nor rendered yet, as far as this process is concerned.
         options: names that the template reads, such as `enable_thinking`.
         now: the time that the template sees.
-        wanted_bos: the token that the vocabulary would begin every text with, or "".
         seconds: time limit.
         check_cancelled: called while waiting; what it raises ends the wait and the process. In a thread of
             `anyio.to_thread.run_sync` that is `anyio.from_thread.check_cancelled`.
@@ -77,7 +76,7 @@ def probe(
     Raises:
         UnusableTemplate: by `fault`; the message says what to do.
     """
-    request = request_of(template, options or {}, now or datetime.now(), wanted_bos=wanted_bos)
+    request = request_of(template, options or {}, now or datetime.now())
     key = canonical_json(request)
     if key not in _profiles:
         if is_bundled(template):
@@ -88,26 +87,7 @@ def probe(
     return _profiles[key]
 
 
-def check_ends(
-    template: ChatTemplate,
-    options: Mapping[str, Any] | None = None,
-    *,
-    now: datetime | None = None,
-    seconds: float = SECONDS,
-    check_cancelled: Callable[[], object] | None = None,
-) -> None:
-    """See that a template renders what a conversation may hold, in time. Blocks: call it in a worker thread.
-
-    For the start of a run: nothing has been sampled yet, and nothing of the template has run in this process. The
-    arguments are those of `probe`.
-
-    Raises:
-        UnusableTemplate: it does not; by `fault`.
-    """
-    if not is_bundled(template):
-        probe(template, options, now=now, seconds=seconds, check_cancelled=check_cancelled)
-
-
+@functools.lru_cache(64)
 def is_bundled(template: ChatTemplate) -> bool:
     """The template comes with the package, so it is known to end."""
     return any(path.read_text(encoding="utf-8") == template.text for path in bundled_templates().values())
@@ -116,7 +96,7 @@ def is_bundled(template: ChatTemplate) -> bool:
 def request_of(
     template: ChatTemplate, options: Mapping[str, Any], now: datetime, *, wanted_bos: str = ""
 ) -> dict[str, Any]:
-    """What the process is asked, as plain values."""
+    """What the process is asked, as plain values; `wanted_bos` is what the vocabulary would begin every text with."""
     return {
         "text": template.text,
         "name": template.name,
@@ -134,11 +114,6 @@ def in_process(
     request: Mapping[str, Any], *, seconds: float = SECONDS, check_cancelled: Callable[[], object] | None = None
 ) -> dict[str, Any]:
     """The answer of a process of its own to `request`, which is killed at the time limit or when this call is.
-
-    Args:
-        request: what `request_of` gave, and what else is asked.
-        seconds: time limit.
-        check_cancelled: see `probe`.
 
     Raises:
         UnusableTemplate: the template's fault, or the time or memory that it would have taken.
@@ -211,11 +186,7 @@ def _import_path() -> str:
 
 
 def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that is asked about a template, in this process.
-
-    Raises:
-        UnusableTemplate: it cannot be used.
-    """
+    """Everything that is asked about a template, in this process."""
     template = ChatTemplate(request["text"], name=request["name"], variables=request["variables"])
     _say({"activity": "a question or a call"})
     renderer = usable_renderer(template, request["options"], datetime.fromisoformat(request["now"]))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
+
+import orjson
 
 __all__ = [
     "Arguments",
@@ -20,41 +21,11 @@ __all__ = [
     "SystemPosition",
     "TemplateProfile",
     "ToolsPosition",
-    "Trait",
     "TraitValue",
 ]
 
 TraitValue: TypeAlias = "str | bool | tuple[str, ...]"
 """What a trait may be: a word of an enum, a passage of text, yes or no, or several names."""
-
-
-class Trait(enum.StrEnum):
-    """The names of what is looked at; the attributes of a TemplateProfile."""
-
-    BOS = "bos"
-    DEFAULT_SYSTEM = "default_system"
-    CLOCK = "clock"
-    OPTIONS = "options"
-    GENERATION_PROMPT = "generation_prompt"
-    PROMPT_REASONING = "prompt_reasoning"
-    OPENED_TWICE = "opened_twice"
-    CLOSE = "close"
-    CLOSE_AT_END = "close_at_end"
-    CLOSE_AFTER_CALL = "close_after_call"
-    SEPARATOR = "separator"
-    STOP_OPENS_NEXT = "stop_opens_next"
-    REASONING = "reasoning"
-    INLINE_REASONING = "inline_reasoning"
-    TOOLS = "tools"
-    CALLS_SHOWN = "calls_shown"
-    RESULTS_SHOWN = "results_shown"
-    PARALLEL_RESULTS = "parallel_results"
-    ARGUMENTS = "arguments"
-    LITERALS = "literals"
-    NULL_CONTENT = "null_content"
-    SYSTEM = "system"
-    SYSTEM_MID_RUN = "system_mid_run"
-    TRIMMED = "trimmed"
 
 
 class Bos(enum.StrEnum):
@@ -144,7 +115,7 @@ class SystemMidRun(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TemplateProfile:
-    """What a template does, found by rendering alone. Each attribute is a `Trait`."""
+    """What a template does, found by rendering alone. Each attribute is a trait."""
 
     bos: Bos
     """Whether the token that begins a text is written."""
@@ -200,169 +171,152 @@ class TemplateProfile:
         """Definitions, calls and results are all shown."""
         return self.tools is not ToolsPosition.NOT_SHOWN and self.calls_shown and self.results_shown
 
-    def traits(self) -> Iterator[tuple[Trait, TraitValue, str]]:
-        """Each trait, its value, and one sentence on what it is and why it matters."""
-        for trait in Trait:
-            value: TraitValue = getattr(self, trait.value)
-            yield trait, value, explanation(trait, value)
+    def traits(self) -> Iterator[tuple[str, TraitValue, str]]:
+        """The name of each trait, its value, and one sentence on what that is and why it matters."""
+        for name, sentences in _EXPLANATIONS.items():
+            value: TraitValue = getattr(self, name)
+            yield name, value, sentences[value if isinstance(value, enum.Enum | bool) else bool(value)]
 
     def as_json(self) -> dict[str, Any]:
         """Names and plain values."""
-        return {trait.value: _plain(getattr(self, trait.value)) for trait in Trait}
+        values: dict[str, Any] = orjson.loads(orjson.dumps(self))
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """The profile that `as_json` described."""
-        hints = typing.get_type_hints(cls)
-        return cls(**{name: _typed(hints[name], value) for name, value in values.items()})
+        from pydantic import TypeAdapter  # here, since the process that probes has to start fast and does not need it
 
-
-def _plain(value: TraitValue) -> str | bool | list[str]:
-    if isinstance(value, tuple):
-        return list(value)
-    return value.value if isinstance(value, enum.Enum) else value
-
-
-def _typed(kind: Any, value: Any) -> Any:
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return kind(value)
-    return tuple(value) if isinstance(value, list) else value
-
-
-def explanation(trait: Trait, value: TraitValue) -> str:
-    """One sentence on what this value of this trait means, and why it matters."""
-    by_value = _EXPLANATIONS[trait]
-    key = value if isinstance(value, enum.Enum | bool) else bool(value)
-    return by_value[key]
+        return TypeAdapter(cls).validate_python(values)
 
 
 _REASONING_KEPT = "Thoughts of earlier turns stay in the text, so it is what the model itself had before it."
-_EXPLANATIONS: Mapping[Trait, Mapping[Any, str]] = {
-    Trait.BOS: {
+_EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
+    "bos": {
         Bos.WRITTEN: "The text begins with its BOS token; nothing is added to it.",
         Bos.TWICE: "The text begins with two BOS tokens, which no model was trained on: take one out of the template.",
         Bos.NOT_WRITTEN: "The template begins without a BOS token, and none is added.",
         Bos.MISSING: "The tokenizer would begin every text with a BOS token and the template writes none: prompts here "
         "have none, unlike those of servers that add it.",
     },
-    Trait.DEFAULT_SYSTEM: {
+    "default_system": {
         True: "These words stand before the first question though nobody wrote them; a system message of yours "
         "replaces them, or follows them.",
         False: "Without a system message nothing stands before the first question.",
     },
-    Trait.CLOCK: {
+    "clock": {
         True: "The text has the date in it, which a run freezes at its start, so that no prompt changes at midnight.",
         False: "The text is the same on every day.",
     },
-    Trait.OPTIONS: {
+    "options": {
         True: "Names that the template reads: set them with --template-option NAME=VALUE.",
         False: "The template reads nothing that could be set.",
     },
-    Trait.GENERATION_PROMPT: {
+    "generation_prompt": {
         True: "What asks the model to speak; it is in every prompt, with loss mask 0.",
         False: "add_generation_prompt changes nothing: the model begins its own turn.",
     },
-    Trait.PROMPT_REASONING: {
+    "prompt_reasoning": {
         PromptReasoning.LEFT_OPEN: "Whether a turn begins with a thought is up to the model.",
         PromptReasoning.OPENED: "The prompt ends inside a reasoning block, so every turn begins with a thought, whose "
         "opening the model did not sample.",
         PromptReasoning.EMPTY: "The prompt ends with an empty reasoning block, which turns thinking off.",
     },
-    Trait.OPENED_TWICE: {
+    "opened_twice": {
         True: "After some messages the assistant's turn is opened twice, which no model was trained on; such prompts "
         "are refused.",
         False: "The assistant's turn is opened once, whatever came before.",
     },
-    Trait.CLOSE: {
+    "close": {
         True: "What ends an answer once something follows it.",
         False: "Nothing of its own ends an answer: the next message's opening does.",
     },
-    Trait.CLOSE_AT_END: {
+    "close_at_end": {
         True: "What ends an answer while nothing follows it, as the model was trained to write it; where it is not the "
         "close above, the sampled one stays and stands in its place.",
         False: "While nothing follows, nothing ends an answer.",
     },
-    Trait.CLOSE_AFTER_CALL: {
+    "close_after_call": {
         True: "What ends a turn that called a tool: it has to be among the model's stop ids.",
         False: "Nothing of its own ends a turn that called a tool, or the template shows no calls.",
     },
-    Trait.SEPARATOR: {
+    "separator": {
         True: "Stands between the close and the next message; the model never samples it, the bridge writes it, behind "
         "another stop than the close too; where there is no close, a stop stands in its place.",
         False: "The next message follows the close directly.",
     },
-    Trait.STOP_OPENS_NEXT: {
+    "stop_opens_next": {
         True: "A turn stops with the token that opens the next message, so that appending the whole message would "
         "write it twice; the bridge leaves it out.",
         False: "What ends a turn is not what opens the next message.",
     },
-    Trait.REASONING: {
+    "reasoning": {
         Reasoning.KEPT: _REASONING_KEPT,
         Reasoning.ONLY_LAST: "Thoughts are dropped once a user follows, so a full render no longer begins with what "
         "was sampled: append keeps them, fork follows the template.",
         Reasoning.NOT_SHOWN: "Thoughts given as reasoning_content are not written at all.",
     },
-    Trait.INLINE_REASONING: {
+    "inline_reasoning": {
         Reasoning.KEPT: _REASONING_KEPT,
         Reasoning.ONLY_LAST: "A <think> block inside a content is cut out once a user follows; ids that were sampled "
         "are kept all the same.",
         Reasoning.NOT_SHOWN: "A <think> block inside a content is cut out at once; ids that were sampled are kept all "
         "the same.",
     },
-    Trait.TOOLS: {
+    "tools": {
         ToolsPosition.FIRST: "The tools stand before the conversation and stay there.",
         ToolsPosition.MOVES: "The tools are written before the last user message, so they move when a user speaks "
         "again: then no prompt can begin with the one before.",
         ToolsPosition.NOT_SHOWN: "The model is not shown the tools: no environment with tools can be played.",
     },
-    Trait.CALLS_SHOWN: {
+    "calls_shown": {
         True: "A turn's calls are written with it.",
         False: "A turn's calls are not written: no environment with tools can be played.",
     },
-    Trait.RESULTS_SHOWN: {
+    "results_shown": {
         True: "The model is shown what a tool returned.",
         False: "The model is not shown what a tool returned: no environment with tools can be played.",
     },
-    Trait.PARALLEL_RESULTS: {
+    "parallel_results": {
         Results.ONE_BY_ONE: "Results of parallel calls may be appended one after the other.",
         Results.TOGETHER: "Results of parallel calls share a block: appended one by one they would give another text, "
         "so they are appended together.",
         Results.NOT_SHOWN: "There are no parallel results to be shown.",
     },
-    Trait.ARGUMENTS: {
+    "arguments": {
         Arguments.EITHER: "A call's arguments may be an object or JSON text.",
         Arguments.OBJECT: "A call's arguments must be an object; as JSON text they would be quoted once more.",
         Arguments.STRING: "A call's arguments must be JSON text; they are converted.",
         Arguments.NEITHER: "A call's arguments are not shown.",
     },
-    Trait.LITERALS: {
+    "literals": {
         Literals.JSON: "true and null stand in a call as JSON has them.",
         Literals.PYTHON: "true and null stand in a call as Python's True and None: a call that is rendered anew is not "
         "what a model wrote that speaks JSON, and trains on text that it never sampled.",
         Literals.NOT_SHOWN: "A call's arguments are not shown.",
     },
-    Trait.NULL_CONTENT: {
+    "null_content": {
         NullContent.ACCEPTED: "A message with content null renders like an empty one.",
         NullContent.RAISES: "A message with content null makes the template fail; here it is always given as text.",
         NullContent.NEEDED: "Calls are shown only in messages whose content is null, so an empty content beside a call "
         "is given as null.",
         NullContent.WRITTEN: "A message with content null is shown as the word None; here it is always given as text.",
     },
-    Trait.SYSTEM: {
+    "system": {
         SystemPosition.FIRST: "A system message stands before the conversation and stays there.",
         SystemPosition.MOVES: "The system message is written before the last user message, so it moves when a user "
         "speaks again: then no prompt can begin with the one before. Say it in the first user message.",
         SystemPosition.DROPPED: "A system message is dropped without a word: say it in the first user message.",
         SystemPosition.REFUSED: "A system message makes the template fail: say it in the first user message.",
     },
-    Trait.SYSTEM_MID_RUN: {
+    "system_mid_run": {
         SystemMidRun.KEPT: "A system message between the turns stays where it is.",
         SystemMidRun.DROPPED: "A system message between the turns is dropped without a word: say it as a user.",
         SystemMidRun.MOVED: "A system message between the turns is written before them, so no prompt can begin with "
         "the one before: say it as a user.",
         SystemMidRun.REFUSED: "A system message between the turns makes the template fail: say it as a user.",
     },
-    Trait.TRIMMED: {
+    "trimmed": {
         True: "Messages of these roles lose white space at their ends; what was sampled is never trimmed.",
         False: "Contents are written as they are.",
     },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 import jinja2.ext
@@ -36,7 +36,6 @@ from runner.tokens.probe_messages import (
     calling,
     result,
 )
-from runner.tokens.probing.probe_renderer import ProbeRenderer
 from runner.tokens.probing.profile import (
     Arguments,
     Bos,
@@ -50,23 +49,41 @@ from runner.tokens.probing.profile import (
     TemplateProfile,
     ToolsPosition,
 )
-from runner.tokens.probing.turn_ends import close_after_call, closes
-from runner.tokens.template import Renderer
+from runner.tokens.template import Renderer, TemplateRaised
 from runner.tokens.template import _Generation as GenerationTag
 from runner.tokens.tool_support import shows_calls, shows_results, shows_tools
 
 __all__ = ["options_of", "profile_of"]
 
 
-def profile_of(renderer: Renderer, *, wanted_bos: str = "") -> TemplateProfile:
-    """The profile of a template that renders a plain question.
+class ProbeRenderer:
+    """One template under examination."""
 
-    Args:
-        renderer: the template with its options and its clock fixed.
-        wanted_bos: the token that the vocabulary would begin every text with, or "".
-    """
+    def __init__(self, renderer: Renderer) -> None:
+        self.renderer = renderer
+
+    def text(self, *messages: View, tools: bool = False, asking: bool = False) -> str | None:
+        """The render, or None where the template raises."""
+        try:
+            return self.renderer.render(messages, tools=TOOLS if tools else [], generation_prompt=asking)
+        except TemplateRaised:
+            return None
+
+    def shows(self, word: str, *messages: View, tools: bool = False, asking: bool = False) -> bool:
+        return word in (self.text(*messages, tools=tools, asking=asking) or "")
+
+    def between(self, before: str, after: str, *messages: View, asking: bool = False) -> str:
+        """What stands between two words, or behind the first where the second is ""; "" where it is not there."""
+        _, found, rest = (self.text(*messages, asking=asking) or "").rpartition(before)
+        if not found:
+            return ""
+        return rest.partition(after)[0] if after else rest
+
+
+def profile_of(renderer: Renderer, *, wanted_bos: str = "") -> TemplateProfile:
+    """The profile of a template that renders a plain question."""
     probe = ProbeRenderer(renderer)
-    close, at_end, separator, openers = closes(probe)
+    close, at_end, separator, openers = _closes(probe)
     return TemplateProfile(
         bos=_bos(probe, wanted_bos),
         default_system=_default_system(probe),
@@ -77,7 +94,7 @@ def profile_of(renderer: Renderer, *, wanted_bos: str = "") -> TemplateProfile:
         opened_twice=_opened_twice(renderer),
         close=close,
         close_at_end=at_end,
-        close_after_call=close_after_call(probe, at_end),
+        close_after_call=_close_after_call(probe, at_end),
         separator=separator,
         stop_opens_next=openers,
         reasoning=_reasoning(probe, {**ANSWER, "reasoning_content": THOUGHT}),
@@ -191,6 +208,69 @@ def _opened_twice(renderer: Renderer) -> bool:
             if refusal.property is Property.OPENED_ONCE:
                 return True
     return False
+
+
+# --- how a turn ends
+
+
+def _closes(probe: ProbeRenderer) -> tuple[str, str, str, tuple[str, ...]]:
+    """The close once something follows, the one while nothing does, the separator, and openers that end a turn."""
+    followed = probe.between(ANSWERED, AGAIN, QUESTION, ANSWER, AGAIN_ASKED, asking=True)
+    alone = _without_opening(probe, probe.between(ANSWERED, "", QUESTION, ANSWER))
+    opener = (probe.text(QUESTION) or "").partition(ASKED)[0]
+    first = next(iter(special_tokens(followed)), "")
+    at_end = _through_last_special(alone)
+    # Nothing of its own ends a turn, as in GLM's templates: a model stops with what opens the next message.
+    if first and not special_tokens(alone) and opener.rstrip().endswith(followed[followed.index(first) :].rstrip()):
+        openers = {first, *_opening_results(probe)}
+        return "", at_end, "", tuple(sorted(openers))
+    if at_end and followed.lstrip().startswith(at_end):
+        close = at_end
+    else:
+        close = followed[: followed.index(first) + len(first)].strip() if first else ""
+    return close, at_end or close, _separator(followed, close, alone, opener), ()
+
+
+def _without_opening(probe: ProbeRenderer, alone: str) -> str:
+    """What ends a turn, without what asks for the next one where the template always writes that."""
+    if PromptRenderer(probe.renderer).generation_prompt:
+        return alone
+    opening = special_tokens(probe.between(ASKED, ANSWERED, QUESTION, ANSWER))
+    cut = alone.rfind(opening[-1]) if opening else -1
+    return alone if cut < 0 or special_tokens(alone)[-1] != opening[-1] else alone[:cut]
+
+
+def _opening_results(probe: ProbeRenderer) -> Iterable[str]:
+    tail = probe.between(VALUE, RETURNED, QUESTION, CALL, result(), asking=True)
+    found = special_tokens(probe.between(VALUE, "", QUESTION, CALL))
+    return [token for token in special_tokens(tail) if token not in found][:1]
+
+
+def _separator(followed: str, close: str, alone: str, opener: str) -> str:
+    """What stands behind the close and before what opens a message."""
+    behind = followed.partition(close)[2] if close else followed
+    left = alone.partition(close)[2] if close and close in alone else ""
+    if left and not left.strip() and behind.startswith(left):
+        return left
+    shared = common_length(behind[::-1], opener[::-1])
+    rest = behind[: len(behind) - shared]
+    return rest if not special_tokens(rest) and rest.strip() == "" else ""
+
+
+def _close_after_call(probe: ProbeRenderer, at_end: str) -> str:
+    alone = probe.between(VALUE, "", QUESTION, CALL)
+    if at_end and alone.rstrip().endswith(at_end):
+        return at_end
+    tokens = special_tokens(alone)
+    return tokens[-1] if tokens else ""
+
+
+def _through_last_special(text: str) -> str:
+    tokens = special_tokens(text)
+    if not tokens:
+        return text.strip()
+    end = max(text.rindex(token) + len(token) for token in tokens)
+    return text[:end].strip()
 
 
 # --- what is shown

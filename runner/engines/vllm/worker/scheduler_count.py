@@ -16,11 +16,7 @@ _BUCKETS_PER_SECOND = 10
 
 
 class Rate:
-    """How many a second, over the last ten seconds; 0 once nothing came for as long.
-
-    Args:
-        clock: seconds, counted from anywhere.
-    """
+    """How many a second, over the last ten seconds; 0 once nothing came for as long."""
 
     __slots__ = ("_buckets", "_clock")
 
