@@ -1,4 +1,4 @@
-"""Faults of runs that were found by breaking it, each with the test that names it."""
+"""A run at its boundaries: engines it shares, options that are wrong, what is left behind, what comes too late."""
 
 from __future__ import annotations
 
