@@ -168,7 +168,7 @@ class Turn:
         said = reprlib.repr(self.text)
         if self.tool_calls:
             said += f", calls {reprlib.repr([each.name for each in self.tool_calls])}"
-        return f"<Turn {self.agent} {self.number}: {said}, {self.end - self.start} ids, {self.finish}>"
+        return f"<Turn {self.number} of {self.agent!r}: {said}, {self.end - self.start} ids, {self.finish}>"
 
     @property
     def retried(self) -> bool:
@@ -238,7 +238,7 @@ class Trajectory:
 
     def __repr__(self) -> str:
         return (
-            f"<Trajectory {self.id} {self.agent}: {self.outcome}, reward {self.reward}, {len(self.turns)} turns, "
+            f"<Trajectory {self.id!r} {self.agent!r}: {self.outcome}, reward {self.reward}, {len(self.turns)} turns, "
             f"{self.sampled} sampled ids>"
         )
 
@@ -258,7 +258,7 @@ class Trajectory:
         return sum(turn.end - turn.start for turn in self.turns)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Group:
     """The trajectories of one agent over the episodes of one task."""
 
@@ -272,3 +272,6 @@ class Group:
     """The task's random numbers, for the group's own use."""
     complete: bool = True
     """Every episode of the group has been played."""
+
+    def __repr__(self) -> str:
+        return f"<Group {self.task.id!r} {self.agent!r}: {len(self.trajectories)} trajectories>"

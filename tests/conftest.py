@@ -2,7 +2,7 @@
 
 `make test` plays the tests in two processes. Those that share a real engine are one group, in one of them, and begin
 with the first, since they take longest: those on `real_engine` by their options, then those on `engine`, last those on
-`doomed_engine`, which they may kill. Tests that start an engine for themselves, `apart`, come first in the other one.
+`doomed_engine`, which they may kill. Tests that start an engine for themselves, `apart`, run in either.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def release() -> Iterator[threading.Event]:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     # Here, since `-m` selects before the hook below.
-    if "session_engine" in getattr(item, "fixturenames", ()):
+    # `real_engine` alone is not one: tests of the kit have it start a stand-in.
+    if {"session_engine", "doomed_float32_engine"} & set(getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.engine)
 
 
@@ -159,7 +160,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     The process goes on with other tests, and an event loop that is still there would be in the way of their own.
     """
     if _shares_an_engine(item) and nextitem is not None and not _shares_an_engine(nextitem):
-        item.session._setupstate.teardown_exact(None)
+        item.session._setupstate.teardown_exact(None)  # private, and as pytest 8 and 9 have it
 
 
 def _shares_an_engine(item: pytest.Item) -> bool:
@@ -177,7 +178,9 @@ def demo_model_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def small_model_folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fifth of the demo model, for tests to which it does not matter what is said."""
+    """A fifth of the demo model, for tests to which it does not matter what is said; in whole sweeps all of it."""
+    if sweeps.whole():
+        return demo_model_folder
     return small_model(tmp_path_factory.mktemp("small-model"), demo_model_folder)
 
 

@@ -28,7 +28,7 @@ def whole() -> bool:
 
 
 def part(items: Sequence[T], one_in: int) -> list[T]:
-    """All items of a whole sweep, else every so-manieth, and another commit begins with another one."""
+    """All items of a whole sweep, else every n-th of them, and the next commit begins with the next one."""
     return list(items) if _whole else list(items[_seed % one_in :: one_in])
 
 
@@ -42,11 +42,14 @@ def source(name: str) -> random.Random:
 
 
 def seed_of_commit() -> int:
-    """A number that every commit has another of; 0 where there is no git, or no repository."""
+    """A number that the next commit has the next of; a random one where git does not know how many there are."""
     try:
-        # Their count and not a hash: n commits then look at all n parts.
-        count = ["git", "rev-list", "--count", "HEAD"]
-        told = subprocess.run(count, cwd=ROOT, capture_output=True, text=True, check=True)
+        shallow = _told_by_git("rev-parse", "--is-shallow-repository") == "true"
+        # Their count and not a hash: n commits, one after the other, then look at all n parts.
+        return random.getrandbits(32) if shallow else int(_told_by_git("rev-list", "--count", "HEAD"))
     except (OSError, subprocess.CalledProcessError):
-        return 0
-    return int(told.stdout)
+        return random.getrandbits(32)
+
+
+def _told_by_git(*command: str) -> str:
+    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

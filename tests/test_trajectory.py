@@ -28,12 +28,12 @@ class Adds(Plain):
 async def test_trajectories_turns_and_segments_are_shown_in_one_short_line_whatever_they_hold() -> None:
     trajectory = await play(Talks, lambda asked: "It is so.\n" * 30)
     (segment,) = trajectory.segments
-    assert repr(trajectory) == "<Trajectory t0#0 main: completed, reward 1.0, 50 turns, 15050 sampled ids>"
+    assert repr(trajectory) == "<Trajectory 't0#0' 'main': completed, reward 1.0, 50 turns, 15050 sampled ids>"
     assert repr(segment) == f"<Segment 'start': 101 messages, {len(segment.log)} ids>"
-    assert repr(trajectory.turns[3]) == r"<Turn main 3: 'It is so.\nI...\nIt is so.\n', 301 ids, stop>"
+    assert repr(trajectory.turns[3]) == r"<Turn 3 of 'main': 'It is so.\nI...\nIt is so.\n', 301 ids, stop>"
     assert repr(segment.log) == f"<TokenLog of {len(segment.log)} ids>"
 
 
 async def test_a_turn_that_calls_says_so() -> None:
     trajectory = await play(Adds, [call("add", a=1, b=2), "3"])
-    assert repr(trajectory.turns[0]) == "<Turn main 0: '', calls ['add'], 16 ids, stop>"
+    assert repr(trajectory.turns[0]) == "<Turn 0 of 'main': '', calls ['add'], 16 ids, stop>"

@@ -212,7 +212,7 @@ def _tools(environments: Sequence[Environment[Any]], later_first: bool | None, c
 
 
 def _without_repeats(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """What is known to have been changed is not also told to be changeable."""
+    """All findings but that an object could be changed where it is reported that it was."""
     found = list(findings)
     changed = {finding.text.partition(" was changed")[0] for finding in found if " was changed" in finding.text}
     yield from (f for f in found if " was changed" in f.text or f.text.partition(" is a ")[0] not in changed)

@@ -48,5 +48,5 @@ def _held_back(coroutine: Coroutine[Any, Any, Any], *, passes: int) -> Generator
             for _ in range(passes):
                 yield None
             resume = partial(coroutine.send, value)
-        except BaseException as error:  # a cancellation among others: the coroutine is whom it was meant for
+        except BaseException as error:  # a cancellation too: it is passed on to the coroutine
             resume = partial(coroutine.throw, error)

@@ -28,7 +28,7 @@ __all__ = ["ConversationState", "EpisodeState", "Retry", "checked_tools"]
 
 
 class EpisodeState:
-    """What of one play of an episode its `Episode` and its conversations may know; `Play` adds how it is played."""
+    """The state of one attempt, which `Episode` and its conversations share; `Play` adds the life cycle."""
 
     def __init__(self, key: EpisodeKey, context: RunContext, leave: Leave) -> None:
         self.key = key

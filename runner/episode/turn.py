@@ -1,4 +1,4 @@
-"""A turn: the prompt, admission, the request, sampling, the record of it, and what was said."""
+"""A turn: may the agent speak, its prompt, the request, sampling, the record of it, and what was said."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Mean:
     """How many values there were."""
 
     mean: float = math.nan
-    """Their mean; NaN where there were none, since nothing that could be told is not zero."""
+    """Their mean; NaN if there are no values, since no value is not the same as 0."""
 
     _squares: float = 0.0
 

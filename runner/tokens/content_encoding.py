@@ -207,7 +207,7 @@ class AddedTokens:
         return "".join((*parts, self._normalized(stretch + text[end:], before)))
 
     def _normalized(self, stretch: str, before: str) -> str:
-        """`stretch` as the twin has to see it, `before` being what is left before a mark that it begins with."""
+        """`stretch` normalised as the twin tokenizer expects it; `before` comes in front if it begins with a mark."""
         if not self._normalizes_first or not stretch:
             return stretch
         text: str = self._normalizer.normalize_str(stretch)

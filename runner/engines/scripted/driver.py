@@ -29,21 +29,21 @@ class ScriptedDriver(EngineDriver):
         self._core.ticker.release()
 
     async def check_weights(self, source: Any) -> None:
-        """Nothing to compare them with."""
+        """A scripted engine has no weights to compare with."""
 
     async def load_weights(self, checked: Any, version: str) -> None:
         for request in self._core.requests:
             request.stamp(version)
 
     async def reset_prefix_cache(self) -> None:
-        """It has none."""
+        """A scripted engine has no prefix cache."""
 
     async def sleep(self, level: int) -> None:
         # There is no memory to give up, but what a pause kept is cut, as real memory would go under it.
         self._core.cut()
 
     async def wake(self, tags: Collection[str]) -> None:
-        """It has no memory to take back."""
+        """A scripted engine gave no memory up."""
 
     async def profile(self, *, on: bool) -> None:
         raise BadControl("a scripted engine has no profiler: profile a VllmEngine.")

@@ -36,7 +36,7 @@ class Further(enum.StrEnum):
         return self is not Further.ALONE
 
     def shape(self, shape: Shape) -> Shape:
-        """The shape of the turn and the messages that are rendered, where the tail's own have the given one."""
+        """The shape of this further render, where the tail's own render has the given one."""
         if self is Further.WITHOUT_CALLS:
             return replace(shape, calls=0, reasoning=False, text=True)
         if self is Further.BORDER:

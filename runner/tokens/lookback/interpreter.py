@@ -1,4 +1,4 @@
-"""Renders a template whose past is unknown: where the past decides what is done, both ways are gone."""
+"""Renders a template whose past is unknown: where the past decides what is done, both branches are followed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The proof that a template does not look back: its source is followed with a past of which nothing is known.
 
 What comes behind the words of the last turn is what a bridge writes. The template is rendered with messages of which
-those between the first question and the last turn are unknown in number, order and content; wherever they decide what
-is done, both ways are gone, and what the two leave differently is unknown from then on. If nothing unknown stands
-behind the words in the end, no past changes it. A template that is not followed to the end is not proven.
+those between the first question and the last turn are unknown in number, order and content. Wherever they decide what
+is done, both branches are followed, and what the two leave differently is unknown from then on. If nothing unknown
+stands behind the words in the end, no past changes it. A template that is not followed to the end is not proven.
 """
 
 from __future__ import annotations

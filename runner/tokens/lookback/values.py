@@ -101,7 +101,7 @@ END: Final = _Mark("END")
 """Where the words of the last turn end. What stands before it in a text is not kept."""
 
 MAYBE: Final = _Mark("MAYBE")
-"""Behind something unknown in which they do not end. They may end in a given part behind it, or have not ended yet."""
+"""Begins a text behind an unknown part that the turn's words do not end in: they may end later, or not yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Text(Abstract):
     parts: tuple[Any, ...]
     """Plain text and given values; with END or MAYBE in front also unknown ones."""
     head: Any = None
-    """What tells the text before END from others, where that is given; else None."""
+    """Identifies the text before END, where it is known; else None."""
 
     @property
     def has_end(self) -> bool:

@@ -12,7 +12,9 @@ import pytest
 
 from runner.engines.vllm.worker import parent_watch, waiting
 
-shm_broadcast = pytest.importorskip("vllm.distributed.device_communicators.shm_broadcast")
+pytest.importorskip("vllm")
+
+from vllm.distributed.device_communicators import shm_broadcast  # a vLLM that has moved it fails here
 
 WATCHDOG = 60.0
 
@@ -65,6 +67,7 @@ def test_whoever_waits_sleeps_and_gets_every_message(queues: tuple[Any, Any], as
             assert read_one.wait(WATCHDOG)
             read_one.clear()
     thread.join(WATCHDOG)
+    assert not thread.is_alive()
     assert (got, asked) == (list(range(50)), [])
 
 

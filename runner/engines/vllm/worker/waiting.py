@@ -7,6 +7,7 @@ the engine's core waits in this way for as long as the model takes.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from runner.engines.vllm.worker import parent_watch
@@ -25,8 +26,12 @@ def wait_asleep() -> None:
         return
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
+    if not current_platform.is_cpu():
+        return
+    try:
         mend_waiting()
+    except (ImportError, AttributeError) as error:  # another vLLM, which may wait as it likes
+        logging.getLogger("vllm").warning("deltarunner cannot let this vLLM's processes sleep: %s", error)
 
 
 def mend_waiting() -> None:
