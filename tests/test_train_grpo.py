@@ -307,7 +307,7 @@ async def test_a_held_out_question_whose_episode_failed_counts_as_one_that_was_n
 
     monkeypatch.setattr(train_grpo, "play", played)
     engine: Any = None
-    asked = questions(SMALL)[0]
+    asked = questions(replace(SMALL, held_out=4))[0]
     assert await train_grpo.evaluate(engine, asked) == {"greedy": 0.25, "temperature 1": 0.25}
 
 

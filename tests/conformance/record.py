@@ -54,7 +54,7 @@ def _recorded(name: str, profile: str, outcomes: Iterable[Outcome]) -> Recorded:
 
 
 def chosen() -> list[str]:
-    """The names of some templates: one of those that go alike, those that look far back, and an eighth of all.
+    """The names of some templates: one of those that go alike, those that look far back, and a sixteenth of all.
 
     Another commit chooses others. A whole sweep plays all of them, once for all tests, and these few again.
     """
@@ -67,7 +67,7 @@ def chosen() -> list[str]:
     return sorted({
         *HISTORY_DEPENDENT,
         *(sweeps.part(names, len(names))[0] for names in alike.values()),
-        *sweeps.part(sorted(record), 8),
+        *sweeps.part(sorted(record), 16),
     })  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from runner import Limits, Outcome, Run, ScriptedEngine, Trajectory, Turn, reward
+from tests import sweeps
 from tests.faults import suspects
 from tests.faults.clocks import ASYNCIO, TRIO, put_forward
 from tests.faults.comparing import by_key
@@ -105,10 +106,16 @@ def each(deeds: list[Deed]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("deed", deeds, ids=[deed.__name__ for deed in deeds])
 
 
+EVERYWHERE = [
+    pytest.param(environment, hook, deed, id=f"{deed.__name__}-{hook}-{environment.__name__}")
+    for deed in AT_ONCE
+    for hook in HOOKS
+    for environment in (SyncPupils, AsyncPupils)
+]
+
+
 @pytest.mark.parametrize("anyio_backend", [ASYNCIO], ids=["asyncio"])
-@pytest.mark.parametrize("environment", [SyncPupils, AsyncPupils], ids=["sync", "async"])
-@pytest.mark.parametrize("hook", HOOKS)
-@each(AT_ONCE)
+@pytest.mark.parametrize(("environment", "hook", "deed"), sweeps.part(EVERYWHERE, 3))
 async def test_what_goes_wrong_in_an_episode_fails_alone_while_63_siblings_come_out_byte_identical(
     environment: type[Pupils], hook: str, deed: Deed
 ) -> None:
