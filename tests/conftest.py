@@ -185,24 +185,14 @@ def small_model_folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="session")
-def hugging_face_model(demo_model_folder: Path) -> Any:
-    """The demo model in Hugging Face's hands, in float32, to compare an engine with; nobody changes it."""
-    return _in_hugging_faces_hands(demo_model_folder)
-
-
-@pytest.fixture(scope="session")
-def small_hugging_face_model(small_model_folder: Path) -> Any:
-    """The same of the small model."""
-    return _in_hugging_faces_hands(small_model_folder)
-
-
-def _in_hugging_faces_hands(folder: Path) -> Any:
+def hugging_face_model(small_model_folder: Path) -> Any:
+    """The small model in Hugging Face's hands, in float32, to compare an engine with; nobody changes it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other libraries' own affairs
         import torch
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(small_model_folder, dtype=torch.float32)
 
 
 @pytest.fixture(scope="session")
@@ -244,6 +234,9 @@ def doomed_float32_engine(
         profiler_config={"profiler": "torch", "torch_profiler_dir": str(profiles), "torch_profiler_with_stack": False},
         weight_transfer_config={"backend": "file"},
         worker_extension_cls="tests.engines.file_transfer.FileWorker",
+        enable_lora=True,
+        max_lora_rank=8,
+        max_loras=2,
     )
 
 

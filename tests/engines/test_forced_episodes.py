@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -45,6 +46,25 @@ PAGE = DOCS / "forced-ids.md"
 (EXAMPLE,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 NAMES: dict[str, Any] = {"__name__": "page"}
 exec(compile(EXAMPLE, str(PAGE), "exec"), NAMES)
+
+
+class OfSmallModel(VllmEngine):
+    """The engine of the page, with the small model: nothing here is about what a model says by itself."""
+
+    folder: Path
+
+    def __init__(self, model: str, **options: Any) -> None:
+        assert model == "smollm2-135m"
+        super().__init__(self.folder, template="pythonic", **options)
+
+
+NAMES["VllmEngine"] = OfSmallModel
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model_of_the_page(small_model_folder: Path) -> None:
+    OfSmallModel.folder = small_model_folder
+
 
 anyio_backend, forcible = NAMES["anyio_backend"], NAMES["forcible"]  # the page's own fixtures
 bytewise: Callable[[VllmEngine, str], list[int]] = NAMES["bytewise"]

@@ -69,7 +69,7 @@ class Difference:
 
 
 @pytest.fixture
-def compare(page: dict[str, Any], small_hugging_face_model: Any, float32_engine: Any) -> Compare:
+def compare(page: dict[str, Any], hugging_face_model: Any, float32_engine: Any) -> Compare:
     """What a trainer does, from trajectories to log-probabilities, by the page."""
     import torch
 
@@ -83,7 +83,7 @@ def compare(page: dict[str, Any], small_hugging_face_model: Any, float32_engine:
         assert np.array_equal(of_page.table, masks.table)
         assert np.array_equal(of_page.index, masks.index)
         with torch.inference_mode():
-            trained = partial(page["trained_logprobs"], small_hugging_face_model, batch)
+            trained = partial(page["trained_logprobs"], hugging_face_model, batch)
             ours, plain = trained(masks).numpy(), trained(none).numpy()
         recorded = batch.logprobs[batch.loss_mask]
         return Difference(ours - recorded, plain - recorded, masks.take(batch.loss_mask), recorded)

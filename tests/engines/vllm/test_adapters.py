@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,8 +66,8 @@ def _merged(weights: Mapping[str, Any], adapter: Mapping[str, Any]) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def teacher(small_hugging_face_model: Any) -> Teacher:
-    return Teacher(small_hugging_face_model, dict(small_hugging_face_model.named_parameters()))
+def teacher(hugging_face_model: Any) -> Teacher:
+    return Teacher(hugging_face_model, dict(hugging_face_model.named_parameters()))
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +89,9 @@ def folders(adapters: dict[str, dict[str, Any]], tmp_path: Path) -> dict[str, Pa
 
 
 @pytest.fixture
-def home(real_engine: Callable[..., Any], small_model_folder: Path) -> Any:
+def home(float32_engine: EngineAtHome) -> Iterator[EngineAtHome]:
     """An engine that takes adapters, two at once, without any."""
-    adapters = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    home: EngineAtHome = real_engine(model=small_model_folder, template="pythonic", dtype="float32", **adapters)
+    home = float32_engine
     yield home
     for name in list(home.adapters):
         at(home, home.remove_adapter, name)

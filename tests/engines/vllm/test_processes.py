@@ -143,6 +143,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.whole
 def test_stdout_is_the_programs_and_an_end_that_was_asked_for_warns_of_nothing(
     demo_model_folder: Path, tmp_path: Path
 ) -> None:
