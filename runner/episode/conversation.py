@@ -113,6 +113,7 @@ class Conversation:
         Raises:
             EpisodeOver: a limit was reached, or the tokens or the engine failed; leaving `rollout` with it is normal.
             RuntimeError: nothing was added, or another `generate` of this conversation is running.
+            BadOption: the sampling, the limits or the tool choice cannot be used.
         """
         with self._speaking():
             return await take_turn(self._state, sampling, tool_choice)

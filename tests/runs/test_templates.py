@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from runner import BadTemplate, Concurrency, Conversation, Message, Outcome, Run, Task
+from runner import BadTemplate, Concurrency, Conversation, Message, Outcome, Run, Task, tool
 from runner.cli.app import app
 from runner.tokens.junction import Result, Seam
-from runner.tokens.template import Renderer
+from runner.tokens.probing import appends
+from runner.tokens.probing.appends import Append
+from runner.tokens.template import ChatTemplate, Renderer
 from tests.histories import COUNTING, HIDDEN, OPENER, PLAIN, Twice, talked, template
-from tests.playing import Plain, recording, tasks
+from tests.playing import Plain, play, recording, tasks
 
 pytestmark = pytest.mark.anyio
 
@@ -116,6 +118,34 @@ async def test_a_template_is_tried_with_the_options_that_the_run_gives_it() -> N
     async with Run(Plain, engine, template_options={"style": "plain"}) as run:
         (trajectory,) = [trajectory async for trajectory in run]
     assert trajectory.text == "21"
+
+
+@pytest.mark.parametrize("tools", [False, True], ids=["none", "tools"])
+@pytest.mark.parametrize("system", [None, "Be brief."], ids=["no system prompt", "a system prompt"])
+async def test_a_start_tries_only_the_appends_that_its_conversations_can_come_to(
+    tools: bool, system: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Append] = []
+    try_one = appends._Trial.verdict
+
+    def noted(trial: appends._Trial) -> appends.Verdict:
+        tried.append(trial._kind)
+        return try_one(trial)
+
+    def add(a: int, b: int) -> int:
+        """Add."""
+        return a + b
+
+    class Asks(Plain):
+        system_prompt = system
+        if tools:
+            add_two = tool(add)
+
+    monkeypatch.setattr(appends._Trial, "verdict", noted)
+    await play(Asks, recording("Yes", template=template(ChatTemplate.load("pythonic").text + "{# no longer ours #}")))
+    user = Append.UNDER_SYSTEM if system else Append.USER
+    assert set(tried) == {user, *(kind for kind in Append if tools and kind.needed and kind.calls)}
+    assert len(tried) == len(set(tried)) < len(Append)
 
 
 async def test_refuse_refuses_a_template_that_cannot_be_bridged_before_anything_is_sampled() -> None:
