@@ -23,13 +23,13 @@ pytestmark = pytest.mark.anyio
 def sent(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """The prompt ids that reached vLLM, by the name of the turn."""
     prompts: dict[str, list[int]] = {}
-    add_request = engine.core.llm.add_request
+    add_request = engine.vllm.llm.add_request
 
     async def record(name: str, prompt: Any, parameters: Any, **named: Any) -> Any:
         prompts[name.rpartition("#")[0]] = list(prompt["prompt_token_ids"])
         return await add_request(name, prompt, parameters, **named)
 
-    monkeypatch.setattr(engine.core.llm, "add_request", record)
+    monkeypatch.setattr(engine.vllm.llm, "add_request", record)
     return prompts
 
 

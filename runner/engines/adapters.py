@@ -42,7 +42,7 @@ class AdapterVersion:
 
 
 class Adapters:
-    """The adapters of one engine, by name; changed by its `EngineControl` alone, one change at a time.
+    """The adapters of one engine, by name; changed by its trainer's calls alone, one change at a time.
 
     What is added under a name that is there already is a new version of it: later turns are sampled with that, turns
     in flight go on with theirs. So do turns in flight with an adapter that was removed. What no turn needs any more

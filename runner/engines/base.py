@@ -204,6 +204,8 @@ class Engine(Controllable, ABC):
 
     def close_session(self, session: Session) -> None:
         """Give the session's room back; twice is allowed."""
+        if self.runtime is not None:
+            self.runtime.gate.close(session)
         session.closed = True
 
     @abstractmethod

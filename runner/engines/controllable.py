@@ -1,10 +1,13 @@
-"""The calls of an engine for its trainer: pause, new weights, adapters, sleep; `Engine` has them."""
+"""The calls of an engine for its trainer: pause, new weights, adapters, sleep; `Engine` has them.
+
+What every kind of engine does alike in such a call is here, in the one order that is right; what only one kind can do
+is a method of its runtime.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ from anyio.lowlevel import current_token
 
 from runner.concurrency.cancellation import to_its_end
 from runner.concurrency.clocks import Standstill
-from runner.engines.control import SLEEP_TAGS, EngineControl, EngineState, PauseMode, WeightUpdate
+from runner.engines.control import SLEEP_TAGS, EngineState, PauseMode, WeightUpdate
+from runner.engines.runtime import EngineRuntime
 from runner.errors import BadControl, BadOption
 
 __all__ = ["Controllable"]
@@ -21,36 +25,35 @@ __all__ = ["Controllable"]
 class Controllable:
     """An engine as its trainer sees it. Calls come one at a time: a second one waits for the first."""
 
-    control: EngineControl | None = None
-    """The engine's state for its trainer; None for an engine whose weights are not ours."""
+    runtime: EngineRuntime[Any] | None = None
+    """The engine while it runs; None before it was entered, and for an engine whose weights are not ours."""
     loop: object = None
     """The event loop that the engine was entered on, the only one that it can be used on; None where any will do."""
 
     @property
     def state(self) -> EngineState:
         """What the engine is doing: running, paused, updating or asleep."""
-        return self.control.state if self.control is not None else EngineState.RUNNING
+        return self.runtime.state if self.runtime is not None else EngineState.RUNNING
 
     @property
     def weight_version(self) -> str:
         """The version of the weights that sample now; "" for an engine whose weights are not ours."""
-        return self.control.version if self.control is not None else ""
+        return self.runtime.version if self.runtime is not None else ""
 
     @property
     def cuts(self) -> int:
         """How often turns that were being sampled were cut, for a pause or a sleep."""
-        return self.control.cuts if self.control is not None else 0
+        return self.runtime.cuts if self.runtime is not None else 0
 
     @property
     def standstill(self) -> Standstill:
         """Stops the clocks of whoever waits for this engine while it stands still."""
-        return self.control.standstill if self.control is not None else Standstill()
+        return self.runtime.standstill if self.runtime is not None else Standstill()
 
     @property
     def adapters(self) -> Mapping[str, Path | None]:
         """LoRA adapters that `Sampling(adapter=)` can name, and the folder of each; None where tensors were given."""
-        adapters = self.control.adapters if self.control is not None else None
-        return adapters.folders if adapters is not None else {}
+        return self.runtime.adapters.folders if self.runtime is not None else {}
 
     async def pause(self, mode: PauseMode | str = PauseMode.WAIT) -> None:
         """Stand still until `resume`: no further turn is begun, every clock of the episodes that wait stops.
@@ -62,11 +65,11 @@ class Controllable:
         Raises:
             BadControl: the engine is paused already, or asleep.
         """
-        control, mode = self._controlled(), PauseMode.of(mode)
-        async with control.lock:
-            control.require_running("pause()")
-            await control.halt(mode)
-            control.paused_by_caller = True
+        runtime, mode = self._controlled(), PauseMode.of(mode)
+        async with runtime.lock:
+            runtime.require_running("pause()")
+            await runtime.halt(mode)
+            runtime.paused_by_caller = True
 
     async def resume(self) -> None:
         """Go on after `pause`.
@@ -74,10 +77,11 @@ class Controllable:
         Raises:
             BadControl: the engine is not paused, or its weights were discarded.
         """
-        control = self._controlled()
-        async with control.lock:
-            control.require_paused("resume()")
-            await control.resume()
+        runtime = self._controlled()
+        async with runtime.lock:
+            runtime.require_paused("resume()")
+            runtime.paused_by_caller = False
+            await to_its_end(runtime.go_on)
 
     async def update_weights(
         self, source: Any, *, version: str | None = None, mode: PauseMode | str = PauseMode.KEEP
@@ -99,20 +103,31 @@ class Controllable:
             BadOption: the version was there before.
             EngineDead: the exchange failed half way.
         """
-        control, mode = self._controlled(), PauseMode.of(mode)
-        async with control.lock:
-            control.require_weights_awake("update_weights()")
-            version = control.new_version(version)
+        runtime, mode = self._controlled(), PauseMode.of(mode)
+        async with runtime.lock:
+            runtime.require_weights_awake("update_weights()")
+            new = runtime.new_version(version)
             began = time.monotonic()
-            checked = await control.driver.check_weights(source)
+            checked = await runtime.check_weights(source)
             compared = time.monotonic()
-            if control.state is EngineState.RUNNING:
-                await control.halt(mode)
+            if runtime.state is EngineState.RUNNING:
+                await runtime.halt(mode)
             halted = time.monotonic()
+
+            async def exchange() -> None:
+                before, runtime.state = runtime.state, EngineState.UPDATING
+                try:
+                    await runtime.load_weights(checked, new)
+                    runtime.add_version(new)
+                finally:
+                    runtime.state = before
+                await runtime.go_on_unless_paused()
+                runtime.tell()
+
             # To its end: weights that were exchanged by half could neither be used nor be put back.
-            await to_its_end(partial(control.load, checked, version))
+            await to_its_end(exchange)
             done = time.monotonic()
-        return WeightUpdate(version, compared - began, halted - compared, done - halted)
+        return WeightUpdate(new, compared - began, halted - compared, done - halted)
 
     async def add_adapter(self, name: str, source: Any, *, config: Mapping[str, Any] | None = None) -> str:
         """Add a LoRA adapter, or a new version of one that is there; what does not fit changes nothing.
@@ -130,12 +145,13 @@ class Controllable:
         Raises:
             BadWeights: the adapter does not fit; names the setting, the tensor or the file.
             BadOption: the name cannot be, or the engine was started without adapters.
-            BadControl: the engine has no adapters, or sleeps.
+            BadControl: the engine cannot be controlled, or sleeps.
         """
-        control = self._controlled()
-        async with control.lock:
-            label = await control.require_adapters("add_adapter()").add(name, source, config=config)
-        control.tell()
+        runtime = self._controlled()
+        async with runtime.lock:
+            runtime.require_weights_awake("add_adapter()")
+            label = await runtime.adapters.add(name, source, config=config)
+        runtime.tell()
         return label
 
     async def remove_adapter(self, name: str) -> None:
@@ -143,11 +159,12 @@ class Controllable:
 
         Raises:
             BadOption: there is no adapter of that name.
-            BadControl: the engine has no adapters, or sleeps.
+            BadControl: the engine cannot be controlled, or sleeps.
         """
-        control = self._controlled()
-        async with control.lock:
-            await control.require_adapters("remove_adapter()").remove(name)
+        runtime = self._controlled()
+        async with runtime.lock:
+            runtime.require_weights_awake("remove_adapter()")
+            await runtime.adapters.remove(name)
 
     async def sleep(self, level: int = 1) -> None:
         """Give memory up until `wake`; turns that are being sampled are cut, as by `pause("abort")`.
@@ -162,21 +179,29 @@ class Controllable:
         await self._sleep(level, unless_asleep=False)
 
     async def _sleep(self, level: int, *, unless_asleep: bool) -> None:
-        control = self._controlled()
+        runtime = self._controlled()
         if level not in (1, 2):
             raise BadOption(f"sleep(level={level!r}): give 1, which keeps the weights, or 2, which discards them.")
-        async with control.lock:
-            if control.state is EngineState.ASLEEP:
+        async with runtime.lock:
+            if runtime.state is EngineState.ASLEEP:
                 if unless_asleep:
                     return
                 raise BadControl("sleep(): the engine is asleep already.")
             if level == 2 and self.adapters:
                 raise BadControl("sleep(2) would discard the adapters: remove_adapter(...) each, add it when awake.")
-            control.driver.check_sleep(level)
-            if control.state is EngineState.RUNNING:
-                await control.halt(PauseMode.ABORT)
+            runtime.check_sleep(level)
+            if runtime.state is EngineState.RUNNING:
+                await runtime.halt(PauseMode.ABORT)
+
+            async def fall_asleep() -> None:
+                runtime.cuts += 1  # also of turns that an earlier pause kept
+                await runtime.sleep(level)
+                runtime.asleep = frozenset(SLEEP_TAGS)
+                runtime.weights_discarded = runtime.weights_discarded or level == 2
+                runtime.state = EngineState.ASLEEP
+
             # To its end: memory given up by half could not be taken back.
-            await to_its_end(partial(control.fall_asleep, level))
+            await to_its_end(fall_asleep)
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back, all of it or the parts that are named; with the last part the engine goes on.
@@ -193,15 +218,23 @@ class Controllable:
         await self._wake(tags, if_asleep=False)
 
     async def _wake(self, tags: Sequence[str] | None, *, if_asleep: bool) -> None:
-        control = self._controlled()
+        runtime = self._controlled()
         parts = frozenset(SLEEP_TAGS if tags is None else tags)
         if not parts <= set(SLEEP_TAGS) or isinstance(tags, str):
             raise BadOption(f"wake(tags={tags!r}): give a list of {' and '.join(SLEEP_TAGS)}, or nothing for both.")
-        async with control.lock:
-            if control.state is EngineState.ASLEEP:
-                await to_its_end(partial(control.wake_up, parts))
+
+        async def wake_up() -> None:
+            await runtime.wake(sorted(parts & runtime.asleep))
+            runtime.asleep -= parts
+            if not runtime.asleep:
+                runtime.state = EngineState.PAUSED
+                await runtime.go_on_unless_paused()
+
+        async with runtime.lock:
+            if runtime.state is EngineState.ASLEEP:
+                await to_its_end(wake_up)
             elif not if_asleep:
-                raise BadControl(f"wake(): the engine is {control.state.value}, not asleep.")
+                raise BadControl(f"wake(): the engine is {runtime.state.value}, not asleep.")
 
     async def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         """Be ready to sample, as NeMo RL's trainers ask before each step: wake, or nothing where it is awake.
@@ -209,7 +242,7 @@ class Controllable:
         Args:
             tags: what to wake, as for `wake`.
         """
-        if self.control is not None:
+        if self.runtime is not None:
             await self._wake(tags, if_asleep=True)
 
     async def finish_generation(self, *, level: int = 1) -> None:
@@ -233,10 +266,10 @@ class Controllable:
         await self._reset_prefix_cache(unless_asleep=False)
 
     async def _reset_prefix_cache(self, *, unless_asleep: bool) -> None:
-        control = self._controlled()
-        async with control.lock:
-            if control.state is not EngineState.ASLEEP:
-                await control.driver.reset_prefix_cache()
+        runtime = self._controlled()
+        async with runtime.lock:
+            if runtime.state is not EngineState.ASLEEP:
+                await runtime.reset_prefix_cache()
             elif not unless_asleep:
                 raise BadControl("reset_prefix_cache(): the engine is asleep and has no cache.")
 
@@ -257,9 +290,9 @@ class Controllable:
         await self._profile(on=False)
 
     async def _profile(self, *, on: bool) -> None:
-        control = self._controlled()
-        async with control.lock:
-            await control.driver.profile(on=on)
+        runtime = self._controlled()
+        async with runtime.lock:
+            await runtime.profile(on=on)
 
     async def devices(self) -> list[str]:
         """Where the model is, a name for each worker: "cpu", or a GPU's UUID; none for an engine without a model.
@@ -267,11 +300,11 @@ class Controllable:
         Raises:
             BadControl: the engine cannot be controlled.
         """
-        return await self._controlled().driver.devices()
+        return await self._controlled().devices()
 
-    def _controlled(self) -> EngineControl:
-        if self.control is None:
+    def _controlled(self) -> EngineRuntime[Any]:
+        if self.runtime is None:
             raise BadControl(f"{type(self).__name__} cannot be controlled: its weights are not ours, or it never ran.")
         if self.loop is not None and self.loop != current_token():
             raise BadControl(f"{type(self).__name__} belongs to another event loop: control it where it was entered.")
-        return self.control
+        return self.runtime

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from runner.engines.base import DeltaStream, Engine, EngineStats, GenerationRequest, Session
-from runner.engines.control import EngineControl
+from runner.engines.runtime import EngineRuntime
 
 __all__ = ["WrappedEngine"]
 
@@ -28,8 +28,8 @@ class WrappedEngine(Engine):
         return self.inner.loop
 
     @property
-    def control(self) -> EngineControl | None:  # type: ignore[override]  # as is what is asked of it
-        return self.inner.control
+    def runtime(self) -> EngineRuntime[Any] | None:  # type: ignore[override]  # as is what is asked of it
+        return self.inner.runtime
 
     @property
     def running(self) -> bool:  # type: ignore[override]  # it runs while the inner engine does

@@ -20,7 +20,7 @@ class Staleness:
     """How many updates old the weights behind an episode may be; any number where `max_lag` is None."""
 
     def __init__(self, engine: Engine, max_lag: int | None) -> None:
-        if max_lag is not None and engine.control is None:
+        if max_lag is not None and engine.runtime is None:
             kind = type(engine).__name__
             raise BadOption(f"max_version_lag={max_lag}: {kind} has no weights of ours; leave it out.")
         self._engine = engine
@@ -29,17 +29,17 @@ class Staleness:
     @contextmanager
     def cutting(self, plays: Collection[Play]) -> Iterator[None]:
         """After each update of the weights, cut those of `plays` that are too old."""
-        control = self._engine.control
-        if control is None:
+        runtime = self._engine.runtime
+        if runtime is None:
             yield
             return
 
         cut = partial(self._cut_stale, plays)
-        control.listeners.add(cut)
+        runtime.listeners.add(cut)
         try:
             yield
         finally:
-            control.listeners.discard(cut)
+            runtime.listeners.discard(cut)
 
     def _cut_stale(self, plays: Iterable[Play]) -> None:
         """Cut the episodes that are too old already: the rest of them would be played in vain."""
@@ -60,13 +60,13 @@ class Staleness:
 
     def _why_too_old(self, logs: Iterable[TokenLog]) -> str:
         """What makes the episode with these logs too old, for people; "" where nothing does."""
-        control = self._engine.control
-        if self._max_lag is None or control is None:
+        runtime = self._engine.runtime
+        if self._max_lag is None or runtime is None:
             return ""
-        lag, version = max(((control.lag(version), version) for version in _versions(logs)), default=(0, ""))
+        lag, version = max(((runtime.lag(version), version) for version in _versions(logs)), default=(0, ""))
         if lag <= self._max_lag:
             return ""
-        return f"too old: weights {version!r} are {lag} updates behind {control.version!r} (max_version_lag)"
+        return f"too old: weights {version!r} are {lag} updates behind {runtime.version!r} (max_version_lag)"
 
 
 def _versions(logs: Iterable[TokenLog]) -> Iterator[str]:

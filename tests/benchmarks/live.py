@@ -74,7 +74,7 @@ async def _lags() -> tuple[list[float], list[float]]:
 
 def _token_bytes(engine: ScriptedEngine) -> int:
     """Bytes of ids, log-probabilities and sources in the logs, and of what the engine keeps for what it will say."""
-    streams = cast("Iterable[ScriptedStream]", engine._core.requests)
+    streams = cast("Iterable[ScriptedStream]", engine.runtime.requests)
     logged = sum(len(stream.request.prompt) + stream.sent for stream in streams)
     return logged * 9 + EPISODES * (SPOKEN + 1) * 2 * 8
 

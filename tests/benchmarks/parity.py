@@ -78,7 +78,7 @@ async def rounds(engine: VllmEngine) -> tuple[tuple[float, ...], tuple[float, ..
     for number in range(ROUNDS):
         # Who comes first alternates, since a machine that is getting busier would favour the other.
         for own in (True, False) if number % 2 else (False, True):
-            await engine.core.llm.reset_prefix_cache()
+            await engine.vllm.llm.reset_prefix_cache()
             if own:
                 ours.append((await _through_run(engine))[0])
             else:
@@ -134,7 +134,7 @@ async def _generate(
         output_kind=RequestOutputKind.DELTA,
         stream_interval=8,
     )
-    llm: Any = engine.core.llm
+    llm: Any = engine.vllm.llm
     async for output in llm.generate(tokens_input(prompt), parameters, name):
         yield len(output.outputs[0].token_ids)
 

@@ -21,10 +21,11 @@ import numpy as np
 
 from runner.engines.base import GenerationRequest
 from runner.engines.gate import AdmissionGate
-from runner.engines.vllm.core import VllmCore
 from runner.engines.vllm.engine import VllmEngine
+from runner.engines.vllm.runtime import VllmRuntime
 from runner.engines.vllm.settings import RequestMaker
 from runner.engines.vllm.start import VllmProcess
+from runner.engines.vllm.weight_loading import VllmWeights
 from runner.episode.sampling import Sample, sample
 from runner.models import ModelSource
 from runner.options import Sampling
@@ -142,9 +143,10 @@ class Frontend:
 def _engine(frontend: Frontend, stream_interval: int) -> VllmEngine:
     """An engine of ours that was not started: its core is not there."""
     engine = VllmEngine("smollm2-135m", stream_interval=stream_interval)
-    engine._core = VllmCore(
+    engine.runtime = VllmRuntime(
         VllmProcess(ModelSource("none", "", Path()), {}),
         frontend,
+        VllmWeights(frontend, "none"),
         gate=AdmissionGate(STREAMS, 16_000_000, block=16),
         context=4096,
         as_vllm=RequestMaker(stream_interval),
@@ -200,7 +202,7 @@ async def _stream(engine: VllmEngine, request: GenerationRequest, log: TokenLog)
 
 
 async def _throw_away(engine: VllmEngine, request: GenerationRequest, log: TokenLog) -> None:
-    collector = await engine.core.send(request)
+    collector = await engine.vllm.send(request)
     while not (collector.get_nowait() or await collector.get()).finished:
         pass
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.from_thread
@@ -14,16 +14,35 @@ from anyio.lowlevel import checkpoint
 
 from runner.engines.base import Engine, Finish, GenerationRequest
 from runner.engines.control import PauseMode
+from runner.engines.scripted.runtime import ScriptedRuntime
 from runner.engines.scripted.script import Latency
+from runner.engines.wrapping import WrappedEngine
 from runner.options import Sampling
 from runner.testing import ScriptedEngine
 
 TEXT = "A long answer, a letter at a tick."
+RuntimeT = TypeVar("RuntimeT", bound=ScriptedRuntime)
 MODES = [pytest.param(mode, id=mode.value) for mode in PauseMode]
 
 
 def slow(**settings: Any) -> ScriptedEngine:
     return ScriptedEngine(TEXT, chunks=1, latency=Latency(between=1), record=True, **settings)
+
+
+def runs_as(engine: ScriptedEngine, kind: type[RuntimeT]) -> RuntimeT:
+    """The runtime of an engine that was entered, which from now on does what this kind does."""
+    runtime = engine.runtime
+    runtime.__class__ = kind
+    assert isinstance(runtime, kind)
+    return runtime
+
+
+class NotOurs(WrappedEngine):
+    """An engine whose weights are not ours, as one that is asked over a network."""
+
+    @property
+    def runtime(self) -> None:  # type: ignore[override]  # there is none in this process
+        return None
 
 
 def request(name: str = "episode/main/0", **fields: Any) -> GenerationRequest:

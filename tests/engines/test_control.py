@@ -18,7 +18,7 @@ from runner.engines.control import EngineState, PauseMode
 from runner.engines.scripted.script import Latency
 from runner.testing import ScriptedEngine, assert_exact
 from runner.tokens.log import VersionSpan
-from tests.engines.controlling import MODES, TEXT, a_while, ask, saying, slow
+from tests.engines.controlling import MODES, TEXT, NotOurs, a_while, ask, saying, slow
 from tests.playing import Plain, tasks
 from tests.repository import DOCS
 
@@ -80,17 +80,16 @@ async def test_what_cannot_be_now_is_one_clear_error_and_changes_nothing(
 ) -> None:
     async with slow() as engine:
         await before(engine)
-        state, version, gate = engine.state, engine.weight_version, engine._core.gate._held
+        state, version, gate = engine.state, engine.weight_version, engine.runtime.gate._held
         with pytest.raises((BadControl, BadOption), match=said):
             await refused(engine)
-        assert (engine.state, engine.weight_version, engine._core.gate._held) == (state, version, gate)
+        assert (engine.state, engine.weight_version, engine.runtime.gate._held) == (state, version, gate)
         assert engine.standstill.on is gate
 
 
 async def test_an_engine_without_weights_of_ours_says_so() -> None:
-    engine = slow()
-    engine.control = None
-    with pytest.raises(BadControl, match=r"ScriptedEngine cannot be controlled"):
+    engine = NotOurs(slow())
+    with pytest.raises(BadControl, match=r"NotOurs cannot be controlled"):
         await engine.pause()
     assert (engine.state, engine.weight_version) == (EngineState.RUNNING, "")
 
@@ -262,15 +261,14 @@ async def test_an_update_under_a_turn_leaves_exact_spans_and_tells_who_listens()
     heard: list[str] = []
     async with slow() as engine:
         undisturbed, _ = await ask(engine)
-        assert engine.control is not None
-        engine.control.listeners.add(lambda: heard.append(engine.weight_version))
+        engine.runtime.listeners.add(lambda: heard.append(engine.weight_version))
         async with saying(engine) as said:
             read: list[int] = []
-            engine.control.listeners.add(lambda: read.append(len(said.ids)))
+            engine.runtime.listeners.add(lambda: read.append(len(said.ids)))
             await engine.update_weights(None, version="new")
         update = await engine.update_weights(None)
         _, finish = await ask(engine)
-        lags = [engine.control.lag(version) for version in ("scripted", "new", "2", "never there")]
+        lags = [engine.runtime.lag(version) for version in ("scripted", "new", "2", "never there")]
     assert said.ids == undisturbed
     assert said.finish is not None
     old, new = said.finish.versions
@@ -284,7 +282,7 @@ async def test_an_update_under_a_turn_leaves_exact_spans_and_tells_who_listens()
 
 async def test_ids_that_wait_for_their_delta_are_of_the_weights_that_sampled_them() -> None:
     async with ScriptedEngine(TEXT, chunks=8, latency=Latency(between=1)) as engine, saying(engine) as said:
-        ticker = engine._core.ticker
+        ticker = engine.runtime.ticker
         begun = ticker.now
         while ticker.now < begun + 3:
             await checkpoint()
@@ -329,8 +327,7 @@ async def test_changes_come_one_after_another_however_many_ask_at_once() -> None
                 group.start_soon(lambda mode: engine.update_weights(None, mode=mode), mode)
         assert said.ids == undisturbed
     assert engine.state is EngineState.RUNNING
-    assert engine.control is not None
-    assert engine.control.versions == ["scripted", *map(str, range(1, 10))]
+    assert engine.runtime.versions == ["scripted", *map(str, range(1, 10))]
 
 
 # --- the page

@@ -12,8 +12,9 @@ from anyio.lowlevel import checkpoint
 
 from runner.concurrency.cancellation import to_its_end
 from runner.engines.control import EngineState, PauseMode
-from runner.engines.scripted.driver import ScriptedDriver
+from runner.engines.scripted.runtime import ScriptedRuntime
 from runner.testing import ScriptedEngine
+from tests.engines.controlling import runs_as
 from tests.playing import recording
 
 pytestmark = pytest.mark.anyio
@@ -24,13 +25,11 @@ def anyio_backend() -> str:
     return "asyncio"  # whose own cancellations know of no scope
 
 
-class SlowDriver(ScriptedDriver):
+class SlowRuntime(ScriptedRuntime):
     """Each step waits until the test lets it go on."""
 
-    def __init__(self, engine: ScriptedEngine) -> None:
-        super().__init__(engine._core)
-        self.reached: list[str] = []
-        self.goes_on = anyio.Event()
+    reached: list[str]
+    goes_on: anyio.Event
 
     async def _wait(self, step: str) -> None:
         self.reached.append(step)
@@ -52,34 +51,33 @@ class SlowDriver(ScriptedDriver):
         await super().resume()
 
 
-async def cancelled_at(driver: SlowDriver, step: str, call: Callable[[], Awaitable[Any]]) -> None:
+async def cancelled_at(runtime: SlowRuntime, step: str, call: Callable[[], Awaitable[Any]]) -> None:
     """Cancel `call` natively, twice, while `step` runs; it comes back only once that is done."""
     task = asyncio.ensure_future(call())
-    while step not in driver.reached:
+    while step not in runtime.reached:
         await checkpoint()
     for _ in range(2):
         task.cancel()
         for _ in range(3):
             await checkpoint()
     assert not task.done(), "it must not end by half"
-    driver.goes_on.set()
+    runtime.goes_on.set()
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
-async def controlled(engine: ScriptedEngine) -> SlowDriver:
-    assert engine.control is not None
-    driver = SlowDriver(engine)
-    engine.control.driver = driver
-    return driver
+async def controlled(engine: ScriptedEngine) -> SlowRuntime:
+    runtime = runs_as(engine, SlowRuntime)
+    runtime.reached, runtime.goes_on = [], anyio.Event()
+    return runtime
 
 
 async def test_an_update_that_is_cancelled_natively_while_it_loads_is_done_before_that_is_heard() -> None:
     async with recording("Yes") as engine:
-        driver = await controlled(engine)
+        runtime = await controlled(engine)
         told: list[str] = []
-        engine.control.listeners.add(lambda: told.append(engine.weight_version))  # type: ignore[union-attr]  # entered
-        await cancelled_at(driver, "load", lambda: engine.update_weights(None))
+        engine.runtime.listeners.add(lambda: told.append(engine.weight_version))
+        await cancelled_at(runtime, "load", lambda: engine.update_weights(None))
         assert (engine.state, engine.weight_version, told) == (EngineState.RUNNING, "1", ["1"])
         assert not engine.standstill.on
         await engine.pause()
@@ -89,8 +87,8 @@ async def test_an_update_that_is_cancelled_natively_while_it_loads_is_done_befor
 @pytest.mark.parametrize("mode", list(PauseMode))
 async def test_a_timeout_around_an_update_leaves_no_engine_paused(mode: PauseMode) -> None:
     async with recording("Yes") as engine:
-        driver = await controlled(engine)
-        asyncio.get_running_loop().call_later(0.1, driver.goes_on.set)
+        runtime = await controlled(engine)
+        asyncio.get_running_loop().call_later(0.1, runtime.goes_on.set)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.update_weights(None, mode=mode), 0.01)
         assert (engine.state, engine.weight_version) == (EngineState.RUNNING, "1")
@@ -98,8 +96,8 @@ async def test_a_timeout_around_an_update_leaves_no_engine_paused(mode: PauseMod
 
 async def test_a_sleep_that_is_cancelled_natively_is_done_and_can_be_woken() -> None:
     async with recording("Yes") as engine:
-        driver = await controlled(engine)
-        await cancelled_at(driver, "sleep", engine.sleep)
+        runtime = await controlled(engine)
+        await cancelled_at(runtime, "sleep", engine.sleep)
         states = [engine.state]
         await engine.wake()
         assert [*states, engine.state] == [EngineState.ASLEEP, EngineState.RUNNING]
@@ -108,16 +106,16 @@ async def test_a_sleep_that_is_cancelled_natively_is_done_and_can_be_woken() -> 
 async def test_a_wake_that_is_cancelled_natively_is_done() -> None:
     async with recording("Yes") as engine:
         await engine.sleep()
-        driver = await controlled(engine)
-        await cancelled_at(driver, "wake", engine.wake)
+        runtime = await controlled(engine)
+        await cancelled_at(runtime, "wake", engine.wake)
         assert engine.state is EngineState.RUNNING
 
 
 async def test_a_resume_that_is_cancelled_natively_is_done() -> None:
     async with recording("Yes") as engine:
         await engine.pause()
-        driver = await controlled(engine)
-        await cancelled_at(driver, "resume", engine.resume)
+        runtime = await controlled(engine)
+        await cancelled_at(runtime, "resume", engine.resume)
         assert engine.state is EngineState.RUNNING
         assert not engine.standstill.on
 
@@ -156,14 +154,14 @@ async def test_a_version_that_would_stand_for_an_adapter_is_refused() -> None:
 
 async def test_to_finish_or_prepare_twice_at_once_is_as_once() -> None:
     async with recording("Yes") as engine:
-        driver = await controlled(engine)
+        runtime = await controlled(engine)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.finish_generation)
             tasks.start_soon(engine.finish_generation)
-            while not driver.reached:
+            while not runtime.reached:
                 await checkpoint()
             tasks.start_soon(engine.prepare_for_generation)  # while it falls asleep
             tasks.start_soon(engine.prepare_for_generation)
-            driver.goes_on.set()
-        assert driver.reached[:2] == ["sleep", "wake"]
+            runtime.goes_on.set()
+        assert runtime.reached[:2] == ["sleep", "wake"]
         assert engine.state is EngineState.RUNNING

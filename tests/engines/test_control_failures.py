@@ -14,22 +14,20 @@ from anyio.lowlevel import checkpoint
 from runner import EngineDead, Outcome, Run, Trajectory
 from runner.engines.base import Engine
 from runner.engines.control import EngineState, PauseMode
-from runner.engines.scripted.driver import ScriptedDriver
+from runner.engines.scripted.runtime import ScriptedRuntime
 from runner.errors import EngineError
 from runner.testing import ScriptedEngine, cancel_everywhere
-from tests.engines.controlling import ask, saying, slow
+from tests.engines.controlling import ask, runs_as, saying, slow
 from tests.playing import Plain, tasks, until_end
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
 
-class Careful(ScriptedDriver):
+class Careful(ScriptedRuntime):
     """Suspends before and after everything it does, and fails where it is told to."""
 
-    def __init__(self, engine: ScriptedEngine, fails: str = "") -> None:
-        super().__init__(engine._core)
-        self.fails = fails
-        self.dies = False
+    fails = ""
+    dies = False
 
     async def _do(self, name: str, call: Callable[..., Awaitable[None]], *given: Any) -> None:
         await checkpoint()
@@ -37,8 +35,8 @@ class Careful(ScriptedDriver):
         if name == self.fails:
             self.fails = ""
             if self.dies:
-                self._core.die("half way")
-                raise self._core.dead()
+                self.die("half way")
+                raise self.dead()
             raise EngineError(f"{name} failed")
         await checkpoint()
 
@@ -46,10 +44,7 @@ class Careful(ScriptedDriver):
         await self._do("pause", super().pause, mode)
 
     async def resume(self) -> None:
-        await self._do(
-            "resume",
-            super().resume,
-        )
+        await self._do("resume", super().resume)
 
     async def check_weights(self, source: Any) -> None:
         await self._do("check", super().check_weights, source)
@@ -67,9 +62,9 @@ class Careful(ScriptedDriver):
 @asynccontextmanager
 async def careful(fails: str = "", **settings: Any) -> AsyncIterator[tuple[ScriptedEngine, Careful]]:
     async with slow(**settings) as engine:
-        assert engine.control is not None
-        driver = engine.control.driver = Careful(engine, fails)
-        yield engine, driver
+        runtime = runs_as(engine, Careful)
+        runtime.fails = fails
+        yield engine, runtime
 
 
 async def test_a_pause_that_fails_is_undone() -> None:
@@ -84,17 +79,17 @@ async def test_a_pause_that_fails_is_undone() -> None:
 
 
 async def test_a_pause_that_can_not_be_undone_can_be_resumed_later() -> None:
-    async with careful("pause") as (engine, driver):
-        held = driver.pause
+    async with careful("pause") as (engine, runtime):
+        held = runtime.pause
 
         async def pause(mode: PauseMode) -> None:
-            driver.fails = "pause"
+            runtime.fails = "pause"
             try:
                 await held(mode)
             finally:
-                driver.fails = "resume"
+                runtime.fails = "resume"
 
-        driver.pause = pause  # type: ignore[method-assign]  # this one time
+        runtime.pause = pause  # type: ignore[method-assign]  # this one time
         with pytest.raises(EngineError, match="resume failed"):
             await engine.pause("keep")
         assert engine.state is EngineState.PAUSED
@@ -115,8 +110,8 @@ async def test_weights_that_are_refused_leave_everything_as_it_was() -> None:
 
 async def test_a_failure_past_the_check_ends_every_episode_with_one_cause_and_keeps_the_version() -> None:
     got: list[Trajectory] = []
-    async with careful("load", places=3) as (engine, driver):
-        driver.dies = True
+    async with careful("load", places=3) as (engine, runtime):
+        runtime.dies = True
 
         async def update() -> None:
             while not engine.stats().open:
@@ -161,7 +156,6 @@ async def test_cancelled_at_every_point_it_is_done_or_was_never_begun(
 ) -> None:
     async with careful() as (engine, _):
         undisturbed, _ = await ask(engine)
-        assert engine.control is not None
 
         async def meanwhile() -> None:
             async with saying(engine):
@@ -183,9 +177,8 @@ async def test_a_sleep_that_is_cancelled_is_whole_or_not_at_all(level: int) -> N
         undisturbed, _ = await ask(engine)
 
         async def whole_or_not_at_all() -> None:
-            assert engine.control is not None
             if engine.state is EngineState.ASLEEP:
-                assert engine.control.asleep == {"weights", "kv_cache"}
+                assert engine.runtime.asleep == {"weights", "kv_cache"}
                 await engine.wake()
             if engine.state is EngineState.PAUSED:
                 assert level == 2

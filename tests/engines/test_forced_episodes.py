@@ -161,14 +161,14 @@ class Notebook(Environment):
 def watched(engine: VllmEngine) -> Iterator[list[list[int]]]:
     """The prompt ids of each request as they reach vLLM."""
     prompts: list[list[int]] = []
-    add_request = engine.core.llm.add_request
+    add_request = engine.vllm.llm.add_request
 
     async def record(name: str, prompt: Any, parameters: Any, **named: Any) -> Any:
         prompts.append(list(prompt["prompt_token_ids"]))
         return await add_request(name, prompt, parameters, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.core.llm, "add_request", record)
+        patch.setattr(engine.vllm.llm, "add_request", record)
         yield prompts
 
 

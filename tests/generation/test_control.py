@@ -12,10 +12,11 @@ import pytest
 
 from runner import BadControl, BadOption, RequestRejected
 from runner.engines.control import EngineState
-from runner.engines.scripted.driver import ScriptedDriver
+from runner.engines.scripted.runtime import ScriptedRuntime
 from runner.generation import Generation
 from runner.testing import Latency, ScriptedEngine
 from runner.tokens.log import VersionSpan
+from tests.engines.controlling import NotOurs, runs_as
 from tests.generation.batching import EOS, assert_nothing_open, generating, loudly, padded, rows_of, texts_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
@@ -25,23 +26,21 @@ BATCH = padded(["ab", "c"])
 SLOWLY = Latency(first=2, between=2)
 
 
-class WatchedDriver(ScriptedDriver):
+class WatchedRuntime(ScriptedRuntime):
     """Notes what is done to its engine, in order."""
 
-    def __init__(self, engine: Watched) -> None:
-        super().__init__(engine._core)
-        self._asked = engine.asked
+    asked: list[str]
 
     async def sleep(self, level: int) -> None:
-        self._asked.append(f"sleep {level}")
+        self.asked.append(f"sleep {level}")
         await super().sleep(level)
 
     async def wake(self, tags: Collection[str]) -> None:
-        self._asked.append(f"wake {' '.join(tags)}")
+        self.asked.append(f"wake {' '.join(tags)}")
         await super().wake(tags)
 
     async def reset_prefix_cache(self) -> None:
-        self._asked.append("reset")
+        self.asked.append("reset")
         await super().reset_prefix_cache()
 
 
@@ -54,8 +53,7 @@ class Watched(ScriptedEngine):
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
-        assert self.control is not None
-        self.control.driver = WatchedDriver(self)
+        runs_as(self, WatchedRuntime).asked = self.asked
         return self
 
 
@@ -125,8 +123,7 @@ async def test_a_batch_for_an_engine_that_sleeps_is_refused_and_not_waited_for()
 
 
 async def test_an_engine_that_cannot_be_controlled_says_so() -> None:
-    async with watched(COLOCATED) as (generation, engine):
-        engine.control = None
+    async with NotOurs(ScriptedEngine(loudly)) as engine, Generation(engine, COLOCATED) as generation:
         assert await generation.prepare_for_generation()
         with pytest.raises(BadControl, match="cannot be controlled"):
             await generation.finish_generation()

@@ -17,6 +17,7 @@ from runner.engines.control import EngineState, PauseMode
 from runner.engines.scripted.script import Latency, ModelCall, Reply
 from runner.options import Limits, Sampling
 from runner.testing import ScriptedEngine, assert_exact
+from tests.engines.controlling import NotOurs
 from tests.playing import Plain, recording, tasks
 
 pytestmark = pytest.mark.anyio
@@ -169,14 +170,8 @@ def test_a_lag_that_cannot_be_is_refused(lag: Any) -> None:
 
 
 async def test_an_engine_without_versions_is_refused_before_anything_is_played() -> None:
-    class Elsewhere(ScriptedEngine):
-        async def __aenter__(self) -> Any:
-            await super().__aenter__()
-            self.control = None
-            return self
-
-    with pytest.raises(BadOption, match="max_version_lag=1: Elsewhere has no weights of ours"):
-        await played(Run(Plain, Elsewhere("Yes"), max_version_lag=1))
+    with pytest.raises(BadOption, match="max_version_lag=1: NotOurs has no weights of ours"):
+        await played(Run(Plain, NotOurs(ScriptedEngine("Yes")), max_version_lag=1))
 
 
 # --- turns under a pause

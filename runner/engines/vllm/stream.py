@@ -7,19 +7,19 @@ from typing import Any
 import anyio
 
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest, Session
-from runner.engines.core import CoreStream
-from runner.engines.vllm.core import DRAIN_SECONDS, VllmCore
+from runner.engines.stream import GatedStream
+from runner.engines.vllm.runtime import DRAIN_SECONDS, VllmRuntime
 from runner.errors import EngineDead
 from runner.tokens.log import VersionSpan
 
 __all__ = ["VllmStream"]
 
 
-class VllmStream(CoreStream[VllmCore, Session]):
+class VllmStream(GatedStream[VllmRuntime, Session]):
     """The deltas of one request, out of vLLM's collector."""
 
-    def __init__(self, core: VllmCore, request: GenerationRequest) -> None:
-        super().__init__(core, request, request.session or Session())
+    def __init__(self, runtime: VllmRuntime, request: GenerationRequest) -> None:
+        super().__init__(runtime, request, request.session or Session())
         self._collector: Any = None
 
     @property
@@ -37,7 +37,7 @@ class VllmStream(CoreStream[VllmCore, Session]):
         self._stamps.mark(version, self.sent + waiting)
 
     async def _begin(self) -> None:
-        self._collector = await self._core.send(self.request, self._adapter)
+        self._collector = await self._runtime.send(self.request, self._adapter)
 
     async def __aexit__(self, *_: object) -> None:
         try:
@@ -49,7 +49,7 @@ class VllmStream(CoreStream[VllmCore, Session]):
 
     def _leave(self) -> None:
         super()._leave()
-        self._core.process.count.tell()
+        self._runtime.process.count.tell()
 
     async def __anext__(self) -> Delta:
         if self.finish is not None:
@@ -66,7 +66,7 @@ class VllmStream(CoreStream[VllmCore, Session]):
         completion = output.outputs[0]
         ids = completion.token_ids
         self.sent += len(ids)
-        self._core.sampled += len(ids)
+        self._runtime.sampled += len(ids)
         if output.finished:
             self.finish = self._finished(output, completion)
         return Delta(ids, _logprobs(completion.logprobs, len(ids)), self.finish)
@@ -87,7 +87,7 @@ class VllmStream(CoreStream[VllmCore, Session]):
     async def _drain(self) -> None:
         with anyio.move_on_after(DRAIN_SECONDS, shield=True):
             try:
-                await self._core.drop(self._collector)
+                await self._runtime.drop(self._collector)
                 while self.finish is None:
                     self.rest.append(await self._read())
             except Exception as error:  # as above; the exception that is passing keeps its place
@@ -96,7 +96,7 @@ class VllmStream(CoreStream[VllmCore, Session]):
             self.finish = Finish(FinishReason.ABORT, versions=self._unstamped())
 
     def _died(self, error: Exception) -> EngineDead:
-        death = self._core.died(error)
+        death = self._runtime.died(error)
         self.finish = Finish(FinishReason.ERROR, stop=str(death), versions=self._unstamped())
         return death
 

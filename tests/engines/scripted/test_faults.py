@@ -155,8 +155,8 @@ async def test_nothing_is_kept_of_requests_that_ended() -> None:
         for _ in range(3):
             await say(engine)
         assert engine.calls == []
-        assert not engine._core.requests
-        assert not engine._core.ticker._due
+        assert not engine.runtime.requests
+        assert not engine.runtime.ticker._due
         assert engine.stats().sampled_tokens == 12
 
 

@@ -105,12 +105,12 @@ def at(home: EngineAtHome, function: Callable[..., Awaitable[Result]], *args: An
 
 
 def folders_kept(home: EngineAtHome) -> list[Path]:
-    return [folder for folder in cast("VllmEngine", home.inner).core.adapters._folders if folder.exists()]
+    return [folder for folder in cast("VllmEngine", home.inner).vllm.adapters._folders if folder.exists()]
 
 
 def loaded(home: EngineAtHome) -> set[int]:
     """Ids of the adapters that vLLM holds."""
-    return set(at(home, cast("VllmEngine", home.inner).core.llm.list_loras))
+    return set(at(home, cast("VllmEngine", home.inner).vllm.llm.list_loras))
 
 
 @dataclass
@@ -200,8 +200,8 @@ def test_new_weights_under_a_name_never_meet_the_prompts_that_the_old_ones_cache
     (base,) = at(home, say, home).versions
     assert first.versions == cached.versions == in_flight.versions == [f"{base}+{label}"]
     assert new.versions == [f"{base}+{newer}"]
-    assert home.control is not None
-    assert [home.control.lag(f"{base}+{each}") for each in (label, newer)] == [1, 0]
+    assert home.runtime is not None
+    assert [home.runtime.lag(f"{base}+{each}") for each in (label, newer)] == [1, 0]
 
 
 def test_more_adapters_than_vllm_keeps_are_read_again_from_copies_of_ours(

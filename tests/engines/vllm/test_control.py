@@ -54,7 +54,7 @@ def playing_on(engine: EngineAtHome) -> Callable[[Scenario], None]:
         inner: Any = engine.inner
         with anyio.fail_after(WATCHDOG):
             await scenario(inner)
-            gate = inner.core.gate
+            gate = inner.vllm.gate
             assert (inner.stats().open, inner.stats().waiting, gate.inside, gate.kept) == (0, 0, 0, 0)
 
     return lambda scenario: engine.home.call(main, scenario)
@@ -88,7 +88,7 @@ async def speaking(engine: VllmEngine) -> AsyncIterator[None]:
 async def stands_still(engine: VllmEngine) -> None:
     """VLLM's core did all that was asked of it, and may have stepped in between."""
     for _ in range(20):
-        assert await engine.core.llm.is_paused()
+        assert await engine.vllm.llm.is_paused()
 
 
 # --- the turns that are being sampled
@@ -129,7 +129,7 @@ def test_wait_lets_turns_end_and_abort_cuts_them(on_engine: Any) -> None:
         async with anyio.create_task_group() as group:
             async with controlling.saying(engine, request(24)) as said:
                 await engine.pause("wait")
-                assert (engine.stats().open, engine.core.sent_all) == (0, True)
+                assert (engine.stats().open, engine.vllm.sent_all) == (0, True)
             assert said.ids == undisturbed
             group.start_soon(ask, engine, 3)
             await stands_still(engine)
@@ -155,7 +155,7 @@ def test_a_pause_cancelled_at_any_point_leaves_the_engine_going(on_engine: Any) 
 
         async def goes_on() -> None:
             assert (engine.state, engine.standstill.on) == (EngineState.RUNNING, False)
-            assert not await engine.core.llm.is_paused()
+            assert not await engine.vllm.llm.is_paused()
 
         async with speaking(engine):
             assert await cancel_everywhere(pause, check=goes_on) >= 2
@@ -180,8 +180,8 @@ class TwoTurns(Plain):
 async def begun(engine: VllmEngine) -> None:
     """Return when something is being sampled."""
     sampled = engine.stats().sampled_tokens
-    while engine.core.sent_all or engine.stats().sampled_tokens < sampled + 8:
-        await engine.core.process.count.news()
+    while engine.vllm.sent_all or engine.stats().sampled_tokens < sampled + 8:
+        await engine.vllm.process.count.news()
 
 
 def assert_stamped(trajectory: Trajectory) -> None:
@@ -220,7 +220,7 @@ def test_a_run_goes_through_all_of_it_and_loses_nothing(
             await stands_still(engine)
             await engine.prepare_for_generation()
             assert engine.stats().state is EngineState.RUNNING
-            assert not await engine.core.llm.is_paused()
+            assert not await engine.vllm.llm.is_paused()
 
             await begun(engine)
             back = (await engine.update_weights(small_model_folder, mode=PauseMode.KEEP)).version
@@ -248,7 +248,7 @@ def test_sleep_forgets_the_cache_and_wakes_part_by_part(on_engine: Any) -> None:
         assert (await ask(engine, 8))[1].cached_tokens
         await engine.pause("keep")
         await engine.sleep(1)
-        assert await engine.core.llm.is_sleeping()
+        assert await engine.vllm.llm.is_sleeping()
         await engine.wake(["kv_cache"])
         assert engine.stats().state is EngineState.ASLEEP
         await engine.wake(["weights"])
@@ -284,7 +284,7 @@ def test_spans_are_exact_and_no_later_request_reuses_what_other_weights_cached(
     assert first_ids != other_ids
 
     async def scenario(engine: VllmEngine) -> None:
-        llm, first = engine.core.llm, engine.weight_version
+        llm, first = engine.vllm.llm, engine.weight_version
         undisturbed, _ = await ask(engine, 24, SHORT)
         assert (await ask(engine, 12))[0] == first_ids
         async with speaking(engine):
@@ -393,16 +393,15 @@ def test_a_failure_past_the_check_ends_the_engine_and_every_episode_with_one_cau
     save_file(tensors, saved)
 
     async def scenario(engine: VllmEngine) -> None:
-        assert engine.control is not None
-        driver: Any = engine.control.driver
-        check = driver._weights.check
+        weights = engine.vllm.weights
+        check = weights.check
 
         async def check_too_early(source: Any) -> CheckedWeights:
             checked: CheckedWeights = await check(source)
             save_file({**tensors, NORM: tensors[NORM][:-1]}, saved)
             return checked
 
-        monkeypatch.setattr(driver._weights, "check", check_too_early)
+        monkeypatch.setattr(weights, "check", check_too_early)
         version = engine.weight_version
         got: list[Trajectory] = []
 

@@ -47,7 +47,7 @@ async def assert_nothing_open(engine: VllmEngine) -> None:
         await sample(engine, request(1))
         await engine.idle()
     assert engine.stats().open == 0
-    assert (engine.core.gate.inside, engine.core.gate.waiting, engine.core.gate.kept) == (0, 0, 0)
+    assert (engine.vllm.gate.inside, engine.vllm.gate.waiting, engine.vllm.gate.kept) == (0, 0, 0)
 
 
 async def test_normal_end_keeps_ids_logprobs_and_versions(engine: VllmEngine) -> None:
@@ -202,7 +202,7 @@ async def test_cancelled_at_the_gate_never_reaches_the_engine(engine: VllmEngine
         for _ in range(engine.places):
             tasks.start_soon(hold)
         with anyio.fail_after(WATCHDOG):
-            while engine.core.gate.inside < engine.places:
+            while engine.vllm.gate.inside < engine.places:
                 await anyio.lowlevel.checkpoint()
             with anyio.CancelScope() as scope:
                 async with anyio.create_task_group() as waiting:
@@ -211,7 +211,7 @@ async def test_cancelled_at_the_gate_never_reaches_the_engine(engine: VllmEngine
                         await anyio.lowlevel.checkpoint()
                     scope.cancel()
         assert engine.stats().waiting == 0
-        assert engine.core.gate.inside == engine.places
+        assert engine.vllm.gate.inside == engine.places
         tasks.cancel_scope.cancel()
     await assert_nothing_open(engine)
 
@@ -223,7 +223,7 @@ async def test_more_requests_than_places_all_end_and_never_more_are_inside(engin
     async def play() -> None:
         async with engine.stream(request(12)) as stream:
             async for _ in stream:
-                inside.update((engine.stats().open, engine.core.gate.inside))
+                inside.update((engine.stats().open, engine.vllm.gate.inside))
         done.append(1)
 
     with anyio.fail_after(WATCHDOG):

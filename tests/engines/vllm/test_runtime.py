@@ -12,11 +12,10 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from runner.engines.base import Delta, GenerationRequest
-from runner.engines.control import EngineControl, EngineState, PauseMode
+from runner.engines.control import EngineState, PauseMode
 from runner.engines.gate import AdmissionGate
-from runner.engines.vllm.core import VllmCore
-from runner.engines.vllm.driver import VllmDriver
 from runner.engines.vllm.engine import VllmEngine
+from runner.engines.vllm.runtime import VllmRuntime
 from runner.engines.vllm.settings import choose_settings
 from runner.engines.vllm.start import VllmProcess
 from runner.engines.vllm.stream import VllmStream
@@ -178,11 +177,15 @@ def engine_of(llm: Llm) -> VllmEngine:
     engine = VllmEngine("nothing")
     process = VllmProcess(SimpleNamespace(name="nothing"), {})  # type: ignore[arg-type]  # never started
     process.cores = [Core(llm)]  # type: ignore[list-item]  # can be ended, which is all that is asked
-    core = VllmCore(
-        process, llm, gate=AdmissionGate(4, 10_000), context=100, as_vllm=lambda _: (None, None), versions=["0"]
+    engine.runtime = VllmRuntime(
+        process,
+        llm,
+        Weights(llm),  # type: ignore[arg-type]  # has the two methods that count
+        gate=AdmissionGate(4, 10_000),
+        context=100,
+        as_vllm=lambda _: (None, None),
+        versions=["0"],
     )
-    engine._core = core
-    engine.control = EngineControl(VllmDriver(core, Weights(llm)), core.gate, core.versions)
     engine.running = True
     return engine
 
@@ -273,7 +276,7 @@ async def test_a_failure_past_the_check_ends_the_engine_with_one_cause_for_every
         await ask()
     assert deaths == [str(caught.value)] * 7
     assert (engine.is_alive(), engine.weight_version) == (False, "0")
-    assert (engine.stats().open, engine.stats().waiting, engine.core.gate.inside) == (0, 0, 0)
+    assert (engine.stats().open, engine.stats().waiting, engine.vllm.gate.inside) == (0, 0, 0)
     for control in (engine.resume, engine.health):
         with pytest.raises(EngineDead, match="the weights '1' could not be loaded"):
             await control()
@@ -325,7 +328,7 @@ async def test_no_call_waits_for_an_engine_that_is_dead(
 
     async def kill() -> None:
         await anyio.wait_all_tasks_blocked()
-        engine.core.process.kill()
+        engine.vllm.process.kill()
 
     with anyio.fail_after(WATCHDOG):
         async with anyio.create_task_group() as group:
@@ -347,7 +350,7 @@ async def test_waiting_for_turns_to_end_does_not_outlive_the_engine() -> None:
         async with anyio.create_task_group() as group, engine.stream(request()):  # which nobody reads
             group.start_soon(pause)
             await anyio.wait_all_tasks_blocked()
-            engine.core.process.kill()
+            engine.vllm.process.kill()
             await anyio.wait_all_tasks_blocked()
 
 
@@ -394,7 +397,7 @@ async def test_abort_is_asked_again_for_a_request_that_was_on_its_way(monkeypatc
                 await checkpoint()
             arrives.set()
     assert engine.stats().state is EngineState.PAUSED
-    assert not engine.core.requests
+    assert not engine.vllm.requests
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))

@@ -1,22 +1,25 @@
-"""One vLLM that runs: what its engine, the streams of its requests and its driver share."""
+"""One vLLM that runs: its requests, what its trainer has it do, and its death, which ends every wait for it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Protocol, TypeVar
 
 import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
 
 from runner.engines.adapters import AdapterVersion
 from runner.engines.base import GenerationRequest
-from runner.engines.core import EngineCore
+from runner.engines.control import PauseMode
 from runner.engines.gate import AdmissionGate
+from runner.engines.runtime import EngineRuntime
 from runner.engines.vllm.adapters import VllmAdapters
 from runner.engines.vllm.start import VllmProcess
-from runner.errors import BadInput, EngineDead, EngineError, RequestRejected
+from runner.engines.vllm.weight_loading import VllmWeights
+from runner.errors import BadControl, BadInput, EngineDead, EngineError, RequestRejected
 
-__all__ = ["DRAIN_SECONDS", "VllmCore", "first_version"]
+__all__ = ["DRAIN_SECONDS", "VllmRuntime", "first_version"]
 
 DRAIN_SECONDS = 2.0
 """How long the end of a request may take that is shielded from cancellation."""
@@ -28,14 +31,14 @@ _Answer = TypeVar("_Answer")
 
 
 class OpenRequest(Protocol):
-    """What the core asks of the stream of a request."""
+    """What the runtime asks of the stream of a request."""
 
     @property
     def sent_all(self) -> bool: ...
     def stamp(self, version: str) -> None: ...
 
 
-class VllmCore(EngineCore[OpenRequest]):
+class VllmRuntime(EngineRuntime[OpenRequest]):
     """A vLLM from its start to its end; a request is inside until its stream is left."""
 
     adapters: VllmAdapters
@@ -44,6 +47,7 @@ class VllmCore(EngineCore[OpenRequest]):
         self,
         process: VllmProcess,
         llm: Any,
+        weights: VllmWeights,
         *,
         gate: AdmissionGate,
         context: int,
@@ -54,6 +58,7 @@ class VllmCore(EngineCore[OpenRequest]):
         self.process = process
         self.llm = llm
         """The `AsyncLLM`; None once the engine was left."""
+        self.weights = weights
         self.stamps_itself = _stamps(llm)
         """Whether vLLM says which weights sampled which ids; before 0.32 it does not, and we do."""
         self._as_vllm = as_vllm
@@ -62,14 +67,6 @@ class VllmCore(EngineCore[OpenRequest]):
         self._death: EngineDead | None = None
 
     # --- one request
-
-    def check(self, request: GenerationRequest) -> None:
-        """Refuse a request at once where the engine is not alive, or would refuse it."""
-        if self._stopped:
-            raise EngineDead("the engine is not running")
-        if not self.is_alive():
-            raise self.died(None)
-        super().check(request)
 
     async def send(self, request: GenerationRequest, adapter: AdapterVersion | None = None) -> Any:
         """Send a request to vLLM; gives the collector that its deltas are read from.
@@ -102,27 +99,117 @@ class VllmCore(EngineCore[OpenRequest]):
         """End a request, finished or not; what it sampled and nobody read is left in the collector."""
         await self.llm.abort(collector.request_id, internal=True)
 
-    # --- all requests
-
     @property
     def sent_all(self) -> bool:
         """Whether every request inside was sent its last id."""
         return all(request.sent_all for request in self.requests)
 
-    async def until_sent(self) -> None:
-        """Return when every request inside was sent its last id, read or not."""
+    # --- what its trainer has it do
+
+    async def pause(self, mode: PauseMode) -> None:
+        if mode is PauseMode.WAIT:
+            # Waited for here: vLLM's own keeps the requests that it had queued, which then are of two versions.
+            await self.answered("pause()", self._until_sent())
+        # Shielded from where vLLM is asked to, which takes a step: a pause left half way would come late.
+        with anyio.CancelScope(shield=True):
+            await self._pause(mode)
+        await checkpoint_if_cancelled()
+
+    async def _pause(self, mode: PauseMode) -> None:
+        while True:
+            # The cache is kept: vLLM that is asked to clear it while a session is idle raises, and stays paused.
+            await self.answered("pause()", self.llm.pause_generation(mode=mode.value, clear_cache=False))
+            if mode is not PauseMode.ABORT or self.sent_all:
+                break  # else a request was on its way, and came after what was to cut it
+        if mode is not PauseMode.KEEP:
+            self.process.count.clear()  # a scheduler that does not step would go on to count what was ended
+
+    async def resume(self) -> None:
+        # Shielded: vLLM that goes on while it is said to stand still would be updated under its requests.
+        with anyio.CancelScope(shield=True):
+            await self.answered("resume()", self.llm.resume_generation())
+
+    async def check_weights(self, source: Any) -> Any:
+        return await self.answered("update_weights()", self.weights.check(source))
+
+    async def load_weights(self, checked: Any, version: str) -> None:
+        try:
+            await self.answered("update_weights()", self.weights.load(checked))
+            await self._stamp(version)
+            await self.reset_prefix_cache()
+        except EngineError as error:
+            # vLLM has neither the old weights nor the new ones, and would die of a failed load at its next step.
+            raise self.die(f"the weights {version!r} could not be loaded: {error}", error) from error
+
+    async def _stamp(self, version: str) -> None:
+        if self.stamps_itself:
+            await self.answered("update_weights()", self.llm.update_weight_version(version))
+        # Kept by us in any case: a request that is cut before its end has no stamps of vLLM's.
+        for request in self.requests:
+            request.stamp(version)
+
+    async def reset_prefix_cache(self) -> None:
+        # Without the running ones vLLM forgets nothing while anything runs, and answers no more than False.
+        reset = self.llm.reset_prefix_cache(reset_running_requests=True)
+        if not await self.answered("reset_prefix_cache()", reset):
+            raise EngineError("reset_prefix_cache(): vLLM kept its cached prompts")
+
+    def check_sleep(self, level: int) -> None:
+        # A GPU's memory can be given up only where vLLM allocated it for that.
+        config = self.llm.vllm_config
+        if config.device_config.device_type != "cpu" and not config.model_config.enable_sleep_mode:
+            raise BadControl(f"sleep({level}): start the engine with VllmEngine(enable_sleep_mode=True).")
+
+    async def sleep(self, level: int) -> None:
+        """Give memory up; on a CPU vLLM gives nothing up, and only stands still."""
+        try:
+            await self._pause(PauseMode.ABORT)  # also what an earlier pause kept
+            await self.answered("sleep()", self.llm.sleep(level))
+        except EngineError as error:
+            # Part of its memory may be gone, and nothing says which.
+            raise self.die(f"it could not be put to sleep: {error}", error) from error
+
+    async def wake(self, tags: Collection[str]) -> None:
+        try:
+            await self.answered("wake()", self.llm.wake_up(list(tags)))
+            # With the last part of its memory vLLM goes on by itself; whether it may is for the trainer to say.
+            await self._pause(PauseMode.ABORT)
+        except EngineError as error:
+            raise self.die(f"it could not be woken: {error}", error) from error
+
+    async def profile(self, *, on: bool) -> None:
+        llm = self.llm
+        config = getattr(llm.vllm_config, "profiler_config", None)
+        name = f"{'start' if on else 'stop'}_profile()"
+        if config is None or config.profiler is None:
+            raise BadControl(
+                f"{name}: start the engine with VllmEngine(profiler_config="
+                '{"profiler": "torch", "torch_profiler_dir": FOLDER}), where its traces go.'
+            )
+        with anyio.CancelScope(shield=True):
+            await self.answered(name, llm.start_profile() if on else llm.stop_profile())
+
+    async def devices(self) -> list[str]:
+        """A name for each worker: "cpu", or the UUID by which a driver and NeMo RL know a GPU (tried on no GPU)."""
+        call = self.llm.collective_rpc("device_name", kwargs={})
+        names: list[str] = await self.answered("devices()", call)
+        return names
+
+    async def _until_sent(self) -> None:
         while not self.sent_all:
             await self.process.count.news()
-
-    def nothing_open(self) -> None:
-        """Take note that every request was ended; a scheduler that does not step would go on to count them."""
-        self.process.count.clear()
 
     # --- its life
 
     def is_alive(self) -> bool:
         """Whether requests can be answered, as far as is known without asking."""
         return not self._stopped and self._death is None and not self.llm.errored
+
+    def require_alive(self) -> None:
+        if self._stopped:
+            raise EngineDead("the engine is not running")
+        if not self.is_alive():
+            raise self.died(None)
 
     async def answered(self, what: str, call: Awaitable[_Answer]) -> _Answer:
         """What vLLM answers to a call; a dead one would let us wait for ever.
@@ -169,7 +256,7 @@ class VllmCore(EngineCore[OpenRequest]):
             self._death = EngineDead(f"The engine died: {why or self.process.cause_of_death()}")
             self._death.__cause__ = error
             self.gate.fail(lambda: self.died(None))
-            self.nothing_open()
+            self.process.count.clear()
         # A copy for each who is told: one object raised in many tasks would gather the tracebacks of all of them.
         copy = EngineDead(*self._death.args)
         copy.__cause__ = self._death.__cause__

@@ -1,24 +1,25 @@
-"""A scripted engine while it runs: its gate, its virtual time, and the requests that are inside."""
+"""A scripted engine while it runs: its virtual time, the requests inside, and what its trainer has it do."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Collection
+from typing import Any, Protocol
 
 import anyio
 
 from runner.engines.adapters import Adapters
-from runner.engines.base import GenerationRequest
-from runner.engines.core import EngineCore
+from runner.engines.control import PauseMode
 from runner.engines.gate import AdmissionGate
+from runner.engines.runtime import EngineRuntime
 from runner.engines.scripted.delivery import Planner
 from runner.engines.scripted.ticker import Ticker
-from runner.errors import EngineDead
+from runner.errors import BadControl, EngineDead
 
-__all__ = ["OpenRequest", "ScriptedCore"]
+__all__ = ["OpenRequest", "ScriptedRuntime"]
 
 
 class OpenRequest(Protocol):
-    """What the core asks of the stream of a request."""
+    """What the runtime asks of the stream of a request."""
 
     def advance(self) -> int | None: ...
     def stamp(self, version: str) -> None: ...
@@ -26,8 +27,11 @@ class OpenRequest(Protocol):
     def fail(self, error: EngineDead) -> None: ...
 
 
-class ScriptedCore(EngineCore[OpenRequest]):
-    """What a scripted engine, its streams and its driver share; a request is inside until it was sent its last id."""
+class ScriptedRuntime(EngineRuntime[OpenRequest]):
+    """A scripted engine while it runs; a request is inside until it was sent its last id.
+
+    It has no weights: any source is taken for new ones, only the version counts.
+    """
 
     def __init__(
         self, gate: AdmissionGate, planner: Planner, adapters: Adapters, *, context: int, tick: float, version: str
@@ -45,12 +49,6 @@ class ScriptedCore(EngineCore[OpenRequest]):
 
     # --- one request
 
-    def check(self, request: GenerationRequest) -> None:
-        """Refuse a request at once where the engine is not alive, or would refuse it."""
-        if not self.is_alive():
-            raise self.dead()
-        super().check(request)
-
     def close(self, request: OpenRequest) -> None:
         """Take note that a request was sent its last id, or is over; twice is allowed."""
         super().close(request)
@@ -61,17 +59,41 @@ class ScriptedCore(EngineCore[OpenRequest]):
     def _deliver(self, request: OpenRequest) -> int | None:
         return request.advance() if request in self.requests else None
 
-    # --- all requests
+    # --- what its trainer has it do
 
-    async def until_sent(self) -> None:
-        """Return when every request inside was sent its last id."""
-        while self.requests:
+    async def pause(self, mode: PauseMode) -> None:
+        while mode is PauseMode.WAIT and self.requests:
             self._all_sent = self._all_sent or anyio.Event()
             await self._all_sent.wait()
+        if mode is PauseMode.ABORT:
+            self._cut_all()
+        self.ticker.hold()
 
-    def cut(self) -> None:
-        """End every request for the trainer."""
-        for request in tuple(self.requests):
+    async def resume(self) -> None:
+        self.ticker.release()
+
+    async def check_weights(self, source: Any) -> None:
+        """A scripted engine has no weights to compare with."""
+
+    async def load_weights(self, checked: Any, version: str) -> None:
+        for request in self.requests:
+            request.stamp(version)
+
+    async def reset_prefix_cache(self) -> None:
+        """A scripted engine has no prefix cache."""
+
+    async def sleep(self, level: int) -> None:
+        # There is no memory to give up, but what a pause kept is cut, as real memory would go under it.
+        self._cut_all()
+
+    async def wake(self, tags: Collection[str]) -> None:
+        """A scripted engine gave no memory up."""
+
+    async def profile(self, *, on: bool) -> None:
+        raise BadControl("a scripted engine has no profiler: profile a VllmEngine.")
+
+    def _cut_all(self) -> None:
+        for request in tuple(self.requests):  # each leaves `requests` as it is cut
             request.cut()
 
     # --- its life
@@ -88,6 +110,10 @@ class ScriptedCore(EngineCore[OpenRequest]):
     def is_alive(self) -> bool:
         """Whether requests are admitted."""
         return self._running and not self._death
+
+    def require_alive(self) -> None:
+        if not self.is_alive():
+            raise self.dead()
 
     def die(self, message: str) -> None:
         """Fail every request in flight and at the gate, and every later one, with one cause."""

@@ -1,0 +1,227 @@
+"""An engine while it runs: the requests inside, its state for its trainer, and what each kind of engine does itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+import anyio
+
+from runner.concurrency.cancellation import to_its_end
+from runner.concurrency.clocks import Standstill
+from runner.engines.adapters import Adapters, base_and_adapter
+from runner.engines.control import EngineState, PauseMode
+from runner.engines.gate import AdmissionGate
+from runner.errors import BadControl, BadOption
+
+__all__ = ["EngineRuntime"]
+
+UNDO_SECONDS = 10.0
+
+RequestT = TypeVar("RequestT")
+
+
+class EngineRuntime(ABC, Generic[RequestT]):
+    """What an engine and its streams share while it runs; an engine that is entered again has another one.
+
+    The state is kept here for every kind of engine; `Controllable` has the calls that change it. A subclass does what
+    only its kind can: it pauses, loads weights, gives memory up. Those are called one at a time, by who holds `lock`.
+    """
+
+    def __init__(self, gate: AdmissionGate, adapters: Adapters, *, context: int, versions: list[str]) -> None:
+        self.gate = gate
+        """The gate of the engine, which lets nobody in while the engine does not run."""
+        self.adapters = adapters
+        """The LoRA adapters on the weights."""
+        self.context = context
+        """The most ids a prompt and what is sampled on it may have together."""
+        self.versions = versions
+        """Every weight version so far, the newest last."""
+        self.requests: dict[RequestT, None] = {}
+        """The requests inside; ordered, so that what befalls all of them comes in one order."""
+        self.sampled = 0
+        """Ids that left the engine."""
+        self.state = EngineState.RUNNING
+        """What the engine is doing."""
+        self.standstill = Standstill()
+        """Stops the clocks of whoever waits for the engine while it stands still."""
+        self.asleep: frozenset[str] = frozenset()
+        """The parts of the engine's memory that are given up."""
+        self.weights_discarded = False
+        """Whether a sleep discarded the weights, and none were given since."""
+        self.paused_by_caller = False
+        """Whether the trainer paused the engine, which then goes on only when the trainer resumes it."""
+        self.cuts = 0
+        """How often turns that were being sampled were cut."""
+        self.listeners: set[Callable[[], None]] = set()
+        """Called after each update of the weights and each adapter that was added."""
+        self.lock = anyio.Lock()
+        """Held by who changes the engine: a second one waits for the first."""
+        self._ages = {version: number for number, version in enumerate(versions)}
+
+    # --- requests
+
+    @abstractmethod
+    def require_alive(self) -> None:
+        """Return if requests can be answered, as far as is known without asking.
+
+        Raises:
+            EngineDead: they cannot, with the cause.
+        """
+
+    def close(self, request: RequestT) -> None:
+        """Take note that a request is not inside any more; twice is allowed."""
+        self.requests.pop(request, None)
+
+    # --- versions
+
+    @property
+    def version(self) -> str:
+        """The version of the weights that sample now."""
+        return self.versions[-1]
+
+    def lag(self, version: str) -> int:
+        """How many updates ago the weights had this version; 0 for one that the engine never had.
+
+        For ids that an adapter sampled, its later additions count too.
+        """
+        newest = len(self.versions) - 1
+        behind = newest - self._ages.get(base_and_adapter(version)[0], newest)
+        return behind + self.adapters.lag(version)
+
+    def new_version(self, version: str | None) -> str:
+        """The name of the next weights: the one that is given, or the next number.
+
+        Raises:
+            BadOption: it is no name, or was there before.
+        """
+        if version is None:
+            return next(name for name in map(str, count(len(self.versions))) if name not in self._ages)
+        if not isinstance(version, str) or not version:
+            raise BadOption(f"update_weights(version={version!r}): give a name, or nothing to count up.")
+        if base_and_adapter(version)[1]:
+            raise BadOption(f"update_weights(version={version!r}): what follows the + would stand for an adapter.")
+        if version in self._ages:
+            raise BadOption(f"update_weights(version={version!r}): these weights were there before; give a new name.")
+        return version
+
+    def add_version(self, version: str) -> None:
+        """Take note of weights that are loaded."""
+        self._ages[version] = len(self.versions)
+        self.versions.append(version)
+        self.weights_discarded = False
+
+    def tell(self) -> None:
+        """Call the listeners."""
+        for listener in list(self.listeners):
+            listener()
+
+    # --- standing still and going on
+
+    async def halt(self, mode: PauseMode) -> None:
+        """From running to paused; undone where it fails or is cancelled."""
+        # The gate first, so that nobody enters who would then be cut or be waited for.
+        self.gate.hold()
+        self.cuts += mode is PauseMode.ABORT
+        try:
+            if mode is not PauseMode.WAIT:  # else what is being sampled goes on, and so do its clocks
+                self.standstill.begin()
+            await self.pause(mode)
+        except BaseException:
+            self.state = EngineState.PAUSED  # until it goes on: `resume` may be asked again where this fails
+            await to_its_end(self._undo)
+            raise
+        self.standstill.begin()
+        self.state = EngineState.PAUSED
+
+    async def _undo(self) -> None:
+        # Bounded, since an engine that did not pause may not answer to this either.
+        with anyio.move_on_after(UNDO_SECONDS):
+            await self.go_on()
+
+    async def go_on(self) -> None:
+        """From paused to running."""
+        await self.resume()
+        self.state = EngineState.RUNNING
+        self.standstill.end()
+        self.gate.release()
+
+    async def go_on_unless_paused(self) -> None:
+        """Go on, unless the trainer paused the engine or some of what it needs is missing."""
+        if not self.paused_by_caller and not self.weights_discarded and not self.asleep:
+            await self.go_on()
+
+    # --- what cannot be now, each refused by the name of the call
+
+    def require_running(self, call: str) -> None:
+        if self.state is not EngineState.RUNNING:
+            raise BadControl(f"{call}: the engine is {self.state.value} already.{self._way_out()}")
+
+    def require_paused(self, call: str) -> None:
+        if self.state is not EngineState.PAUSED:
+            raise BadControl(f"{call}: the engine is {self.state.value}, not paused.{self._way_out()}")
+        if self.weights_discarded:
+            raise BadControl(f"{call}: sleep(2) discarded the weights: update_weights(...) first.")
+
+    def require_weights_awake(self, call: str) -> None:
+        if "weights" in self.asleep:
+            raise BadControl(f"{call}: the memory of the weights is asleep: wake(['weights']) first.")
+
+    def _way_out(self) -> str:
+        ways = {EngineState.PAUSED: " resume() ends that.", EngineState.ASLEEP: " wake() ends that."}
+        return ways.get(self.state, "")
+
+    # --- what each kind of engine does itself; new weights, a sleep or a wake that fails half way raises EngineDead
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode) -> None:
+        """Stand still; what was being sampled is ended or kept, by `mode`."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Go on; also after a `pause` that failed or was cancelled half way."""
+
+    @abstractmethod
+    async def check_weights(self, source: Any) -> Any:
+        """Compare new weights with the model while the engine goes on; gives what `load_weights` needs of them.
+
+        Raises:
+            BadWeights: they do not fit; names the tensor.
+        """
+
+    @abstractmethod
+    async def load_weights(self, checked: Any, version: str) -> None:
+        """Exchange the weights, stamp `version` on what is sampled from now on, forget every cached prompt."""
+
+    @abstractmethod
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prompt, those of running requests included."""
+
+    def check_sleep(self, level: int) -> None:  # one that can always sleep has nothing to say
+        """Look whether `sleep` is possible, before anything is touched.
+
+        Raises:
+            BadControl: it is not; says why.
+        """
+
+    @abstractmethod
+    async def sleep(self, level: int) -> None:
+        """Give memory up: 1 keeps the weights elsewhere, 2 discards them."""
+
+    @abstractmethod
+    async def wake(self, tags: Collection[str]) -> None:
+        """Take the memory of these parts back, and stand still."""
+
+    @abstractmethod
+    async def profile(self, *, on: bool) -> None:
+        """Start or stop the profiler.
+
+        Raises:
+            BadControl: the engine has none, or was started without; says how to start it.
+        """
+
+    async def devices(self) -> list[str]:
+        """Where the model is, a name for each worker."""
+        return []

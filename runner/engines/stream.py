@@ -1,0 +1,102 @@
+"""What the streams of every kind of engine share: the way in through the gate, the way out, and whose ids they are."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from itertools import pairwise
+from typing import Any, Generic, Self, TypeVar
+
+from runner.engines.adapters import AdapterVersion
+from runner.engines.base import Delta, DeltaStream, Finish, GenerationRequest, Session
+from runner.engines.runtime import EngineRuntime
+from runner.errors import RequestRejected
+from runner.tokens.log import VersionSpan
+
+__all__ = ["GatedStream"]
+
+RuntimeT = TypeVar("RuntimeT", bound=EngineRuntime[Any])
+SessionT = TypeVar("SessionT", bound=Session)
+
+
+class Stamps:
+    """The weight versions of one request's ids: the weights change while it is sampled, its adapter does not."""
+
+    __slots__ = ("_adapter", "_marks")
+
+    def __init__(self, version: str, adapter: AdapterVersion | None = None) -> None:
+        self._marks = [(version, 0)]
+        self._adapter = "" if adapter is None else f"+{adapter.label}"
+
+    def named(self, version: str) -> str:
+        """A version of the weights with the adapter on them, as "7+poet@2"."""
+        return version + self._adapter
+
+    def mark(self, version: str, sampled: int) -> None:
+        """The weights were exchanged when so many ids had been sampled."""
+        self._marks.append((version, sampled))
+
+    def spans(self, length: int) -> tuple[VersionSpan, ...]:
+        """The versions of the first `length` ids, in order; a version that sampled nothing is not among them."""
+        if len(self._marks) == 1:  # as nearly always
+            return (VersionSpan(self.named(self._marks[0][0]), 0, length),) if length else ()
+        ends = [*((version, min(start, length)) for version, start in self._marks), ("", length)]
+        return tuple(
+            VersionSpan(self.named(version), start, end) for (version, start), (_, end) in pairwise(ends) if start < end
+        )
+
+
+class GatedStream(DeltaStream, Generic[RuntimeT, SessionT]):
+    """The deltas of one request: it waits at the gate, has its adapter, and gives its slot back."""
+
+    def __init__(self, runtime: RuntimeT, request: GenerationRequest, session: SessionT) -> None:
+        self.rest: list[Delta] = []
+        self.finish: Finish | None = None
+        self.request = request
+        self.sent = 0
+        """Ids that left the engine."""
+        self._runtime = runtime
+        self._session = session
+        self._stamps = Stamps(runtime.version)
+        self._adapter: AdapterVersion | None = None
+
+    async def __aenter__(self) -> Self:
+        runtime, request = self._runtime, self.request
+        self._check()
+        await runtime.gate.enter(self._session, self._room(len(request.prompt)))
+        runtime.requests[self] = None
+        try:
+            # Only now: weights and adapters may have changed while it waited at the gate.
+            self._adapter = runtime.adapters.take(request.name, request.sampling.adapter)
+            self._stamps = Stamps(runtime.version, self._adapter)
+            await self._begin()
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def _check(self) -> None:
+        """Refuse at once what the engine would refuse after it waited at the gate."""
+        runtime, request = self._runtime, self.request
+        runtime.require_alive()
+        if not 0 < len(request.prompt) < runtime.context:
+            raise RequestRejected(
+                f"{request.name}: the prompt has {len(request.prompt)} ids; "
+                f"the context is {runtime.context}, and at least one id must be given and one sampled"
+            )
+        runtime.adapters.check(request.name, request.sampling.adapter)
+
+    def _room(self, length: int) -> int:
+        """Ids of the KV cache that a sequence of `length` ids needs together with its next turn."""
+        return min(length + self.request.sampling.max_tokens, self._runtime.context)
+
+    @abstractmethod
+    async def _begin(self) -> None:
+        """Have the request sampled, once it was let in."""
+
+    def _leave(self) -> None:
+        runtime, request = self._runtime, self.request
+        runtime.close(self)
+        runtime.adapters.leave(self._adapter)
+        runtime.gate.leave(self._session, self._room(len(request.prompt) + self.sent))
+        if request.session is None:
+            runtime.gate.close(self._session)
