@@ -21,7 +21,7 @@ from runner.errors import BadModel, BadTemplate, first_line
 from runner.tokens.template import ChatTemplate, two_templates
 from runner.tokens.vocabulary_files import read_vocabulary_files
 
-__all__ = ["DEMO_MODEL", "ModelSource", "chat_template", "demo_model", "resolve_model", "stop_ids"]
+__all__ = ["DEMO_MODEL", "ResolvedModel", "chat_template", "demo_model", "resolve_model", "stop_ids"]
 
 DEMO_MODEL = "smollm2-135m"
 """SmolLM2-135M-Instruct (Apache-2.0), small enough for two cores and strong enough for the calculator."""
@@ -42,8 +42,8 @@ def _silent(line: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSource:
-    """Where a model comes from."""
+class ResolvedModel:
+    """A model that was found, with its small files on this machine."""
 
     name: str
     """The model as it was asked for."""
@@ -55,7 +55,7 @@ class ModelSource:
     """The name of the template of ours that serves the model, or None for the model's own."""
 
 
-def resolve_model(name: str | os.PathLike[str], *, say: Say = _silent) -> ModelSource:
+def resolve_model(name: str | os.PathLike[str], *, say: Say = _silent) -> ResolvedModel:
     """Find a model and see to it that its small files are on this machine.
 
     Blocks: the demo model is fetched and converted at its first use, and an id asks Hugging Face.
@@ -70,18 +70,18 @@ def resolve_model(name: str | os.PathLike[str], *, say: Say = _silent) -> ModelS
     text = os.fspath(name)
     if text == DEMO_MODEL:
         folder = demo_model(say=say)
-        return ModelSource(text, str(folder), folder, template="pythonic")
+        return ResolvedModel(text, str(folder), folder, template="pythonic")
     path = Path(text).expanduser()
     if path.exists():
         return _folder(text, path)
     if isinstance(name, str) and _HUB_ID.fullmatch(text):
-        return ModelSource(text, text, _hub_folder(text, say))
+        return ResolvedModel(text, text, _hub_folder(text, say))
     raise BadModel(f"There is no model folder {text!r}. {_CHOICES}")
 
 
-def _folder(name: str, path: Path) -> ModelSource:
+def _folder(name: str, path: Path) -> ResolvedModel:
     if path.is_dir() and (path / "config.json").is_file():
-        return ModelSource(name, str(path.resolve()), path.resolve())
+        return ResolvedModel(name, str(path.resolve()), path.resolve())
     what = "has no config.json, so it is no model" if path.is_dir() else "is no folder"
     raise BadModel(f"{name!r} {what}. {_CHOICES}")
 
@@ -99,44 +99,44 @@ def _hub_folder(model_id: str, say: Say) -> Path:
     return _folder(model_id, folder).folder
 
 
-def chat_template(source: ModelSource, given: str | Path | ChatTemplate | None = None) -> ChatTemplate:
+def chat_template(model: ResolvedModel, given: str | Path | ChatTemplate | None = None) -> ChatTemplate:
     """The chat template of a model: the one given, or the bundled one that serves it, or its own.
 
     Of several of its own, "tool_use" is rendered where there are tools and "default" elsewhere, as transformers does.
 
     Args:
-        source: the model; its control tokens become the template's variables.
+        model: the model; its control tokens become the template's variables.
         given: a bundled name, a file, or a template.
 
     Raises:
         BadTemplate: there is none, or it cannot be read.
     """
-    settings = _json(source.folder / "tokenizer_config.json")
-    wanted = given or source.template
+    settings = _json(model.folder / "tokenizer_config.json")
+    wanted = given or model.template
     if wanted is None:
-        template = _own_template(source, settings)
+        template = _own_template(model, settings)
     else:
         template = wanted if isinstance(wanted, ChatTemplate) else ChatTemplate.load(wanted)
-    return template.with_variables({**_control_tokens(source.folder, template), **template.variables})
+    return template.with_variables({**_control_tokens(model.folder, template), **template.variables})
 
 
-def _own_template(source: ModelSource, settings: dict[str, Any]) -> ChatTemplate:
-    texts = _template_files(source.folder) or _template_settings(settings.get("chat_template"))
+def _own_template(model: ResolvedModel, settings: dict[str, Any]) -> ChatTemplate:
+    texts = _template_files(model.folder) or _template_settings(settings.get("chat_template"))
     if not texts:
         raise BadTemplate(
-            f"The model {source.name!r} comes without a chat template: give one, `--template pythonic`, "
+            f"The model {model.name!r} comes without a chat template: give one, `--template pythonic`, "
             "`--template hermes` or a .jinja file."
         )
     if _DEFAULT not in texts:
         raise BadTemplate(
-            f"The model {source.name!r} comes with chat templates by name ({', '.join(sorted(texts))}) and none is "
+            f"The model {model.name!r} comes with chat templates by name ({', '.join(sorted(texts))}) and none is "
             "called default: write the one that is meant to a .jinja file and give it, `--template FILE`."
         )
     default, with_tools = texts[_DEFAULT], texts.get(_TOOL_USE, texts[_DEFAULT])
     if default == with_tools:
-        return ChatTemplate(default, name=source.name)
+        return ChatTemplate(default, name=model.name)
     which = f"{_TOOL_USE} where there are tools, else {_DEFAULT}"
-    return two_templates(with_tools, default, name=f"{source.name} ({which})")
+    return two_templates(with_tools, default, name=f"{model.name} ({which})")
 
 
 def _template_files(folder: Path) -> dict[str, str]:
@@ -161,11 +161,11 @@ def _control_tokens(folder: Path, template: ChatTemplate) -> dict[str, str]:
     return {name: token for name, token in tokens.items() if name in _USUAL or name in template.text}
 
 
-def stop_ids(source: ModelSource, eos_id: int | None) -> tuple[int, ...]:
+def stop_ids(model: ResolvedModel, eos_id: int | None) -> tuple[int, ...]:
     """The ids that end a turn: the tokenizer's `eos_id`, then those of generation_config.json, or else config.json."""
-    listed = _json(source.folder / "generation_config.json").get("eos_token_id")
+    listed = _json(model.folder / "generation_config.json").get("eos_token_id")
     if listed is None:
-        listed = _json(source.folder / "config.json").get("eos_token_id")
+        listed = _json(model.folder / "config.json").get("eos_token_id")
     further = listed if isinstance(listed, list) else [listed]
     return tuple(dict.fromkeys(token for token in (eos_id, *further) if token is not None))
 

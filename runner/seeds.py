@@ -8,7 +8,7 @@ __all__ = ["derive_seed"]
 
 
 def derive_seed(*parts: str | int) -> int:
-    """A seed of 63 bits that depends on every part and its place, and on nothing else.
+    """A seed of 63 bits that depends on every part and its position, and on nothing else.
 
     Python's `hash` would differ from process to process.
     """

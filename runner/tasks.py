@@ -96,7 +96,7 @@ class TaskBuilder:
         """The class whose tasks are made."""
         self.known = frozenset(field.name for field in dataclasses.fields(task_class))
         """The names of its fields."""
-        self._adapters = _adapters(task_class)
+        self._validators = _validators(task_class)
 
     def __call__(self, fields: Mapping[str, Any]) -> Task:
         """The task of these fields.
@@ -111,11 +111,11 @@ class TaskBuilder:
     def _typed(self, name: str, value: Any) -> Any:
         from pydantic import ValidationError
 
-        adapter = self._adapters.get(name)
-        if adapter is None:
+        validator = self._validators.get(name)
+        if validator is None:
             return value
         try:
-            return adapter.validate_python(value)
+            return validator.validate_python(value)
         except ValidationError as error:
             raise ValueError(f"{name}: {error.errors()[0]['msg']}, got {value!r:.60}") from error
 
@@ -136,7 +136,7 @@ def check_own_fields(fields: Mapping[str, Any]) -> None:
 _OWN_FIELDS = frozenset(field.name for field in dataclasses.fields(Task))
 
 
-def _adapters(task_class: type[Task]) -> dict[str, TypeAdapter[Any]]:
+def _validators(task_class: type[Task]) -> dict[str, TypeAdapter[Any]]:
     """For each field that an author added, what turns JSON into its type; a type that pydantic cannot say has none."""
     from pydantic import PydanticUserError, TypeAdapter
 
@@ -144,8 +144,8 @@ def _adapters(task_class: type[Task]) -> dict[str, TypeAdapter[Any]]:
         hints = typing.get_type_hints(task_class)
     except NameError:
         return {}
-    adapters = {}
+    validators = {}
     for name in hints.keys() - _OWN_FIELDS:
         with contextlib.suppress(PydanticUserError):
-            adapters[name] = TypeAdapter(hints[name])
-    return adapters
+            validators[name] = TypeAdapter(hints[name])
+    return validators

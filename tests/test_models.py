@@ -17,7 +17,7 @@ import pytest
 
 from runner import models
 from runner.errors import BadModel, BadTemplate
-from runner.models import ModelSource, chat_template, demo_model, resolve_model, stop_ids
+from runner.models import ResolvedModel, chat_template, demo_model, resolve_model, stop_ids
 from runner.tokens.probing.traits import profile_of
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tool_support import missing_tool_property
@@ -183,10 +183,10 @@ def test_an_unknown_id_names_what_hugging_face_said(monkeypatch: pytest.MonkeyPa
         resolve_model("smolm2-135m")
 
 
-def model_of(folder: Path, **files: object) -> ModelSource:
+def model_of(folder: Path, **files: object) -> ResolvedModel:
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
-    return ModelSource("some/model", "some/model", folder)
+    return ResolvedModel("some/model", "some/model", folder)
 
 
 @pytest.mark.parametrize(

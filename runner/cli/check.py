@@ -196,8 +196,8 @@ def _of_any_episode(finding: Finding) -> str:
     """What findings have in common that say the same of several episodes: all but their numbers and addresses."""
     if not finding.of_episode:
         return finding.text
-    text, _, place = finding.text.partition(" (in ")
-    return re.sub(r"0x[0-9a-f]+|\d+", "", re.sub(r"task '[^']*'", "task", text)) + place
+    text, _, where = finding.text.partition(" (in ")
+    return re.sub(r"0x[0-9a-f]+|\d+", "", re.sub(r"task '[^']*'", "task", text)) + where
 
 
 def _tools(environments: Sequence[Environment[Any]], later_first: bool | None, call: ModelCall) -> Sequence[Tool]:

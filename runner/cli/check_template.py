@@ -18,7 +18,7 @@ from rich.text import Text
 from runner.cli.report import make_console
 from runner.cli.values import plain_values
 from runner.errors import BadInput, BadOption, BadTemplate
-from runner.models import ModelSource, chat_template, resolve_model, stop_ids
+from runner.models import ResolvedModel, chat_template, resolve_model, stop_ids
 from runner.options import HistoryPolicy
 from runner.tokens.bridging.refusal import Property
 from runner.tokens.probing.appends import Append, Exactness, Passage, Verdict
@@ -47,7 +47,7 @@ class Subject:
     template: ChatTemplate
     """The template, not compiled yet: that may never end."""
 
-    source: ModelSource | None = None
+    model: ResolvedModel | None = None
     """The model whose vocabulary is used; None for bytes and the template's own control tokens."""
 
 
@@ -107,9 +107,9 @@ def check_template_command(name: str, *, template: str | None, options: Sequence
 def _subject(name: str, template: str | None) -> Subject:
     if template is None and (name in bundled_templates() or name.endswith(".jinja") or Path(name).is_file()):
         return Subject(_template(name).with_variables(STAND_INS))
-    source = resolve_model(name, say=lambda line: print(line, file=sys.stderr))
+    model = resolve_model(name, say=lambda line: print(line, file=sys.stderr))
     own = None if template is None else _template(template)
-    return Subject(chat_template(source, own), source)
+    return Subject(chat_template(model, own), model)
 
 
 def _template(name: str) -> ChatTemplate:
@@ -123,10 +123,10 @@ def _template(name: str) -> ChatTemplate:
 
 
 def _examined(subject: Subject, options: Mapping[str, Any]) -> Findings:
-    wanted, vocabulary, source = "", {}, subject.source
-    if source is not None:
-        wanted = _wanted_bos(source.folder)
-        vocabulary = {"folder": str(source.folder), "stop_ids": stop_ids(source, None)}
+    wanted, vocabulary, model = "", {}, subject.model
+    if model is not None:
+        wanted = _wanted_bos(model.folder)
+        vocabulary = {"folder": str(model.folder), "stop_ids": stop_ids(model, None)}
     request = request_of(subject.template, options, datetime.now(), wanted_bos=wanted)
     answer = in_process({**request, "vocabulary": vocabulary}, seconds=SECONDS)
     profile = TemplateProfile.from_json(answer["profile"])
@@ -202,7 +202,7 @@ def _document(name: str, subject: Subject, options: Mapping[str, Any], findings:
         "checked": name,
         "template": subject.template.name,
         "fingerprint": subject.template.fingerprint,
-        "vocabulary": "bytes" if subject.source is None else str(subject.source.folder),
+        "vocabulary": "bytes" if subject.model is None else str(subject.model.folder),
         "options": options,
         "stops": findings.stops,
         "profile": {
@@ -240,7 +240,7 @@ def _failure(name: str, options: Mapping[str, Any], error: BadInput) -> dict[str
 
 def _print(console: Console, subject: Subject, findings: Findings) -> None:
     stops = " ".join(f"{token} ({token_id})" for token, token_id in findings.stops.items())
-    vocabulary = subject.source.name if subject.source is not None else "bytes, and the template's control tokens"
+    vocabulary = subject.model.name if subject.model is not None else "bytes, and the template's control tokens"
     console.print(Text.assemble(("template    ", "dim"), (subject.template.name, "bold")), soft_wrap=True)
     console.print(Text.assemble(("vocabulary  ", "dim"), vocabulary), soft_wrap=True)
     console.print(Text.assemble(("stops       ", "dim"), printable(stops)), soft_wrap=True)
@@ -253,7 +253,7 @@ def _print(console: Console, subject: Subject, findings: Findings) -> None:
     for line in _problems(findings):
         console.print(line, soft_wrap=not console.is_terminal)
     console.print()
-    for line in _example(findings.example, bytes_alone=subject.source is None):
+    for line in _example(findings.example, bytes_alone=subject.model is None):
         console.print(line, soft_wrap=not console.is_terminal)
     console.print()
     console.print(_conclusion(findings), soft_wrap=True)

@@ -126,12 +126,12 @@ def write_project(names: Names, folder: Path) -> None:
 
 def _write(names: Names, folder: Path) -> None:
     skeleton = _skeleton()
-    for source in sorted(skeleton.rglob("*")):
-        place = source.relative_to(skeleton)
-        if source.is_file() and _LEFT_BY_TESTS.isdisjoint(place.parts):
-            target = folder / names.render(str(place))
+    for file in sorted(skeleton.rglob("*")):
+        path = file.relative_to(skeleton)
+        if file.is_file() and _LEFT_BY_TESTS.isdisjoint(path.parts):
+            target = folder / names.render(str(path))
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(names.render(source.read_text(encoding="utf-8")), encoding="utf-8")
+            target.write_text(names.render(file.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def _skeleton() -> Path:

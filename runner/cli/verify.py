@@ -207,7 +207,7 @@ def _print(console: Console, file: Path, verdict: Verdict) -> None:
         say(f"{file}: its trajectories were not looked at")
     elif verdict.differing:
         say(f"{file}: {looked_at}: trajectories that do not follow: {verdict.differing}, first of them")
-        say(_place(found), "bold")
+        say(_where(found), "bold")
     else:
         say(f"{file}: {looked_at}: each follows, and together they are not what the run left")
         say(found.episode, "bold")
@@ -219,7 +219,7 @@ def _print(console: Console, file: Path, verdict: Verdict) -> None:
             say(f"           {' '.join(map(str, ids))}", "dim")
 
 
-def _place(found: Difference) -> str:
+def _where(found: Difference) -> str:
     parts = [found.episode, f"agent {found.agent}"]
     if found.attempt:
         parts.append(f"attempt {found.attempt}")

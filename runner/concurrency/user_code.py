@@ -113,10 +113,10 @@ def describe_error(error: BaseException) -> str:
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     origin = error.__cause__ if isinstance(error, AuthorExit) and error.__cause__ else error
     frames = traceback.extract_tb(origin.__traceback__)
-    places = [f"in {_place(frame)}" for frame in frames if not is_foreign(frame.filename)][-1:]
+    raised_at = [f"in {_where(frame)}" for frame in frames if not is_foreign(frame.filename)][-1:]
     # What we raise ourselves says what is wrong; where we do is nobody's business.
-    places += [f"raised in {_place(frame)}" for frame in frames[-1:] if _is_library(frame.filename)]
-    return f"{what} ({'; '.join(places)})" if places else what
+    raised_at += [f"raised in {_where(frame)}" for frame in frames[-1:] if _is_library(frame.filename)]
+    return f"{what} ({'; '.join(raised_at)})" if raised_at else what
 
 
 def _text_of(error: BaseException) -> str:
@@ -147,7 +147,7 @@ def _is_not_the_authors(error: BaseException) -> bool:
     return isinstance(error, kinds)
 
 
-def _place(frame: traceback.FrameSummary) -> str:
+def _where(frame: traceback.FrameSummary) -> str:
     *_, file = re.split(r"/lib/python3[^/]*/(?:(?:site|dist)-packages/)?|/(?:site|dist)-packages/", frame.filename)
     return f"{frame.name}, {file}:{frame.lineno}"
 

@@ -46,7 +46,7 @@ class Stamps:
 
 
 class GatedStream(DeltaStream, Generic[RuntimeT, SessionT]):
-    """The deltas of one request: it waits at the gate, has its adapter, and gives its slot back."""
+    """The deltas of one request: it waits at the gate, has its adapter, and gives its place back."""
 
     def __init__(self, runtime: RuntimeT, request: GenerationRequest, session: SessionT) -> None:
         self.rest: list[Delta] = []

@@ -259,7 +259,7 @@ def forms_of_transfer(transfer: WeightTransfer) -> dict[str, TensorForm]:
     return forms
 
 
-def compare(given: Mapping[str, TensorForm], model: Checkpoint, *, source: str) -> None:
+def compare(given: Mapping[str, TensorForm], model: Checkpoint, *, given_as: str) -> None:
     """Return if the weights fit.
 
     Every tensor of the model has to be there, since vLLM exchanges fused parameters as a whole and keeps no part of
@@ -271,10 +271,10 @@ def compare(given: Mapping[str, TensorForm], model: Checkpoint, *, source: str) 
     missing = [name for name in model.forms if name not in given and not model.optional(name)]
     unknown = [name for name in given if name not in model.forms and not model.optional(name)]
     if missing or unknown:
-        raise BadWeights(f"{source}: {_misnamed(missing, unknown, given, model)}")
+        raise BadWeights(f"{given_as}: {_misnamed(missing, unknown, given, model)}")
     wrong = list(_misfits(given, model))
     if wrong:
-        raise BadWeights(f"{source}: {_first(wrong, '; ')}. The model is {model.name}.")
+        raise BadWeights(f"{given_as}: {_first(wrong, '; ')}. The model is {model.name}.")
 
 
 def _misnamed(missing: list[str], unknown: list[str], given: Mapping[str, TensorForm], model: Checkpoint) -> str:
@@ -282,8 +282,8 @@ def _misnamed(missing: list[str], unknown: list[str], given: Mapping[str, Tensor
     if missing:
         told.append(f"missing {_first([repr(name) for name in missing])}")
     if unknown:
-        places = [f"{name!r}{_place(given[name])}" for name in unknown]
-        told.append(f"no tensor of the model is called {_first(places)}")
+        named = [f"{name!r}{_in_file(given[name])}" for name in unknown]
+        told.append(f"no tensor of the model is called {_first(named)}")
     prefix = _prefix(missing, unknown)
     hint = f"Take {prefix!r} off every name" if prefix else "Give exactly the tensors of its checkpoint"
     return f"{'; '.join(told)}. The model is {model.name}, with {len(model.forms)} tensors. {hint}."
@@ -304,15 +304,15 @@ def _misfits(given: Mapping[str, TensorForm], model: Checkpoint) -> Iterator[str
         if form is None:
             continue
         if form.shape != wanted.shape:
-            yield f"the tensor {name!r}{_place(form)} has shape {form.shape}, the model's has {wanted.shape}"
+            yield f"the tensor {name!r}{_in_file(form)} has shape {form.shape}, the model's has {wanted.shape}"
         elif form.dtype != wanted.dtype and not {form.dtype, wanted.dtype} <= set(FLOATS):
             yield (
-                f"the tensor {name!r}{_place(form)} is {form.dtype}, the model's is {wanted.dtype}, and only "
+                f"the tensor {name!r}{_in_file(form)} is {form.dtype}, the model's is {wanted.dtype}, and only "
                 f"{', '.join(FLOATS)} are taken for each other"
             )
 
 
-def _place(form: TensorForm) -> str:
+def _in_file(form: TensorForm) -> str:
     return f" in {form.file}" if form.file else ""
 
 

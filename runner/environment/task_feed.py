@@ -35,7 +35,7 @@ class TaskSource(Protocol):
     """
 
     def __iter__(self) -> Iterator[Task]:
-        """Give the tasks. The next one is asked for, in a thread, when there is a place for its first episode."""
+        """Give the tasks. The next one is asked for, in a thread, when its first episode can begin."""
         ...
 
     def finished(self, trajectory: Trajectory) -> None:
@@ -64,7 +64,7 @@ def own_tasks(environment: Environment[Any]) -> Tasks:
 
 
 class TaskFeed:
-    """Tasks one at a time, pulled when somebody has a place for one.
+    """Tasks one at a time, pulled when somebody can play one.
 
     What may block runs in the run's threads: `next` of a synchronous source, and its `finished`. A list cannot block.
     """

@@ -119,11 +119,11 @@ def _text(tool: Tool, result: object) -> str:
     try:
         return result_text(result)
     except Exception as error:
-        error.add_note(f"it was tool {tool.name}(){_place(tool.call)}")
+        error.add_note(f"it was tool {tool.name}(){_where(tool.call)}")
         raise
 
 
-def _place(call: Callable[..., object]) -> str:
+def _where(call: Callable[..., object]) -> str:
     """Where a tool was written: its own frame is gone when its result turns out to have no text."""
     code = getattr(inspect.unwrap(call), "__code__", None)
     return f", {code.co_filename}:{code.co_firstlineno}" if code is not None else ""

@@ -11,7 +11,7 @@ from runner.episode.key import MAIN
 from runner.episode.limits import Ending
 from runner.episode.parsed_turn import ParsedTurn, cut_in_reasoning, text_of
 from runner.episode.prompting import PreparedPrompt, next_prompt
-from runner.episode.sampling import Sample, sample
+from runner.episode.sample import Sample, sample
 from runner.episode.state import ConversationState
 from runner.errors import BadOption, EngineError, RequestRejected
 from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice

@@ -15,7 +15,7 @@ import anyio.lowlevel
 
 from runner.concurrency.threads import soon_on_this_loop
 from runner.engines.base import Engine, FinishReason, GenerationRequest
-from runner.episode.sampling import Sample, sample
+from runner.episode.sample import Sample, sample
 from runner.errors import EngineDead, EngineError, RequestRejected
 from runner.options import Sampling
 from runner.seeds import derive_seed
@@ -29,7 +29,7 @@ class Row:
     """A prompt to be sampled on."""
 
     index: int
-    """The row's place in the batch."""
+    """The row's index in the batch."""
     prompt: array[int]
     """The prompt's token ids, shape [prompt], int32; at least one."""
     stop: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class SampledRow:
     """A row that is finished."""
 
     index: int
-    """The row's place in the batch."""
+    """The row's index in the batch."""
     log: TokenLog
     """The prompt and the sampled ids, with log-probabilities and weight versions."""
     start: int

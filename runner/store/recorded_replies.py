@@ -17,7 +17,7 @@ from anyio import to_thread
 
 from runner.engines.base import FinishReason
 from runner.engines.scripted.engine import ScriptedEngine
-from runner.engines.scripted.replies import EncodedReply, ReplyEncoder, ReplySource, reply_source
+from runner.engines.scripted.replies import EncodedReply, ReplyEncoder, ScriptedModel, scripted_model
 from runner.engines.scripted.script import ModelCall, Reply, packed
 from runner.errors import RequestRejected
 from runner.store.reader import RunFile
@@ -26,7 +26,7 @@ from runner.trajectory import Turn
 __all__ = ["RecordedReplies", "ScriptedEngine"]
 
 
-class RecordedReplies(ReplySource):
+class RecordedReplies(ScriptedModel):
     """Says what was said to the same prompt; where that differed, what was said with the same seed.
 
     Args:
@@ -66,8 +66,8 @@ class RecordedReplies(ReplySource):
         return {"recorded": str(self._run.path if isinstance(self._run, RunFile) else self._run)}
 
 
-@reply_source.register(Path)
-@reply_source.register(RunFile)
+@scripted_model.register(Path)
+@scripted_model.register(RunFile)
 def _recorded(run: Path | RunFile, encoder: ReplyEncoder) -> RecordedReplies:
     return RecordedReplies(run)
 

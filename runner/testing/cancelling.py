@@ -160,7 +160,7 @@ class _Run:
             if len(self.delivered) > _MOST_SWALLOWED:
                 raise self._given_up(self._swallowed_for_ever())
             if suspensions == self.at:
-                self.cancelled_in = _place(coroutine)
+                self.cancelled_in = _where(coroutine)
                 scope.cancel(_REASON)
             resume = yield from self._suspended(awaited)
 
@@ -224,9 +224,9 @@ def _is_of_event_loop(frame: types.FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _EVENT_LOOPS
 
 
-def _place(coroutine: Any) -> str:
+def _where(coroutine: Any) -> str:
     """Where the scenario is suspended: its innermost frame outside the event loop's libraries."""
-    place = "the scenario"
+    where = "the scenario"
     while True:
         match coroutine:
             case types.CoroutineType():
@@ -234,9 +234,9 @@ def _place(coroutine: Any) -> str:
             case types.GeneratorType():
                 frame, inner = coroutine.gi_frame, coroutine.gi_yieldfrom
             case _:
-                return place
+                return where
         if frame is not None and not _is_of_event_loop(frame):
-            place = f"{coroutine.__qualname__} ({frame.f_code.co_filename}:{frame.f_lineno})"
+            where = f"{coroutine.__qualname__} ({frame.f_code.co_filename}:{frame.f_lineno})"
         coroutine = inner
 
 

@@ -197,7 +197,7 @@ class Cassette:
             engine = replay(path, tokenizer=tokenizer)
             self._replayed.append(engine)
             return engine
-        self._recorded[path] = recording = record(self._source(source))
+        self._recorded[path] = recording = record(self._engine_of(source))
         return recording
 
     def save(self) -> None:
@@ -211,7 +211,7 @@ class Cassette:
         left = [engine.leftovers() for engine in self._replayed]
         return [problem for engine in self._replayed for problem in engine.problems] + [text for text in left if text]
 
-    def _source(self, source: Any) -> Engine:
+    def _engine_of(self, source: Any) -> Engine:
         if source is None:
             source = self._request.getfixturevalue("real_engine")
         made = source if isinstance(source, Engine) else source() if callable(source) else source

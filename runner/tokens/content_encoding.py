@@ -180,15 +180,15 @@ class AddedTokens:
 
     def _mask(self, said: str) -> str:
         """As many characters, none of them in a control token; what the neighbours can see of `said` is kept."""
-        core = said.strip(_SPACES)
-        if not core:
+        words = said.strip(_SPACES)
+        if not words:
             return said
-        begin = said.index(core[0])
-        before, after = said[:begin], said[begin + len(core) :]
-        mask = self._other * len(core)
+        begin = said.index(words[0])
+        before, after = said[:begin], said[begin + len(words) :]
+        mask = self._other * len(words)
         if self._single_words:
-            first, last = (self._word if _is_word(char) else self._other for char in (core[0], core[-1]))
-            mask = (first + mask[1:-1] + last)[-len(core) :]
+            first, last = (self._word if _is_word(char) else self._other for char in (words[0], words[-1]))
+            mask = (first + mask[1:-1] + last)[-len(words) :]
         return before + mask + after
 
     def _marked(self, text: str, found: Sequence[tuple[int, int, int]]) -> str:

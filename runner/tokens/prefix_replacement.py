@@ -196,7 +196,7 @@ def _is_subsequence(part: list[int], whole: list[int]) -> bool:
 def _lost(
     model: list[int], sampled: Sequence[int], render: list[int], name: str, eos: frozenset[int]
 ) -> PrefixReplacement | None:
-    """The first place where `render` has not what nobody sampled. Between, a sampled turn may be written otherwise."""
+    """The first position where `render` lacks what nobody sampled. Between, a sampled turn may be written otherwise."""
     position, cut = 0, False  # cut: a sampled turn whose EOS is still to come
     for begin, end in _stretches(sampled):
         stretch = model[begin:end]

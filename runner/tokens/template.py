@@ -63,9 +63,9 @@ class ChatTemplate:
         """
         bundled = _bundled()
         path = bundled.get(name_or_path) if isinstance(name_or_path, str) else None
-        source = path or Path(name_or_path)
+        file = path or Path(name_or_path)
         try:
-            text = source.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             names = ", ".join(sorted(bundled))
             raise BadTemplate(

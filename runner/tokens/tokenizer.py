@@ -261,11 +261,11 @@ def load_tokenizer(folder: Path) -> VocabularyTokenizer:
             f"no tokenizer can be read from {path}: {error}. "
             f"Save one there with AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})."
         ) from error
-    check_round_trip(tokenizer, source=str(path))
+    check_round_trip(tokenizer, name=str(path))
     return tokenizer
 
 
-def check_round_trip(tokenizer: Tokenizer, *, source: str = "the vocabulary") -> None:
+def check_round_trip(tokenizer: Tokenizer, *, name: str = "the vocabulary") -> None:
     """See that ordinary text of several scripts survives encoding and decoding, spaces and line breaks included.
 
     Raises:
@@ -275,7 +275,7 @@ def check_round_trip(tokenizer: Tokenizer, *, source: str = "the vocabulary") ->
         kept = tokenizer.decode(tokenizer.encode(text))
         if kept != tokenizer.normalize(text):
             raise BadModel(
-                f"{source} loses text: {text!r} comes back as {kept!r}. A class that rebuilds a tokenizer from the "
+                f"{name} loses text: {text!r} comes back as {kept!r}. A class that rebuilds a tokenizer from the "
                 "model's type does that when it takes it for another type: put the tokenizer.json that the model was "
                 "published with in its place, or save one with PreTrainedTokenizerFast(tokenizer_file=...)."
             )

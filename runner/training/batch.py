@@ -16,7 +16,7 @@ from runner.training.advantages import AdvantageRule
 from runner.training.exactness import constrained_ids, inexact_reason, temperatures
 from runner.training.packing import Layout
 from runner.training.rows import NO_VERSION, TrainingRow
-from runner.training.selection import ComparedGroup, Selection, Source, name_of
+from runner.training.selection import ComparedGroup, GroupsOrTrajectories, Selection, name_of
 from runner.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class TrainingBatch:
     @classmethod
     def padded(
         cls,
-        source: Source,
+        source: GroupsOrTrajectories,
         *,
         pad_id: int,
         length: int | None = None,
@@ -136,7 +136,7 @@ class TrainingBatch:
     @classmethod
     def packed(
         cls,
-        source: Source,
+        source: GroupsOrTrajectories,
         *,
         length: int,
         pad_id: int,

@@ -245,18 +245,18 @@ def _xgrammar() -> Any:
 
 def _tokenizer_info(xgrammar: Any, model: str | os.PathLike[str], vocabulary: int | None) -> tuple[Any, frozenset[int]]:
     """The vocabulary as vLLM hands it to xgrammar, and the model's stop ids."""
-    source = models.resolve_model(model)
-    size = vocabulary or _logits(source.folder)
+    resolved = models.resolve_model(model)
+    size = vocabulary or _logits(resolved.folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other libraries' own affairs
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source.folder)
+            tokenizer = AutoTokenizer.from_pretrained(resolved.folder)
         except (OSError, ValueError) as error:
-            raise BadModel(f"the tokenizer of {source.name!r} cannot be loaded: {_without_place(error)}") from error
+            raise BadModel(f"the tokenizer of {resolved.name!r} cannot be loaded: {_without_place(error)}") from error
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
-    return info, frozenset(models.stop_ids(source, tokenizer.eos_token_id))
+    return info, frozenset(models.stop_ids(resolved, tokenizer.eos_token_id))
 
 
 def _logits(folder: Path) -> int:

@@ -18,9 +18,9 @@ from runner.training.advantages import without_spread
 from runner.training.rows import TrainingRow, rows_of, version_table
 from runner.trajectory import Group, Trajectory
 
-__all__ = ["NO_REWARD", "NO_TURN", "UNTRAINED", "ComparedGroup", "Selection", "Source", "grouped"]
+__all__ = ["NO_REWARD", "NO_TURN", "UNTRAINED", "ComparedGroup", "GroupsOrTrajectories", "Selection", "grouped"]
 
-Source: TypeAlias = Iterable[Group | Trajectory]
+GroupsOrTrajectories: TypeAlias = Iterable[Group | Trajectory]
 """What a batch is made of. A trajectory given by itself is compared with no other: it is a group of its own."""
 
 NO_TURN: Final = "no_turn"
@@ -75,7 +75,12 @@ class Selection:
 
     @classmethod
     def of(
-        cls, source: Source, *, partial: bool = False, drop_flat: bool = False, vocabulary: int | None = None
+        cls,
+        source: GroupsOrTrajectories,
+        *,
+        partial: bool = False,
+        drop_flat: bool = False,
+        vocabulary: int | None = None,
     ) -> Selection:
         """Choose from groups and trajectories.
 
@@ -125,7 +130,7 @@ def name_of(trajectory: Trajectory) -> str:
     return f"episode {trajectory.id!r} of agent {trajectory.agent!r}"
 
 
-def _items(source: Source, *, partial: bool, drop_flat: bool) -> Sequence[Group | Trajectory]:
+def _items(source: GroupsOrTrajectories, *, partial: bool, drop_flat: bool) -> Sequence[Group | Trajectory]:
     """What was given, each of it fit to be compared."""
     if not isinstance(source, Iterable):
         raise BadBatch(

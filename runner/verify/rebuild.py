@@ -18,7 +18,7 @@ from runner.engines.base import Engine, FinishReason
 from runner.episode.model import ChatModel
 from runner.episode.parsed_turn import ParsedTurn, cut_in_reasoning, text_of
 from runner.episode.prompting import RETRY, followed_junction, forked_junction
-from runner.episode.sampling import StopStrings
+from runner.episode.sample import StopStrings
 from runner.messages import Message, as_messages
 from runner.options import History, HistoryPolicy
 from runner.store.json_values import encode_json
@@ -133,7 +133,7 @@ class _Check:
             sources.extend(array("b", [said]) * (turn.end - turn.start))
         if segment.log.sources != sources:
             at = first_mismatch(segment.log.sources, sources)
-            stored, derived = (_source(each, at) for each in (segment.log.sources, sources))
+            stored, derived = (_source_name(each, at) for each in (segment.log.sources, sources))
             self._compare.turn = next((turn.number for turn in turns if at < turn.end), None)
             self._compare.differ(Kind.LAYOUT, "the source of an id", index=at, stored=stored, derived=derived)
 
@@ -317,7 +317,7 @@ def _continues(before: Turn | None, turn: Turn | None) -> bool:
     return before is not None and turn is not None and before.end == turn.start
 
 
-def _source(sources: array[int], at: int) -> str:
+def _source_name(sources: array[int], at: int) -> str:
     if at >= len(sources):
         return "none"
     return Source(sources[at]).name.lower() if sources[at] in list(Source) else str(sources[at])

@@ -26,8 +26,8 @@ from runner.engines.vllm.runtime import VllmRuntime
 from runner.engines.vllm.settings import RequestMaker
 from runner.engines.vllm.start import VllmProcess
 from runner.engines.vllm.weight_loading import VllmWeights
-from runner.episode.sampling import Sample, sample
-from runner.models import ModelSource
+from runner.episode.sample import Sample, sample
+from runner.models import ResolvedModel
 from runner.options import Sampling
 from runner.runs.process import collector_settings, on_event_loop
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -144,7 +144,7 @@ def _engine(frontend: Frontend, stream_interval: int) -> VllmEngine:
     """An engine of ours that was not started: its core is not there."""
     engine = VllmEngine("smollm2-135m", stream_interval=stream_interval)
     engine.runtime = VllmRuntime(
-        VllmProcess(ModelSource("none", "", Path()), {}),
+        VllmProcess(ResolvedModel("none", "", Path()), {}),
         frontend,
         VllmWeights(frontend, "none"),
         gate=AdmissionGate(STREAMS, 16_000_000, block=16),

@@ -18,7 +18,7 @@ from runner.engines.adapters import Adapters, base_and_adapter
 from runner.engines.vllm.adapters import VllmAdapters
 from runner.engines.vllm.worker.masking import mask_kernels
 from runner.errors import BadOption, BadWeights, EngineDead, EngineError, RequestRejected
-from runner.models import ModelSource
+from runner.models import ResolvedModel
 from tests.engines.lora import adapter_config, adapter_tensors, save_adapter
 
 pytestmark = pytest.mark.anyio
@@ -49,7 +49,7 @@ class FakeVllm:
             lora_config=SimpleNamespace(max_lora_rank=8) if enabled else None,
             model_config=SimpleNamespace(quantization=quantization, hf_config=whole),
         )
-        self.source = ModelSource("tiny", str(model), model)
+        self.model = ResolvedModel("tiny", str(model), model)
         self.loaded: dict[int, Path] = {}
         self.fails: Exception | None = None
         self.called: Callable[[], object] = lambda: None
@@ -80,7 +80,7 @@ async def answered(what: str, call: Awaitable[Any]) -> Any:
 
 
 def adapters_of(vllm: FakeVllm) -> VllmAdapters:
-    return VllmAdapters(vllm, vllm.source, answered)
+    return VllmAdapters(vllm, vllm.model, answered)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runner.errors import BadModel
-from runner.models import ModelSource, chat_template
+from runner.models import ResolvedModel, chat_template
 from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.tokenizer import VocabularyTokenizer, load_tokenizer
 from tests import sweeps
@@ -71,7 +71,7 @@ def test_tokens_that_only_the_settings_list_are_tokens(tmp_path: Path, name: str
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     ours = check_same(tmp_path)
     assert [ours.encode(token["content"]) for token in moved] == [[token["id"]] for token in moved]
-    template = chat_template(ModelSource("a model", "", tmp_path))
+    template = chat_template(ResolvedModel("a model", "", tmp_path))
     bridger = Bridger(ours, template.renderer(), [ours.eos_id or 0])
     history = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "system", "content": "Briefly."}]
     theirs = transformers_of(tmp_path).apply_chat_template(history, add_generation_prompt=True, return_dict=False)
@@ -126,7 +126,7 @@ def test_every_file_that_transformers_reads_is_read(tmp_path: Path, layout: str)
 def test_templates_read_the_models_own_names_of_its_tokens(tmp_path: Path) -> None:
     written(tmp_path, "gemma", **LAYOUTS["extra names"])
     (tmp_path / "chat_template.jinja").write_text("{{ image_token }}{{ pad_token }}{{ eos_token }}")
-    template = chat_template(ModelSource("a model", "", tmp_path))
+    template = chat_template(ResolvedModel("a model", "", tmp_path))
     assert template.variables == {"image_token": "<image>", "pad_token": "[PAD]", "eos_token": "<eos>"}
     history = [{"role": "user", "content": "A question."}]
     theirs = transformers_of(tmp_path).apply_chat_template(history, tokenize=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest
-from runner.engines.scripted.replies import EncodedReply, ReplySource
+from runner.engines.scripted.replies import EncodedReply, ScriptedModel
 from runner.engines.scripted.script import Chunks, Fault, FaultKind, Faults, Latency, ModelCall, Reply, cut_points
 from runner.errors import RequestRejected
 from runner.tokens.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ class Delivery:
 class Planner:
     """Knows what each request is to be sent, by the settings of one engine, which `ScriptedEngine` explains."""
 
-    source: ReplySource
+    model: ScriptedModel
     faults: Faults | None
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
@@ -88,7 +88,7 @@ class Planner:
         ids = request.extra.get("force") if request.extra else None
         if ids is not None:  # by a test, which forces the ids of any engine so
             return call, fault, EncodedReply(Reply(ids=ids, finish=FinishReason.LENGTH), list(ids))
-        return call, fault, self.source.reply(call)
+        return call, fault, self.model.reply(call)
 
     def plan(self, call: ModelCall, encoded: EncodedReply, fault: Fault | None, now: int) -> Delivery:
         """What the request of `call` will be sent from the tick after `now`.

@@ -16,7 +16,7 @@ from runner.engines.adapters import Adapters
 from runner.engines.base import Engine, EngineStats, GenerationRequest, Session
 from runner.engines.gate import AdmissionGate
 from runner.engines.scripted.delivery import Planner
-from runner.engines.scripted.replies import Replies, ReplyEncoder, reply_source
+from runner.engines.scripted.replies import Replies, ReplyEncoder, scripted_model
 from runner.engines.scripted.runtime import ScriptedRuntime
 from runner.engines.scripted.script import Chunks, Faults, Latency, check_chunks
 from runner.engines.scripted.stream import RecordedCall, ScriptedSession, ScriptedStream
@@ -93,9 +93,9 @@ class ScriptedEngine(Engine):
         self.places = places
         self.calls: list[RecordedCall] = []
         """What was recorded, a `RecordedCall` for each request; empty without `record=True`."""
-        self._source = reply_source(replies, ReplyEncoder(self.tokenizer, self.template))
+        self._model = scripted_model(replies, ReplyEncoder(self.tokenizer, self.template))
         self._planner = Planner(
-            source=self._source,
+            model=self._model,
             faults=faults,
             tokenizer=self.tokenizer,
             stop_ids=self.stop_ids,
@@ -128,7 +128,7 @@ class ScriptedEngine(Engine):
     async def __aenter__(self) -> Self:
         if self._tasks is not None:
             raise RuntimeError("this engine is running already: enter it once, and share it")
-        await self._source.open()
+        await self._model.open()
         self._reset()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
@@ -190,7 +190,7 @@ class ScriptedEngine(Engine):
         """What a run's header keeps of the engine, as JSON."""
         return {
             "kind": "scripted",
-            "model": self._source.describe(),
+            "model": self._model.describe(),
             "tokenizer": self.tokenizer.fingerprint,
             "template": self.template.name,
             "stop_ids": list(self.stop_ids),

@@ -1,6 +1,6 @@
 """Where a scripted engine's replies come from: a list, a function, or an agent's own of these.
 
-Others come in by `reply_source.register`: a recorded run does, which is read by what stands above the engines.
+Others come in by `scripted_model.register`: a recorded run does, which is read by what stands above the engines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runner.parsing.detect import detect_format
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer
 
-__all__ = ["EncodedReply", "Replies", "ReplyEncoder", "ReplySource", "reply_source"]
+__all__ = ["EncodedReply", "Replies", "ReplyEncoder", "ScriptedModel", "scripted_model"]
 
 
 class RecordedRun(Protocol):
@@ -77,8 +77,8 @@ class ReplyEncoder:
         return found
 
 
-class ReplySource(ABC):
-    """Gives the reply to each turn."""
+class ScriptedModel(ABC):
+    """What stands in for a model: it gives the reply to each turn."""
 
     async def open(self) -> None:  # noqa: B027  # most have nothing to open
         """Read what must be read before the first turn."""
@@ -97,8 +97,8 @@ class ReplySource(ABC):
 
 
 @singledispatch
-def reply_source(replies: Any, encoder: ReplyEncoder) -> ReplySource:
-    """The source that `replies` stands for.
+def scripted_model(replies: Any, encoder: ReplyEncoder) -> ScriptedModel:
+    """What `replies` stands for.
 
     Raises:
         BadOption: it stands for none.
@@ -107,7 +107,7 @@ def reply_source(replies: Any, encoder: ReplyEncoder) -> ReplySource:
         case str() | Reply():
             return _Always(replies, encoder)
         case Mapping() if replies:
-            return _ByAgent({agent: reply_source(own, encoder) for agent, own in replies.items()})
+            return _ByAgent({agent: scripted_model(own, encoder) for agent, own in replies.items()})
         case Sequence() if replies:
             return _Listed(replies, encoder)
     if callable(replies):
@@ -121,7 +121,7 @@ def reply_source(replies: Any, encoder: ReplyEncoder) -> ReplySource:
     )
 
 
-class _Always(ReplySource):
+class _Always(ScriptedModel):
     def __init__(self, answer: Answer, encoder: ReplyEncoder) -> None:
         self._encoded = encoder.encode(answer)
 
@@ -132,7 +132,7 @@ class _Always(ReplySource):
         return {"always": repr(self._encoded.reply)}
 
 
-class _Listed(ReplySource):
+class _Listed(ScriptedModel):
     def __init__(self, answers: Sequence[Answer], encoder: ReplyEncoder) -> None:
         self._encoded = [encoder.encode(answer) for answer in answers]
 
@@ -149,26 +149,26 @@ class _Listed(ReplySource):
         return {"list": len(self._encoded), "digest": digest.hexdigest()[:16]}
 
 
-class _ByAgent(ReplySource):
-    def __init__(self, agents: Mapping[str, ReplySource]) -> None:
+class _ByAgent(ScriptedModel):
+    def __init__(self, agents: Mapping[str, ScriptedModel]) -> None:
         self._agents = agents
 
     async def open(self) -> None:
-        for source in self._agents.values():
-            await source.open()
+        for model in self._agents.values():
+            await model.open()
 
     def reply(self, call: ModelCall) -> EncodedReply | Awaitable[EncodedReply]:
-        source = self._agents.get(call.agent)
-        if source is None:
+        model = self._agents.get(call.agent)
+        if model is None:
             known = ", ".join(self._agents)
             raise RequestRejected(f"{call.request.name}: no replies for agent {call.agent!r}, only for {known}")
-        return source.reply(call)
+        return model.reply(call)
 
     def describe(self) -> Any:
-        return {"agents": {agent: source.describe() for agent, source in self._agents.items()}}
+        return {"agents": {agent: model.describe() for agent, model in self._agents.items()}}
 
 
-class _Spoken(ReplySource):
+class _Spoken(ScriptedModel):
     def __init__(self, speaker: Speaker, encoder: ReplyEncoder) -> None:
         self._speaker = speaker
         self._encoder = encoder

@@ -16,7 +16,7 @@ from runner.engines.adapters import Adapters, AdapterVersion
 from runner.engines.vllm.adapter_files import AdapterRules, check_adapter, keep_adapter
 from runner.engines.weights import TensorForm, read_folder
 from runner.errors import BadOption, BadWeights, EngineDead, EngineError
-from runner.models import ModelSource
+from runner.models import ResolvedModel
 
 __all__ = ["VllmAdapters"]
 
@@ -32,7 +32,7 @@ class VllmAdapters(Adapters):
     all three to itself. It reads the folder again whenever it has put an adapter away, so that is a copy of ours.
     """
 
-    def __init__(self, llm: Any, model: ModelSource, answered: Answers) -> None:
+    def __init__(self, llm: Any, model: ResolvedModel, answered: Answers) -> None:
         super().__init__()
         self._llm = llm
         self._model = model
@@ -129,7 +129,7 @@ def _delete_all(folders: set[Path]) -> None:
         shutil.rmtree(folders.pop(), ignore_errors=True)
 
 
-def _rules(config: Any, source: ModelSource) -> AdapterRules:
+def _rules(config: Any, model: ResolvedModel) -> AdapterRules:
     """What this vLLM takes for this model. Blocks."""
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -149,12 +149,12 @@ def _rules(config: Any, source: ModelSource) -> AdapterRules:
         rank: int = peft.get_rank_and_scaling(module)[0] if hasattr(peft, "get_rank_and_scaling") else peft.r
         return rank
 
-    model = config.model_config
+    served = config.model_config
     return AdapterRules(
-        model=source.name,
-        forms=_forms(source.folder),
-        quantized=model.quantization is not None,
-        composite=model.hf_config.get_text_config() is not model.hf_config,
+        model=model.name,
+        forms=_forms(model.folder),
+        quantized=served.quantization is not None,
+        composite=served.hf_config.get_text_config() is not served.hf_config,
         check_config=check,
         rank_of=rank_of,
     )

@@ -24,7 +24,7 @@ from runner.engines.vllm.start import VllmProcess, require_vllm
 from runner.engines.vllm.stream import VllmStream
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.errors import BadModel, BadOption, EngineDead
-from runner.models import DEMO_MODEL, ModelSource, chat_template, resolve_model, stop_ids
+from runner.models import DEMO_MODEL, ResolvedModel, chat_template, resolve_model, stop_ids
 from runner.tokens.template import ChatTemplate
 from runner.version import installed_version
 
@@ -85,9 +85,9 @@ class VllmEngine(Engine):
                 "tests a fixture anyio_backend that returns 'asyncio', or the fixture real_engine, from any loop)."
             )
         require_vllm()
-        source = await anyio.to_thread.run_sync(resolve_model, self.model, abandon_on_cancel=True)
-        self._load_vocabulary(source)
-        process = VllmProcess(source, self.given)
+        model = await anyio.to_thread.run_sync(resolve_model, self.model, abandon_on_cancel=True)
+        self._load_vocabulary(model)
+        process = VllmProcess(model, self.given)
         llm = await process.start()
         try:
             await self._take_control(process, llm)
@@ -104,7 +104,7 @@ class VllmEngine(Engine):
         self.places = config.scheduler_config.max_num_seqs
         cache = config.cache_config
         room = cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else self.places * self.context
-        weights = VllmWeights(llm, process.source.name)
+        weights = VllmWeights(llm, process.model.name)
         await weights.prepare()
         if weights.extended:
             await llm.collective_rpc("mend_seeds")
@@ -118,15 +118,15 @@ class VllmEngine(Engine):
             versions=[await first_version(llm)],
         )
 
-    def _load_vocabulary(self, source: ModelSource) -> None:
+    def _load_vocabulary(self, model: ResolvedModel) -> None:
         from runner.tokens.tokenizer import load_tokenizer
 
-        self.tokenizer = load_tokenizer(source.folder)
-        self.template = chat_template(source, self._template)
-        self.stop_ids = stop_ids(source, self.tokenizer.eos_id)
+        self.tokenizer = load_tokenizer(model.folder)
+        self.template = chat_template(model, self._template)
+        self.stop_ids = stop_ids(model, self.tokenizer.eos_id)
         if not self.stop_ids:
             raise BadModel(
-                f"nothing ends a turn of {source.name!r}: its tokenizer_config.json names no eos_token, and neither "
+                f"nothing ends a turn of {model.name!r}: its tokenizer_config.json names no eos_token, and neither "
                 "generation_config.json nor config.json has an eos_token_id. Add one."
             )
 

@@ -54,7 +54,7 @@ class VllmRuntime(EngineRuntime[OpenRequest]):
         as_vllm: Callable[[GenerationRequest], tuple[Any, Any]],
         versions: list[str],
     ) -> None:
-        super().__init__(gate, VllmAdapters(llm, process.source, self.answered), context=context, versions=versions)
+        super().__init__(gate, VllmAdapters(llm, process.model, self.answered), context=context, versions=versions)
         self.process = process
         self.llm = llm
         """The `AsyncLLM`; None once the engine was left."""

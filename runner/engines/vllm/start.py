@@ -28,7 +28,7 @@ from runner.engines.vllm.settings import VllmSettings, choose_settings
 from runner.engines.vllm.worker import parent_watch, waiting
 from runner.engines.vllm.worker.scheduler_count import SchedulerCount
 from runner.errors import BadInput, BadModel, BadOption, one_line
-from runner.models import ModelSource
+from runner.models import ResolvedModel
 
 __all__ = ["VllmProcess", "require_vllm"]
 
@@ -53,7 +53,7 @@ def require_vllm() -> None:
 class VllmProcess:
     """vLLM's engine and its processes, from start to stop."""
 
-    source: ModelSource
+    model: ResolvedModel
     """The model."""
     given: Mapping[str, Any]
     """The engine arguments of the user."""
@@ -118,7 +118,7 @@ class VllmProcess:
                 raise
             except Exception as error:  # vLLM raises anything; each is about this model and these arguments
                 cause = parent_watch.read_failure(self._failures) or one_line(error)
-                raise BadModel(f"vLLM cannot run the model {self.source.name!r}: {cause}") from error
+                raise BadModel(f"vLLM cannot run the model {self.model.name!r}: {cause}") from error
             finally:
                 self.cores, self._others = self._started(), None
         if self._given_up:
@@ -137,7 +137,7 @@ class VllmProcess:
             resource_tracker.ensure_running()
             with _environment(self._variables(self.settings.environment)), _no_interrupts():
                 if self._given_up:
-                    raise BadModel(f"the start of {self.source.name!r} was cancelled")
+                    raise BadModel(f"the start of {self.model.name!r} was cancelled")
                 return AsyncLLM.from_engine_args(
                     arguments, usage_context=UsageContext.LLM_CLASS, stat_loggers=[self.count.logger()]
                 )
@@ -153,7 +153,7 @@ class VllmProcess:
         known = frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs))
         self.settings = choose_settings(self.given, cpu=current_platform.is_cpu(), known=known)
         try:
-            return AsyncEngineArgs(model=self.source.location, **self.settings.arguments)
+            return AsyncEngineArgs(model=self.model.location, **self.settings.arguments)
         except (TypeError, ValueError) as error:
             raise BadOption(f"VllmEngine: vLLM refuses an engine argument: {one_line(error)}") from error
 

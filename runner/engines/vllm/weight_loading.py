@@ -133,7 +133,7 @@ class VllmWeights:
 
     def _check_folder(self, source: str | os.PathLike[str]) -> CheckedWeights:
         found: WeightFolder = read_folder(source)
-        compare(found.forms, self._model(), source=str(found.folder))
+        compare(found.forms, self._model(), given_as=str(found.folder))
         files = tuple(map(str, found.files))
         # Those that the model computes itself, or has under another name.
         ignored = tuple(name for name in found.forms if name not in self._model().forms)
@@ -148,7 +148,7 @@ class VllmWeights:
             )
         model = self._model()
         forms = {name: form_of(name, tensor) for name, tensor in source.items()}
-        compare(forms, model, source="the state dict")
+        compare(forms, model, given_as="the state dict")
         _compare_tied(source, model)
         loaded = {name: source[name] for name in model.forms if name in source}
         dtypes = {name: self._written(forms[name], model.forms[name]) for name in loaded}

@@ -123,10 +123,10 @@ def _bytes(name: str, tensor: Any, dtype: str) -> memoryview:
     """A tensor as it lies in a file; rounded to `dtype`."""
     import torch
 
-    source = tensor.detach() if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor.copy())
-    written = source.to("cpu", getattr(torch, dtype)).contiguous().reshape(-1)
+    given = tensor.detach() if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor.copy())
+    written = given.to("cpu", getattr(torch, dtype)).contiguous().reshape(-1)
     if dtype in _EXPONENTS and not _finite(written, dtype):
-        wide = written.dtype != source.dtype and bool(source.isfinite().all())
+        wide = written.dtype != given.dtype and bool(given.isfinite().all())
         reason = f"too large for {dtype}, the model's dtype" if wide else "NaN or infinite"
         raise BadWeights(f"the state dict's {name!r} holds a value that is {reason}.")
     return memoryview(written.view(torch.uint8).numpy())

@@ -45,11 +45,11 @@ class VllmTransfers:
         if getattr(self._llm.vllm_config, "weight_transfer_config", None) is None:
             raise BadWeights(f"a {name} {_NOT_STARTED}")
         if isinstance(transfer, LocalTransfer):
-            compare(await anyio.to_thread.run_sync(_forms_of_source, transfer.source), model, source=name)
+            compare(await anyio.to_thread.run_sync(_forms_of_source, transfer.source), model, given_as=name)
             if self._joined != (transfer.info, id(transfer.source)):
                 await self._meet(name, transfer.seconds, self._join_here, transfer)
             return
-        compare(forms_of_transfer(transfer), model, source=f"{name}(update=...)")
+        compare(forms_of_transfer(transfer), model, given_as=f"{name}(update=...)")
         if transfer.init is not None and transfer.init != self._joined:
             await self._meet(name, transfer.seconds, self._join, transfer.init)
         elif not isinstance(self._joined, Mapping):

@@ -98,7 +98,7 @@ class Rendering:
         return begin, max(begin, len(self.text) - ending)
 
     def end_of_last(self) -> int:
-        """Where the last content ends, by the last place where one of its forms stands."""
+        """Where the last content ends, by the last position where one of its forms stands."""
         ends = (self.text.rfind(form) + len(form) for form in _forms(self.messages[-1]["content"]) if form in self.text)
         end = next(ends, None)
         return self.check_shown(len(self.messages) - 1)[1] if end is None else end
@@ -204,7 +204,8 @@ def _written(content: str) -> Iterator[str]:
 
 def _fitted(text: str, pieces: Sequence[str], contents: Mapping[str, str]) -> list[Span] | None:
     """The spans of the contents if `text` is exactly the scaffold pieces with some form of each content between."""
-    # What does not fit from some place on is not tried again: forms of contents that repeat would be tried without end.
+    # What does not fit from some position on is not tried again: forms of contents that repeat would be tried
+    # without end.
     dead: set[tuple[int, int]] = set()
 
     def fit(number: int, begin: int) -> list[Span] | None:

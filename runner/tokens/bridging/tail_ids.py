@@ -1,4 +1,4 @@
-"""A tail as ids, and the places in it where a bridge may begin."""
+"""A tail as ids, and the positions in it where a bridge may begin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEEN_END = 2
 
 
 class TailIds:
-    """A tail as ids, and the places in it where a bridge may begin; control text within `spans` is ordinary text."""
+    """A tail as ids, and the positions in it where a bridge may begin; control text within `spans` is ordinary text."""
 
     ids: list[int]
     """The ids of the tail."""
@@ -65,7 +65,7 @@ class TailIds:
         raise Unbridgeable(Property.TEXT_KEPT, f"the vocabulary has no ids for {lost!r}, which becomes {became!r}")
 
     def find_in_close(self, wanted: Iterable[int]) -> int | None:
-        """The first place of a wanted id in what the template writes before any new content."""
+        """The first position of a wanted id in what the template writes before any new content."""
         # The first one, since contents and the next turn may have the same ids, and it has to stand before all of them.
         index = min((self.ids.index(token_id) for token_id in wanted if token_id in self.ids), default=None)
         return index if index is not None and self._before_content(index + 1) else None
@@ -154,7 +154,7 @@ class TailIds:
         return self._tokenizer.encode(self._text[begin:], spans)
 
     def _token_border(self, cut: int) -> int:
-        """The last place at or before `cut` that is not inside a control token."""
+        """The last position at or before `cut` that is not inside a control token."""
         ids, control = self.ids, self._tokenizer.control_ids
         for index, token_id in enumerate(ids):
             if token_id in control:
@@ -183,7 +183,7 @@ class TailIds:
     def _before_content(self, end: int) -> bool:
         """The first `end` ids of the tail are the template's own: no new content is among them."""
         length = len(self._tokenizer.decode(self.ids[:end]))
-        # What was seen may be too early: a content "m" is found inside <|im_end|>. Then the place is looked up.
+        # What was seen may be too early: a content "m" is found inside <|im_end|>. Then the position is looked up.
         return length <= self._tail.seen[0] or length <= self._tail.border
 
 

@@ -119,7 +119,7 @@ class StopStrings:
             self._pieces.append(piece)
             hits = [(at, -len(stop), stop) for stop in self._stop if (at := window.find(stop)) >= 0]
             if hits:
-                # The first one, and of several at the same place the longest.
+                # The first one, and of several at the same position the longest.
                 at, _, self.found = min(hits)
                 text = "".join(self._pieces)
                 self.text = text[: len(text) - len(window) + at]
