@@ -23,7 +23,7 @@ COMMIT_SECONDS = 10.0
 """How long an episode that was cancelled may hold up the end of the run until the file has it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
     """Plays the episodes of a run."""
 

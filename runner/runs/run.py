@@ -136,7 +136,15 @@ class Run:
             context.shared = await exit_stack.enter_async_context(lifespan)
             feed = await self._make_feed()  # after lifespan(), whose resources tasks() may read
             exit_stack.push_async_callback(feed.aclose)
-            started = StartedRun(self.options, self.engines, context, writer, feed, self._state, staleness)
+            started = StartedRun(
+                options=self.options,
+                engines=self.engines,
+                context=context,
+                writer=writer,
+                feed=feed,
+                state=self._state,
+                staleness=staleness,
+            )
             exit_stack.enter_context(staleness.cutting(self.plays))
             self._started = started
             self.summary.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import attrgetter
 from typing import Final
@@ -33,6 +34,7 @@ RECALLED_AT_ONCE: Final = 100
 _EPISODE: Final = attrgetter("task.id", "visit", "index")
 
 
+@dataclass(eq=False, kw_only=True)
 class StartedRun:
     """What a run has once its engines, its file and its tasks are there.
 
@@ -40,28 +42,39 @@ class StartedRun:
     keeps it, `GroupScoring` compares it with the others of its task, and `Results` hands it to the reader.
     """
 
-    def __init__(
-        self,
-        options: RunOptions,
-        engines: Sequence[Engine],
-        context: RunContext,
-        writer: RunWriter,
-        feed: TaskFeed,
-        state: RunState,
-        staleness: Staleness,
-    ) -> None:
-        width = options.concurrency.episodes or 2 * engines[0].places
-        indices = range(options.group_size) if options.indices is None else options.indices
-        self.context = context
-        self.writer = writer
-        self._engines = engines
-        self._feed = feed
-        self._state = state
+    options: RunOptions
+    engines: Sequence[Engine]
+    """All engines of the run; the one of the trained agents comes first."""
+    context: RunContext
+    writer: RunWriter
+    feed: TaskFeed
+    state: RunState
+    staleness: Staleness
+
+    def __post_init__(self) -> None:
+        options, state, context, writer = self.options, self.state, self.context, self.writer
+        # Twice as many as the engine takes: while some wait for tools or their environment, others are sampled.
+        width = options.concurrency.episodes or 2 * self.engines[0].places
         self._breaker = Breaker(options.breaker)
-        self._scoring = GroupScoring(context, writer, state.summary, group_size=options.group_size)
-        self._attempts = Attempts(state, context, engines, writer, staleness, options.retries)
-        self._feeder = TaskFeeder(feed, context, writer, self._scoring, state, indices, anyio.Semaphore(width))
-        self.results = Results(state, feed, self._scoring.groups_of, width=width)
+        self._scoring = scoring = GroupScoring(context, writer, state.summary, group_size=options.group_size)
+        self._attempts = Attempts(
+            state=state,
+            context=context,
+            engines=self.engines,
+            writer=writer,
+            staleness=self.staleness,
+            retries=options.retries,
+        )
+        self._feeder = TaskFeeder(
+            feed=self.feed,
+            context=context,
+            writer=writer,
+            scoring=scoring,
+            state=state,
+            indices=range(options.group_size) if options.indices is None else options.indices,
+            width=width,
+        )
+        self.results = Results(state, self.feed, scoring.groups_of, width=width)
 
     async def play_all(self) -> None:
         """Play every task, and watch over it; why it ended before its work did is left in the run's state."""
@@ -72,14 +85,14 @@ class StartedRun:
                 try:
                     await self._play_tasks()
                 except DeltarunnerError as error:  # here, since the task group would wrap it
-                    self._state.failure = self._state.failure or error
+                    self.state.failure = self.state.failure or error
                 watched.cancel_scope.cancel()
         finally:
             self.results.end()
-            self._state.over = True
+            self.state.over = True
 
     async def _play_tasks(self) -> None:
-        state, summary = self._state, self._state.summary
+        state, summary = self.state, self.state.summary
         await self._recall_stored()
         all_begun = False
         async with anyio.create_task_group() as episodes:
@@ -100,15 +113,15 @@ class StartedRun:
             trajectories = await self._attempts.play(key)
             # Nothing is announced that the file does not hold: a reader never saw what a resumed run plays again.
             await self.writer.commit_episode(trajectories)
-            self._state.summary.add(trajectories)
+            self.state.summary.add(trajectories)
             too_many_failed = self._breaker.note(trajectories[0])
             if too_many_failed is not None:
-                self._state.fail(too_many_failed)
+                self.state.fail(too_many_failed)
             scored, missing = await self._scoring.finished(trajectories)
             for members in scored:
                 await self.results.announce(members, missing)
         except DeltarunnerError as error:
-            self._state.fail(error, cancel=True)
+            self.state.fail(error, cancel=True)
 
     async def _recall_stored(self) -> None:
         """Count what an earlier run of the file finished, and tell the tasks' source."""
@@ -119,17 +132,17 @@ class StartedRun:
         while some := await self.context.workers.call(Job(lambda: list(islice(stored, RECALLED_AT_ONCE)), "run file")):
             for trajectories in some:
                 if not trajectories[0].outcome.cut_short:
-                    self._state.summary.recall(trajectories, final=self._scoring.is_final(trajectories))
+                    self.state.summary.recall(trajectories, final=self._scoring.is_final(trajectories))
                 for trajectory in trajectories:
-                    await self._feed.finished(trajectory)
+                    await self.feed.finished(trajectory)
 
     async def _watch_progress(self) -> None:
-        self._state.fail(await until_stuck(self._state.plays, self._progress), cancel=True)
+        self.state.fail(await until_stuck(self.state.plays, self._progress), cancel=True)
 
     def _progress(self) -> tuple[object, ...]:
         # While an engine stands still for its trainer, nothing can happen, and nothing is stuck.
-        moved = [object() if engine.standstill.on else engine.stats().sampled_tokens for engine in self._engines]
-        return (self._state.summary.episodes, *moved)
+        moved = [object() if engine.standstill.on else engine.stats().sampled_tokens for engine in self.engines]
+        return (self.state.summary.episodes, *moved)
 
     async def _watch_engines(self) -> None:
-        self._state.engine_died(await until_dead(self._engines))
+        self.state.engine_died(await until_dead(self.engines))

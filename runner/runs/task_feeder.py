@@ -1,4 +1,4 @@
-"""Feeds a run with tasks: takes them from their source and begins their episodes, as places become free."""
+"""Feeds a run with tasks: takes them from their source and begins their episodes, as slots become free."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from runner.tasks import Task
 __all__ = ["TaskFeeder"]
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, kw_only=True)
 class TaskFeeder:
-    """Begins the episodes of a run, as many at once as there are places."""
+    """Begins the episodes of a run, so many at once as there are slots."""
 
     feed: TaskFeed
     context: RunContext
@@ -37,9 +37,12 @@ class TaskFeeder:
     state: RunState
     indices: Sequence[int]
     """The episodes of each group that are played."""
-    places: anyio.Semaphore
-    given: int = 0
-    """How many tasks the source gave so far."""
+    width: int
+    """How many slots there are; an episode has one from before its task is asked for until it is over."""
+
+    def __post_init__(self) -> None:
+        self._slots = anyio.Semaphore(self.width)
+        self._given = 0  # tasks
 
     async def begin_episodes(self, episodes: TaskGroup, play: Callable[[EpisodeKey], Awaitable[None]]) -> None:
         """Begin every episode of every task.
@@ -47,37 +50,37 @@ class TaskFeeder:
         A task that cannot be had ends the run; what was begun is played to its end.
         """
 
-        async def play_in_place(key: EpisodeKey) -> None:
+        async def play_in_slot(key: EpisodeKey) -> None:
             try:
                 await play(key)
             finally:
-                self.places.release()
+                self._slots.release()
 
         try:
             while True:
-                # The place before the task: a source decides on the next task only when it can be played.
-                await self.places.acquire()
+                # The slot before the task: a source decides on the next task only when it can be played.
+                await self._slots.acquire()
                 task = await self.feed.next()
                 if task is None:
                     return
                 for number, key in enumerate(await self._episodes_of(task, episodes)):
                     if number:
-                        await self.places.acquire()
-                    episodes.start_soon(play_in_place, key, name=f"episode {key.id}")
+                        await self._slots.acquire()
+                    episodes.start_soon(play_in_slot, key, name=f"episode {key.id}")
         except DeltarunnerError as error:
             self.state.fail(error)
         except (Exception, SystemExit) as error:
             self.state.fail(BadTask(f"tasks() raised {describe_error(error)}"))
 
     async def _episodes_of(self, task: Task, episodes: TaskGroup) -> list[EpisodeKey]:
-        """The episodes of a task that no earlier run finished; where there is none, its place is given back."""
+        """The episodes of a task that no earlier run finished; where there is none, its slot is given back."""
         self._check_system_prompt(task)
         claimed = await self._claim(task)
         missing = [index for index in self.indices if index not in claimed.finished]
         if missing:
             self.scoring.open(task, claimed.visit, len(missing))
         else:
-            self.places.release()
+            self._slots.release()
             if self.scoring.has_rewards and not claimed.group_scored:
                 episodes.start_soon(self._score_stored, task, claimed.visit)
         return [
@@ -86,8 +89,8 @@ class TaskFeeder:
         ]
 
     async def _claim(self, task: Task) -> Claimed:
-        self.given += 1
-        position, repeatable = self.given, self.feed.repeatable
+        self._given += 1
+        position, repeatable = self._given, self.feed.repeatable
         if not self.writer.resumed:
             return self.writer.claim(task, position, repeatable=repeatable)
         # Only what an earlier run left has to be read from the file, which may make the loop wait.

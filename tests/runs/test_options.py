@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -12,9 +12,23 @@ from runner import BadOption, Concurrency, History, Limits, Run, Sampling, Scrip
 from runner.runs.options import RunKeywords, RunOptions
 from tests.playing import Plain
 
+GIVEN, KEPT = get_type_hints(RunKeywords), get_type_hints(RunOptions)
+
+
+def alternatives(hint: Any) -> set[Any]:
+    return set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
+
 
 def test_type_checkers_see_every_option_by_its_name() -> None:
-    assert [field.name for field in dataclasses.fields(RunOptions)] == ["tasks", *RunKeywords.__annotations__]
+    assert list(KEPT) == ["tasks", *GIVEN]
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_type_checkers_see_what_an_option_may_be(name: str) -> None:
+    given, kept = alternatives(GIVEN[name]), alternatives(KEPT[name])
+    by_name = {str} if name in ("file", "history") else set()
+    assert kept <= given
+    assert given - kept <= {NoneType} | by_name
 
 
 def test_every_option_is_documented_at_its_field() -> None:
@@ -34,9 +48,14 @@ def test_every_option_is_documented_at_its_field() -> None:
     assert undocumented == []
 
 
-def test_none_stands_for_the_default() -> None:
-    given: Any = {field.name: None for field in dataclasses.fields(RunOptions) if "None" in str(field.type)}
-    given |= dict.fromkeys(("engines", "sampling", "limits", "concurrency", "template_options", "weights", "history"))
+@pytest.mark.parametrize("name", KEPT)
+def test_a_default_is_of_the_type_that_is_said(name: str) -> None:
+    kinds = tuple(get_origin(each) or each for each in alternatives(KEPT[name]))
+    assert isinstance(getattr(RunOptions(), name), kinds)
+
+
+def test_none_stands_for_the_default_wherever_it_may_be_given() -> None:
+    given: Any = {name: None for name, hint in GIVEN.items() if NoneType in alternatives(hint)}
     options = RunOptions(**given)
     assert options == RunOptions()
     assert (options.sampling, options.limits, options.concurrency) == (Sampling(), Limits(), Concurrency())
