@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Final
@@ -113,11 +113,13 @@ class SharedState:
                 if not name.startswith("__") and name not in vars(Environment) and _is_state(value):
                     yield f"{base.__name__}.{name}", value, True
         # A default is made once, when the function is: every call that leaves it out gets the same object.
-        for parameter in inspect.signature(cls.__init__).parameters.values():
-            if isinstance(parameter.default, _CONTAINERS):
-                yield f"{cls.__name__}({parameter.name}=), a default,", parameter.default, True
+        yield from _defaults(cls.__init__, cls.__name__)
         for base in bases:
-            yield from _defaults(base)
+            for name, value in vars(base).items():
+                # Of a class method or a static one what it wraps, and of a decorated one the author's own.
+                function = inspect.unwrap(getattr(value, "__func__", value))
+                if inspect.isfunction(function) and name != "__init__":
+                    yield from _defaults(function, f"{base.__name__}.{name}")
         for name, value in self._environment.construction().items():
             if isinstance(value, _CONTAINERS):
                 yield f"{cls.__name__}({name}=)", value, True
@@ -127,16 +129,10 @@ class SharedState:
                     yield f"{module.__name__}.{name}", value, False
 
 
-def _defaults(cls: type) -> Iterator[tuple[str, Any, bool]]:
-    """The defaults of methods, which all calls share."""
-    for name, value in vars(cls).items():
-        function = (
-            inspect.unwrap(getattr(value, "__func__", value)) if callable(value) or hasattr(value, "__func__") else 0
-        )
-        if inspect.isfunction(function) and name != "__init__":
-            for parameter in inspect.signature(function).parameters.values():
-                if isinstance(parameter.default, _CONTAINERS):
-                    yield f"{cls.__name__}.{name}({parameter.name}=), a default,", parameter.default, True
+def _defaults(function: Callable[..., Any], name: str) -> Iterator[tuple[str, Any, bool]]:
+    for parameter in inspect.signature(function).parameters.values():
+        if isinstance(parameter.default, _CONTAINERS):
+            yield f"{name}({parameter.name}=), a default,", parameter.default, True
 
 
 def _is_state(value: Any) -> bool:

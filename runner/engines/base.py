@@ -9,10 +9,10 @@ async with engine:                                   # start, stop
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from runner.engines.control import EngineState
@@ -139,7 +139,7 @@ class EngineStats:
         return self.prefix_hits / self.prefix_queries if self.prefix_queries else None
 
 
-class DeltaStream(ABC):
+class DeltaStream(AbstractAsyncContextManager["DeltaStream", None]):
     """The deltas of one request; use it as `async with` around `async for`.
 
     Entering waits for a place in the engine and sends the request. Leaving, in whatever way, ends the request
@@ -155,14 +155,6 @@ class DeltaStream(ABC):
     finish: Finish | None
     """How the stream ended; None while it goes on."""
 
-    @abstractmethod
-    async def __aenter__(self) -> Self: ...
-
-    @abstractmethod
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
     def __aiter__(self) -> Self:
         return self
 
@@ -170,7 +162,7 @@ class DeltaStream(ABC):
     async def __anext__(self) -> Delta: ...
 
 
-class Engine(Controllable, ABC):
+class Engine(Controllable, AbstractAsyncContextManager["Engine", None]):
     """Turns token ids into a stream of deltas. What it has beside `running` is set once it is entered."""
 
     tokenizer: Tokenizer
@@ -185,14 +177,6 @@ class Engine(Controllable, ABC):
     """The ids that end a turn of this model: its EOS and those of its generation_config."""
     running: bool = False
     """Whether the engine was entered and not left."""
-
-    @abstractmethod
-    async def __aenter__(self) -> Self: ...
-
-    @abstractmethod
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
 
     @abstractmethod
     def stream(self, request: GenerationRequest) -> DeltaStream:

@@ -90,7 +90,7 @@ class AdmissionGate:
             RuntimeError: the session was closed.
             Exception: what `fail` was given.
         """
-        await checkpoint_if_cancelled()
+        await checkpoint_if_cancelled()  # who was cancelled already must not take a place, if only for a moment
         if self._failure is not None:
             raise self._failure()
         if session.closed:

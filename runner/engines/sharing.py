@@ -57,6 +57,7 @@ async def running(engine: Engine) -> AsyncIterator[None]:
             async with _guest(entered):
                 yield
             return
+        # Starting or closing: then we look again, since whoever waited with us may be the next to enter it.
         await (entered.closed if entered.started.is_set() else entered.started).wait()
     if engine.running:
         if engine.loop not in (None, current_token()):
@@ -87,6 +88,7 @@ async def _host(engine: Engine) -> AsyncIterator[None]:
             entered.started.set()
             try:
                 yield
+                # In a loop: another guest may come between the last one's leaving and this task's turn.
                 while entered.guests:
                     entered.left = anyio.Event()
                     await entered.left.wait()

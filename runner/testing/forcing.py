@@ -115,15 +115,8 @@ class ForcedStream(DeltaStream):
             request = replace(request, extra={**request.extra, "force": ids})
         self._stream = self._engine.inner.stream(request)
         await self._stream.__aenter__()
-        self._record = RecordedCall(
-            request.name,
-            array("i", request.prompt),
-            request.sampling,
-            request.stop_ids,
-            request.seed,
-            request.constraint,
-            self._sampled,
-        )
+        self._record = RecordedCall.of(request)
+        self._record.sampled = self._sampled
         self._engine.calls.append(self._record)
         return self
 

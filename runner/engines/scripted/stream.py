@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
@@ -44,6 +45,12 @@ class RecordedCall:
     finish: Finish | None = None
     """How the request ended; None while it runs, and where it was refused."""
 
+    @classmethod
+    def of(cls, request: GenerationRequest) -> Self:
+        """What a request asked."""
+        prompt = array("i", request.prompt)  # a copy: the caller's grows with the conversation
+        return cls(request.name, prompt, request.sampling, request.stop_ids, request.seed, request.constraint)
+
 
 @dataclass(slots=True)
 class ScriptedSession(Session):
@@ -76,14 +83,7 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
     async def _plan(self) -> Delivery:
         runtime, request = self._runtime, self.request
         if self._calls is not None:
-            self._record = RecordedCall(
-                request.name,
-                array("i", request.prompt),  # a copy: the caller's grows with the conversation
-                request.sampling,
-                request.stop_ids,
-                request.seed,
-                request.constraint,
-            )
+            self._record = RecordedCall.of(request)
             self._calls.append(self._record)
         session = self._session
         session.requests += 1

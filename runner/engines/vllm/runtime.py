@@ -97,6 +97,7 @@ class VllmRuntime(EngineRuntime[OpenRequest]):
 
     async def drop(self, collector: Any) -> None:
         """End a request, finished or not; what it sampled and nobody read is left in the collector."""
+        # By the id that vLLM gave it, which is unique, and not by our name for it.
         await self.llm.abort(collector.request_id, internal=True)
 
     @property
@@ -218,7 +219,7 @@ class VllmRuntime(EngineRuntime[OpenRequest]):
             EngineDead: it died before it answered.
             EngineError: it answered with an error.
         """
-        answers: list[_Answer] = []
+        answers: list[_Answer] = []  # a list, since None is an answer too
         failure: Exception | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._until_death, tasks.cancel_scope)

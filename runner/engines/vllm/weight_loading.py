@@ -72,12 +72,14 @@ class VllmWeights:
         A state dict is copied: its tensors must not change before this returns.
         """
         await self.prepare()
-        if isinstance(self._checkpoint, BadWeights):
-            raise self._checkpoint
+        model = self._checkpoint
+        assert model is not None
+        if isinstance(model, BadWeights):
+            raise model
         if isinstance(source, WeightTransfer | LocalTransfer):
-            await self._transfers.check(source, self._model())
+            await self._transfers.check(source, model)
             return CheckedWeights(transfer=source)
-        check: Callable[[Any], CheckedWeights]
+        check: Callable[[Any, Checkpoint], CheckedWeights]
         if isinstance(source, str | os.PathLike):
             check = self._check_folder
         elif isinstance(source, Mapping):
@@ -89,7 +91,7 @@ class VllmWeights:
                 f"dict), a WeightTransfer or a LocalTransfer.{state}"
             )
         made: list[CheckedWeights] = []  # an idle thread remembers what it returned last, and with it the memory
-        await anyio.to_thread.run_sync(lambda: made.append(check(source)))
+        await anyio.to_thread.run_sync(lambda: made.append(check(source, model)))
         return made.pop()
 
     async def load(self, checked: CheckedWeights) -> None:
@@ -127,26 +129,21 @@ class VllmWeights:
         tied = getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False)
         return Checkpoint(self._name, folder.forms, tied=bool(tied))
 
-    def _model(self) -> Checkpoint:
-        assert isinstance(self._checkpoint, Checkpoint)
-        return self._checkpoint
-
-    def _check_folder(self, source: str | os.PathLike[str]) -> CheckedWeights:
+    def _check_folder(self, source: str | os.PathLike[str], model: Checkpoint) -> CheckedWeights:
         found: WeightFolder = read_folder(source)
-        compare(found.forms, self._model(), given_as=str(found.folder))
+        compare(found.forms, model, given_as=str(found.folder))
         files = tuple(map(str, found.files))
         # Those that the model computes itself, or has under another name.
-        ignored = tuple(name for name in found.forms if name not in self._model().forms)
+        ignored = tuple(name for name in found.forms if name not in model.forms)
         return CheckedWeights(found.folder, files, ignored)
 
-    def _check_tensors(self, source: Mapping[str, Any]) -> CheckedWeights:
+    def _check_tensors(self, source: Mapping[str, Any], model: Checkpoint) -> CheckedWeights:
         if not self.extended:
             given = self._llm.vllm_config.parallel_config.worker_extension_cls
             raise BadWeights(
                 f"a state dict is loaded by a worker extension of ours, and the engine was started with "
                 f"worker_extension_cls={given!r}: let that class inherit from {_EXTENSION}, or give a folder."
             )
-        model = self._model()
         forms = {name: form_of(name, tensor) for name, tensor in source.items()}
         compare(forms, model, given_as="the state dict")
         _compare_tied(source, model)
