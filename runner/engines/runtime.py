@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 
@@ -16,11 +16,18 @@ from runner.engines.control import EngineState, PauseMode
 from runner.engines.gate import AdmissionGate
 from runner.errors import BadControl, BadOption
 
-__all__ = ["EngineRuntime"]
+__all__ = ["EngineRuntime", "OpenRequest"]
 
 UNDO_SECONDS = 10.0
 
-RequestT = TypeVar("RequestT")
+
+class OpenRequest(Protocol):
+    """What the runtime asks of the stream of a request."""
+
+    def stamp(self, version: str) -> None: ...
+
+
+RequestT = TypeVar("RequestT", bound=OpenRequest)
 
 
 class EngineRuntime(ABC, Generic[RequestT]):
@@ -30,14 +37,14 @@ class EngineRuntime(ABC, Generic[RequestT]):
     only its kind can: it pauses, loads weights, gives memory up. Those are called one at a time, by who holds `lock`.
     """
 
-    def __init__(self, gate: AdmissionGate, adapters: Adapters, *, context: int, versions: list[str]) -> None:
+    def __init__(self, gate: AdmissionGate, adapters: Adapters, *, context: int, version: str) -> None:
         self.gate = gate
         """The gate of the engine, which lets nobody in while the engine does not run."""
         self.adapters = adapters
         """The LoRA adapters on the weights."""
         self.context = context
         """The most ids a prompt and what is sampled on it may have together."""
-        self.versions = versions
+        self.versions = [version]
         """Every weight version so far, the newest last."""
         self.requests: dict[RequestT, None] = {}
         """The requests inside; ordered, so that what befalls all of them comes in one order."""
@@ -59,7 +66,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """Called after each update of the weights and each adapter that was added."""
         self.lock = anyio.Lock()
         """Held by who changes the engine: a second one waits for the first."""
-        self._ages = {version: number for number, version in enumerate(versions)}
+        self._ages = {version: 0}
 
     # --- requests
 
@@ -108,7 +115,9 @@ class EngineRuntime(ABC, Generic[RequestT]):
         return version
 
     def add_version(self, version: str) -> None:
-        """Take note of weights that are loaded."""
+        """Take note of weights that are loaded: what is sampled from now on is of this version."""
+        for request in self.requests:
+            request.stamp(version)
         self._ages[version] = len(self.versions)
         self.versions.append(version)
         self.weights_discarded = False
@@ -193,7 +202,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
     @abstractmethod
     async def load_weights(self, checked: Any, version: str) -> None:
-        """Exchange the weights, stamp `version` on what is sampled from now on, forget every cached prompt."""
+        """Exchange the weights, and forget every cached prompt."""
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None:

@@ -150,7 +150,7 @@ def _engine(frontend: Frontend, stream_interval: int) -> VllmEngine:
         gate=AdmissionGate(STREAMS, 16_000_000, block=16),
         context=4096,
         as_vllm=RequestMaker(stream_interval),
-        versions=["0"],
+        version="0",
     )
     engine.running = True
     return engine

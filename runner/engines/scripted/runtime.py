@@ -10,24 +10,23 @@ import anyio
 from runner.engines.adapters import Adapters
 from runner.engines.control import PauseMode
 from runner.engines.gate import AdmissionGate
-from runner.engines.runtime import EngineRuntime
+from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.scripted.delivery import Planner
 from runner.engines.scripted.ticker import Ticker
 from runner.errors import BadControl, EngineDead
 
-__all__ = ["OpenRequest", "ScriptedRuntime"]
+__all__ = ["ScriptedRequest", "ScriptedRuntime"]
 
 
-class OpenRequest(Protocol):
-    """What the runtime asks of the stream of a request."""
+class ScriptedRequest(OpenRequest, Protocol):
+    """What this runtime asks of the stream of a request besides."""
 
     def advance(self) -> int | None: ...
-    def stamp(self, version: str) -> None: ...
     def cut(self) -> None: ...
     def fail(self, error: EngineDead) -> None: ...
 
 
-class ScriptedRuntime(EngineRuntime[OpenRequest]):
+class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
     """A scripted engine while it runs; a request is inside until it was sent its last id.
 
     It has no weights: any source is taken for new ones, only the version counts.
@@ -36,9 +35,9 @@ class ScriptedRuntime(EngineRuntime[OpenRequest]):
     def __init__(
         self, gate: AdmissionGate, planner: Planner, adapters: Adapters, *, context: int, tick: float, version: str
     ) -> None:
-        super().__init__(gate, adapters, context=context, versions=[version])
+        super().__init__(gate, adapters, context=context, version=version)
         self.planner = planner
-        self.ticker: Ticker[OpenRequest] = Ticker(self._deliver, seconds=tick)
+        self.ticker: Ticker[ScriptedRequest] = Ticker(self._deliver, seconds=tick)
         """The engine's virtual time."""
         self.admitted = 0
         """How many requests were asked of the model."""
@@ -49,14 +48,14 @@ class ScriptedRuntime(EngineRuntime[OpenRequest]):
 
     # --- one request
 
-    def close(self, request: OpenRequest) -> None:
+    def close(self, request: ScriptedRequest) -> None:
         """Take note that a request was sent its last id, or is over; twice is allowed."""
         super().close(request)
         if not self.requests and self._all_sent is not None:
             self._all_sent.set()
             self._all_sent = None
 
-    def _deliver(self, request: OpenRequest) -> int | None:
+    def _deliver(self, request: ScriptedRequest) -> int | None:
         return request.advance() if request in self.requests else None
 
     # --- what its trainer has it do
@@ -76,8 +75,7 @@ class ScriptedRuntime(EngineRuntime[OpenRequest]):
         """A scripted engine has no weights to compare with."""
 
     async def load_weights(self, checked: Any, version: str) -> None:
-        for request in self.requests:
-            request.stamp(version)
+        """A scripted engine has no weights to exchange."""
 
     async def reset_prefix_cache(self) -> None:
         """A scripted engine has no prefix cache."""

@@ -115,7 +115,7 @@ class VllmEngine(Engine):
             gate=AdmissionGate(self.places, room, block=cache.block_size),
             context=self.context,
             as_vllm=RequestMaker(self._stream_interval),
-            versions=[await first_version(llm)],
+            version=await first_version(llm),
         )
 
     def _load_vocabulary(self, model: ResolvedModel) -> None:

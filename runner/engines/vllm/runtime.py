@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -13,7 +14,7 @@ from runner.engines.adapters import AdapterVersion
 from runner.engines.base import GenerationRequest
 from runner.engines.control import PauseMode
 from runner.engines.gate import AdmissionGate
-from runner.engines.runtime import EngineRuntime
+from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.vllm.adapters import VllmAdapters
 from runner.engines.vllm.start import VllmProcess
 from runner.engines.vllm.weight_loading import VllmWeights
@@ -30,15 +31,14 @@ _LISTEN_SECONDS = 0.2  # how soon a death is heard by who waits for an answer
 _Answer = TypeVar("_Answer")
 
 
-class OpenRequest(Protocol):
-    """What the runtime asks of the stream of a request."""
+class VllmRequest(OpenRequest, Protocol):
+    """What this runtime asks of the stream of a request besides."""
 
     @property
     def sent_all(self) -> bool: ...
-    def stamp(self, version: str) -> None: ...
 
 
-class VllmRuntime(EngineRuntime[OpenRequest]):
+class VllmRuntime(EngineRuntime[VllmRequest]):
     """A vLLM from its start to its end; a request is inside until its stream is left."""
 
     adapters: VllmAdapters
@@ -52,9 +52,9 @@ class VllmRuntime(EngineRuntime[OpenRequest]):
         gate: AdmissionGate,
         context: int,
         as_vllm: Callable[[GenerationRequest], tuple[Any, Any]],
-        versions: list[str],
+        version: str,
     ) -> None:
-        super().__init__(gate, VllmAdapters(llm, process.model, self.answered), context=context, versions=versions)
+        super().__init__(gate, VllmAdapters(llm, process.model, self.answered), context=context, version=version)
         self.process = process
         self.llm = llm
         """The `AsyncLLM`; None once the engine was left."""
@@ -134,20 +134,13 @@ class VllmRuntime(EngineRuntime[OpenRequest]):
         return await self.answered("update_weights()", self.weights.check(source))
 
     async def load_weights(self, checked: Any, version: str) -> None:
-        try:
+        # By half, vLLM has neither the old weights nor the new ones, and would die of that at its next step.
+        with self._ended_by_failure(f"the weights {version!r} could not be loaded"):
             await self.answered("update_weights()", self.weights.load(checked))
-            await self._stamp(version)
+            # Stamped by us in any case: a request that is cut before its end has no stamps of vLLM's.
+            if self.stamps_itself:
+                await self.answered("update_weights()", self.llm.update_weight_version(version))
             await self.reset_prefix_cache()
-        except EngineError as error:
-            # vLLM has neither the old weights nor the new ones, and would die of a failed load at its next step.
-            raise self.die(f"the weights {version!r} could not be loaded: {error}", error) from error
-
-    async def _stamp(self, version: str) -> None:
-        if self.stamps_itself:
-            await self.answered("update_weights()", self.llm.update_weight_version(version))
-        # Kept by us in any case: a request that is cut before its end has no stamps of vLLM's.
-        for request in self.requests:
-            request.stamp(version)
 
     async def reset_prefix_cache(self) -> None:
         # Without the running ones vLLM forgets nothing while anything runs, and answers no more than False.
@@ -163,20 +156,16 @@ class VllmRuntime(EngineRuntime[OpenRequest]):
 
     async def sleep(self, level: int) -> None:
         """Give memory up; on a CPU vLLM gives nothing up, and only stands still."""
-        try:
+        # By half, part of its memory may be gone, and nothing says which.
+        with self._ended_by_failure("it could not be put to sleep"):
             await self._pause(PauseMode.ABORT)  # also what an earlier pause kept
             await self.answered("sleep()", self.llm.sleep(level))
-        except EngineError as error:
-            # Part of its memory may be gone, and nothing says which.
-            raise self.die(f"it could not be put to sleep: {error}", error) from error
 
     async def wake(self, tags: Collection[str]) -> None:
-        try:
+        with self._ended_by_failure("it could not be woken"):
             await self.answered("wake()", self.llm.wake_up(list(tags)))
             # With the last part of its memory vLLM goes on by itself; whether it may is for the trainer to say.
             await self._pause(PauseMode.ABORT)
-        except EngineError as error:
-            raise self.die(f"it could not be woken: {error}", error) from error
 
     async def profile(self, *, on: bool) -> None:
         llm = self.llm
@@ -243,11 +232,15 @@ class VllmRuntime(EngineRuntime[OpenRequest]):
             await anyio.sleep(_LISTEN_SECONDS)
         scope.cancel()
 
-    def die(self, why: str, cause: Exception) -> EngineDead:
+    @contextmanager
+    def _ended_by_failure(self, why: str) -> Iterator[None]:
         """End an engine that could only go on with something broken; every request gets this one error."""
-        if self._death is None:
-            self.process.kill()
-        return self.died(cause, why)
+        try:
+            yield
+        except EngineError as error:
+            if self._death is None:
+                self.process.kill()
+            raise self.died(error, f"{why}: {error}") from error
 
     def died(self, error: Exception | None, why: str = "") -> EngineDead:
         """The error for one request of an engine that is dead: the same words and cause for all of them."""

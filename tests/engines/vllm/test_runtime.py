@@ -184,7 +184,7 @@ def engine_of(llm: Llm) -> VllmEngine:
         gate=AdmissionGate(4, 10_000),
         context=100,
         as_vllm=lambda _: (None, None),
-        versions=["0"],
+        version="0",
     )
     engine.running = True
     return engine
