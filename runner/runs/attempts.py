@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import anyio
 
-from runner.engines.base import Engine
 from runner.episode.context import RunContext
 from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
@@ -32,9 +30,6 @@ class Attempts:
 
     context: RunContext
     """What every episode gets."""
-
-    engines: Sequence[Engine]
-    """The engines that must be alive for another attempt."""
 
     writer: RunWriter
     """Keeps the attempts that are no results."""
@@ -81,7 +76,7 @@ class Attempts:
         if trajectory.outcome is not Outcome.ENGINE_ERROR or self.state.failure is not None:
             return False
         try:
-            for engine in self.engines:
+            for engine in self.context.engines:
                 await engine.health()
         except EngineDead as error:
             self.state.engine_died(error)

@@ -138,7 +138,6 @@ class Run:
             exit_stack.push_async_callback(feed.aclose)
             started = StartedRun(
                 options=self.options,
-                engines=self.engines,
                 context=context,
                 writer=writer,
                 feed=feed,

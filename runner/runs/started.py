@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import attrgetter
@@ -11,7 +10,6 @@ from typing import Final
 import anyio
 
 from runner.concurrency.threads import Job
-from runner.engines.base import Engine
 from runner.environment.task_feed import TaskFeed
 from runner.episode.context import RunContext
 from runner.episode.key import EpisodeKey
@@ -43,8 +41,6 @@ class StartedRun:
     """
 
     options: RunOptions
-    engines: Sequence[Engine]
-    """All engines of the run; the one of the trained agents comes first."""
     context: RunContext
     writer: RunWriter
     feed: TaskFeed
@@ -54,13 +50,12 @@ class StartedRun:
     def __post_init__(self) -> None:
         options, state, context, writer = self.options, self.state, self.context, self.writer
         # Twice as many as the engine takes: while some wait for tools or their environment, others are sampled.
-        width = options.concurrency.episodes or 2 * self.engines[0].places
+        width = options.concurrency.episodes or 2 * context.engines[0].places
         self._breaker = Breaker(options.breaker)
         self._scoring = scoring = GroupScoring(context, writer, state.summary, group_size=options.group_size)
         self._attempts = Attempts(
             state=state,
             context=context,
-            engines=self.engines,
             writer=writer,
             staleness=self.staleness,
             retries=options.retries,
@@ -141,8 +136,8 @@ class StartedRun:
 
     def _progress(self) -> tuple[object, ...]:
         # While an engine stands still for its trainer, nothing can happen, and nothing is stuck.
-        moved = [object() if engine.standstill.on else engine.stats().sampled_tokens for engine in self.engines]
+        moved = [object() if engine.standstill.on else engine.stats().sampled_tokens for engine in self.context.engines]
         return (self.state.summary.episodes, *moved)
 
     async def _watch_engines(self) -> None:
-        self.state.engine_died(await until_dead(self.engines))
+        self.state.engine_died(await until_dead(self.context.engines))
