@@ -176,17 +176,17 @@ class Controllable:
             BadControl: the engine sleeps already, or cannot sleep.
             BadOption: there is no such level.
         """
-        await self._sleep(level, unless_asleep=False)
+        if not await self._sleep(level):
+            raise BadControl("sleep(): the engine is asleep already.")
 
-    async def _sleep(self, level: int, *, unless_asleep: bool) -> None:
+    async def _sleep(self, level: int) -> bool:
+        """Fall asleep; gives False, and changes nothing, where the engine sleeps."""
         runtime = self._controlled()
         if level not in (1, 2):
             raise BadOption(f"sleep(level={level!r}): give 1, which keeps the weights, or 2, which discards them.")
         async with runtime.lock:
             if runtime.state is EngineState.ASLEEP:
-                if unless_asleep:
-                    return
-                raise BadControl("sleep(): the engine is asleep already.")
+                return False
             if level == 2 and self.adapters:
                 raise BadControl("sleep(2) would discard the adapters: remove_adapter(...) each, add it when awake.")
             runtime.check_sleep(level)
@@ -202,6 +202,7 @@ class Controllable:
 
             # To its end: memory given up by half could not be taken back.
             await to_its_end(fall_asleep)
+        return True
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back, all of it or the parts that are named; with the last part the engine goes on.
@@ -215,9 +216,11 @@ class Controllable:
             BadControl: the engine does not sleep.
             BadOption: there is no such part.
         """
-        await self._wake(tags, if_asleep=False)
+        if not await self._wake(tags):
+            raise BadControl(f"wake(): the engine is {self.state.value}, not asleep.")
 
-    async def _wake(self, tags: Sequence[str] | None, *, if_asleep: bool) -> None:
+    async def _wake(self, tags: Sequence[str] | None) -> bool:
+        """Wake up; gives False, and changes nothing, where the engine is awake."""
         runtime = self._controlled()
         parts = frozenset(SLEEP_TAGS if tags is None else tags)
         if not parts <= set(SLEEP_TAGS) or isinstance(tags, str):
@@ -231,10 +234,10 @@ class Controllable:
                 await runtime.go_on_unless_paused()
 
         async with runtime.lock:
-            if runtime.state is EngineState.ASLEEP:
-                await to_its_end(wake_up)
-            elif not if_asleep:
-                raise BadControl(f"wake(): the engine is {runtime.state.value}, not asleep.")
+            if runtime.state is not EngineState.ASLEEP:
+                return False
+            await to_its_end(wake_up)
+        return True
 
     async def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         """Be ready to sample, as NeMo RL's trainers ask before each step: wake, or nothing where it is awake.
@@ -243,7 +246,7 @@ class Controllable:
             tags: what to wake, as for `wake`.
         """
         if self.runtime is not None:
-            await self._wake(tags, if_asleep=True)
+            await self._wake(tags)
 
     async def finish_generation(self, *, level: int = 1) -> None:
         """Make room for training, as NeMo RL's trainers ask after each step: sleep, or nothing where it sleeps.
@@ -252,10 +255,7 @@ class Controllable:
             level: how deep it sleeps, as for `sleep`; 0 only forgets the cached prompts, for an engine with devices of
                 its own.
         """
-        if level == 0:
-            await self._reset_prefix_cache(unless_asleep=True)
-        else:
-            await self._sleep(level, unless_asleep=True)
+        await (self._reset_prefix_cache() if level == 0 else self._sleep(level))
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prompt; turns that are being sampled go on, and compute theirs again.
@@ -263,15 +263,16 @@ class Controllable:
         Raises:
             BadControl: the engine sleeps, and has no cache.
         """
-        await self._reset_prefix_cache(unless_asleep=False)
+        if not await self._reset_prefix_cache():
+            raise BadControl("reset_prefix_cache(): the engine is asleep and has no cache.")
 
-    async def _reset_prefix_cache(self, *, unless_asleep: bool) -> None:
+    async def _reset_prefix_cache(self) -> bool:
         runtime = self._controlled()
         async with runtime.lock:
-            if runtime.state is not EngineState.ASLEEP:
-                await runtime.reset_prefix_cache()
-            elif not unless_asleep:
-                raise BadControl("reset_prefix_cache(): the engine is asleep and has no cache.")
+            if runtime.state is EngineState.ASLEEP:
+                return False
+            await runtime.reset_prefix_cache()
+        return True
 
     async def start_profile(self) -> None:
         """Start the engine's profiler.
