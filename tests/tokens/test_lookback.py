@@ -248,6 +248,7 @@ def test_a_template_that_looks_for_the_last_question_from_behind_writes_the_same
         "{% macro deep(n) %}{{ deep(n + messages | length) if n < 9 }}{% set outer.x = n %}{% endmacro %}"
         "{% set outer = namespace(x=0) %}{{ deep(messages | length) }}{{ outer.x }}",
         "{% for m in messages %}{% set x = loop.index %}{% if loop.last %}{{ x }}{% endif %}{% endfor %}",
+        "{% filter replace('a', messages | length | string) | upper | trim %}a{% endfilter %}",
     ],
 )
 def test_what_looks_back_is_never_proven(expression: str) -> None:
@@ -264,6 +265,8 @@ def test_what_looks_back_is_never_proven(expression: str) -> None:
         "{% for m in messages %}{% if loop.last %}{{ m.role }}{% endif %}{% endfor %}",
         "{% for m in messages %}{% set dropped = m.content | length %}{% endfor %}{{ dropped }}",
         "{{ (messages | selectattr('role', 'equalto', 'user') | list | last).content }}",
+        "{% filter replace('a', 'b') | upper | trim %}a{% endfilter %}",
+        "{{ messages | map(attribute='role') | list | last | upper | trim }}",
     ],
 )
 def test_what_only_looks_at_the_beginning_the_turn_and_what_is_new_is_proven(expression: str) -> None:

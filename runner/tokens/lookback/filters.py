@@ -1,4 +1,4 @@
-"""Filters and methods of values that are not wholly known, those above all that keep where the turn's words end."""
+"""What filters and methods give, those above all that keep where the turn's words end."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 
 import jinja2
 
-from runner.tokens.lookback.expressions import Operations, Raised
+from runner.tokens.lookback.operators import Operators, Raised
 from runner.tokens.lookback.positions import mapped
 from runner.tokens.lookback.values import (
     END,
-    MAYBE,
-    Arguments,
-    GaveUp,
-    Given,
-    Past,
+    MAYBE_END,
+    GappedList,
+    LastArguments,
+    NotFollowed,
     PastMessage,
     Position,
-    Root,
-    Split,
+    SplitText,
+    Symbol,
     Text,
     Unknown,
+    UnknownCount,
     Value,
+    behind_end,
     concatenated,
-    holds_end,
     is_concrete,
-    is_given,
+    is_independent,
     is_text,
-    joined,
+    may_hold_end,
 )
 
-__all__ = ["Filters"]
+__all__ = ["TransferFunctions"]
 
 
-class Filters(Operations):
-    """Operations, and what filters and methods make of values."""
+class TransferFunctions(Operators):
+    """The transfer functions of operators, of filters and of methods."""
 
     # --- filters
 
@@ -47,28 +47,28 @@ class Filters(Operations):
             if name not in self._environment.filters:
                 raise Raised(f"no filter named {name!r}")
             return self.concrete(
-                lambda: _plain(
+                lambda: _read_now(
                     self._environment.call_filter(
                         name, value, list(arguments), dict(keywords), self._context, self._eval_context
                     )
                 )
             )
-        known = self._followed(name, value, arguments, keywords)
+        known = self._modelled(name, value, arguments, keywords)
         if known is not None:
             return known
         return self.of("filter " + name, *everything, *keywords, text=name in _TEXT_FILTERS)
 
-    def _followed(
+    def _modelled(
         self, name: str, value: Value, arguments: Sequence[Value], keywords: Mapping[str, Value]
     ) -> Value | None:
-        """What a filter makes of a value that is partly known; None where nothing of it is followed."""
+        """What a filter makes of a value that is partly known; None where it has no transfer function of its own."""
         match name:
             case "default" | "d":
                 given = dict(zip(("default_value", "boolean"), arguments, strict=False)) | dict(keywords)
                 return self._default(value, given.get("default_value", ""), given.get("boolean", False))
             case "tojson":
                 return self._as_json(value, keywords) if not arguments else None
-            case "map" if isinstance(value, Past | list) and not arguments and set(keywords) == {"attribute"}:
+            case "map" if isinstance(value, GappedList | list) and not arguments and set(keywords) == {"attribute"}:
                 return mapped(value, lambda each: self._dotted(each, keywords["attribute"]))
         if keywords:
             return None
@@ -78,15 +78,17 @@ class Filters(Operations):
             case "string" | "safe":
                 return self.written(value)
             case "length" | "count":
-                return self.length(value)
-            case "list" if isinstance(value, list | tuple | Past | Split):
+                return self._length(value)
+            case "list" if isinstance(value, list | tuple | GappedList | SplitText):
                 return value
-            case "first" | "last" if isinstance(value, list | tuple | Past | Split):
+            case "first" | "last" if isinstance(value, list | tuple | GappedList | SplitText):
                 return self.item(value, 0 if name == "first" else -1)
-            case "selectattr" | "rejectattr" if isinstance(value, Past | list):
+            case "selectattr" | "rejectattr" if isinstance(value, GappedList | list):
                 return self._selected(value, name == "selectattr", arguments)
             case "join" if isinstance(value, list) and len(arguments) <= 1:
-                return self._joined(value, arguments[0] if arguments else "")
+                separator = arguments[0] if arguments else ""
+                parts = [part for each in value for part in (separator, self.written(each))]
+                return concatenated(*parts[1:])
             case "items" | "dictsort" if not arguments:
                 return _pairs(value, in_order=name == "dictsort")
         return None
@@ -94,71 +96,61 @@ class Filters(Operations):
     def _default(self, value: Value, otherwise: Value, falsy: Value) -> Value:
         if isinstance(value, jinja2.Undefined):
             return otherwise
-        if not isinstance(falsy, bool) or (isinstance(value, Unknown | Given) and not value.text):
+        if not isinstance(falsy, bool) or (isinstance(value, Unknown | Symbol) and not value.text):
             return self.of("default", value, otherwise, falsy)  # it may be undefined
         truth = self.truth(value) if falsy else True
         if isinstance(truth, bool):
             return value if truth else otherwise
         return self.of("default", value, otherwise, falsy, text=is_text(value) and is_text(otherwise))
 
-    def length(self, value: Value) -> Value:
-        if isinstance(value, Past):
+    def _length(self, value: Value) -> Value:
+        if isinstance(value, GappedList):
             return value.length
         if isinstance(value, list | tuple | dict):
             return len(value)
-        if is_text(value) and self.truth(value) is True and not is_given(value):
-            return Position(Root(1), 0)
+        if is_text(value) and self.truth(value) is True and not is_independent(value):
+            return Position(UnknownCount(1))  # of the text's length, too, only the least is known
         return self.of("length", value)
 
     def _as_json(self, value: Value, keywords: Mapping[str, Value]) -> Value:
+        """JSON, of which what follows the end of the turn's words is known where all that is written later is."""
         leaves = list(_leaves(value))
-        held = [index for index, leaf in enumerate(leaves) if holds_end(leaf)]
-        behind = leaves[held[0] :] if len(held) == 1 and "sort_keys" not in keywords else []
-        if not behind or not all(map(is_given, [*behind[1:], *keywords.values()])):
+        ends = [index for index, leaf in enumerate(leaves) if may_hold_end(leaf)]
+        if len(ends) != 1 or "sort_keys" in keywords:
             return self.of("tojson", value, *keywords, *keywords.values(), text=True)
-        leaf = behind[0]
-        head = self._symbols.of("tojson", value, *keywords, *keywords.values()) if is_given(value) else None
-        if isinstance(leaf, Text) and leaf is value and leaf.has_end and isinstance(leaf.rest, str) and not keywords:
-            return Text((END, json.dumps(leaf.rest, ensure_ascii=False)[1:]), head)
-        rest = (
-            leaf.name
-            if isinstance(leaf, Arguments)
-            else leaf.rest
-            if isinstance(leaf, Text) and leaf.has_end
-            else Unknown()
-        )
-        if not is_given(rest):
-            return Unknown(ends=True, text=True)
-        end = self._symbols.of("json end", rest, *behind[1:], *keywords, *keywords.values())
-        return Text((END, dataclasses.replace(end, text=True, filled=True)), head)
+        leaf, *later = leaves[ends[0] :]
+        if not all(map(is_independent, [*later, *keywords.values()])):
+            return self.of("tojson", value, *keywords, *keywords.values(), text=True)
+        independent = is_independent(value)
+        before = self._symbols.of("tojson", value, *keywords, *keywords.values()) if independent else None
+        rest: Value = Unknown()
+        if isinstance(leaf, LastArguments):
+            rest = leaf.name
+        elif isinstance(leaf, Text) and leaf.has_end:
+            rest = leaf.rest
+            if leaf is value and isinstance(rest, str) and not keywords:
+                return Text((END, json.dumps(rest, ensure_ascii=False)[1:]), before)
+        if not is_independent(rest):
+            return Unknown(may_end=True, text=True)
+        closing = self._symbols.of("json end", rest, *later, *keywords, *keywords.values())
+        return Text((END, dataclasses.replace(closing, text=True, nonempty=True)), before)
 
-    def _joined(self, values: Sequence[Value], separator: Value) -> Value:
-        parts: list[Value] = []
-        for value in values:
-            parts += [separator, self.written(value)] if parts else [self.written(value)]
-        made: Value = ""
-        for part in parts:
-            made = concatenated(made, part)
-        return made
-
-    def _selected(self, value: Past | list[Value], wanted: bool, arguments: Sequence[Value]) -> Value:
+    def _selected(self, values: GappedList | list[Value], wanted: bool, arguments: Sequence[Value]) -> Value:
         attribute, *test = arguments
         name, *against = test or ["truth"]
         kept = []
-        for each in value.items if isinstance(value, Past) else value:
+        for each in values.last_items if isinstance(values, GappedList) else values:
             found = self._dotted(each, attribute)
-            told = self.truth(found) if name == "truth" else self.tested(name, found, against)
-            if not isinstance(told, bool):
-                return self.of("selected", value, *arguments)
-            if told is wanted:
+            passes = self.truth(found) if name == "truth" else self.tested(name, found, against)
+            if not isinstance(passes, bool):
+                return self.of("selected", values, *arguments)
+            if passes is wanted:
                 kept.append(each)
-        if isinstance(value, Past):
-            return Past(tuple(kept), Root(0), 0, (), value.messages, value.backwards)
-        return kept
+        return values.selected(kept) if isinstance(values, GappedList) else kept
 
     def _dotted(self, value: Value, name: Value) -> Value:
         if not isinstance(name, str):
-            raise GaveUp("an attribute that is not named")
+            raise NotFollowed("an attribute that is not named")
         for part in name.split("."):
             value = self.item(value, part) if isinstance(value, dict) else self.attribute(value, part)
         return value
@@ -168,72 +160,74 @@ class Filters(Operations):
     def method(self, value: Value, name: str, arguments: Sequence[Value]) -> Value:
         """What a method of a string or a mapping gives."""
         if is_concrete(value) and all(map(is_concrete, arguments)):
-            return self.concrete(lambda: _plain(self._environment.getattr(value, name)(*arguments)))
-        if isinstance(value, PastMessage):
-            return self._got(value.get, value.has, arguments) if name == "get" else Unknown()
-        if isinstance(value, dict):
-            return self._method_of_mapping(value, name, arguments)
-        if isinstance(value, Arguments) and name == "items":
-            return value.pairs
-        if isinstance(value, Text) and value.is_marked:
-            return self._method_of_words(value, name, arguments)
-        return self.of("method " + name, value, *arguments, text=name in _TEXT_METHODS)
+            return self.concrete(lambda: _read_now(self._environment.getattr(value, name)(*arguments)))
+        match value:
+            case PastMessage():
+                return self._got(value.get, value.has, arguments) if name == "get" else Unknown()
+            case dict() if all(map(is_concrete, value)):
+                if name == "get":
+                    return self._got(value.__getitem__, value.__contains__, arguments)
+                if name in ("items", "keys", "values"):
+                    return list(getattr(value, name)())
+            case LastArguments() if name == "items":
+                return value.pairs
+            case Text() if value.is_marked:
+                return self._method_of_words(value, name, arguments)
+        text = name in _TEXT_METHODS and not isinstance(value, dict)
+        return self.of("method " + name, value, *arguments, text=text)
 
     def _got(
         self, get: Callable[[str], Value], has: Callable[[str], bool | Unknown], arguments: Sequence[Value]
     ) -> Value:
+        """What `get` of a mapping gives."""
         key, otherwise = (*arguments, None)[:2]
         if not isinstance(key, str):
-            return Unknown(ends=True)
+            return Unknown(may_end=True)
         found = has(key)
         if isinstance(found, bool):
             return get(key) if found else otherwise
-        return Unknown(ends=holds_end(otherwise))
-
-    def _method_of_mapping(self, value: dict[Any, Value], name: str, arguments: Sequence[Value]) -> Value:
-        if not all(map(is_concrete, value)):
-            return self.of("method " + name, value, *arguments)
-        if name == "get":
-            return self._got(value.__getitem__, lambda key: key in value, arguments)
-        listed = {"items": value.items, "keys": value.keys, "values": value.values}.get(name)
-        return list(listed()) if listed else self.of("method " + name, value, *arguments)
+        return Unknown(may_end=may_hold_end(otherwise))
 
     def _method_of_words(self, value: Text, name: str, arguments: Sequence[Value]) -> Value:
-        """Of a text in which the turn's words end: END is a word of small letters and digits."""
+        """Of a text in which the turn's words end.
+
+        Where the words are given, they end in the sentinel: small letters and digits, so that neither `strip` of other
+        characters nor `lower` changes it, and what is not a word is not found across its end.
+        """
         rest = value.rest
-        head = None if value.head is None else (name, *arguments, value.head)
+        before = None if value.before is None else (name, *arguments, value.before)
         if name == "lstrip":
-            return dataclasses.replace(value, head=head)
-        plain = isinstance(rest, str) and all(map(is_concrete, arguments))
+            return dataclasses.replace(value, before=before)
         if self._words is not None and name in ("replace", "split") and rest != "":
-            return Unknown(ends=True, text=name == "replace")  # what is looked for may begin in the words
-        if plain and value.has_end:
-            if name in ("strip", "rstrip") and not _eats_letters(arguments):
-                return joined((Text((END,), head), rest.rstrip(*arguments)))
-            if name == "lower":
-                return joined((Text((END,), head), rest.lower()))
-            if name == "replace" and _is_no_word(arguments[0]):
-                return joined((Text((END,), head), rest.replace(*arguments)))
-            if name == "split" and len(arguments) == 1 and _is_no_word(arguments[0]):
-                behind = rest.split(*arguments)
-                last = joined((Text((END,), head), behind[0])) if len(behind) == 1 else behind[-1]
-                return Split(last, given=value.head is not None)
-        elif name in ("strip", "rstrip") and is_given(rest) and all(map(is_given, arguments)):
-            return Text((MAYBE, self._symbols.of("rstrip", rest, *arguments, text=True)))
+            return Unknown(may_end=True, text=name == "replace")  # what is looked for may begin in the words
+        if isinstance(rest, str) and all(map(is_concrete, arguments)) and value.has_end:
+            match name:
+                case "strip" | "rstrip" if not _has_letters(arguments):
+                    return behind_end(rest.rstrip(*arguments), before)
+                case "lower":
+                    return behind_end(rest.lower(), before)
+                case "replace" if _is_no_word(arguments[0]):
+                    return behind_end(rest.replace(*arguments), before)
+                case "split" if len(arguments) == 1 and _is_no_word(arguments[0]):
+                    pieces = rest.split(*arguments)
+                    last = behind_end(pieces[0], before) if len(pieces) == 1 else pieces[-1]
+                    return SplitText(last, independent=value.before is not None)
+        elif name in ("strip", "rstrip") and is_independent(rest) and all(map(is_independent, arguments)):
+            return Text((MAYBE_END, self._symbols.of("rstrip", rest, *arguments, text=True)))
         return self.of("method " + name, value, *arguments, text=name in _TEXT_METHODS)
 
 
 def _pairs(value: Value, *, in_order: bool) -> Value | None:
     """Keys and values of a mapping; in the order of the keys where that is asked for, which then must be known."""
-    if isinstance(value, Arguments):
+    if isinstance(value, LastArguments):
         return value.pairs
     if not isinstance(value, dict):
         return None
     if not in_order:
         return list(value.items())
-    return (
-        sorted(value.items(), key=lambda pair: pair[0].lower()) if all(isinstance(key, str) for key in value) else None
-    )
+    if not all(isinstance(key, str) for key in value):
+        return None
+    return sorted(value.items(), key=lambda pair: pair[0].lower())
 
 
 def _leaves(value: Value) -> Iterator[Value]:
@@ -249,13 +243,14 @@ def _leaves(value: Value) -> Iterator[Value]:
         yield value
 
 
-def _eats_letters(arguments: Sequence[Value]) -> bool:
+def _has_letters(arguments: Sequence[Value]) -> bool:
+    """Something else than strings free of letters and digits is among the arguments."""
     return any(not isinstance(each, str) or any(map(str.isalnum, each)) for each in arguments)
 
 
 def _is_no_word(text: Value) -> bool:
-    """No part of the letters and digits that END stands for can be part of it."""
-    return isinstance(text, str) and bool(text) and not (text[0].isalnum() and text[-1].isalnum() and text.isalnum())
+    """It is not empty, and has a character that is neither a letter nor a digit."""
+    return isinstance(text, str) and bool(text) and not text.isalnum()
 
 
 _TEXT_FILTERS = frozenset(
@@ -264,8 +259,7 @@ _TEXT_FILTERS = frozenset(
 _TEXT_METHODS = frozenset({"strip", "lstrip", "rstrip", "replace", "upper", "lower", "title", "capitalize", "format"})
 
 
-def _plain(value: Any) -> Any:
-    """What filters and methods make as they go is made at once: a generator is empty the second time."""
-    if isinstance(value, type({}.items()) | type({}.keys()) | type({}.values())):
-        return list(value)
-    return list(value) if hasattr(value, "__next__") else value
+def _read_now(value: Any) -> Any:
+    """Make a list of what would be made as it is read: a generator is empty the second time."""
+    view = isinstance(value, type({}.items()) | type({}.keys()) | type({}.values()))
+    return list(value) if view or hasattr(value, "__next__") else value

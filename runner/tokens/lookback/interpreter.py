@@ -1,45 +1,49 @@
-"""Renders a template whose past is unknown: where the past decides what is done, both branches are followed."""
+"""Renders a template over abstract values: its statements, its macros, and its loops up to their fixpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import cast
 
 import jinja2
 from jinja2 import nodes
 
-from runner.tokens.lookback.evaluator import Evaluator
-from runner.tokens.lookback.expressions import Left, Stopped
-from runner.tokens.lookback.merging import Leaving, State
-from runner.tokens.lookback.positions import backwards_head_loop, backwards_loop, head_loop, known_loop
+from runner.tokens.lookback.evaluator import FUNCTIONS, Evaluator
+from runner.tokens.lookback.join import LoopExits, State
+from runner.tokens.lookback.operators import Stopped
+from runner.tokens.lookback.positions import loop_after_gap, loop_before_gap, loop_of_list
 from runner.tokens.lookback.values import (
-    Arguments,
     Condition,
-    GaveUp,
+    GappedList,
+    LastArguments,
     Loop,
     Macro,
     NamespaceOf,
-    Past,
+    NotFollowed,
     PastMessage,
     Position,
-    Root,
-    Split,
+    SplitText,
     Unknown,
+    UnknownCount,
     Value,
-    acts,
     concatenated,
-    holds_end,
+    has_effects,
     is_concrete,
+    is_independent,
     is_text,
+    may_hold_end,
     namespaces_in,
 )
 
 __all__ = ["Interpreter"]
 
-PASSES = 12
-"""Times that a loop over what came before is gone through until nothing changes any more."""
+MAX_PASSES = 12
+"""Passes through a loop over what came before in which a fixpoint must be reached."""
+
+MAX_RECURSION = 30
+"""Calls of one macro within another that are followed where all it is given is known."""
 
 
 class Interpreter(Evaluator):
@@ -49,7 +53,7 @@ class Interpreter(Evaluator):
         """What the template writes.
 
         Raises:
-            GaveUp: it cannot be followed.
+            NotFollowed: it does something that is not modelled.
             Stopped: it raises, whatever came before.
         """
         self._run(template.body)
@@ -59,76 +63,61 @@ class Interpreter(Evaluator):
 
     def _run(self, body: Sequence[nodes.Node]) -> None:
         for node in body:
-            self._step()
-            run = getattr(self, "_run_" + type(node).__name__.lower(), None)
-            if run is None:
-                raise GaveUp(f"{type(node).__name__} is not followed")
-            run(node)
+            self.visit(node)
 
-    def _run_output(self, node: nodes.Output) -> None:
+    def visit_Output(self, node: nodes.Output) -> None:
         for part in node.nodes:
-            text = part.data if isinstance(part, nodes.TemplateData) else self._operations.written(self._value(part))
-            self._state.output = concatenated(self._state.output, text)
+            self._write(self.visit(part))
 
-    def _run_exprstmt(self, node: nodes.ExprStmt) -> None:
-        self._value(node.node)
+    def _write(self, value: Value) -> None:
+        self._state.output = concatenated(self._state.output, self._transfer.written(value))
 
-    def _run_if(self, node: nodes.If) -> None:
-        otherwise = list(node.else_)
-        branches = [(node.test, node.body), *((each.test, each.body) for each in node.elif_)]
-        self._branch(branches, otherwise)
+    def visit_ExprStmt(self, node: nodes.ExprStmt) -> None:
+        self.visit(node.node)
 
-    def _branch(self, branches: Sequence[tuple[nodes.Node, Sequence[nodes.Node]]], otherwise: list[nodes.Node]) -> None:
+    def visit_If(self, node: nodes.If) -> None:
+        self._run_branches([(node.test, node.body), *((each.test, each.body) for each in node.elif_)], node.else_)
+
+    def _run_branches(
+        self, branches: Sequence[tuple[nodes.Node, Sequence[nodes.Node]]], otherwise: Sequence[nodes.Node]
+    ) -> None:
         if not branches:
             self._run(otherwise)
             return
         (test, body), *rest = branches
-        self._by_truth(self._value(test), lambda: self._run(body), lambda: self._branch(rest, otherwise))
+        self._branch(self.visit(test), lambda: self._run(body), lambda: self._run_branches(rest, otherwise))
 
-    def _run_assign(self, node: nodes.Assign) -> None:
-        self._assign(node.target, self._value(node.node))
+    def visit_Assign(self, node: nodes.Assign) -> None:
+        self._assign(node.target, self.visit(node.node))
 
-    def _run_assignblock(self, node: nodes.AssignBlock) -> None:
-        value = self._written_by(node.body)
-        self._assign(node.target, self._filter(node.filter, value) if node.filter is not None else value)
+    def visit_AssignBlock(self, node: nodes.AssignBlock) -> None:
+        self._assign(node.target, self._filter_block(node.filter, self._written_by(node.body)))
 
-    def _run_filterblock(self, node: nodes.FilterBlock) -> None:
-        value = self._filter(node.filter, self._written_by(node.body))
-        self._state.output = concatenated(self._state.output, self._operations.written(value))
+    def visit_FilterBlock(self, node: nodes.FilterBlock) -> None:
+        self._write(self._filter_block(node.filter, self._written_by(node.body)))
 
-    def _run_scope(self, node: nodes.Scope) -> None:
+    def visit_Scope(self, node: nodes.Scope) -> None:
         with self._scope():
             self._run(node.body)
 
-    def _run_macro(self, node: nodes.Macro) -> None:
+    def visit_Macro(self, node: nodes.Macro) -> None:
         self._state.scopes[-1][node.name] = Macro(node, len(self._state.scopes))
 
-    def _run_break(self, _: nodes.Node) -> None:
-        self._leave(self._leaving[-1].loops)
-
-    def _run_continue(self, _: nodes.Node) -> None:
-        self._leave(self._leaving[-1].passes)
-
-    def _leave(self, states: list[State]) -> None:
-        leaving = self._leaving[-1]
-        leaving.conditions += self._conditions[leaving.depth :]
-        states.append(self._state.copy())
-        raise Left("left a loop")
-
     def _assign(self, target: nodes.Node, value: Value) -> None:
-        if isinstance(target, nodes.Name):
-            self._state.scopes[-1][target.name] = value
-        elif isinstance(target, nodes.NSRef):
-            space = self._state.lookup(target.name)
-            if not isinstance(space, NamespaceOf):
-                raise GaveUp("a namespace that is not known")
-            self._state.namespaces[space.number][target.attr] = value
-        elif isinstance(target, nodes.Tuple):
-            parts = list(value) if isinstance(value, list | tuple) and len(value) == len(target.items) else None
-            for index, name in enumerate(target.items):
-                self._assign(name, self._operations.of("part", value, index) if parts is None else parts[index])
-        else:
-            raise GaveUp(f"{type(target).__name__} is not assigned to")
+        match target:
+            case nodes.Name():
+                self._state.scopes[-1][target.name] = value
+            case nodes.NSRef():
+                namespace = self._state.lookup(target.name)
+                if not isinstance(namespace, NamespaceOf):
+                    raise NotFollowed("a namespace that is not known")
+                self._state.namespaces[namespace.number][target.attr] = value
+            case nodes.Tuple():
+                unpacked = isinstance(value, list | tuple) and len(value) == len(target.items)
+                for index, name in enumerate(target.items):
+                    self._assign(name, value[index] if unpacked else self._transfer.of("part", value, index))
+            case _:
+                raise NotFollowed(f"{type(target).__name__} is not assigned to")
 
     @contextmanager
     def _scope(self) -> Iterator[None]:
@@ -149,187 +138,229 @@ class Interpreter(Evaluator):
         finally:
             self._state.output = output
 
+    # --- macros
+
     def _call_macro(self, macro: Macro, arguments: Sequence[Value], keywords: dict[str, Value]) -> Value:
-        leaving, self._leaving = self._leaving, []  # a macro leaves no loop around its call
+        node = macro.node
+        names = [argument.name for argument in node.args]
+        if len(arguments) > len(names):
+            raise NotFollowed("a macro that takes more than it names")
+        recursion = self._macros.count(node)
+        if recursion >= MAX_RECURSION or (recursion and not all(map(is_concrete, arguments))):
+            return self._written_by_recursion(node, arguments)
+        given = {**dict(zip(names, arguments, strict=False)), **keywords}
+        defaults = dict(zip(reversed(names), reversed(node.defaults), strict=False))
+        # A macro sees the scopes that it was defined in, and none of its caller's. It leaves no loop around its call.
+        hidden, self._state.scopes[macro.depth :] = self._state.scopes[macro.depth :], [{}]
+        exits, self._exits = self._exits, []
+        self._macros.append(node)
         try:
-            return super()._call_macro(macro, arguments, keywords)
+            for name in names:
+                if name in given:
+                    value = given[name]
+                elif name in defaults:
+                    value = self.visit(defaults[name])
+                else:
+                    value = jinja2.Undefined(name=name)
+                self._state.scopes[-1][name] = value
+            return self._written_by(node.body)
         finally:
-            self._leaving = leaving
+            self._macros.pop()
+            self._exits = exits
+            self._state.scopes[macro.depth :] = hidden
+
+    def _written_by_recursion(self, node: nodes.Macro, arguments: Sequence[Value]) -> Value:
+        """What a macro writes that calls itself with what is not known: any text, as long as that is all it does."""
+        if not _only_writes(node):
+            raise NotFollowed("a macro that calls itself and more")
+        self.refuses = self.refuses or not all(map(is_independent, arguments))
+        return Unknown(may_end=True, text=True)
 
     # --- loops
 
-    def _run_for(self, node: nodes.For) -> None:
+    def visit_For(self, node: nodes.For) -> None:
         if node.recursive:
-            raise GaveUp("a recursive loop")
+            raise NotFollowed("a recursive loop")
         values = self._chosen(node, self._elements(self._read(node.iter)))
-        before = len(self._state.scopes)
-        self._leaving.append(Leaving(len(self._conditions)))
+        self._exits.append(LoopExits(len(self._conditions)))
         try:
-            if isinstance(values, list | tuple):
-                self._loop_known(node, values)
-            elif isinstance(values, Past):
-                self._loop_past(node, values)
-            else:
-                text = is_text(values)
-                self._loop_unknown(node, [Unknown(ends=holds_end(values), text=text, filled=text)], Loop({}))
-        except Stopped as stopped:
-            if not self._leaving[-1].loops:
-                raise
-            self._note_left(stopped)
-            self._state = self._leaving[-1].loops.pop()
+            self._run_and_join(lambda: self._run_passes(node, values), self._exits[-1].broken)
         finally:
-            leaving = self._leaving.pop()
-        del self._state.scopes[before:]
-        for state in leaving.loops:
-            del state.scopes[before:]
-        self._state = self._one_of([self._state, *leaving.loops], leaving.conditions)
-        if node.else_:
-            self._run_else(node, values)
+            self._exits.pop()
+        self._run_else(node, values)
+
+    def visit_Break(self, _: nodes.Break) -> None:
+        self._leave(self._exits[-1].broken)
+
+    def visit_Continue(self, _: nodes.Continue) -> None:
+        self._leave(self._exits[-1].continued)
+
+    def _leave(self, states: list[State]) -> None:
+        exits = self._exits[-1]
+        exits.conditions += self._conditions[exits.depth :]
+        states.append(self._state.copy())
+        raise Stopped("left a loop")
+
+    def _run_and_join(self, run: Callable[[], None], left: list[State]) -> None:
+        """Run a pass or a loop, and join the state at its end with the states in which it was `left` early."""
+        exits, depth = self._exits[-1], len(self._state.scopes)
+        ends: list[State] = []
+        try:
+            run()
+            ends.append(self._state)
+        except Stopped as stopped:
+            if not left:
+                raise
+            # This render ended beside others that had left before: the conditions of those decided which.
+            for condition in exits.conditions or [Unknown()]:
+                self._note_refusal(stopped, condition)
+        ends += left
+        for state in ends:
+            del state.scopes[depth:]
+        self._state = self._join(ends, exits.conditions)
+
+    def _join(self, states: Sequence[State], conditions: Sequence[Condition]) -> State:
+        """What is known of one of several states; which one, the conditions decide."""
+        if len(states) == 1:
+            return states[0]
+        unknown = any(isinstance(condition, Unknown) for condition in conditions)
+        condition: Condition = Unknown() if unknown else self._symbols.fresh()
+        return reduce(lambda one, other: one.join(condition, other, self._symbols), states)
 
     def _run_else(self, node: nodes.For, values: Value) -> None:
         """What is done where there was nothing to go through."""
         if isinstance(values, list | tuple):
             if not values:
                 self._run(node.else_)
-        elif not isinstance(values, Past) or not values.items:
-            self._either(Unknown(), lambda: self._run(node.else_), lambda: None)
+        elif node.else_ and not (isinstance(values, GappedList) and values.last_items):
+            self._both(Unknown(), lambda: self._run(node.else_), lambda: None)
 
     def _elements(self, values: Value) -> Value:
         """What a loop over `values` goes through."""
         if isinstance(values, jinja2.Undefined):
             return []
         if is_concrete(values):
-            return self._operations.concrete(lambda: list(values))
-        if isinstance(values, dict):
-            return list(values)
-        if isinstance(values, Arguments):
-            return [values.name]
-        return Past((values.last,), Root(0), 0, (), messages=False) if isinstance(values, Split) else values
-
-    def _chosen(self, node: nodes.For, values: Value) -> Value:
-        """The elements that the loop's own condition lets through, looked at one by one as the loop goes on."""
-        if node.test is None:
-            return values
-        if any(map(acts, map(self._state.lookup, _read_by_condition(node)))):
-            raise GaveUp("a loop whose condition reads what its passes may change")
-        if isinstance(values, list | tuple):
-            return self._kept(node, list(values))
-        if isinstance(values, Past):
-            return Past(tuple(self._kept(node, list(values.items))), Root(0), 0, (), values.messages, values.backwards)
+            return self._transfer.concrete(lambda: list(values))
+        match values:
+            case dict():
+                return list(values)
+            case LastArguments():
+                return [values.name]
+            case SplitText():
+                return GappedList((values.last,), Position(UnknownCount(0)), messages=False)
         return values
 
-    def _kept(self, node: nodes.For, values: list[Value]) -> list[Value]:
+    def _chosen(self, node: nodes.For, values: Value) -> Value:
+        """The elements that the loop's own condition lets through, which jinja asks before each pass."""
+        if node.test is None:
+            return values
+        if any(map(has_effects, map(self._state.lookup, _names_in(node.test) - _names_in(node.target)))):
+            raise NotFollowed("a loop whose condition reads what its passes may change")
+        if isinstance(values, list | tuple):
+            return self._kept(node, values)
+        if isinstance(values, GappedList):
+            return values.selected(self._kept(node, values.last_items))
+        return values
+
+    def _kept(self, node: nodes.For, values: Sequence[Value]) -> list[Value]:
         kept = []
         for value in values:
             with self._scope():
                 self._assign(node.target, value)
-                truth = self._operations.truth(self._value(cast("nodes.Expr", node.test)))
+                truth = self._transfer.truth(self.visit(cast("nodes.Expr", node.test)))
             if not isinstance(truth, bool):
-                raise GaveUp("a loop that leaves out what cannot be told")
-            kept += [value] * truth
+                raise NotFollowed("a loop that leaves out what cannot be told")
+            if truth:
+                kept.append(value)
         return kept
 
-    def _note_left(self, stopped: Stopped) -> None:
-        """A render ended beside one that had left the loop before: the conditions of that one decided which."""
-        for condition in self._leaving[-1].conditions or [Unknown()]:
-            self._note(stopped, condition)
+    def _run_passes(self, node: nodes.For, values: Value) -> None:
+        if isinstance(values, list | tuple):
+            for number, value in enumerate(values):
+                self._pass(node, value, loop_of_list(values, number))
+        elif isinstance(values, GappedList):
+            self._run_over_gap(node, values)
+        else:
+            text = is_text(values)
+            self._run_to_fixpoint(node, [Unknown(may_end=may_hold_end(values), text=text, nonempty=text)], Loop({}))
 
-    def _loop_known(
-        self, node: nodes.For, values: Sequence[Value], first: int | Position = 0, whole: Past | None = None
-    ) -> None:
-        for number, value in enumerate(values):
-            self._pass(node, value, known_loop(values, number, first, whole))
-
-    def _loop_past(self, node: nodes.For, values: Past) -> None:
+    def _run_over_gap(self, node: nodes.For, values: GappedList) -> None:
+        ahead, behind = values.first_items, values.last_items
         if values.backwards:
-            items = values.items[::-1]
-            for number, value in enumerate(items):
-                self._pass(node, value, backwards_loop(items, number, values))
-            self._loop_between(node, values)
-            for number, head in reversed(list(enumerate(values.heads))):
-                self._pass(node, head, backwards_head_loop(values, number))
-            return
-        for number, head in enumerate(values.heads):
-            self._pass(node, head, head_loop(values, number))
-        self._loop_between(node, values)
-        self._loop_known(node, values.items, Position(values.root, values.offset), values)
-
-    def _loop_between(self, node: nodes.For, values: Past) -> None:
-        # Any message may come at any pass, so each role is tried, and what they leave is merged.
-        heads: list[Value] = [Unknown(ends=True)]
+            ahead, behind = behind[::-1], ahead[::-1]
+        for number, value in enumerate(ahead):
+            self._pass(node, value, loop_before_gap(values, ahead, number))
+        # Any message may come at any pass, so each role is tried.
+        between: list[Value] = [Unknown(may_end=True)]
         if values.messages:
-            heads = [PastMessage(role, self._null_content) for role in ("system", "user", "assistant", "tool")]
-        ahead, behind = (values.items, values.heads) if values.backwards else (values.heads, values.items)
-        known = {"first": False} if ahead else {}
-        self._loop_unknown(node, heads, Loop(known | ({"last": False} if behind else {})))
+            between = [PastMessage(role, self._null_content) for role in ("system", "user", "assistant", "tool")]
+        known = ({"first": False} if ahead else {}) | ({"last": False} if behind else {})
+        self._run_to_fixpoint(node, between, Loop(known))
+        for number, value in enumerate(behind):
+            self._pass(node, value, loop_after_gap(values, behind, number))
 
-    def _loop_unknown(self, node: nodes.For, heads: Sequence[Value], loop: Loop) -> None:
-        """Any number of passes, none included: until another one changes nothing."""
+    def _run_to_fixpoint(self, node: nodes.For, values: Sequence[Value], loop: Loop) -> None:
+        """Any number of passes, none included, each over any of `values`: until another one changes nothing."""
         unknown = Unknown()
-        for _ in range(PASSES):
+        for _ in range(MAX_PASSES):
             before = self._state.copy()
             ends = [self._state]
-            for head in heads:
+            for value in values:
                 self._state = before.copy()
                 self._conditions.append(unknown)
                 try:
-                    self._pass(node, head, loop)
+                    self._pass(node, value, loop)
                     ends.append(self._state)
                 except Stopped as stopped:
-                    self._note(stopped, unknown)
+                    self._note_refusal(stopped, unknown)
                 finally:
                     self._conditions.pop()
-            self._state = self._one_of(ends, [unknown])
-            if self._state.settled(before):
+            self._state = self._join(ends, [unknown])
+            if self._state.knows_as_much_as(before):
                 return
-        raise GaveUp("a loop that does not settle")
+        raise NotFollowed("a loop that reaches no fixpoint")
 
     def _pass(self, node: nodes.For, value: Value, loop: Loop) -> None:
-        self._step()
-        leaving, depth, namespaces = self._leaving[-1], len(self._state.scopes), self._namespaces
-        leaving.passes = []
-        self._state.scopes.append({"loop": loop})
-        ends = []
-        try:
+        def run() -> None:
+            self._state.scopes.append({"loop": loop})
             self._assign(node.target, value)
             self._run(node.body)
-            ends = [self._state]
-        except Stopped as stopped:
-            if not leaving.passes:
-                raise
-            self._note_left(stopped)
-        ends += leaving.passes
-        for state in ends:
-            del state.scopes[depth:]
-        self._state = self._one_of(ends, leaving.conditions)
-        self._forget(namespaces)
 
-    def _forget(self, number: int) -> None:
-        """Forget the namespaces made after the first `number`, so that the next pass makes the same ones."""
-        if self._leaving[-1].loops:  # some of them may live on where the loop was left
+        self._step()
+        namespaces = self._namespaces
+        self._exits[-1].continued = []
+        self._run_and_join(run, self._exits[-1].continued)
+        self._forget_namespaces(namespaces)
+
+    def _forget_namespaces(self, number: int) -> None:
+        """Forget the namespaces made after the first `number`, so that the next pass makes the same ones.
+
+        Else the state would grow with every pass, and no fixpoint be reached.
+        """
+        if self._namespaces == number or self._exits[-1].broken:  # some may live on where the loop was left
             return
-        held = namespaces_in(
-            [*self._state.scopes, *(self._state.namespaces.get(each, {}) for each in range(1, number + 1))]
-        )
-        if max(held, default=0) <= number:
+        kept = [self._state.namespaces.get(each, {}) for each in range(1, number + 1)]
+        if max(namespaces_in([*self._state.scopes, *kept]), default=0) <= number:
             for each in [each for each in self._state.namespaces if each > number]:
                 del self._state.namespaces[each]
             self._namespaces = number
 
-    def _one_of(self, states: Sequence[State], conditions: Sequence[Condition]) -> State:
-        """The state of one of several renders; which one, the conditions decide."""
-        if len(states) == 1:
-            return states[0]
-        unknown = any(isinstance(condition, Unknown) for condition in conditions)
-        condition: Condition = Unknown() if unknown else self._symbols.fresh()
-        return reduce(lambda one, other: one.merged(condition, other, self._symbols), states)
+
+def _names_in(node: nodes.Node) -> set[str]:
+    return {each.name for each in (node, *node.find_all(nodes.Name)) if isinstance(each, nodes.Name)}
 
 
-def _read_by_condition(node: nodes.For) -> set[str]:
-    """The names beside the element that the loop's condition reads; those that it calls are among them."""
-    test = cast("nodes.Expr", node.test)
-    targets, names = (
-        {name.name for name in (*part.find_all(nodes.Name), part) if isinstance(name, nodes.Name)}
-        for part in (node.target, test)
-    )
-    return names - targets
+@lru_cache(maxsize=256)
+def _only_writes(macro: nodes.Macro) -> bool:
+    """It calls itself and jinja's functions only, and sets attributes of namespaces only that it makes itself."""
+    assigned: dict[str, list[nodes.Node]] = {}
+    for each in macro.find_all(nodes.Assign):
+        for name in _names_in(each.target):
+            assigned.setdefault(name, []).append(each.node)
+    own = {name for name, values in assigned.items() if all(map(_makes_a_namespace, values))}
+    called = {each.node.name for each in macro.find_all(nodes.Call) if isinstance(each.node, nodes.Name)}
+    return called <= {macro.name, *FUNCTIONS} and all(each.name in own for each in macro.find_all(nodes.NSRef))
+
+
+def _makes_a_namespace(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == "namespace"

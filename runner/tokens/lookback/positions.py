@@ -1,4 +1,7 @@
-"""Positions among messages of which only the first and the last are known, and what `loop` says at each."""
+"""Positions in lists with a gap, what stands there, and what `loop` says there.
+
+Two positions can be compared or subtracted only where both count from the same unknown number of messages.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +10,57 @@ from collections.abc import Callable, Sequence
 
 import jinja2
 
-from runner.tokens.lookback.values import Loop, Past, PastMessage, Position, Unknown, Value
+from runner.tokens.lookback.values import (
+    GappedList,
+    Loop,
+    PastMessage,
+    Position,
+    Symbol,
+    Unknown,
+    UnknownCount,
+    Value,
+)
 
 __all__ = [
-    "backwards_head_loop",
-    "backwards_loop",
-    "head_loop",
-    "item_of_past",
-    "known_loop",
+    "base_of",
+    "compared_with_least",
+    "difference",
+    "item_of_gapped",
+    "loop_after_gap",
+    "loop_before_gap",
+    "loop_of_list",
     "mapped",
-    "moved",
-    "positions",
-    "slice_of_past",
-    "told_by_least",
+    "range_of",
+    "slice_of_gapped",
+    "total",
 ]
 
 
-# Positions are compared and subtracted within one root only: how many messages another one stands for is not known.
+def base_of(value: Value) -> UnknownCount | None:
+    """What a position among the messages counts from; None where the value is none."""
+    return value.base if isinstance(value, Position | Symbol) else None
 
 
-def moved(sign: str, one: Value, other: Value) -> Value | None:
-    """A position moved by a number, or the distance of two."""
+def total(one: Value, other: Value) -> Position | None:
+    """The sum of a position and a number; None of anything else."""
     if isinstance(one, Position) and type(other) is int:
-        return Position(one.root, one.offset + (other if sign == "+" else -other))
-    if isinstance(other, Position) and type(one) is int and sign == "+":
-        return Position(other.root, other.offset + one)
-    if isinstance(one, Position) and isinstance(other, Position) and sign == "-" and one.root is other.root:
+        return one.moved(other)
+    if isinstance(other, Position) and type(one) is int:
+        return other.moved(one)
+    return None
+
+
+def difference(one: Value, other: Value) -> Position | int | None:
+    """A position less a number, or the distance of two; None of anything else."""
+    if isinstance(one, Position) and type(other) is int:
+        return one.moved(-other)
+    if isinstance(one, Position) and isinstance(other, Position) and one.base is other.base:
         return one.offset - other.offset
     return None
 
 
-def told_by_least(sign: str, least: int, number: int) -> bool | Unknown:
-    """What a number of at least `least` says beside `number`."""
+def compared_with_least(sign: str, least: int, number: int) -> bool | Unknown:
+    """How a number of which only the `least` is known compares with `number`."""
     if least > number:
         return sign in ("gt", "gteq", "ne")
     if least == number and sign in ("gteq", "lt"):
@@ -46,132 +68,137 @@ def told_by_least(sign: str, least: int, number: int) -> bool | Unknown:
     return Unknown()
 
 
-def item_of_past(past: Past, key: Value) -> Value:
-    between = PastMessage(null_content=True) if past.messages else Unknown(ends=True)
-    if isinstance(key, Position) and key.root is past.root and not past.backwards:
-        position = key.offset - past.offset
-        if position >= len(past.items):
-            return jinja2.Undefined(name="item")
-        return past.items[position] if position >= 0 else between if key.least >= 0 else Unknown(ends=True)
-    if type(key) is not int:
-        return Unknown(ends=True)
-    if past.backwards:
-        key = -1 - key
-    if key < 0:
-        known = -key <= len(past.items)
-        return past.items[key] if known else between if -key <= len(past.items) + past.least else Unknown(ends=True)
-    if key < len(past.heads):
-        return past.heads[key]
-    return between if key < past.least else Unknown(ends=True)
-
-
-def slice_of_past(past: Past, start: Value, stop: Value, step: Value) -> Value:
-    if (start, stop, step) == (None, None, -1):
-        return dataclasses.replace(past, backwards=not past.backwards)
-    if step not in (None, 1) or past.backwards:
-        return Unknown(ends=True)
-    first, last = _bound(past, start, 0), _bound(past, stop, len(past.items))
-    if last is None or last < 0 or first is None:
-        return Unknown(ends=True)
-    if first >= 0 and not (start is None or (type(start) is int and start >= 0)):
-        return list(past.items[first:last])
-    skipped = start or 0
-    if type(skipped) is not int or not 0 <= skipped <= past.least:
-        return Unknown(ends=True)
-    return Past(past.items[:last], past.root, past.offset - skipped, past.heads[skipped:], past.messages)
-
-
-def _bound(past: Past, bound: Value, default: int) -> int | None:
-    """The position of a slice's bound among the items; less than 0 where it stands before them, None for no idea."""
-    if bound is None:
-        return default
-    if isinstance(bound, Position) and bound.root is past.root:
-        return bound.offset - past.offset
-    if type(bound) is int:
-        return max(-1, len(past.items) + bound) if bound < 0 else -1
-    return None
-
-
-def mapped(value: Past | list[Value], change: Callable[[Value], Value]) -> Value:
-    if isinstance(value, Past):
-        return Past(tuple(map(change, value.items)), value.root, value.offset, (), False, value.backwards)
-    return list(map(change, value))
-
-
-def positions(bounds: Sequence[Value]) -> Value:
-    """The positions between two, or before one; None where that cannot be told."""
+def range_of(bounds: Sequence[Value]) -> Value:
+    """What `range` gives for positions; None where that cannot be told."""
     first, last = (0, *bounds) if len(bounds) == 1 else bounds[:2]
     if len(bounds) > 2 or not isinstance(last, Position):
         return None
-    if isinstance(first, Position) and first.root is last.root:
-        return [Position(first.root, offset) for offset in range(first.offset, last.offset)]
-    if first == 0 and last.root.least + last.offset > 0:
-        return Past((Position(last.root, last.offset - 1),), last.root, last.offset - 1, (), messages=False)
+    if isinstance(first, Position) and first.base is last.base:
+        return [Position(first.base, offset) for offset in range(first.offset, last.offset)]
+    if first == 0 and last.least > 0:
+        return GappedList((last.moved(-1),), last.moved(-1), messages=False)
     return None
 
 
-def known_loop(values: Sequence[Value], number: int, first: int | Position, whole: Past | None) -> Loop:
-    """`loop` at one of the known items, the first of which stands at position `first`."""
-    count = len(values)
-    before = _neighbour(values, number - 1, "previtem")
-    is_first: Value = number == 0
-    if whole is not None and number == 0:
-        before = PastMessage(null_content=True) if whole.messages and whole.least else Unknown(ends=True)
-        is_first = False if whole.least else Unknown()
-    ends = (is_first, number == count - 1)
-    neighbours = (before, _neighbour(values, number + 1, "nextitem"))
-    return _loop(_plus(first, number), _plus(first, count), ends, neighbours, count - 1 - number)
+# --- lists with a gap
 
 
-def head_loop(whole: Past, number: int) -> Loop:
-    """`loop` at one of the first messages."""
-    heads = whole.heads
-    inner = number + 1 < len(heads)
-    ends = (number == 0, False if inner or _more_than_heads(whole) else Unknown())
-    after = heads[number + 1] if inner else Unknown(ends=True)
-    return _loop(number, whole.length, ends, (_neighbour(heads, number - 1, "previtem"), after))
+def item_of_gapped(values: GappedList, key: Value) -> Value:
+    between = PastMessage(null_content=True) if values.messages else Unknown(may_end=True)
+    if isinstance(key, Position) and key.base is values.start.base and not values.backwards:
+        index = key.offset - values.start.offset
+        if index >= len(values.last_items):
+            return jinja2.Undefined(name="item")
+        if index >= 0:
+            return values.last_items[index]
+        return between if key.least >= 0 else Unknown(may_end=True)
+    if type(key) is not int:
+        return Unknown(may_end=True)
+    if values.backwards:
+        key = -1 - key
+    if key < 0:
+        if -key <= len(values.last_items):
+            return values.last_items[key]
+        return between if -key <= values.least_length else Unknown(may_end=True)
+    if key < len(values.first_items):
+        return values.first_items[key]
+    return between if key < values.least_before else Unknown(may_end=True)
 
 
-def backwards_loop(values: Sequence[Value], number: int, whole: Past) -> Loop:
-    """`loop` at one of the known items, where the list is read from its end."""
-    inner = number + 1 < len(values)
-    ends = (number == 0, False if inner or whole.least else Unknown())
-    after = values[number + 1] if inner else Unknown(ends=True)
-    neighbours = (_neighbour(values, number - 1, "previtem"), after)
-    return _loop(number, whole.length, ends, neighbours, _plus(whole.length, -number - 1))
+def slice_of_gapped(values: GappedList, start: Value, stop: Value, step: Value) -> Value:
+    if (start, stop, step) == (None, None, -1):
+        return dataclasses.replace(values, backwards=not values.backwards)
+    if step not in (None, 1) or values.backwards:
+        return Unknown(may_end=True)
+    first, last = _bound(values, start, 0), _bound(values, stop, len(values.last_items))
+    if last is None or last < 0 or first is None:
+        return Unknown(may_end=True)
+    if first >= 0 and not (start is None or (type(start) is int and start >= 0)):
+        return list(values.last_items[first:last])
+    skipped = start or 0
+    if type(skipped) is not int or not 0 <= skipped <= values.least_before:
+        return Unknown(may_end=True)
+    return GappedList(
+        values.last_items[:last], values.start.moved(-skipped), values.first_items[skipped:], values.messages
+    )
 
 
-def backwards_head_loop(whole: Past, number: int) -> Loop:
-    """`loop` at one of the first messages, where the list is read from its end."""
-    inner = number + 1 < len(whole.heads)
-    ends = (False if inner or _more_than_heads(whole) else Unknown(), number == 0)
-    neighbours = (Unknown(ends=True), _neighbour(whole.heads, number - 1, "nextitem"))
-    return _loop(_plus(whole.length, -number - 1), whole.length, ends, neighbours, number)
+def _bound(values: GappedList, bound: Value, default: int) -> int | None:
+    """A slice's bound counted from the last items, -1 for all that stand before them; None where it cannot be told."""
+    if bound is None:
+        return default
+    if isinstance(bound, Position) and bound.base is values.start.base:
+        return bound.offset - values.start.offset
+    if type(bound) is int:
+        return max(-1, len(values.last_items) + bound) if bound < 0 else -1
+    return None
+
+
+def mapped(values: GappedList | list[Value], change: Callable[[Value], Value]) -> Value:
+    if isinstance(values, GappedList):
+        items = tuple(map(change, values.last_items))
+        return GappedList(items, values.start, messages=False, backwards=values.backwards)
+    return list(map(change, values))
+
+
+# --- what `loop` says
+
+
+def loop_of_list(values: Sequence[Value], number: int) -> Loop:
+    """`loop` in a list that is wholly known."""
+    left = len(values) - 1 - number
+    neighbours = (_item(values, number - 1, "previtem"), _item(values, number + 1, "nextitem"))
+    return _loop(number, left, len(values), (number == 0, left == 0), neighbours)
+
+
+def loop_before_gap(whole: GappedList, ahead: Sequence[Value], number: int) -> Loop:
+    """`loop` at one of the known items that are read before the unknown ones."""
+    last = False if whole.least_length > number + 1 else Unknown()
+    following = ahead[number + 1] if number + 1 < len(ahead) else Unknown(may_end=True)
+    neighbours = (_item(ahead, number - 1, "previtem"), following)
+    return _loop(number, whole.length.moved(-number - 1), whole.length, (number == 0, last), neighbours)
+
+
+def loop_after_gap(whole: GappedList, behind: Sequence[Value], number: int) -> Loop:
+    """`loop` at one of the known items that are read after the unknown ones."""
+    left = len(behind) - 1 - number
+    first = False if number or whole.least_length > len(behind) else Unknown()
+    previous = behind[number - 1] if number else Unknown(may_end=True)
+    if number == 0 and whole.messages and not whole.backwards and whole.least_before:
+        previous = PastMessage(null_content=True)
+    neighbours = (previous, _item(behind, number + 1, "nextitem"))
+    return _loop(whole.length.moved(-left - 1), left, whole.length, (first, left == 0), neighbours)
 
 
 def _loop(
     index: int | Position,
+    left: int | Position,
     length: int | Position,
     ends: tuple[Value, Value],
     neighbours: tuple[Value, Value],
-    left: int | Position | None = None,
 ) -> Loop:
-    """`loop` at an index, with so many items `left` behind that one where that is known."""
-    values: dict[str, Value] = dict(zip(("first", "last", "previtem", "nextitem"), (*ends, *neighbours), strict=True))
-    values |= {"index0": index, "index": _plus(index, 1), "length": length, "depth": Unknown()}
-    if left is not None:
-        values |= {"revindex0": left, "revindex": _plus(left, 1)}
-    return Loop(values)
+    """`loop` at an index, with so many items `left` behind that one."""
+    first, last = ends
+    previous, following = neighbours
+    return Loop(
+        {
+            "index0": index,
+            "index": _next(index),
+            "revindex0": left,
+            "revindex": _next(left),
+            "length": length,
+            "first": first,
+            "last": last,
+            "previtem": previous,
+            "nextitem": following,
+            "depth": Unknown(),
+        }
+    )
 
 
-def _neighbour(values: Sequence[Value], number: int, name: str) -> Value:
+def _next(position: int | Position) -> int | Position:
+    return position.moved(1) if isinstance(position, Position) else position + 1
+
+
+def _item(values: Sequence[Value], number: int, name: str) -> Value:
     return values[number] if 0 <= number < len(values) else jinja2.Undefined(name=name)
-
-
-def _plus(position: int | Position, number: int) -> int | Position:
-    return Position(position.root, position.offset + number) if isinstance(position, Position) else position + number
-
-
-def _more_than_heads(whole: Past) -> bool:
-    """Something follows the first messages for certain."""
-    return bool(whole.items) or whole.least > len(whole.heads)

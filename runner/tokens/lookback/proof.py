@@ -1,10 +1,4 @@
-"""The proof that a template does not look back: its source is followed with a past of which nothing is known.
-
-What comes behind the words of the last turn is what a bridge writes. The template is rendered with messages of which
-those between the first question and the last turn are unknown in number, order and content. Wherever they decide what
-is done, both branches are followed, and what the two leave differently is unknown from then on. If nothing unknown
-stands behind the words in the end, no past changes it. A template that is not followed to the end is not proven.
-"""
+"""The proof that a template does not look back: what it writes behind the last turn, after a past of any kind."""
 
 from __future__ import annotations
 
@@ -17,8 +11,19 @@ from typing import Any
 from jinja2 import nodes
 
 from runner.tokens.lookback.interpreter import Interpreter
-from runner.tokens.lookback.merging import Symbols
-from runner.tokens.lookback.values import END, Arguments, Given, Past, Root, Text, Unknown, Value, is_given
+from runner.tokens.lookback.join import Symbols
+from runner.tokens.lookback.values import (
+    END,
+    GappedList,
+    LastArguments,
+    Position,
+    Symbol,
+    Text,
+    Unknown,
+    UnknownCount,
+    Value,
+    is_independent,
+)
 from runner.tokens.shape import Arrival, Shape
 from runner.tokens.template import Renderer, ToolSchema, environment
 
@@ -43,32 +48,36 @@ class Proofs:
     def past(self, shape: Shape, tools: Sequence[ToolSchema], *, asking: bool = True) -> Lookback:
         """Whether what came between the first question and the turn can change the text behind the turn's words."""
         symbols = Symbols()
-        turn = _turn(self.renderer, shape, symbols)
-        output, refuses = self._output(shape, [turn, *_arrived(shape.new, symbols)], tools, symbols, asking=asking)
-        if output is None or not output.is_marked or not all(map(is_given, output.parts[1:])):
+        messages = [_last_turn(self.renderer, shape, symbols), *_new_messages(shape.new, symbols)]
+        output, refuses = self._output(shape, messages, tools, symbols, asking=asking)
+        if output is None or not output.is_marked or not all(map(is_independent, output.parts[1:])):
             return Lookback.POSSIBLE
         return Lookback.REFUSES if refuses else Lookback.NONE
 
     def words_matter(self, shape: Shape, tools: Sequence[ToolSchema]) -> bool:
         """Whether the words of the turn may change the text behind them, or behind the first answer to its calls."""
+        # The same proof with other words in the place of the sentinel: any at all.
         symbols = Symbols()
-        new = _arrived(shape.new, symbols)
+        new = _new_messages(shape.new, symbols)
+        unknown = Unknown(text=True, nonempty=True)
         if not shape.calls:
             words = Text((END,))
-            turn = {"role": "assistant", "content": words, **_thought(shape, Unknown(text=True, filled=True))}
+            turn = _turn(self.renderer, shape, words, unknown)
         elif shape.new and not shape.new[0].empty:
+            # What is said in a call is unknown, and stands before the answer, whose words are followed instead.
             words = Text((END,), ("first",))
-            turn = _unknown_calls(self.renderer, shape)
+            call = _call(unknown, unknown, Unknown(nonempty=True))
+            turn = _turn(self.renderer, shape, unknown, unknown, [call] * shape.calls)
             new[0] = {**new[0], "content": words}
         else:
             return True
         output, _ = self._output(shape, [turn, *new], tools, symbols, words=words)
-        return output is None or not output.has_end or not all(map(is_given, output.parts[1:]))
+        return output is None or not output.has_end or not all(map(is_independent, output.parts[1:]))
 
     def _output(
         self,
         shape: Shape,
-        items: Sequence[Value],
+        last_items: Sequence[Value],
         tools: Sequence[ToolSchema],
         symbols: Symbols,
         *,
@@ -76,10 +85,12 @@ class Proofs:
         words: Text | None = None,
     ) -> tuple[Text | None, bool]:
         """What the template writes, as far as the turn's words end in it, and whether the past may make it raise."""
-        heads = [{"role": role, "content": _filled(symbols, role)} for role in ("system", "user")[not shape.system :]]
+        roles = ["system", "user"] if shape.system else ["user"]
+        first_items = tuple({"role": role, "content": _filled(symbols, role)} for role in roles)
+        start = Position(UnknownCount(0), len(first_items))
         names = {
             **self.renderer.context,
-            "messages": Past(tuple(items), Root(0), len(heads), tuple(heads)),
+            "messages": GappedList(tuple(last_items), start, first_items),
             "tools": [*tools] or None,
             "add_generation_prompt": asking,
         }
@@ -97,49 +108,41 @@ def _parsed(text: str) -> nodes.Template:
     return environment().parse(text)
 
 
-def _turn(renderer: Renderer, shape: Shape, symbols: Symbols) -> dict[str, Value]:
+def _last_turn(renderer: Renderer, shape: Shape, symbols: Symbols) -> dict[str, Value]:
     """The last turn with the end of its words marked, as a bridge renders it."""
-    thought = _thought(shape, _filled(symbols, "reasoning"))
+    reasoning = _filled(symbols, "reasoning")
     if not shape.calls:
-        return {"role": "assistant", "content": Text((END,), ("content",)), **thought}
-    last = shape.calls - 1
-    calls = [
-        _call(number, _arguments(renderer, number, number == last, symbols), symbols) for number in range(last + 1)
-    ]
-    return {
-        "role": "assistant",
-        "content": _filled(symbols, "text") if shape.text else None if renderer.null_content else "",
-        **thought,
-        "tool_calls": calls,
-    }
+        return _turn(renderer, shape, Text((END,), ("content",)), reasoning)
+    as_text = renderer.text_arguments
+    calls = []
+    for number in range(shape.calls):
+        # A call may have no arguments at all, and then an object is empty; as text it is "{}".
+        arguments: Value = replace(_filled(symbols, "arguments", number), text=as_text, nonempty=as_text)
+        if number == shape.calls - 1:
+            arguments = Text((END, '"}'), ("arguments",)) if as_text else LastArguments(_filled(symbols, "argument"))
+        calls.append(_call(_filled(symbols, "id", number), _filled(symbols, "name", number), arguments))
+    return _turn(renderer, shape, _filled(symbols, "text"), reasoning, calls)
 
 
-def _unknown_calls(renderer: Renderer, shape: Shape) -> dict[str, Value]:
-    unknown = Unknown(text=True, filled=True)
-    call = {"id": unknown, "type": "function", "function": {"name": unknown, "arguments": Unknown(filled=True)}}
-    content = unknown if shape.text else None if renderer.null_content else ""
-    return {"role": "assistant", "content": content, **_thought(shape, unknown), "tool_calls": [call] * shape.calls}
+def _turn(
+    renderer: Renderer, shape: Shape, content: Value, reasoning: Value, calls: Sequence[Value] = ()
+) -> dict[str, Value]:
+    if calls and not shape.text:
+        content = None if renderer.null_content else ""
+    turn = {"role": "assistant", "content": content}
+    if shape.reasoning:
+        turn["reasoning_content"] = reasoning
+    if calls:
+        turn["tool_calls"] = [*calls]
+    return turn
 
 
-def _thought(shape: Shape, thought: Value) -> dict[str, Value]:
-    return {"reasoning_content": thought} if shape.reasoning else {}
+def _call(call_id: Value, name: Value, arguments: Value) -> dict[str, Value]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _arguments(renderer: Renderer, number: int, last: bool, symbols: Symbols) -> Value:
-    if last:
-        return Text((END, '"}'), ("arguments",)) if renderer.text_arguments else Arguments(_filled(symbols, "argument"))
-    # A call may have no arguments at all, and then an object is empty; as text it is "{}".
-    return replace(_filled(symbols, "arguments", number), text=renderer.text_arguments, filled=renderer.text_arguments)
-
-
-def _call(number: int, arguments: Value, symbols: Symbols) -> dict[str, Value]:
-    name = _filled(symbols, "name", number)
-    function = {"name": name, "arguments": arguments}
-    return {"id": _filled(symbols, "id", number), "type": "function", "function": function}
-
-
-def _arrived(new: Sequence[Arrival], symbols: Symbols) -> list[dict[str, Value]]:
-    """The new messages: what each says is given, and no more is known of it."""
+def _new_messages(new: Sequence[Arrival], symbols: Symbols) -> list[dict[str, Value]]:
+    """The new messages: what each says is a symbol."""
     messages: list[dict[str, Value]] = []
     for number, each in enumerate(new):
         message: dict[str, Value] = {"role": each.role, "content": "" if each.empty else _filled(symbols, number)}
@@ -151,5 +154,6 @@ def _arrived(new: Sequence[Arrival], symbols: Symbols) -> list[dict[str, Value]]
     return messages
 
 
-def _filled(symbols: Symbols, *what: Any) -> Given:
-    return replace(symbols.of("given", *what), text=True, filled=True)
+def _filled(symbols: Symbols, *what: Any) -> Symbol:
+    """A symbol for a text that is not empty."""
+    return replace(symbols.of("given", *what), text=True, nonempty=True)

@@ -1,8 +1,7 @@
-"""Values of a render whose past is unknown: what is given, what the past may decide, and text behind a turn's words."""
+"""Abstract values: what is known of a value where the past is unknown, and how texts of them are put together."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -12,81 +11,81 @@ import jinja2
 from runner.messages import Role
 
 __all__ = [
+    "AMBIGUOUS",
     "END",
-    "MAYBE",
-    "UNTOLD",
-    "Arguments",
+    "MAYBE_END",
     "Condition",
     "Function",
-    "GaveUp",
-    "Given",
+    "GappedList",
+    "LastArguments",
     "Loop",
     "Macro",
     "Method",
     "NamespaceOf",
-    "Past",
+    "NotFollowed",
     "PastMessage",
     "Position",
-    "Root",
-    "Split",
+    "SplitText",
+    "Symbol",
     "Text",
     "Unknown",
+    "UnknownCount",
     "Value",
-    "acts",
+    "behind_end",
     "concatenated",
-    "holds_end",
+    "has_effects",
     "is_concrete",
-    "is_given",
+    "is_independent",
     "is_text",
-    "joined",
+    "may_hold_end",
     "namespaces_in",
     "same",
 ]
 
 Value: TypeAlias = Any
-"""A plain value, which is what it is, or one of the classes below; lists and dicts may hold those."""
+"""A concrete value, which is what it is, or one of the classes below; lists and dicts may hold those."""
 
 
-class GaveUp(Exception):
-    """The template does something that is not followed here."""
+class NotFollowed(Exception):
+    """The template does something that is not modelled here, so nothing is proven of it."""
 
 
 class Abstract:
-    """A value that is not wholly known, or is not plain: none that jinja could compute with."""
+    """A value that is not wholly known, or that belongs to the interpreter: none that jinja could compute with."""
 
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)  # two of them may stand for two values, so each equals itself only
 class Unknown(Abstract):
-    """The past may decide it, or the words of the last turn."""
+    """Any value: the past may decide it, or the words of the last turn. The top of the lattice."""
 
-    ends: bool = False
+    may_end: bool = False
     """Whether the end of the turn's words may be in it."""
     text: bool = False
     """Whether it is a string."""
-    filled: bool = False
+    nonempty: bool = False
     """Whether it is known not to be empty."""
 
 
 @dataclass(frozen=True, slots=True)
-class Given(Abstract):
-    """Some value that new messages, tools and options alone decide: the same after every past."""
+class Symbol(Abstract):
+    """A value that is not known, but is the same after every past: new messages, tools and options decide it."""
 
     number: int
-    """Its number: two values of one number are one value."""
+    """Two symbols of one number are one value."""
     text: bool = False
     """Whether it is a string."""
-    filled: bool = False
+    nonempty: bool = False
     """Whether it is known not to be empty."""
-    root: Root | None = None
+    base: UnknownCount | None = None
     """What it counts from, where it is a position in the list of messages. As a number it then depends on the past."""
-    ends: bool = False
+    may_end: bool = False
     """Whether the end of the turn's words may be in it."""
 
 
-Condition: TypeAlias = Given | Unknown
-"""What decides between two ways, where that is not known."""
+Condition: TypeAlias = Symbol | Unknown
+"""What decides between two branches, where that is not known."""
 
 
 class _Mark(Abstract):
@@ -98,10 +97,10 @@ class _Mark(Abstract):
 
 
 END: Final = _Mark("END")
-"""Where the words of the last turn end. What stands before it in a text is not kept."""
+"""Where the words of the last turn end. A bridge needs what follows, so what stands before it in a text is not kept."""
 
-MAYBE: Final = _Mark("MAYBE")
-"""Begins a text behind an unknown part that the turn's words do not end in: they may end later, or not yet."""
+MAYBE_END: Final = _Mark("MAYBE_END")
+"""Stands first in a text whose beginning is unknown: the turn's words end in the beginning, later, or not in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +108,9 @@ class Text(Abstract):
     """Text that is not wholly known."""
 
     parts: tuple[Any, ...]
-    """Plain text and given values; with END or MAYBE in front also unknown ones."""
-    head: Any = None
-    """Identifies the text before END, where it is known; else None."""
+    """Strings and symbols; behind a mark, which is always the first part, also unknown texts."""
+    before: Any = None
+    """Identifies the text before END, where that does not depend on the past; else None."""
 
     @property
     def has_end(self) -> bool:
@@ -119,58 +118,67 @@ class Text(Abstract):
 
     @property
     def is_marked(self) -> bool:
-        return self.parts[0] in (END, MAYBE)
+        return self.parts[0] in (END, MAYBE_END)
 
     @property
     def rest(self) -> Value:
         """What stands behind the mark."""
-        return joined(self.parts[1:])
+        return concatenated(*self.parts[1:])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Root:
-    """How many messages came before, of which only the least possible number is known."""
+class UnknownCount:
+    """A number of items of which only the least possible is known. Two of them are never known to be equal."""
 
     least: int
 
 
 @dataclass(frozen=True, slots=True)
 class Position(Abstract):
-    """A number of messages, or a position among them: as many as came before, and `offset`."""
+    """A number of messages, or a position among them: an unknown count, and `offset` more."""
 
-    root: Root
-    offset: int
+    base: UnknownCount
+    offset: int = 0
 
     @property
     def least(self) -> int:
-        return self.root.least + self.offset
+        return self.base.least + self.offset
+
+    def moved(self, by: int) -> Position:
+        return Position(self.base, self.offset + by)
 
 
 @dataclass(frozen=True, slots=True)
-class Past(Abstract):
-    """A list that ends with known items, before which stand some that are not."""
+class GappedList(Abstract):
+    """A list with known items at its end, perhaps at its beginning, and an unknown number of unknown ones between."""
 
-    items: tuple[Any, ...]
+    last_items: tuple[Any, ...]
     """The known items at the end, in their order in the list."""
-    root: Root
-    """What tells how many items stand before them, beside `offset`."""
-    offset: int = 0
-    """How many more stand there than the root counts."""
-    heads: tuple[Any, ...] = ()
-    """The first items, as far as something is known of them; `offset` counts them."""
+    start: Position
+    """The position of the first of them, which is the number of items that stand before."""
+    first_items: tuple[Any, ...] = ()
+    """The known items at the beginning; `start` counts them."""
     messages: bool = True
-    """Whether those in between are messages; else they are anything."""
+    """Whether the items between are messages; else they are anything."""
     backwards: bool = False
     """Whether the list is read from its end."""
 
     @property
     def length(self) -> Position:
-        return Position(self.root, self.offset + len(self.items))
+        return self.start.moved(len(self.last_items))
 
     @property
-    def least(self) -> int:
-        """The least number of elements before the items."""
-        return max(0, self.root.least + self.offset)
+    def least_before(self) -> int:
+        """The least number of items before the last ones."""
+        return max(0, self.start.least)
+
+    @property
+    def least_length(self) -> int:
+        return self.least_before + len(self.last_items)
+
+    def selected(self, items: Iterable[Value]) -> GappedList:
+        """What a condition leaves of this list: `items` of the last ones, and any number of those before."""
+        return GappedList(tuple(items), Position(UnknownCount(0)), messages=self.messages, backwards=self.backwards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +191,7 @@ class PastMessage(Abstract):
     def get(self, key: str) -> Value:
         """The value under `key`; an undefined one where no message of the role has it."""
         if key == "role":
-            return self.role or Unknown(text=True, filled=True)
+            return self.role or Unknown(text=True, nonempty=True)
         if key == "content":
             return Unknown(text=not (self.null_content and self.role in (None, "assistant")))
         roles = _OWNERS.get(key)
@@ -207,13 +215,13 @@ _OWNERS: Mapping[str, frozenset[Role]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments(Abstract):
-    """The arguments of the last turn's last call: one of some name, whose text ends the turn's words."""
+class LastArguments(Abstract):
+    """The arguments of the last turn's last call: an object with one argument, whose text ends the turn's words."""
 
-    name: Given
+    name: Symbol
 
     @property
-    def pairs(self) -> list[tuple[Given, Text]]:
+    def pairs(self) -> list[tuple[Symbol, Text]]:
         return [(self.name, self.value)]
 
     @property
@@ -237,11 +245,11 @@ class Macro(Abstract):
 
 
 class Function(Abstract):
-    """A function of jinja's that is followed by who calls it."""
+    """A function of jinja's that the evaluator follows where it is called."""
 
 
-UNTOLD: Final = Function()
-"""One of two macros or namespaces, or none: whoever uses it gives up."""
+AMBIGUOUS: Final = Function()
+"""One of two macros or namespaces, or none: a template that uses it is not followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,20 +261,20 @@ class Method(Abstract):
 
 
 @dataclass(frozen=True, slots=True)
-class Split(Abstract):
+class SplitText(Abstract):
     """The pieces of a text in which the turn's words end, of which only the last is known."""
 
     last: Value
     """The last piece."""
-    given: bool
-    """Whether the whole text is given."""
+    independent: bool
+    """Whether the whole text is the same after every past."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loop(Abstract):
     """The variable `loop`."""
 
-    values: Mapping[str, Value] = field(hash=False)
+    attributes: Mapping[str, Value] = field(hash=False)
 
 
 # --- what a value is
@@ -274,145 +282,151 @@ class Loop(Abstract):
 
 def is_text(value: Value) -> bool:
     """It is a string for certain."""
-    return isinstance(value, str | Text) or (isinstance(value, Unknown | Given) and value.text)
+    return isinstance(value, str | Text) or (isinstance(value, Unknown | Symbol) and value.text)
 
 
 def is_concrete(value: Value) -> bool:
-    """It is a plain value through and through."""
-    if isinstance(value, list | tuple):
-        return all(map(is_concrete, value))
-    if isinstance(value, dict):
-        return all(is_concrete(key) and is_concrete(each) for key, each in value.items())
+    """It is known through and through, so that jinja itself can compute with it."""
+    if isinstance(value, list | tuple | dict):
+        return all(map(is_concrete, _contents(value)))
     return not isinstance(value, Abstract)
 
 
-def acts(value: Value) -> bool:
+def has_effects(value: Value) -> bool:
     """It is a macro, a namespace or a function, or holds one: what becomes of it has to be followed."""
-    if isinstance(value, list | tuple):
-        return any(map(acts, value))
-    if isinstance(value, dict):
-        return any(map(acts, value.values()))
-    return isinstance(value, Macro | NamespaceOf | Function | Loop)
+    return isinstance(value, Macro | NamespaceOf | Function | Loop) or any(map(has_effects, _contents(value)))
 
 
-def is_given(value: Value) -> bool:
+def is_independent(value: Value) -> bool:
     """Neither the past nor the words of the last turn decide it."""
-    if isinstance(value, list | tuple):
-        return all(map(is_given, value))
-    if isinstance(value, dict):
-        return all(is_given(key) and is_given(each) for key, each in value.items())
-    if isinstance(value, Split):
-        return value.given and is_given(value.last)
-    if isinstance(value, Text):
-        known = value.head is not None if value.has_end else not value.is_marked
-        return known and all(map(is_given, value.parts[value.is_marked :]))
-    if isinstance(value, Given):
-        return value.root is None
-    return not isinstance(value, Abstract)
+    match value:
+        case Symbol():
+            return value.base is None
+        case SplitText():
+            return value.independent and is_independent(value.last)
+        case Text():
+            known = value.before is not None if value.has_end else not value.is_marked
+            return known and all(map(is_independent, value.parts[value.is_marked :]))
+    return not isinstance(value, Abstract) and all(map(is_independent, _contents(value)))
 
 
-def holds_end(value: Value) -> bool:
+def may_hold_end(value: Value) -> bool:
     """The end of the turn's words may be in it."""
-    if isinstance(value, list | tuple):
-        return any(map(holds_end, value))
-    if isinstance(value, dict):
-        return any(holds_end(key) or holds_end(each) for key, each in value.items())
-    if isinstance(value, Past):
-        return any(map(holds_end, value.items))
-    if isinstance(value, Text):
-        return value.is_marked or any(map(holds_end, value.parts))
-    if isinstance(value, Loop):
-        return any(map(holds_end, value.values.values()))
-    return isinstance(value, Arguments | Split | PastMessage | Method) or (
-        isinstance(value, Unknown | Given) and value.ends
-    )
-
-
-def same(one: Value, other: Value, *, settled: bool = False) -> bool:
-    """Both are one value in every render; or, if that is asked, `settled`: no more is known of `other`."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    alike = functools.partial(same, settled=settled)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(alike, one, other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
-    if isinstance(one, jinja2.Undefined):
-        return True
-    if isinstance(one, Text):
-        return one.head == other.head and alike(one.parts, other.parts)
-    if isinstance(one, Loop):
-        return alike(dict(one.values), dict(other.values))
-    if isinstance(one, Split):
-        return one.given == other.given and alike(one.last, other.last)
-    if isinstance(one, Past):
-        flags = [(past.least, past.messages, past.backwards) for past in (one, other)]
-        rooted = settled or (one.root is other.root and one.offset == other.offset)
-        return rooted and flags[0] == flags[1] and alike((one.heads, one.items), (other.heads, other.items))
-    if isinstance(one, Unknown):
-        flags = [(unknown.ends, unknown.text, unknown.filled) for unknown in (one, other)]
-        return settled and flags[0] == flags[1]
-    return bool(one == other)
+    match value:
+        case Unknown() | Symbol():
+            return value.may_end
+        case Text() if value.is_marked:
+            return True
+        case LastArguments() | SplitText() | PastMessage() | Method():
+            return True
+    return any(map(may_hold_end, _contents(value)))
 
 
 def namespaces_in(value: Value) -> set[int]:
     """Numbers of the namespaces that can be reached from a value."""
     if isinstance(value, NamespaceOf):
         return {value.number}
-    if isinstance(value, dict):
-        return set().union(*map(namespaces_in, value.values()))
-    if isinstance(value, list | tuple):
-        return set().union(*map(namespaces_in, value))
-    return namespaces_in(dict(value.values)) if isinstance(value, Loop) else set()
+    return set().union(*map(namespaces_in, _contents(value)))
+
+
+def _contents(value: Value) -> Iterable[Value]:
+    """What a value directly consists of."""
+    match value:
+        case list() | tuple():
+            return value
+        case dict():
+            return (*value, *value.values())
+        case Text():
+            return value.parts
+        case GappedList():
+            return value.last_items
+        case Loop():
+            return value.attributes.values()
+    return ()
+
+
+def same(one: Value, other: Value, *, unknowns_alike: bool = False) -> bool:
+    """Both are one value in every render.
+
+    With `unknowns_alike`, two unknown values count as one where as much is known of both: this tells a fixpoint.
+    """
+
+    def alike(one: Value, other: Value) -> bool:
+        return same(one, other, unknowns_alike=unknowns_alike)
+
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    match one:
+        case list() | tuple():
+            return len(one) == len(other) and all(map(alike, one, other))
+        case dict():
+            return list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
+        case jinja2.Undefined():
+            return True
+        case Text() | SplitText() | Loop():
+            return all(alike(getattr(one, name), getattr(other, name)) for name in one.__slots__)
+        case GappedList():
+            if not (unknowns_alike or one.start == other.start):
+                return False
+            flags = [(each.least_before, each.messages, each.backwards) for each in (one, other)]
+            return flags[0] == flags[1] and alike(
+                (one.first_items, one.last_items), (other.first_items, other.last_items)
+            )
+        case Unknown():
+            flags = [(each.may_end, each.text, each.nonempty) for each in (one, other)]
+            return unknowns_alike and flags[0] == flags[1]
+    return bool(one == other)
 
 
 # --- text
 
 
-def joined(values: Iterable[Value]) -> Value:
-    """Texts as one, each behind the other."""
-    kept: list[Value] = []
-    head: Any = None
-    for value in values:
-        if not isinstance(value, Text):
-            kept += [value] if value != "" else []
-        elif value.has_end:
-            before, kept = kept, list(value.parts)
-            known = value.head is not None and all(map(is_given, before))
-            head = (head, *before, value.head) if known and (head is not None or END not in before) else None
-        elif not value.is_marked:
-            kept += value.parts
-        elif any(map(holds_end, kept)) or kept[:1] in ([END], [MAYBE]):
-            kept.append(Unknown(ends=True, text=True))
+def concatenated(*texts: Value) -> Value:
+    """Texts as one, each behind the other. What stands before the end of the turn's words is dropped."""
+    parts: list[Value] = []
+    before: Any = None
+    for text in texts:
+        if not isinstance(text, Text):
+            parts += [text] if text != "" else []
+        elif text.has_end:
+            earlier, parts = parts, list(text.parts)
+            known = text.before is not None and all(map(is_independent, earlier))
+            # Words that end twice, as in a text that is written twice, end for the last time here.
+            before = (before, *earlier, text.before) if known and (before is not None or END not in earlier) else None
+        elif not text.is_marked:
+            parts += text.parts
+        elif any(map(may_hold_end, parts)) or parts[:1] in ([END], [MAYBE_END]):
+            parts.append(Unknown(may_end=True, text=True))
         else:
-            kept = list(value.parts)
-    return _normal(kept, head)
+            parts = list(text.parts)
+    return _normal(parts, before)
 
 
-def _normal(kept: list[Value], head: Any) -> Value:
-    unknown = [part for part in kept if isinstance(part, Unknown)]
-    if unknown and kept[0] not in (END, MAYBE):
-        position = next((position for position, part in enumerate(kept) if holds_end(part)), None)
+def behind_end(rest: Value, before: Any) -> Value:
+    """A text in which the turn's words end right before `rest`."""
+    return concatenated(Text((END,), before), rest)
+
+
+def _normal(parts: list[Value], before: Any) -> Value:
+    """The simplest value that says what the parts say."""
+    if any(isinstance(part, Unknown) for part in parts) and parts[0] not in (END, MAYBE_END):
+        # Only what may stand behind the end of the words is of interest, so an unknown beginning becomes a mark.
+        position = next((position for position, part in enumerate(parts) if may_hold_end(part)), None)
         if position is None:
             return Unknown(text=True)
-        if isinstance(kept[position], Unknown):
-            return Unknown(ends=True, text=True)
-        kept = [MAYBE, *kept[position:]]
-    parts: list[Value] = []
-    for part in kept:
-        if isinstance(part, str) and parts and isinstance(parts[-1], str):
-            parts[-1] = "".join((parts[-1], part))  # markup would escape what is added to it
+        if isinstance(parts[position], Unknown):
+            return Unknown(may_end=True, text=True)
+        parts = [MAYBE_END, *parts[position:]]
+    merged: list[Value] = []
+    for part in parts:
+        if isinstance(part, str) and merged and isinstance(merged[-1], str):
+            merged[-1] = "".join((merged[-1], part))  # markup would escape what is added to it
         else:
-            parts.append(part)
-    if not parts:
+            merged.append(part)
+    if not merged:
         return ""
-    if len(parts) == 1 and parts[0] not in (END, MAYBE):
-        return parts[0] if is_text(parts[0]) else Text(tuple(parts))
-    return Text(tuple(parts), head)
-
-
-def concatenated(one: Value, other: Value) -> Value:
-    """Two strings, one behind the other."""
-    return joined((one, other))
+    if len(merged) == 1 and merged[0] not in (END, MAYBE_END):
+        return merged[0] if is_text(merged[0]) else Text(tuple(merged))
+    return Text(tuple(merged), before)

@@ -1,4 +1,4 @@
-"""Expressions of a template whose past is unknown: what jinja computes where all is known, else what can be said."""
+"""What operators, tests, attributes and items give: jinja's own answer where all is known, else an abstract value."""
 
 from __future__ import annotations
 
@@ -8,35 +8,41 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.sandbox import SandboxedEnvironment
 
-from runner.tokens.lookback.merging import Symbols, root_of
-from runner.tokens.lookback.positions import item_of_past, moved, slice_of_past, told_by_least
+from runner.tokens.lookback.join import Symbols
+from runner.tokens.lookback.positions import (
+    base_of,
+    compared_with_least,
+    difference,
+    item_of_gapped,
+    slice_of_gapped,
+    total,
+)
 from runner.tokens.lookback.values import (
     END,
-    Arguments,
-    GaveUp,
-    Given,
+    GappedList,
+    LastArguments,
     Loop,
-    Macro,
     Method,
-    NamespaceOf,
-    Past,
+    NotFollowed,
     PastMessage,
     Position,
-    Split,
+    SplitText,
+    Symbol,
     Text,
     Unknown,
     Value,
-    acts,
+    behind_end,
     concatenated,
-    holds_end,
+    has_effects,
     is_concrete,
-    is_given,
+    is_independent,
     is_text,
-    joined,
+    may_hold_end,
 )
 
-__all__ = ["Left", "Operations", "Raised", "Stopped"]
+__all__ = ["Operators", "Raised", "Stopped"]
 
 
 class Stopped(Exception):
@@ -47,12 +53,14 @@ class Raised(Stopped):
     """The template raised."""
 
 
-class Left(Stopped):
-    """It left a loop, or a pass through one."""
+class Operators:
+    """The transfer functions of operators, tests, attributes, items and slices.
 
-
-class Operations:
-    """What operators, tests, filters and methods make of values."""
+    Args:
+        environment: the environment of the template.
+        symbols: numbers for what they give.
+        words: the value that stands for the last turn's words where those may be any; None where they are a sentinel.
+    """
 
     def __init__(self, environment: jinja2.Environment, symbols: Symbols, words: Text | None = None) -> None:
         self._environment = environment
@@ -63,17 +71,17 @@ class Operations:
 
     # --- in general
 
-    def of(self, operation: str, *operands: Value, text: bool = False) -> Given | Unknown:
-        """A value of which nothing is known but what it is made of.
+    def of(self, operation: str, *operands: Value, text: bool = False) -> Symbol | Unknown:
+        """What any operation gives of which no more is modelled: it depends on the past if an operand does.
 
         Raises:
-            GaveUp: that is a macro, a namespace or a function, whose effects would be lost.
+            NotFollowed: an operand is a macro, a namespace or a function, whose effects would be lost.
         """
-        if any(map(acts, operands)):
-            raise GaveUp(f"{operation} of what acts")
-        if all(map(is_given, operands)):
+        if any(map(has_effects, operands)):
+            raise NotFollowed(f"{operation} of what has effects")
+        if all(map(is_independent, operands)):
             return self._symbols.of(operation, *operands, text=text)
-        return Unknown(ends=any(map(holds_end, operands)), text=text)
+        return Unknown(may_end=any(map(may_hold_end, operands)), text=text)
 
     def concrete(self, compute: Callable[[], Value]) -> Value:
         """What jinja computes; `Raised` where it raises."""
@@ -82,35 +90,36 @@ class Operations:
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise Raised(str(error)) from error
 
-    def truth(self, value: Value) -> bool | Given | Unknown:
+    def truth(self, value: Value) -> bool | Symbol | Unknown:
         """Whether a value counts as true."""
-        if isinstance(value, Text):
-            return self._truth_of_text(value)
-        if isinstance(value, Unknown | Given):
-            return True if value.filled else value
-        if isinstance(value, Past):
-            return True if value.items or value.least else Unknown()
-        if isinstance(value, Position):
-            return True if value.least > 0 else Unknown()
+        match value:
+            case Text():
+                return self._truth_of_text(value)
+            case Unknown() | Symbol():
+                return True if value.nonempty else value
+            case GappedList():
+                return True if value.least_length else Unknown()
+            case Position():
+                return True if value.least > 0 else Unknown()
         return bool(value)
 
-    def _truth_of_text(self, value: Text) -> bool | Given | Unknown:
+    def _truth_of_text(self, value: Text) -> bool | Symbol | Unknown:
         # The sentinel ends the words, so a text that they end in is not empty.
         if value.has_end and (self._words is None or value is self._words):
             return True
-        if any(isinstance(part, str) or getattr(part, "filled", False) for part in value.parts):
+        if any(isinstance(part, str) or getattr(part, "nonempty", False) for part in value.parts):
             return True
         return self.of("truth", value)
 
     def negated(self, value: Value) -> Value:
         truth = self.truth(value)
-        return self.of("not", truth) if isinstance(truth, Unknown | Given) else not truth
+        return self.of("not", truth) if isinstance(truth, Unknown | Symbol) else not truth
 
     def written(self, value: Value) -> Value:
         """A value as text, as an output writes it."""
         if isinstance(value, str | Text):
             return value
-        if isinstance(value, Given) and value.root is None:
+        if isinstance(value, Symbol) and value.base is None:
             return value if value.text else self._symbols.of("str", value, text=True)
         if is_concrete(value):
             return str(value)
@@ -120,11 +129,11 @@ class Operations:
 
     def binary(self, sign: str, one: Value, other: Value) -> Value:
         if is_concrete(one) and is_concrete(other):
-            return self.concrete(lambda: _OPERATORS[sign](one, other))
+            return self.concrete(lambda: SandboxedEnvironment.default_binop_table[sign](one, other))
         if sign == "+" and (is_text(one) or is_text(other)):
             return concatenated(_as_text(one), _as_text(other))
         if sign in "+-":
-            position = moved(sign, one, other)
+            position = (total if sign == "+" else difference)(one, other)
             if position is not None:
                 return position
             if isinstance(one, list) and isinstance(other, list):
@@ -132,20 +141,22 @@ class Operations:
         return self.of(sign, one, other, text=sign == "%" and is_text(one))
 
     def compared(self, sign: str, one: Value, other: Value) -> Value:
+        if sign == "notin":
+            return self.negated(self.compared("in", one, other))
         if is_concrete(one) and is_concrete(other):
             return self.concrete(lambda: _COMPARISONS[sign](one, other))
-        if sign in ("in", "notin"):
-            found = self._contained(one, other)
-            return found if sign == "in" else self.negated(found)
+        if sign == "in":
+            return self._contained(one, other)
         if sign in ("eq", "ne"):
             equal = self._equal(one, other)
-            if isinstance(equal, bool):
+            if equal is not None:
                 return equal if sign == "eq" else not equal
-        positions = root_of(one) is not None or root_of(other) is not None
+        positions = base_of(one) is not None or base_of(other) is not None
         return self._compared_positions(sign, one, other) if positions else self.of(sign, one, other)
 
     def _equal(self, one: Value, other: Value) -> bool | None:
-        if isinstance(one, Given) and one == other:
+        """Whether two values are equal; None where that cannot be told."""
+        if isinstance(one, Symbol) and one == other:
             return True
         for value, against in ((one, other), (other, one)):
             if is_text(value) and is_concrete(against) and not isinstance(against, str):
@@ -155,15 +166,15 @@ class Operations:
         return None
 
     def _compared_positions(self, sign: str, one: Value, other: Value) -> Value:
-        root = root_of(one)
-        if root is not None and root is root_of(other):
+        base = base_of(one)
+        if base is not None and base is base_of(other):
             if isinstance(one, Position) and isinstance(other, Position):
                 return _COMPARISONS[sign](one.offset, other.offset)
             return self._symbols.of(sign, one, other)
         if isinstance(one, Position) and type(other) is int:
-            return told_by_least(sign, one.least, other)
+            return compared_with_least(sign, one.least, other)
         if isinstance(other, Position) and type(one) is int:
-            return told_by_least(_MIRRORED[sign], other.least, one)
+            return compared_with_least(_MIRRORED[sign], other.least, one)
         return Unknown()
 
     def _contained(self, item: Value, container: Value) -> Value:
@@ -187,67 +198,60 @@ class Operations:
         if is_concrete(value):
             return self.concrete(lambda: self._environment.getattr(value, name))
         if isinstance(value, Loop):
-            return value.values.get(name, Unknown(ends=True))
+            return value.attributes.get(name, Unknown(may_end=True))
         if isinstance(value, dict) and name in value and not hasattr(dict, name):
             return value[name]
         if isinstance(value, PastMessage) and not hasattr(dict, name):
             return value.get(name)
-        if isinstance(value, Unknown | Given) and not value.text:
+        if isinstance(value, Unknown | Symbol) and not value.text:
             return self.of("attribute", value, name)
-        kind = str if is_text(value) else _PYTHON.get(type(value))
-        if kind is None or (isinstance(value, Arguments) and not hasattr(dict, name)):
-            raise GaveUp(f"an attribute of {type(value).__name__}")
+        kind = _python_type(value)
+        if kind is None or (isinstance(value, LastArguments) and not hasattr(dict, name)):
+            raise NotFollowed(f"an attribute of {type(value).__name__}")
         return Method(value, name) if hasattr(kind, name) else jinja2.Undefined(name=name)
 
     def item(self, value: Value, key: Value) -> Value:
         """`value[key]`."""
         if is_concrete(value) and is_concrete(key):
             return self.concrete(lambda: self._environment.getitem(value, key))
-        if isinstance(value, Past):
-            return item_of_past(value, key)
-        if isinstance(value, PastMessage):
-            return value.get(key) if isinstance(key, str) else Unknown()
-        if isinstance(value, dict) and is_concrete(key) and all(map(is_concrete, value)):
-            return value[key] if key in value else self.attribute(value, str(key))
-        if isinstance(value, list | tuple) and type(key) is int:
-            return value[key] if -len(value) <= key < len(value) else jinja2.Undefined(name=str(key))
-        if isinstance(value, Loop) and isinstance(key, str):
-            return self.attribute(value, key)
-        if isinstance(value, Arguments) and key == value.name:
-            return value.value
-        if isinstance(value, Split) and key == -1:
-            return value.last
+        match value:
+            case GappedList():
+                return item_of_gapped(value, key)
+            case PastMessage():
+                return value.get(key) if isinstance(key, str) else Unknown()
+            case dict() if is_concrete(key) and all(map(is_concrete, value)):
+                return value[key] if key in value else self.attribute(value, str(key))
+            case list() | tuple() if type(key) is int:
+                return value[key] if -len(value) <= key < len(value) else jinja2.Undefined(name=str(key))
+            case Loop() if isinstance(key, str):
+                return self.attribute(value, key)
+            case LastArguments() if key == value.name:
+                return value.value
+            case SplitText() if key == -1:
+                return value.last
         if is_text(value) and isinstance(key, str):
             return self.attribute(value, key)
-        if is_text(value) and type(key) is int:
-            return self.of("item", value, key, text=True)
-        return self.of("item", value, key, text=isinstance(value, Split))
+        return self.of("item", value, key, text=isinstance(value, SplitText) or (is_text(value) and type(key) is int))
 
     def slice(self, value: Value, start: Value, stop: Value, step: Value) -> Value:
-        if all(map(is_concrete, (value, start, stop, step))):
+        known = all(map(is_concrete, (start, stop, step)))
+        if known and (is_concrete(value) or isinstance(value, list | tuple)):
             return self.concrete(lambda: value[slice(start, stop, step)])
-        if isinstance(value, Past):
-            return slice_of_past(value, start, stop, step)
-        if isinstance(value, list | tuple) and all(map(is_concrete, (start, stop, step))):
-            return self.concrete(lambda: value[slice(start, stop, step)])
-        if (
-            isinstance(value, Text)
-            and value.has_end
-            and (start, step) == (None, None)
-            and type(stop) is int
-            and stop < 0
-        ):
+        if isinstance(value, GappedList):
+            return slice_of_gapped(value, start, stop, step)
+        from_its_beginning = (start, step) == (None, None) and type(stop) is int and stop < 0
+        if isinstance(value, Text) and value.has_end and from_its_beginning:
             return self._shortened(value, stop)
         return self.of("slice", value, start, stop, step, text=is_text(value))
 
     def _shortened(self, value: Text, stop: int) -> Value:
         """Text in which the turn's words end, less its last characters."""
-        rest, head = value.rest, None if value.head is None else (stop, value.head)
+        rest, before = value.rest, None if value.before is None else (stop, value.before)
         if isinstance(rest, str) and len(rest) >= -stop:
-            return joined((Text((END,), head), rest[:stop]))
-        if stop == -1 and is_given(rest) and self.truth(rest) is True:
-            return Text((END, self.of("slice", rest, stop, text=True)), head)
-        return Unknown(ends=True, text=True)
+            return behind_end(rest[:stop], before)
+        if stop == -1 and is_independent(rest) and self.truth(rest) is True:
+            return Text((END, self.of("slice", rest, stop, text=True)), before)
+        return Unknown(may_end=True, text=True)
 
     # --- tests
 
@@ -256,61 +260,41 @@ class Operations:
             return self.concrete(lambda: self._environment.call_test(name, value, list(arguments), None, self._context))
         if name in _COMPARED_BY:
             return self.compared(_COMPARED_BY[name], value, *arguments)
-        known = _known_kind(name, value)
-        return self.of("is " + name, value, *arguments) if known is None else known
+        if not isinstance(value, Unknown | Symbol) or value.text:
+            if name in ("defined", "undefined"):
+                return name == "defined"
+            kind = _python_type(value)
+            if kind is not None and name in _TESTS_OF_TYPES:
+                # What jinja says of an empty value of a type holds of all its values.
+                return self._environment.call_test(name, kind())
+        return self.of("is " + name, value, *arguments)
 
 
 def _as_text(value: Value) -> Value:
     """What is added to a text is one too: anything else raises."""
-    if is_text(value) or (isinstance(value, Given) and value.root is None):
+    if is_text(value) or (isinstance(value, Symbol) and value.base is None):
         return value
-    return Unknown(ends=holds_end(value), text=True)
+    return Unknown(may_end=may_hold_end(value), text=True)
 
 
-def _known_kind(name: str, value: Value) -> bool | None:
-    """Whether a value is of a kind, as far as that can be told."""
-    if name in ("defined", "undefined") and not (isinstance(value, Unknown | Given) and not value.text):
-        return name == "defined"
-    if isinstance(value, Unknown | Given) and not value.text:
-        return None
-    kinds = _KINDS_OF_TEXT if is_text(value) else _KINDS.get(type(value))
-    return None if kinds is None or name not in _KINDS_KNOWN else name in kinds
+def _python_type(value: Value) -> type | None:
+    """The type that a value has in a render; None where that is not known."""
+    return str if is_text(value) else _PYTHON_TYPES.get(type(value))
 
 
-_KINDS_KNOWN = frozenset(
-    {"string", "mapping", "iterable", "sequence", "none", "number", "integer", "boolean", "callable"}
-)
-_KINDS_OF_TEXT = frozenset({"string", "iterable", "sequence"})
-_MAPPING, _LISTED = frozenset({"mapping", "iterable", "sequence"}), frozenset({"iterable", "sequence"})
-_PYTHON: Mapping[type, type] = {
-    **{kind: kind for kind in (dict, list, tuple)},
+_PYTHON_TYPES: Mapping[type, type] = {
+    dict: dict,
+    list: list,
+    tuple: tuple,
     PastMessage: dict,
-    Arguments: dict,
-    Past: list,
-    Split: list,
+    LastArguments: dict,
+    GappedList: list,
+    SplitText: list,
     Position: int,
 }
-_KINDS: Mapping[type, frozenset[str]] = {
-    dict: _MAPPING,
-    PastMessage: _MAPPING,
-    Arguments: _MAPPING,
-    list: _LISTED,
-    tuple: _LISTED,
-    Past: _LISTED,
-    Position: frozenset({"number", "integer"}),
-    NamespaceOf: frozenset(),
-    Macro: frozenset({"callable"}),
-}
-
-_OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-    "//": operator.floordiv,
-    "%": operator.mod,
-    "**": operator.pow,
-}
+_TESTS_OF_TYPES = frozenset(
+    {"string", "mapping", "iterable", "sequence", "none", "number", "integer", "boolean", "callable"}
+)
 _COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq,
     "ne": operator.ne,
@@ -319,7 +303,6 @@ _COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
     "gt": operator.gt,
     "gteq": operator.ge,
     "in": lambda one, other: one in other,
-    "notin": lambda one, other: one not in other,
 }
 _MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "lteq": "gteq", "gteq": "lteq"}
 _COMPARED_BY = {
@@ -329,3 +312,4 @@ _COMPARED_BY = {
     "gt": "gt",
     "lt": "lt",
 }
+"""Tests that are comparisons by another name."""

@@ -1,0 +1,178 @@
+"""The join of two values, and of two states of a render: what is known where either of them may be the case."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import jinja2
+
+from runner.tokens.lookback.positions import base_of
+from runner.tokens.lookback.values import (
+    AMBIGUOUS,
+    MAYBE_END,
+    Condition,
+    GappedList,
+    Position,
+    Symbol,
+    Text,
+    Unknown,
+    UnknownCount,
+    Value,
+    has_effects,
+    is_independent,
+    is_text,
+    may_hold_end,
+    same,
+)
+
+__all__ = ["LoopExits", "State", "Symbols", "join"]
+
+
+class Symbols:
+    """Numbers the symbols: an operation on the same operands gives the same one."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._kept: list[Any] = []  # what is known by its id must live on, or another object could get that id
+        self._fresh = itertools.count(-1, -1)
+
+    def fresh(self) -> Symbol:
+        """A symbol like no other."""
+        return Symbol(next(self._fresh))
+
+    def of(self, operation: str, *operands: Value, text: bool = False, base: UnknownCount | None = None) -> Symbol:
+        """What an operation makes of operands that do not depend on the past."""
+        key = (operation, *map(self._key, operands))
+        number = self._numbers.setdefault(key, len(self._numbers))
+        return Symbol(number, text, base=base, may_end=any(map(may_hold_end, operands)))
+
+    def _key(self, value: Value) -> Any:
+        match value:
+            case str() | int() | float() | None | Symbol() | Position():  # with the type, for 1 == 1.0 == True
+                return type(value).__name__, value
+            case Text():
+                return "text", value.before, *map(self._key, value.parts)
+            case list() | tuple():
+                return "list", *map(self._key, value)
+            case dict():
+                return "dict", *((self._key(key), self._key(each)) for key, each in value.items())
+            case jinja2.Undefined():
+                return "undefined"
+        self._kept.append(value)
+        return "object", id(value)
+
+
+def join(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Value:
+    """What is known of a value that is `one` where the condition holds, else `other`."""
+    if same(one, other):
+        return one
+    both = (one, other)
+    if any(map(has_effects, both)):  # what calling one of two macros does would have to be followed twice
+        return AMBIGUOUS
+    if isinstance(one, GappedList) and isinstance(other, GappedList):
+        alike = (one.messages, one.backwards) == (other.messages, other.backwards)
+        if alike and same(one.last_items, other.last_items):
+            start = Position(UnknownCount(min(one.least_before, other.least_before)))
+            return GappedList(one.last_items, start, messages=one.messages, backwards=one.backwards)
+    may_end, text = any(map(may_hold_end, both)), is_text(one) and is_text(other)
+    if isinstance(condition, Symbol):
+        # Of two texts with the end of the words it must stay known what follows that, so they are no one symbol.
+        if all(map(is_independent, both)) and not all(isinstance(each, Text) and each.has_end for each in both):
+            return symbols.of("if", condition, *both, text=text)
+        base = base_of(one)
+        if base is not None and base is base_of(other):
+            return symbols.of("if", condition, *both, base=base)
+    if text and may_end:
+        return _joined_text(condition, one, other, symbols)
+    return Unknown(may_end=may_end, text=text)
+
+
+def _joined_text(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Value:
+    """The join of two texts, of which one at least may hold the end of the turn's words."""
+    both = (one, other)
+    marks = [each.parts[0] if isinstance(each, Text) and each.is_marked else None for each in both]
+    if marks[0] is marks[1] and marks[0] is not None:
+        rest = join(condition, one.rest, other.rest, symbols)
+        known = isinstance(condition, Symbol) and one.before is not None and other.before is not None
+        return Text((marks[0], *_parts(rest)), ("if", condition, one.before, other.before) if known else None)
+    if isinstance(condition, Unknown) or any(isinstance(each, Unknown) and each.may_end for each in both):
+        return Unknown(may_end=True, text=True)
+    return Text((MAYBE_END, *_parts(join(condition, _behind_mark(one), _behind_mark(other), symbols))))
+
+
+def _behind_mark(text: Value) -> Value:
+    """What of a text stands behind its mark; nothing where it is unknown and no words end in it."""
+    if isinstance(text, Text) and text.is_marked:
+        return text.rest
+    return "" if isinstance(text, Unknown) else text
+
+
+def _parts(value: Value) -> tuple[Value, ...]:
+    return value.parts if isinstance(value, Text) else (value,) if value != "" else ()
+
+
+# --- states
+
+
+@dataclass(slots=True)
+class State:
+    """Where a render stands: the abstract state of the interpreter."""
+
+    scopes: list[dict[str, Value]] = field(default_factory=lambda: [{}])
+    """The names that are known, by scopes, the innermost last."""
+    namespaces: dict[int, dict[str, Value]] = field(default_factory=dict)
+    """What each jinja namespace holds, by its number."""
+    output: Value = ""
+    """What was written so far by the macro or block that is being rendered."""
+
+    def copy(self) -> Self:
+        namespaces = {number: dict(names) for number, names in self.namespaces.items()}
+        return type(self)([dict(scope) for scope in self.scopes], namespaces, self.output)
+
+    def lookup(self, name: str, depth: int | None = None) -> Value:
+        """The value of a name, seen from a scope; undefined where there is none."""
+        for scope in reversed(self.scopes[:depth]):
+            if name in scope:
+                return scope[name]
+        return jinja2.Undefined(name=name)
+
+    def knows_as_much_as(self, before: Self) -> bool:
+        """A pass through a loop that led here from `before` has lost nothing: the fixpoint is reached."""
+        one, other = ((state.scopes, state.namespaces, state.output) for state in (self, before))
+        return same(one, other, unknowns_alike=True)
+
+    def join(self, condition: Condition, other: Self, symbols: Symbols) -> Self:
+        """What is known of the state that is this one where the condition holds, else `other`."""
+        scopes = []
+        for depth, (mine, theirs) in enumerate(zip(self.scopes, other.scopes, strict=True), start=1):
+            # A name that only one of them has set is, in the other, that of an outer scope.
+            differ = [name for name in {**mine, **theirs} if name not in mine or mine[name] is not theirs.get(name)]
+            found = {
+                name: join(condition, self.lookup(name, depth), other.lookup(name, depth), symbols) for name in differ
+            }
+            scopes.append({**mine, **found})
+        missing = jinja2.Undefined()
+        namespaces = {}
+        for number in {**self.namespaces, **other.namespaces}:
+            mine, theirs = self.namespaces.get(number, {}), other.namespaces.get(number, {})
+            namespaces[number] = {
+                name: join(condition, mine.get(name, missing), theirs.get(name, missing), symbols)
+                for name in {**mine, **theirs}
+            }
+        return type(self)(scopes, namespaces, join(condition, self.output, other.output, symbols))
+
+
+@dataclass(slots=True)
+class LoopExits:
+    """The states in which a loop, or a pass through it, was left early: they are joined where it ends."""
+
+    depth: int
+    """How many conditions the loop stands under."""
+    continued: list[State] = field(default_factory=list)
+    """The states that left the pass with `continue`."""
+    broken: list[State] = field(default_factory=list)
+    """The states that left the loop with `break`."""
+    conditions: list[Condition] = field(default_factory=list)
+    """The conditions under which they left."""
