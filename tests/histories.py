@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
-
-from runner import (
-    Conversation,
-    ScriptedEngine,
-    Trajectory,
-)
+from runner import Conversation
 from runner.tokens.template import ChatTemplate
-from tests.playing import Plain, play
-
-Talk = Callable[[Conversation], Awaitable[None]]
+from tests.playing import Plain, twice
 
 OPENER = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 # The turn before the last is written in another way, as by templates that strip what was thought.
@@ -31,20 +22,6 @@ HIDDEN = (
 
 def template(text: str) -> ChatTemplate:
     return ChatTemplate(text, name="inline")
-
-
-async def talked(talk: Talk, engine: ScriptedEngine, **options: Any) -> Trajectory:
-    class Talks(Plain):
-        async def rollout(self, conversation: Conversation) -> None:
-            await talk(conversation)
-
-    return await play(Talks, engine, **options)
-
-
-async def twice(conversation: Conversation) -> None:
-    await conversation.generate()
-    conversation.add("And twice that?")
-    await conversation.generate()
 
 
 class Twice(Plain):

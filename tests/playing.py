@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from runner import Environment, Run, Task, Trajectory, reward
+from runner import Conversation, Environment, Run, Task, Trajectory, reward
 from runner.engines.scripted.replies import Replies
 from runner.testing import ScriptedEngine, play_many_async
 
-__all__ = ["Plain", "play", "play_all", "recording", "tasks", "until_end"]
+__all__ = [
+    "Plain",
+    "Talk",
+    "assert_nothing_open",
+    "play",
+    "play_all",
+    "recording",
+    "talked",
+    "talking",
+    "tasks",
+    "twice",
+    "until_end",
+]
+
+Talk = Callable[[Conversation], Awaitable[None]]
+"""What an agent does in its conversation."""
 
 
 class Plain(Environment):
@@ -30,6 +46,12 @@ def recording(replies: Replies, **settings: Any) -> ScriptedEngine:
     return ScriptedEngine(replies, record=True, **settings)
 
 
+def assert_nothing_open(engine: Any) -> None:
+    """The engine has no request, and nobody waits for one."""
+    stats = engine.stats()
+    assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
+
+
 async def play_all(
     environment: Environment[Any] | type[Environment[Any]], engine: Any, **options: Any
 ) -> list[Trajectory]:
@@ -49,3 +71,25 @@ async def play(environment: Environment[Any] | type[Environment[Any]], engine: A
     """The only trajectory of a run."""
     (trajectory,) = await play_all(environment, engine, **options)
     return trajectory
+
+
+def talking(talk: Talk) -> type[Plain]:
+    """An environment whose agent does nothing but `talk`."""
+
+    class Talks(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            await talk(conversation)
+
+    return Talks
+
+
+async def talked(talk: Talk, engine: Any, **options: Any) -> Trajectory:
+    """The only trajectory of a run whose agent does nothing but `talk`."""
+    return await play(talking(talk), engine, **options)
+
+
+async def twice(conversation: Conversation) -> None:
+    """Speaks, is asked something more, and speaks again."""
+    await conversation.generate()
+    conversation.add("And twice that?")
+    await conversation.generate()

@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,16 +85,6 @@ class Typed(Greeting):
         assert isinstance(a, int) and isinstance(b, list) and isinstance(c, dict) and isinstance(d, bool)
         return "fine"
 '''
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder one stands in, with an author's file of environments."""
-    (tmp_path / "mine.py").write_text(AUTHOR)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield tmp_path
-    sys.modules.pop("mine", None)
 
 
 def scripted(replies: Any = "hi") -> Callable[[RunSettings], Engine]:

@@ -7,7 +7,6 @@ import re
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -69,16 +68,6 @@ class RankedShort(Greeting):
     def rank(self, group):
         return [1.0]
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder one stands in, with an author's file of environments."""
-    (tmp_path / "mine.py").write_text(AUTHOR)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield tmp_path
-    sys.modules.pop("mine", None)
 
 
 @pytest.fixture

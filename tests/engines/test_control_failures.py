@@ -18,7 +18,7 @@ from runner.engines.scripted.runtime import ScriptedRuntime
 from runner.errors import EngineError
 from runner.testing import ScriptedEngine, cancel_everywhere
 from tests.engines.controlling import ask, runs_as, saying, slow
-from tests.playing import Plain, tasks, until_end
+from tests.playing import Plain, assert_nothing_open, tasks, until_end
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
@@ -127,8 +127,7 @@ async def test_a_failure_past_the_check_ends_every_episode_with_one_cause_and_ke
     assert got
     assert {trajectory.outcome for trajectory in got} == {Outcome.ENGINE_ERROR}
     assert len({trajectory.error for trajectory in got}) == 1
-    stats = engine.stats()
-    assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
+    assert_nothing_open(engine)
 
 
 async def pausing(engine: Engine, mode: str) -> None:

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from runner import Conversation, FinishReason, Limits, Outcome, Sampling, Tool, Trajectory
+from runner import Conversation, FinishReason, Limits, Outcome, Sampling, Tool
 from runner.testing import Reply
 from runner.tokens.log import Source
-from tests.playing import Plain, play, play_all, recording, tasks
+from tests.playing import Plain, play, play_all, recording, talked, tasks
 
 pytestmark = pytest.mark.anyio
-
-Talk = Callable[[Conversation], Awaitable[None]]
-
-
-async def talked(talk: Talk, replies: Any, **options: Any) -> Trajectory:
-    class Talks(Plain):
-        async def rollout(self, conversation: Conversation) -> None:
-            await talk(conversation)
-
-    return await play(Talks, replies, **options)
 
 
 @pytest.mark.parametrize("chunks", [1, 3, "whole"])

@@ -24,8 +24,8 @@ from runner.testing import Reply, call
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.tokens.log import Source
-from tests.histories import FORGETFUL, HIDDEN, OPENER, Twice, talked, template, twice
-from tests.playing import Plain, play, recording
+from tests.histories import FORGETFUL, HIDDEN, OPENER, Twice, template
+from tests.playing import Plain, play, recording, talked, twice
 
 pytestmark = pytest.mark.anyio
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 
 import pytest
 
@@ -18,6 +19,7 @@ from runner.testing import cancel_everywhere, no_leaks
 from runner.trajectory import Outcome
 from tests.faults.crowd import Crowd, talk
 from tests.faults.suspects import AsyncPupils, SyncPupils, speak
+from tests.playing import assert_nothing_open
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends, pytest.mark.slow]
 
@@ -52,12 +54,8 @@ async def test_cancelling_at_every_suspension_point_of_an_episode_leaves_no_open
             finally:
                 kept.append(play.trajectories()[0].outcome)
 
-        def nothing_is_open() -> None:
-            stats = engine.stats()
-            assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
-
         with no_leaks(engine):
-            points = await cancel_everywhere(episode, check=nothing_is_open)
+            points = await cancel_everywhere(episode, check=partial(assert_nothing_open, engine))
         assert points > 20
         assert kept[-1] is Outcome.COMPLETED
         assert set(kept[:-1]) <= {Outcome.CANCELLED, Outcome.COMPLETED}
@@ -73,9 +71,5 @@ async def test_cancelling_a_run_wherever_its_reader_waits_leaves_nothing(environ
                     if run.summary.episodes > 8:
                         break
 
-        def nothing_is_open() -> None:
-            stats = engine.stats()
-            assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
-
         with no_leaks(engine):
-            assert await cancel_everywhere(read, check=nothing_is_open) > 3
+            assert await cancel_everywhere(read, check=partial(assert_nothing_open, engine)) > 3

@@ -12,6 +12,7 @@ import torch
 from runner.engines.scripted.replies import Replies
 from runner.generation import BatchResults, Generation
 from runner.testing import ModelCall, ScriptedEngine
+from tests.playing import assert_nothing_open
 
 EOS: Final = 257
 """What ends a row of the scripted engine's bytes."""
@@ -48,11 +49,6 @@ async def generating(
         async with Generation(engine, config, retries=retries) as generation:
             yield generation, engine
         assert_nothing_open(engine)
-
-
-def assert_nothing_open(engine: ScriptedEngine) -> None:
-    stats = engine.stats()
-    assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
 
 
 async def collect(results: BatchResults[Any], into: list[tuple[int, Any]]) -> None:

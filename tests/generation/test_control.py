@@ -17,7 +17,8 @@ from runner.generation import Generation
 from runner.testing import Latency, ScriptedEngine
 from runner.tokens.log import VersionSpan
 from tests.engines.controlling import NotOurs, runs_as
-from tests.generation.batching import EOS, assert_nothing_open, generating, loudly, padded, rows_of, texts_of
+from tests.generation.batching import EOS, generating, loudly, padded, rows_of, texts_of
+from tests.playing import assert_nothing_open
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 

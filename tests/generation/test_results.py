@@ -14,7 +14,8 @@ from anyio.from_thread import start_blocking_portal
 from runner import FinishReason
 from runner.generation import BatchResults, Generation
 from runner.testing import Fault, Latency, ModelCall, Reply, ScriptedEngine, cancel_everywhere, no_leaks
-from tests.generation.batching import EOS, assert_nothing_open, collect, generating, loudly, padded, texts_of
+from tests.generation.batching import EOS, collect, generating, loudly, padded, texts_of
+from tests.playing import assert_nothing_open
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 

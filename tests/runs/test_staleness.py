@@ -18,7 +18,7 @@ from runner.engines.scripted.script import Latency, ModelCall, Reply
 from runner.options import Limits, Sampling
 from runner.testing import ScriptedEngine, assert_exact
 from tests.engines.controlling import NotOurs
-from tests.playing import Plain, recording, tasks
+from tests.playing import Plain, assert_nothing_open, recording, tasks
 
 pytestmark = pytest.mark.anyio
 
@@ -203,8 +203,7 @@ async def test_under_every_mode_of_an_update_no_episode_is_lost(mode: PauseMode)
     for trajectory in got:
         assert_exact(trajectory)
         assert [turn.text for turn in trajectory.turns] == ["A long answer."] * 2
-    stats = engine.stats()
-    assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
+    assert_nothing_open(engine)
     whole = all(len(_versions_of(turn)) == 1 for t in got for turn in t.turns)
     assert whole == (mode is not PauseMode.KEEP), "only with keep a turn is of two versions"
     assert (run.summary.resampled > 0) == (mode is PauseMode.ABORT)

@@ -15,8 +15,8 @@ from runner.tokens.junction import Result, Seam
 from runner.tokens.probing import appends
 from runner.tokens.probing.appends import Append
 from runner.tokens.template import ChatTemplate, Renderer
-from tests.histories import COUNTING, HIDDEN, OPENER, PLAIN, Twice, talked, template
-from tests.playing import Plain, play, recording, tasks
+from tests.histories import COUNTING, HIDDEN, OPENER, PLAIN, Twice, template
+from tests.playing import Plain, play, recording, talked, talking, tasks
 
 pytestmark = pytest.mark.anyio
 
@@ -29,11 +29,7 @@ async def test_a_template_that_counts_is_followed_at_every_turn() -> None:
 
     engine = recording(lambda turn: "yes", template=template(COUNTING))
 
-    class Talks(Plain):
-        async def rollout(self, conversation: Conversation) -> None:
-            await talk(conversation)
-
-    async with Run(Talks, engine) as run:
+    async with Run(talking(talk), engine) as run:
         (trajectory,) = [trajectory async for trajectory in run]
     last = trajectory.turns[-1]
     inserted = engine.tokenizer.decode(last.prompt_ids[trajectory.turns[-2].end :])
@@ -171,11 +167,8 @@ async def test_a_template_that_refuses_long_conversations_ends_them_and_is_trust
             await conversation.generate()
             conversation.add("More.")
 
-    class Talks(Plain):
-        async def rollout(self, conversation: Conversation) -> None:
-            await talk(conversation)
-
-    async with Run(Talks, recording(lambda turn: "yes", template=template(LIMITED + PLAIN)), tasks=tasks(3)) as run:
+    engine = recording(lambda turn: "yes", template=template(LIMITED + PLAIN))
+    async with Run(talking(talk), engine, tasks=tasks(3)) as run:
         trajectories = [trajectory async for trajectory in run]
     assert {trajectory.outcome for trajectory in trajectories} == {Outcome.TOKEN_ERROR}
     assert any("too long" in fault for fault in run.summary.faults)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate, Renderer
 from runner.tokens.tokenizer import Tokenizer, VocabularyTokenizer, load_tokenizer
@@ -25,3 +26,10 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 @pytest.fixture(scope="session", params=["pythonic", "hermes"])
 def bundled(request: pytest.FixtureRequest) -> Renderer:
     return ChatTemplate.load(str(request.param)).renderer()
+
+
+@pytest.fixture(scope="session")
+def made(bundled: Renderer, tokenizer: Tokenizer) -> Bridger:
+    """A bridger of each bundled template with each tokenizer."""
+    assert tokenizer.eos_id is not None
+    return Bridger(tokenizer, bundled, [tokenizer.eos_id])

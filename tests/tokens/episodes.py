@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from typing import Any
 
-from runner import Conversation, ScriptedEngine, Trajectory, tool
-from tests.playing import Plain, play
+from runner import ScriptedEngine, Trajectory, tool
+from tests.playing import Plain
 from tests.tokens.families import called, model
 
 CHATML = ["qwen2.5", "qwen3", "qwen3-thinking", "qwen3-coder", "qwen3.6", "smollm2", "smollm3"]
@@ -18,8 +17,6 @@ SHOWS_CALLS = [
 ]
 SUM = called({"a": 17, "b": 25})
 
-Talk = Callable[[Conversation], Awaitable[None]]
-
 
 def speaking(name: str, replies: Any, **settings: Any) -> ScriptedEngine:
     """A scripted engine with the template, the vocabulary and the stops of a family."""
@@ -27,14 +24,6 @@ def speaking(name: str, replies: Any, **settings: Any) -> ScriptedEngine:
     return ScriptedEngine(
         replies, tokenizer=made.tokenizer, template=made.template, stop_ids=made.stop_ids, record=True, **settings
     )
-
-
-async def talked(talk: Talk, engine: ScriptedEngine, **options: Any) -> Trajectory:
-    class Talks(Plain):
-        async def rollout(self, conversation: Conversation) -> None:
-            await talk(conversation)
-
-    return await play(Talks, engine, **options)
 
 
 class Adds(Plain):
@@ -56,9 +45,3 @@ def bridges(trajectory: Trajectory, engine: ScriptedEngine) -> list[str]:
         assert (turn.junction.inserted if turn.junction else 0) == turn.start - before.end
         texts.append(engine.tokenizer.decode(turn.prompt_ids[len(prefix) :]))
     return texts
-
-
-async def twice(conversation: Conversation) -> None:
-    await conversation.generate()
-    conversation.add("And twice that?")
-    await conversation.generate()

@@ -7,15 +7,9 @@ from runner.tokens.bridging.bridge import Bridger, Unbridgeable
 from runner.tokens.bridging.contents import absent
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.junction import Anchor, Close, Seam
-from runner.tokens.template import ChatTemplate, Renderer
-from runner.tokens.tokenizer import Tokenizer, VocabularyTokenizer
+from runner.tokens.template import ChatTemplate
+from runner.tokens.tokenizer import VocabularyTokenizer
 from tests.tokens.bridging import ADD, MORE, QUESTION, answer, bridger, chatml, result, says
-
-
-@pytest.fixture
-def made(bundled: Renderer, tokenizer: Tokenizer) -> Bridger:
-    assert tokenizer.eos_id is not None
-    return Bridger(tokenizer, bundled, [tokenizer.eos_id])
 
 
 def test_newline_after_the_stop_is_written_exactly_once(made: Bridger) -> None:

@@ -12,7 +12,6 @@ from runner.messages import Message
 from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.junction import Result, Seam
 from runner.tokens.template import Renderer
-from runner.tokens.tokenizer import Tokenizer
 from tests import sweeps
 
 INTEGER = {"type": "integer"}
@@ -93,12 +92,6 @@ def spoken(renderer: Renderer, history: Sequence[Message], turn: Message, tools:
     whole = renderer.render([*history, turn], tools=tools, generation_prompt=False)
     assert whole.startswith(asked)
     return whole.removeprefix(asked).removesuffix("<|im_end|>\n")
-
-
-@pytest.fixture(scope="session")
-def made(bundled: Renderer, tokenizer: Tokenizer) -> Bridger:
-    assert tokenizer.eos_id is not None
-    return Bridger(tokenizer, bundled, [tokenizer.eos_id])
 
 
 @pytest.mark.parametrize("ids", ["canonical", "split"])

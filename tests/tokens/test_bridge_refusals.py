@@ -8,16 +8,9 @@ from runner.messages import Message
 from runner.tokens.bridging.bridge import Bridger, Unbridgeable
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.junction import Anchor, Close
-from runner.tokens.template import ChatTemplate, Renderer
-from runner.tokens.tokenizer import Tokenizer, VocabularyTokenizer
+from runner.tokens.template import ChatTemplate
+from runner.tokens.tokenizer import VocabularyTokenizer
 from tests.tokens.bridging import MORE, QUESTION, answer, bridger, chatml, result, says
-
-
-@pytest.fixture
-def made(bundled: Renderer, tokenizer: Tokenizer) -> Bridger:
-    assert tokenizer.eos_id is not None
-    return Bridger(tokenizer, bundled, [tokenizer.eos_id])
-
 
 REFUSALS = {
     "no_sentinel": chatml(body="{{ m.content if m.role != 'assistant' }}"),

@@ -12,8 +12,8 @@ from runner.messages import Message
 from runner.testing import Reply
 from runner.tokens.bridging.bridge import Unbridgeable
 from runner.tokens.junction import Anchor, Close, Result, Seam
-from tests.playing import play
-from tests.tokens.episodes import CHATML, GLM, SUM, Adds, bridges, speaking, talked, twice
+from tests.playing import play, talked, twice
+from tests.tokens.episodes import CHATML, GLM, SUM, Adds, bridges, speaking
 from tests.tokens.families import ADD, FAMILIES, MORE, QUESTION, TOOLS_MOVE, called, model, result, says
 
 pytestmark = pytest.mark.slow

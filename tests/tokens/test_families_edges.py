@@ -16,8 +16,8 @@ from runner.testing import Reply
 from runner.tokens.bridging.bridge import Unbridgeable
 from runner.tokens.bridging.history import AlignmentKind, compare
 from runner.tokens.junction import Close, Result, Seam
-from tests.playing import play
-from tests.tokens.episodes import SUM, Adds, bridges, speaking, talked, twice
+from tests.playing import play, talked, twice
+from tests.tokens.episodes import SUM, Adds, bridges, speaking
 from tests.tokens.families import ADD, FAMILIES, MORE, QUESTION, QWEN_CALL, TOOLS_MOVE, called, model, result, says
 
 

@@ -23,9 +23,9 @@ from runner.tokens.probing.profile import SystemPosition
 from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import ChatTemplate
 from tests.conformance.corpus import corpus
-from tests.playing import Plain, play, tasks
+from tests.playing import Plain, play, talked, tasks, twice
 from tests.tokens.client_messages import compare, messages
-from tests.tokens.episodes import SHOWS_CALLS, SUM, bridges, speaking, talked, twice
+from tests.tokens.episodes import SHOWS_CALLS, SUM, bridges, speaking
 from tests.tokens.families import (
     ADD,
     FAMILIES,

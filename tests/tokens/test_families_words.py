@@ -20,8 +20,8 @@ from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.junction import Anchor, Close
 from runner.tokens.tokenizer import VocabularyTokenizer
 from tests.conformance.corpus import control_tokens, corpus
-from tests.playing import Plain, play
-from tests.tokens.episodes import SHOWS_CALLS, SUM, Adds, bridges, speaking, talked, twice
+from tests.playing import Plain, play, talked, twice
+from tests.tokens.episodes import SHOWS_CALLS, SUM, Adds, bridges, speaking
 from tests.tokens.families import ADD, FAMILIES, MORE, QUESTION, TOOLS_MOVE, Model, called, model, result, says
 from tests.tokens.vocabularies import vocabulary
 

@@ -11,7 +11,7 @@ from runner.tokens.bridging.bridge import Bridger, Property, Unbridgeable
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate
 from tests.conformance.corpus import corpus
-from tests.histories import talked
+from tests.playing import talked
 from tests.tokens.bridging import chatml
 
 EVIL = "<|im_end|>"

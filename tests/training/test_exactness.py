@@ -10,8 +10,7 @@ from runner import Conversation, Sampling
 from runner.options import Constraint, ConstraintKind
 from runner.training.exactness import constrained_ids, inexact_reason, temperatures
 from runner.training.rows import rows_of, version_table
-from tests.histories import talked
-from tests.playing import recording
+from tests.playing import recording, talked
 from tests.training.making import made, prompt, retried, said
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from runner import Conversation, Trajectory
 from runner.tokens.log import Source, TokenLog, VersionSpan
 from runner.training.rows import NO_VERSION, TrainingRow, rows_of, version_table
-from tests.histories import HIDDEN, talked, template, twice
-from tests.playing import recording
+from tests.histories import HIDDEN, template
+from tests.playing import recording, talked, twice
 from tests.training.making import made, pieces, prompt, retried, said
 
 pytestmark = pytest.mark.anyio
