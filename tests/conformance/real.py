@@ -9,7 +9,7 @@ from itertools import count, islice
 
 from tests.conformance.corpus import corpus
 from tests.conformance.scenarios import Case, Past, Scenario, case
-from tests.conformance.sweep import Verdict, is_tool_capable, spread, verdicts_of
+from tests.conformance.sweep import Verdict, is_tool_capable, judge, spread
 from tests.tokens.vocabularies import spoken, vocabulary
 
 __all__ = ["PAIRS", "Pair", "Tally", "play_all", "play_pair"]
@@ -85,10 +85,10 @@ def play_pair(pair: Pair, wanted: int = 200) -> Tally:
     entry = next(entry for entry in corpus() if entry.name == pair.template)
     variables = _VARIABLES[pair.vocabulary]
     cases = list(islice(_cases(is_tool_capable(entry)), wanted * 3))
-    verdicts = verdicts_of(cases, entry.renderer(variables), vocabulary(pair.vocabulary), variables["eos_token"])
+    judgements = judge(cases, entry.renderer(variables), vocabulary(pair.vocabulary), variables["eos_token"])
     played = [
         (made, verdict, detail)
-        for made, (verdict, detail) in zip(cases, verdicts, strict=True)
+        for made, (verdict, detail, _) in zip(cases, judgements, strict=True)
         if verdict not in (Verdict.NOT_APPLICABLE, Verdict.NO_RIGHT_ONE)
     ][:wanted]
     return Tally(

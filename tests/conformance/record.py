@@ -41,6 +41,8 @@ class Recorded:
     """A digest of what its profile says."""
     verdicts: str
     """A letter for each case, in the order in which they are played."""
+    reasons: str
+    """A digest of why, case by case: the anchors of bridges, the properties that refusals name."""
 
 
 def fresh(entry: Entry) -> Recorded:
@@ -49,8 +51,14 @@ def fresh(entry: Entry) -> Recorded:
 
 
 def _recorded(name: str, profile: str, outcomes: Iterable[Outcome]) -> Recorded:
-    verdicts = "".join(LETTERS[outcome.verdict] for outcome in outcomes)
-    return Recorded(name, hashlib.sha256(profile.encode()).hexdigest()[:8], verdicts)
+    judgements = [outcome.judgement for outcome in outcomes]
+    verdicts = "".join(LETTERS[judgement.verdict] for judgement in judgements)
+    reasons = "\n".join(f"{judgement.detail}: {judgement.refusal}" for judgement in judgements)
+    return Recorded(name, _digest(profile), verdicts, _digest(reasons))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def chosen() -> list[str]:
@@ -74,7 +82,7 @@ def chosen() -> list[str]:
 def read() -> Mapping[str, Recorded]:
     """What was recorded, by the names of the templates."""
     lines = (line.split() for line in FILE.read_text(encoding="utf-8").splitlines())
-    return {name: Recorded(name, traits, verdicts) for name, traits, verdicts in lines}
+    return {name: Recorded(name, *kept) for name, *kept in lines}
 
 
 def rows_of(outcomes: Iterable[Outcome], *, processes: int) -> list[Recorded]:
@@ -86,4 +94,6 @@ def rows_of(outcomes: Iterable[Outcome], *, processes: int) -> list[Recorded]:
 
 def write(rows: Iterable[Recorded]) -> None:
     """Replace the record."""
-    FILE.write_text("".join(f"{row.name} {row.traits} {row.verdicts}\n" for row in rows), encoding="utf-8")
+    FILE.write_text(
+        "".join(f"{row.name} {row.traits} {row.verdicts} {row.reasons}\n" for row in rows), encoding="utf-8"
+    )

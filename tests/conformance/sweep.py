@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import multiprocessing
 import random
@@ -10,7 +9,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from runner.tokens.bridging.bridge import Bridge, Bridger, Unbridgeable
 from runner.tokens.template import Renderer, TemplateRaised
@@ -20,7 +19,7 @@ from tests.conformance.expected import Expected, NotApplicable, expected
 from tests.conformance.scenarios import Case, Past, Scenario, case
 from tests.conformance.vocabulary import END_OF_TEXT, host
 
-__all__ = ["Outcome", "Verdict", "is_tool_capable", "play", "spread", "sweep", "verdicts_of"]
+__all__ = ["Judgement", "Outcome", "Verdict", "is_tool_capable", "judge", "play", "spread", "sweep"]
 
 
 class Verdict(enum.StrEnum):
@@ -31,6 +30,16 @@ class Verdict(enum.StrEnum):
     REFUSED = "refused"
     NO_RIGHT_ONE = "no right one"
     NOT_APPLICABLE = "not applicable"
+
+
+class Judgement(NamedTuple):
+    """What became of a case, and why."""
+
+    verdict: Verdict
+    detail: str
+    """The anchor of an exact bridge, the refusal's name, why it is not applicable, or what is wrong."""
+    refusal: str = ""
+    """The property that the bridger named where it made no bridge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +54,18 @@ class Outcome:
     """What happened."""
     past: Past
     """What came before."""
-    verdict: Verdict
-    """What became of it."""
-    detail: str
-    """The anchor of an exact bridge, the refusal's name, why it is not applicable, or what is wrong."""
+    judgement: Judgement
+    """What became of it, and why."""
     tools: bool
     """Whether the template is tool-capable."""
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.judgement.verdict
+
+    @property
+    def detail(self) -> str:
+        return self.judgement.detail
 
 
 T = TypeVar("T")
@@ -80,17 +95,17 @@ def play(entry: Entry) -> list[Outcome]:
         for scenario in Scenario
         if capable or not (scenario.needs_tools or past.has_tools())
     ]
-    verdicts = verdicts_of(cases, entry.renderer(), host(), END_OF_TEXT)
+    judgements = judge(cases, entry.renderer(), host(), END_OF_TEXT)
     return [
-        Outcome(entry.name, entry.family, made.scenario, made.past, verdict, detail, capable)
-        for made, (verdict, detail) in zip(cases, verdicts, strict=True)
+        Outcome(entry.name, entry.family, made.scenario, made.past, judgement, capable)
+        for made, judgement in zip(cases, judgements, strict=True)
     ]
 
 
-def verdicts_of(
+def judge(
     cases: Sequence[Case], renderer: Renderer, vocabulary: VocabularyTokenizer, end_of_text: str
-) -> list[tuple[Verdict, str]]:
-    """A verdict and its detail for each case, all bridged by one bridger in that order."""
+) -> list[Judgement]:
+    """What becomes of each case, all bridged by one bridger in that order."""
     truths: list[Expected | NotApplicable] = []
     for made in cases:
         try:
@@ -100,7 +115,7 @@ def verdicts_of(
     names = {truth.stop for truth in truths if isinstance(truth, Expected) and truth.stop} | {end_of_text}
     stops = [token_id for name in sorted(names) if (token_id := vocabulary.token_id(name)) is not None]
     bridger = Bridger(vocabulary, renderer, stops)
-    return [_verdict(made, truth, bridger, vocabulary) for made, truth in zip(cases, truths, strict=True)]
+    return [_judged(made, truth, bridger, vocabulary) for made, truth in zip(cases, truths, strict=True)]
 
 
 def is_tool_capable(entry: Entry) -> bool:
@@ -114,40 +129,39 @@ def is_tool_capable(entry: Entry) -> bool:
     return 0 <= call < result
 
 
-def _verdict(
+def _judged(
     made: Case, truth: Expected | NotApplicable, bridger: Bridger, vocabulary: VocabularyTokenizer
-) -> tuple[Verdict, str]:
+) -> Judgement:
     if isinstance(truth, NotApplicable):
         return _not_applicable(made, truth, bridger, vocabulary)
     stop = vocabulary.token_id(truth.stop) if truth.stop else None
     if truth.stop and stop is None:
-        return Verdict.NOT_APPLICABLE, "the vocabulary lacks the stop"
+        return Judgement(Verdict.NOT_APPLICABLE, "the vocabulary lacks the stop")
     said = vocabulary.encode(truth.said)
-    verdict, detail = Verdict.EXACT, ""
+    anchor = ""
     for sampled in (said, respelled(said, vocabulary)):
         ids = [*sampled, *([stop] if stop is not None else [])]
         try:
             bridge = bridger.bridge(list(truth.history), list(made.new), list(made.tools), sampled=ids, stop=stop)
         except Unbridgeable as refusal:
-            return Verdict.REFUSED, f"{refusal.property.value}"
+            return Judgement(Verdict.REFUSED, refusal.property.value, refusal.property.value)
         fault = _fault(truth, bridge, vocabulary)
         if fault:
-            return Verdict.WRONG, fault
-        detail = bridge.junction.anchor.value
-    return verdict, detail
+            return Judgement(Verdict.WRONG, fault)
+        anchor = bridge.junction.anchor.value
+    return Judgement(Verdict.EXACT, anchor)
 
 
-def _not_applicable(
-    made: Case, why: NotApplicable, bridger: Bridger, vocabulary: VocabularyTokenizer
-) -> tuple[Verdict, str]:
+def _not_applicable(made: Case, why: NotApplicable, bridger: Bridger, vocabulary: VocabularyTokenizer) -> Judgement:
     """Where the template's renders have no tail, any bridge is a wrong one."""
-    if why.must_refuse:
-        with contextlib.suppress(Unbridgeable):
-            sampled = vocabulary.encode("Some words")
-            bridge = bridger.bridge(list(made.history), list(made.new), list(made.tools), sampled=sampled, stop=None)
-            return Verdict.WRONG, f"{why}, got {vocabulary.decode(bridge.ids)!r}"
-        return Verdict.NO_RIGHT_ONE, str(why)
-    return Verdict.NOT_APPLICABLE, str(why)
+    if not why.must_refuse:
+        return Judgement(Verdict.NOT_APPLICABLE, str(why))
+    sampled = vocabulary.encode("Some words")
+    try:
+        bridge = bridger.bridge(list(made.history), list(made.new), list(made.tools), sampled=sampled, stop=None)
+    except Unbridgeable as refusal:
+        return Judgement(Verdict.NO_RIGHT_ONE, str(why), refusal.property.value)
+    return Judgement(Verdict.WRONG, f"{why}, got {vocabulary.decode(bridge.ids)!r}")
 
 
 def _fault(truth: Expected, bridge: Bridge, vocabulary: VocabularyTokenizer) -> str:

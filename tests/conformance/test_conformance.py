@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from runner.tokens.bridging.bridge import Bridge, Bridger, Property
+from runner.tokens.bridging.bridge import Bridge, Bridger, Property, Unbridgeable
 from tests import sweeps
 from tests.conformance.corpus import Entry, corpus
 from tests.conformance.expected import expected
@@ -70,6 +71,25 @@ def test_the_corpus_is_whole() -> None:
 @pytest.mark.parametrize("name", chosen())
 def test_a_template_is_bridged_as_exactly_as_ever(name: str) -> None:
     assert fresh(named(name)) == read()[name]
+
+
+@pytest.mark.parametrize("name", ["mistralai-Codestral-22B-v0.1", "BAAI-BGE-VL-MLLM-S1"], ids=["refused", "no right"])
+def test_a_refusal_that_names_another_property_is_not_what_was_recorded(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    right = Bridger.bridge
+
+    def bridge(*given: Any, **named: Any) -> Bridge:
+        try:
+            return right(*given, **named)
+        except Unbridgeable as refusal:
+            raise Unbridgeable(Property.TURNS_SAMPLED, "another") from refusal
+
+    monkeypatch.setattr(Bridger, "bridge", bridge)
+    played, recorded = fresh(named(name)), read()[name]
+    assert {*played.verdicts} & {*"rn"}
+    assert (played.traits, played.verdicts) == (recorded.traits, recorded.verdicts)
+    assert played.reasons != recorded.reasons
 
 
 def test_what_was_recorded_has_nothing_wrong_in_it() -> None:
