@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 from itertools import zip_longest
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from runner.tokens.tokenizer import Tokenizer
+if TYPE_CHECKING:  # the process that probes a template loads no vocabulary
+    from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["first_mismatch", "token_diff"]
 

@@ -13,8 +13,9 @@ from typing import TypeAlias, cast
 
 from runner.messages import Message
 from runner.tokens.bridging.refusal import Property, Unbridgeable
+from runner.tokens.token_diff import first_mismatch
 
-__all__ = ["FIELDS", "Field", "Rendering", "Span", "absent", "common_length", "find", "words"]
+__all__ = ["FIELDS", "Field", "Rendering", "Span", "absent", "find", "words"]
 
 Span: TypeAlias = tuple[int, int]
 """Begin and end of a stretch of text."""
@@ -45,12 +46,6 @@ def absent(messages: Iterable[Message]) -> str:
 def words(count: int) -> list[str]:
     """So many words that no template holds, none of which is in another or begins like one of `absent`."""
     return [f"zqword{number:03}z" for number in range(count)]
-
-
-def common_length(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
-    differences = (index for index, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
-    return next(differences, min(len(one), len(other)))
 
 
 def find(text: str, content: str, start: int = 0) -> Span | None:
@@ -93,8 +88,8 @@ class Rendering:
         before, found, after = other.partition(_SHOWN)
         if not found:
             return None
-        begin = min(common_length(self.text, other), len(before))
-        ending = min(common_length(self.text[::-1], other[::-1]), len(after))
+        begin = min(first_mismatch(self.text, other), len(before))
+        ending = min(first_mismatch(self.text[::-1], other[::-1]), len(after))
         return begin, max(begin, len(self.text) - ending)
 
     def end_of_last(self) -> int:
@@ -145,8 +140,8 @@ class Rendering:
             at = before.find(marker)
             if at < 0 or marker in after or before.count(marker) > 1:
                 return None
-            begin = min(common_length(before, after), at)
-            ending = min(common_length(before[::-1], after[::-1]), len(before) - at - len(marker))
+            begin = min(first_mismatch(before, after), at)
+            ending = min(first_mismatch(before[::-1], after[::-1]), len(before) - at - len(marker))
             spans.append((begin, len(after) - ending))
             before = after
         apart = all(one[1] <= other[0] for one, other in itertools.pairwise(spans))

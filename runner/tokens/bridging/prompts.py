@@ -7,10 +7,11 @@ from contextlib import suppress
 from typing import NoReturn, TypeAlias
 
 from runner.messages import Message
-from runner.tokens.bridging.contents import Rendering, common_length, find
+from runner.tokens.bridging.contents import Rendering, find
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.probe_messages import ANSWER, QUESTION
 from runner.tokens.template import Renderer, TemplateRaised, ToolSchema
+from runner.tokens.token_diff import first_mismatch
 
 __all__ = ["PromptRenderer"]
 
@@ -79,7 +80,7 @@ class PromptRenderer:
         end = Rendering(text, messages, lambda new: render(new, True)).end_of_last()
         behind = text[end:]
         self._check_doubled(behind)
-        if end <= common_length(text, render(messages, False)) < len(text):
+        if end <= first_mismatch(text, render(messages, False)) < len(text):
             return
         # It does not: what stands there may still be what an answer in history begins with.
         answer = _behind(messages, ANSWER, render)
@@ -87,7 +88,7 @@ class PromptRenderer:
             return
         with suppress(Unbridgeable):
             question = _behind(messages, QUESTION, render)
-            if common_length(behind, answer) > common_length(answer, question):
+            if first_mismatch(behind, answer) > first_mismatch(answer, question):
                 return
         raise Unbridgeable(
             Property.PROMPTS_ANSWER,

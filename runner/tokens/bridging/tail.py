@@ -13,11 +13,12 @@ from functools import cached_property
 from typing import Any, cast
 
 from runner.messages import Message
-from runner.tokens.bridging.contents import ControlNames, Field, Rendering, Span, absent, common_length, find
+from runner.tokens.bridging.contents import ControlNames, Field, Rendering, Span, absent, find
 from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.shape import AnsweredTurn, Shape
 from runner.tokens.template import ToolSchema
+from runner.tokens.token_diff import first_mismatch
 
 __all__ = ["Further", "Tail"]
 
@@ -189,7 +190,7 @@ class Tail:
         marker = self._stem + "content"
         first = cast("Message", {**self.new[0], "content": marker})
         close, found, _ = self._further(Further.BORDER, [first, *self.new[1:]]).partition(marker)
-        return common_length(self.text, close) if found else 0
+        return first_mismatch(self.text, close) if found else 0
 
     @cached_property
     def alone(self) -> str | None:

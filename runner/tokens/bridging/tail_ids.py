@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from runner.tokens.bridging.closes import Closes
-from runner.tokens.bridging.contents import Span, common_length
+from runner.tokens.bridging.contents import Span
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.bridging.tail import Tail
+from runner.tokens.token_diff import first_mismatch
 from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["TailIds"]
@@ -60,7 +61,7 @@ class TailIds:
             behind = begin + len(form)
             if text.startswith(form, begin) and (not end or behind == len(text)):
                 return behind
-        shared = common_length(text[at:], piece)
+        shared = first_mismatch(text[at:], piece)
         lost, became = text[at + shared : at + shared + 20], piece[shared : shared + 20]
         raise Unbridgeable(Property.TEXT_KEPT, f"the vocabulary has no ids for {lost!r}, which becomes {became!r}")
 
@@ -97,7 +98,7 @@ class TailIds:
         if alone is None:
             return None
         # Words of a content may be what the tail without it goes on with, so the close ends before them.
-        cut = min(common_length(self._text, alone), self._tail.border)
+        cut = min(first_mismatch(self._text, alone), self._tail.border)
         cut = self._token_border(cut)
         if any(map(self._closes.opens_a_role, self._control_ids_before(cut))):
             return None
@@ -204,5 +205,5 @@ def _end_of_call(ending: str, said: str) -> int | None:
 
 def _seen_ending(one: str, other: str) -> int:
     """How many characters two texts end with alike; 0 where they are too few to show anything."""
-    shared = common_length(one[::-1], other[::-1])
+    shared = first_mismatch(one[::-1], other[::-1])
     return shared if len(one[len(one) - shared :].strip()) >= _SEEN_END else 0

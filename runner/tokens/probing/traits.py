@@ -11,7 +11,6 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 
-from runner.tokens.bridging.contents import common_length
 from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.control_text import special_tokens
@@ -51,6 +50,7 @@ from runner.tokens.probing.profile import (
 )
 from runner.tokens.template import Renderer, TemplateRaised
 from runner.tokens.template import _Generation as GenerationTag
+from runner.tokens.token_diff import first_mismatch
 from runner.tokens.tool_support import shows_calls, shows_results, shows_tools
 
 __all__ = ["options_of", "profile_of"]
@@ -168,7 +168,7 @@ def _default_system(probe: ProbeRenderer) -> str:
     """What stands before the first question and not before a second one, control tokens and role names left out."""
     first = (probe.text(QUESTION, asking=True) or "").partition(ASKED)[0]
     second = probe.between(ANSWERED, AGAIN, QUESTION, ANSWER, AGAIN_ASKED)
-    opener = common_length(first[::-1], second[::-1])
+    opener = first_mismatch(first[::-1], second[::-1])
     words = first[: len(first) - opener]
     for token in special_tokens(words):
         words = words.replace(token, " ")
@@ -252,7 +252,7 @@ def _separator(followed: str, close: str, alone: str, opener: str) -> str:
     left = alone.partition(close)[2] if close and close in alone else ""
     if left and not left.strip() and behind.startswith(left):
         return left
-    shared = common_length(behind[::-1], opener[::-1])
+    shared = first_mismatch(behind[::-1], opener[::-1])
     rest = behind[: len(behind) - shared]
     return rest if not special_tokens(rest) and rest.strip() == "" else ""
 
