@@ -137,11 +137,7 @@ class RunFile:
         return bool(self._one("SELECT complete FROM run")[0])
 
     def first_launch(self) -> Header | None:
-        """The header as the process that began the run wrote it beside the run's own; None where it wrote none.
-
-        Raises:
-            RunFileError: it is no header.
-        """
+        """The header as the process that began the run wrote it beside the run's own; None where it wrote none."""
         row = self._one("SELECT header FROM launches ORDER BY number LIMIT 1")
         launched = None if row is None else self._header(row["header"])
         # A process that died before it noted its launch has left the first row to another one.

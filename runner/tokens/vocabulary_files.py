@@ -59,9 +59,6 @@ def read_vocabulary_files(folder: Path) -> VocabularyFiles:
     """What tokenizer_config.json, special_tokens_map.json and added_tokens.json of `folder` say; any may be missing.
 
     The two small files are read only where tokenizer_config.json lists no tokens itself.
-
-    Raises:
-        ValueError: one of them is not what it should be.
     """
     settings = _read(folder / "tokenizer_config.json")
     if "added_tokens_decoder" in settings:

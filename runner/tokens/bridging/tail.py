@@ -50,9 +50,6 @@ class Tail:
 
     A `stand_in` is rendered in place of the history. Where `proves` does not say that it gives some further render
     too, that one is made of the whole history.
-
-    Raises:
-        Unbridgeable: the template raises, or does not show the last turn.
     """
 
     text: str

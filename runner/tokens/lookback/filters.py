@@ -116,7 +116,7 @@ class TransferFunctions(Operators):
         """JSON, of which what follows the end of the turn's words is known where all that is written later is."""
         leaves = list(_leaves(value))
         ends = [index for index, leaf in enumerate(leaves) if may_hold_end(leaf)]
-        if len(ends) != 1 or "sort_keys" in keywords:
+        if len(ends) != 1 or "sort_keys" in keywords:  # sorted, what is written later is not what comes later
             return self.of("tojson", value, *keywords, *keywords.values(), text=True)
         leaf, *later = leaves[ends[0] :]
         if not all(map(is_independent, [*later, *keywords.values()])):

@@ -40,7 +40,7 @@ from runner.tokens.lookback.values import (
 __all__ = ["Interpreter"]
 
 MAX_PASSES = 12
-"""Passes through a loop over what came before in which a fixpoint must be reached."""
+"""Passes through a loop over what came before in which a fixpoint must be reached; nearly all take two or three."""
 
 MAX_RECURSION = 30
 """Calls of one macro within another that are followed where all it is given is known."""
@@ -50,12 +50,7 @@ class Interpreter(Evaluator):
     """One render: runs the statements whose expressions an `Evaluator` knows the values of."""
 
     def output(self, template: nodes.Template) -> Value:
-        """What the template writes.
-
-        Raises:
-            NotFollowed: it does something that is not modelled.
-            Stopped: it raises, whatever came before.
-        """
+        """What the template writes; `Stopped` where it raises, whatever came before."""
         self._run(template.body)
         return self._state.output
 

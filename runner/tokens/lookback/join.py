@@ -99,6 +99,7 @@ def _joined_text(condition: Condition, one: Value, other: Value, symbols: Symbol
         return Text((marks[0], *_parts(rest)), ("if", condition, one.before, other.before) if known else None)
     if isinstance(condition, Unknown) or any(isinstance(each, Unknown) and each.may_end for each in both):
         return Unknown(may_end=True, text=True)
+    # Only one of them is marked, or both in another way, so that the words may end anywhere before what follows.
     return Text((MAYBE_END, *_parts(join(condition, _behind_mark(one), _behind_mark(other), symbols))))
 
 

@@ -14,10 +14,9 @@ from runner.tokens.lookback.join import Symbols
 from runner.tokens.lookback.positions import (
     base_of,
     compared_with_least,
-    difference,
     item_of_gapped,
+    moved,
     slice_of_gapped,
-    total,
 )
 from runner.tokens.lookback.values import (
     END,
@@ -132,12 +131,11 @@ class Operators:
             return self.concrete(lambda: SandboxedEnvironment.default_binop_table[sign](one, other))
         if sign == "+" and (is_text(one) or is_text(other)):
             return concatenated(_as_text(one), _as_text(other))
-        if sign in "+-":
-            position = (total if sign == "+" else difference)(one, other)
-            if position is not None:
-                return position
-            if isinstance(one, list) and isinstance(other, list):
-                return [*one, *other]
+        position = moved(sign, one, other)
+        if position is not None:
+            return position
+        if sign == "+" and isinstance(one, list) and isinstance(other, list):
+            return [*one, *other]
         return self.of(sign, one, other, text=sign == "%" and is_text(one))
 
     def compared(self, sign: str, one: Value, other: Value) -> Value:

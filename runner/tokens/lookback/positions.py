@@ -24,15 +24,14 @@ from runner.tokens.lookback.values import (
 __all__ = [
     "base_of",
     "compared_with_least",
-    "difference",
     "item_of_gapped",
     "loop_after_gap",
     "loop_before_gap",
     "loop_of_list",
     "mapped",
+    "moved",
     "range_of",
     "slice_of_gapped",
-    "total",
 ]
 
 
@@ -41,21 +40,17 @@ def base_of(value: Value) -> UnknownCount | None:
     return value.base if isinstance(value, Position | Symbol) else None
 
 
-def total(one: Value, other: Value) -> Position | None:
-    """The sum of a position and a number; None of anything else."""
-    if isinstance(one, Position) and type(other) is int:
-        return one.moved(other)
-    if isinstance(other, Position) and type(one) is int:
-        return other.moved(one)
-    return None
-
-
-def difference(one: Value, other: Value) -> Position | int | None:
-    """A position less a number, or the distance of two; None of anything else."""
-    if isinstance(one, Position) and type(other) is int:
-        return one.moved(-other)
-    if isinstance(one, Position) and isinstance(other, Position) and one.base is other.base:
-        return one.offset - other.offset
+def moved(sign: str, one: Value, other: Value) -> Position | int | None:
+    """A position and a number added or subtracted, or the distance of two positions; None of anything else."""
+    match sign, one, other:
+        case "+", Position(), int():
+            return one + other
+        case "+", int(), Position():
+            return other + one
+        case "-", Position(), int():
+            return one - other
+        case "-", Position(), Position() if one.base is other.base:
+            return one.offset - other.offset
     return None
 
 
@@ -76,7 +71,7 @@ def range_of(bounds: Sequence[Value]) -> Value:
     if isinstance(first, Position) and first.base is last.base:
         return [Position(first.base, offset) for offset in range(first.offset, last.offset)]
     if first == 0 and last.least > 0:
-        return GappedList((last.moved(-1),), last.moved(-1), messages=False)
+        return GappedList((last - 1,), last - 1, messages=False)
     return None
 
 
@@ -118,9 +113,7 @@ def slice_of_gapped(values: GappedList, start: Value, stop: Value, step: Value) 
     skipped = start or 0
     if type(skipped) is not int or not 0 <= skipped <= values.least_before:
         return Unknown(may_end=True)
-    return GappedList(
-        values.last_items[:last], values.start.moved(-skipped), values.first_items[skipped:], values.messages
-    )
+    return GappedList(values.last_items[:last], values.start - skipped, values.first_items[skipped:], values.messages)
 
 
 def _bound(values: GappedList, bound: Value, default: int) -> int | None:
@@ -156,7 +149,7 @@ def loop_before_gap(whole: GappedList, ahead: Sequence[Value], number: int) -> L
     last = False if whole.least_length > number + 1 else Unknown()
     following = ahead[number + 1] if number + 1 < len(ahead) else Unknown(may_end=True)
     neighbours = (_item(ahead, number - 1, "previtem"), following)
-    return _loop(number, whole.length.moved(-number - 1), whole.length, (number == 0, last), neighbours)
+    return _loop(number, whole.length - number - 1, whole.length, (number == 0, last), neighbours)
 
 
 def loop_after_gap(whole: GappedList, behind: Sequence[Value], number: int) -> Loop:
@@ -167,7 +160,7 @@ def loop_after_gap(whole: GappedList, behind: Sequence[Value], number: int) -> L
     if number == 0 and whole.messages and not whole.backwards and whole.least_before:
         previous = PastMessage(null_content=True)
     neighbours = (previous, _item(behind, number + 1, "nextitem"))
-    return _loop(whole.length.moved(-left - 1), left, whole.length, (first, left == 0), neighbours)
+    return _loop(whole.length - left - 1, left, whole.length, (first, left == 0), neighbours)
 
 
 def _loop(
@@ -183,9 +176,9 @@ def _loop(
     return Loop(
         {
             "index0": index,
-            "index": _next(index),
+            "index": index + 1,
             "revindex0": left,
-            "revindex": _next(left),
+            "revindex": left + 1,
             "length": length,
             "first": first,
             "last": last,
@@ -194,10 +187,6 @@ def _loop(
             "depth": Unknown(),
         }
     )
-
-
-def _next(position: int | Position) -> int | Position:
-    return position.moved(1) if isinstance(position, Position) else position + 1
 
 
 def _item(values: Sequence[Value], number: int, name: str) -> Value:

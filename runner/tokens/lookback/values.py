@@ -144,8 +144,11 @@ class Position(Abstract):
     def least(self) -> int:
         return self.base.least + self.offset
 
-    def moved(self, by: int) -> Position:
-        return Position(self.base, self.offset + by)
+    def __add__(self, number: int) -> Position:
+        return Position(self.base, self.offset + number)
+
+    def __sub__(self, number: int) -> Position:
+        return Position(self.base, self.offset - number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +168,7 @@ class GappedList(Abstract):
 
     @property
     def length(self) -> Position:
-        return self.start.moved(len(self.last_items))
+        return self.start + len(self.last_items)
 
     @property
     def least_before(self) -> int:
