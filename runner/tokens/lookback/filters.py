@@ -89,8 +89,8 @@ class TransferFunctions(Operators):
                 separator = arguments[0] if arguments else ""
                 parts = [part for each in value for part in (separator, self.written(each))]
                 return concatenated(*parts[1:])
-            case "items" | "dictsort" if not arguments:
-                return _pairs(value, in_order=name == "dictsort")
+            case "items" | "dictsort" if isinstance(value, LastArguments) and not arguments:
+                return value.pairs
         return None
 
     def _default(self, value: Value, otherwise: Value, falsy: Value) -> Value:
@@ -164,11 +164,8 @@ class TransferFunctions(Operators):
         match value:
             case PastMessage():
                 return self._got(value.get, value.has, arguments) if name == "get" else Unknown()
-            case dict() if all(map(is_concrete, value)):
-                if name == "get":
-                    return self._got(value.__getitem__, value.__contains__, arguments)
-                if name in ("items", "keys", "values"):
-                    return list(getattr(value, name)())
+            case dict() if name == "get" and all(map(is_concrete, value)):
+                return self._got(value.__getitem__, value.__contains__, arguments)
             case LastArguments() if name == "items":
                 return value.pairs
             case Text() if value.is_marked:
@@ -215,19 +212,6 @@ class TransferFunctions(Operators):
         elif name in ("strip", "rstrip") and is_independent(rest) and all(map(is_independent, arguments)):
             return Text((MAYBE_END, self._symbols.of("rstrip", rest, *arguments, text=True)))
         return self.of("method " + name, value, *arguments, text=name in _TEXT_METHODS)
-
-
-def _pairs(value: Value, *, in_order: bool) -> Value | None:
-    """Keys and values of a mapping; in the order of the keys where that is asked for, which then must be known."""
-    if isinstance(value, LastArguments):
-        return value.pairs
-    if not isinstance(value, dict):
-        return None
-    if not in_order:
-        return list(value.items())
-    if not all(isinstance(key, str) for key in value):
-        return None
-    return sorted(value.items(), key=lambda pair: pair[0].lower())
 
 
 def _leaves(value: Value) -> Iterator[Value]:

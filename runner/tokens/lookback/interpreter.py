@@ -15,7 +15,6 @@ from runner.tokens.lookback.join import LoopExits, State
 from runner.tokens.lookback.operators import Stopped
 from runner.tokens.lookback.positions import loop_after_gap, loop_before_gap, loop_of_list
 from runner.tokens.lookback.values import (
-    Condition,
     GappedList,
     LastArguments,
     Loop,
@@ -212,15 +211,11 @@ class Interpreter(Evaluator):
         ends += left
         for state in ends:
             del state.scopes[depth:]
-        self._state = self._join(ends, exits.conditions)
+        self._state = self._join(ends)
 
-    def _join(self, states: Sequence[State], conditions: Sequence[Condition]) -> State:
-        """What is known of one of several states; which one, the conditions decide."""
-        if len(states) == 1:
-            return states[0]
-        unknown = any(isinstance(condition, Unknown) for condition in conditions)
-        condition: Condition = Unknown() if unknown else self._symbols.fresh()
-        return reduce(lambda one, other: one.join(condition, other, self._symbols), states)
+    def _join(self, states: Sequence[State]) -> State:
+        """What is known of one of several states, whichever it is."""
+        return reduce(lambda one, other: one.join(Unknown(), other, self._symbols), states)
 
     def _run_else(self, node: nodes.For, values: Value) -> None:
         """What is done where there was nothing to go through."""
@@ -310,7 +305,7 @@ class Interpreter(Evaluator):
                     self._note_refusal(stopped, unknown)
                 finally:
                     self._conditions.pop()
-            self._state = self._join(ends, [unknown])
+            self._state = self._join(ends)
             if self._state.knows_as_much_as(before):
                 return
         raise NotFollowed("a loop that reaches no fixpoint")

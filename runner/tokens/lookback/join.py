@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -36,11 +35,6 @@ class Symbols:
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self._kept: list[Any] = []  # what is known by its id must live on, or another object could get that id
-        self._fresh = itertools.count(-1, -1)
-
-    def fresh(self) -> Symbol:
-        """A symbol like no other."""
-        return Symbol(next(self._fresh))
 
     def of(self, operation: str, *operands: Value, text: bool = False, base: UnknownCount | None = None) -> Symbol:
         """What an operation makes of operands that do not depend on the past."""
