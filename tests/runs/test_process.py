@@ -103,18 +103,37 @@ def test_what_went_wrong_beside_the_episodes_is_said(capsys: pytest.CaptureFixtu
     assert re.search(r"fault: group_reward rank\(\) of task '\d': TypeError: 'Group' object is not iterable", said)
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """What the tests' own process froze is thawed, and frozen again afterwards."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_the_collector_is_tuned_while_playing_and_as_before_afterwards() -> None:
     seen = set()
 
     class Looking(Greeting):
         def setup(self) -> None:
-            seen.add(gc.get_threshold())
+            seen.add((gc.get_threshold(), gc.get_freeze_count() > 0))
 
     before = gc.get_threshold()
     run(Looking(64), ScriptedEngine("hi"), concurrency=Concurrency(episodes=1))
-    assert (50_000, 20, 20) in seen
+    assert ((50_000, 20, 20), True) in seen
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_a_program_froze_itself_stays_frozen() -> None:
+    kept = [[]]
+    gc.freeze()
+    run(Greeting(), ScriptedEngine("hi"))
+    assert gc.get_freeze_count() > 0
+    assert not any(each is kept for each in gc.get_objects())
 
 
 def test_an_error_comes_out_as_itself(tmp_path: Path) -> None:
