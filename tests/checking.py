@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from runner.cli import leftovers
 from runner.cli.app import app
 
 GOOD = '''
@@ -65,6 +66,7 @@ def folder_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """The body of a fixture: a folder whose mine.py is imported anew by each test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(leftovers, "SETTLE", 0.5)  # what is left here would not have ended in five seconds either
     yield tmp_path
     sys.modules.pop("mine", None)
     gc.collect()

@@ -25,6 +25,9 @@ __all__ = ["TemporaryFiles", "unawaited", "watched"]
 LISTED: Final = 3
 """So many of the same kind are named; of the rest there is a number."""
 
+SETTLE: Final = 5.0
+"""Seconds that threads and processes which are about to end get to do so."""
+
 _BRIEF: Final = 0.005
 _OFTEN: Final = 0.1
 """What holds up the loop again and again, too briefly to be noticed by a run, is found from so many seconds on."""
@@ -45,7 +48,7 @@ def watched(play: Callable[[], Awaitable[None]], environments: Sequence[Environm
     leaks: tuple[str, ...] = ()
     on_event_loop(anyio.lowlevel.checkpoint)  # the first event loop of a process opens a pipe for all that follow
     try:
-        with no_leaks():
+        with no_leaks(settle=SETTLE):
             on_event_loop(playing)
     except Leaked as leaked:
         leaks = leaked.leaks

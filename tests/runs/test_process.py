@@ -129,7 +129,7 @@ def test_the_collector_is_tuned_while_playing_and_as_before_afterwards() -> None
 
 @pytest.mark.usefixtures("nothing_frozen")
 def test_what_a_program_froze_itself_stays_frozen() -> None:
-    kept = [[]]
+    kept: list[list[int]] = [[]]
     gc.freeze()
     run(Greeting(), ScriptedEngine("hi"))
     assert gc.get_freeze_count() > 0
