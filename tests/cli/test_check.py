@@ -155,6 +155,7 @@ BAD = {
 """,
     # --- the loop
     "blocking": """
+    limits = Limits(turns=2)
     def __init__(self):
         super().__init__(count=1)
     @tool

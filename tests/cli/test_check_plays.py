@@ -39,6 +39,7 @@ BAD = {
 """,
     # --- the event loop
     "blocks briefly": """
+    limits = Limits(turns=2)
     @tool
     async def ask(self) -> str:
         "Ask."

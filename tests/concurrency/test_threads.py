@@ -12,6 +12,7 @@ import anyio.from_thread
 import anyio.lowlevel
 import pytest
 
+from runner.concurrency import threads
 from runner.concurrency.threads import Job, Workers, busy_threads
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
@@ -124,7 +125,10 @@ async def test_code_in_a_thread_hears_that_nobody_waits_for_it_any_more() -> Non
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_threads_end_with_their_workers_and_one_that_was_left_behind_with_its_job(anyio_backend: str) -> None:
+async def test_threads_end_with_their_workers_and_one_that_was_left_behind_with_its_job(
+    anyio_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "IDLE_SECONDS", 0.1)  # what the one that was left behind has after its job
     began, release = threading.Event(), threading.Event()
     workers = Workers(2)
     before = set(threading.enumerate())
