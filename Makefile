@@ -33,15 +33,15 @@ check: setup
 	@$(BIN)/lint-imports --no-logo >.venv/layers.log || { cat .venv/layers.log; exit 1; }
 	@$(BIN)/mypy
 
-# Two processes: tests with the real engine are together in one of them (tests/lanes.py).
+# Three processes on two cores, since many tests wait; those with the real engine are together in one (tests/lanes.py).
 test-quick: setup
 	@$(BIN)/python -m pytest -q -n 2 -m "not engine and not slow"
 
 test: check
-	@$(BIN)/python -m pytest -n 2 --durations=25
+	@$(BIN)/python -m pytest -n 3 --durations=25
 
 test-all: check docs
-	@$(BIN)/python -m pytest -n 2 --durations=25 --sweeps=whole
+	@$(BIN)/python -m pytest -n 3 --durations=25 --sweeps=whole
 
 train: setup
 	@$(BIN)/python -m examples.train_grpo

@@ -1,8 +1,9 @@
 """What all tests share: how much is played, on which event loop, in which order, and the engines.
 
-`make test` plays the tests in two processes. Those that share a real engine are one group, in one of them, and begin
-with the first, since they take longest: those on `real_engine` by their options, then those on `engine`, last those on
-`doomed_engine`, which they may kill. Tests that start an engine for themselves, `apart`, run in either.
+`make test` plays the tests in three processes: many wait, for an engine that starts or for a process, and two of them
+leave a third of two cores unused. Those that share a real engine are one group, in one process, and begin with the
+first, since they take longest: those on `real_engine` by their options, then those on `engine`, last those on
+`doomed_engine`, which they may kill. Tests that start an engine for themselves, `apart`, are a group in another one.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ def pytest_configure(config: pytest.Config) -> None:
     sweeps.begin(whole=whole, seed=option.sweep_seed)
     settings.load_profile("whole" if whole else "quick")
     if hasattr(config, "workerinput"):
-        # One core for vLLM and for torch, the others for the other lane: their threads wait for one another by
-        # spinning, and two of them on cores that are taken cost several times what one costs.
+        # One core for vLLM and for torch, the others for the other lanes: their threads wait for one another by
+        # spinning, and two of them on cores that are taken cost several times what one costs. The first process has
+        # the tests that share an engine, and only one of the others has tests that start one.
         cores, worker = sorted(os.sched_getaffinity(0)), int(config.workerinput["workerid"].removeprefix("gw"))
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(cores[worker % len(cores)]))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(cores[min(worker, len(cores) - 1)]))
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A gigabyte for what vLLM keeps: it fills it with zeros at its start, which takes seconds where it is more.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

@@ -1,6 +1,6 @@
 """Which process of pytest-xdist plays which test: those on a real engine are together in one, and so are timed ones.
 
-Those that start an engine of their own, for themselves, are wherever there is time.
+Those that start an engine of their own, for themselves, are together as well, so that two engines at most are alive.
 
 The option `--dist loadgroup` is made for this, and with pytest 9.2 and pytest-xdist 3.8 it forgets every group without
 a word (pytest-xdist issue 1386), as the process that deals the tests out knows nothing of them but their ids. Here it
@@ -18,8 +18,8 @@ import pytest
 
 __all__ = ["scheduler", "tell"]
 
-GROUPS = ("engine", "timing")
-"""Markers of tests that stay together; the largest group is begun first."""
+GROUPS = ("apart", "engine", "timing")
+"""Markers of tests that stay together, the first one that a test has; the largest group is begun first."""
 
 
 def tell(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
@@ -33,8 +33,6 @@ def tell(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
 
 
 def _group(item: pytest.Item) -> str | None:
-    if item.get_closest_marker("apart"):
-        return None
     marked = next((group for group in GROUPS if item.get_closest_marker(group)), None)
     # The whole sweeps of a file are played once, for all tests that look at them.
     return marked or (str(item.path) if item.get_closest_marker("whole") else None)

@@ -1,4 +1,4 @@
-"""What tests/lanes.py promises: tests that share an engine are in one process, and so are those that measure time."""
+"""What tests/lanes.py promises: tests that share an engine are in one process, and so are those of the other groups."""
 
 from __future__ import annotations
 
@@ -53,12 +53,13 @@ def test_other(n, worker_id): played("other", worker_id)
 def test_groups_stay_together_and_all_else_is_where_there_is_time(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(TESTS)
-    result = pytester.runpytest_subprocess("-n", "2", "-p", "no:asyncio", "-p", "no:cacheprovider")
+    result = pytester.runpytest_subprocess("-n", "3", "-p", "no:asyncio", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=32)
     workers = defaultdict(list)
     for line in (pytester.path / "played.txt").read_text().splitlines():
         kind, worker = line.split()
         workers[kind].append(worker)
     assert {kind: len(where) for kind, where in workers.items()} == {"engine": 12, "timing": 8, "apart": 6, "other": 6}
-    assert [len(set(workers[kind])) for kind in ("engine", "timing")] == [1, 1]
-    assert len({worker for where in workers.values() for worker in where}) == 2
+    groups = [set(workers[kind]) for kind in ("engine", "timing", "apart")]
+    assert list(map(len, groups)) == [1, 1, 1]
+    assert len(set.union(*groups)) == 3
