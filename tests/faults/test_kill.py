@@ -13,6 +13,7 @@ import anyio
 import pytest
 
 from runner import Run, RunFile
+from tests import sweeps
 from tests.faults.comparing import stored
 from tests.faults.crowd import GROUP_SIZE, Crowd, engine
 from tests.repository import ROOT
@@ -44,10 +45,9 @@ def finished(file: Path) -> set[str]:
         return {row.id for row in run_file if not row.outcome.cut_short}
 
 
-@pytest.mark.parametrize("dice", [random.Random(seed) for seed in range(2)], ids=["first", "second"])
-def test_kill_9_loses_no_announced_episode_and_resuming_completes_exactly_the_rest(
-    tmp_path: Path, dice: random.Random
-) -> None:
+@pytest.mark.parametrize("seed", sweeps.part(range(2), 2))
+def test_kill_9_loses_no_announced_episode_and_resuming_completes_exactly_the_rest(tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
     file = tmp_path / "run.db"
     announced: list[bytes] = []
     for _ in range(ROUNDS):

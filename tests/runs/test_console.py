@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,15 @@ def without_reader(folder: Path, *command: str, both: bool = False) -> subproces
         )
     finally:
         os.close(writer)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run file, played without a reader once for all commands that read one."""
+    folder = tmp_path_factory.mktemp("played")
+    (folder / "mine.py").write_text(AUTHOR)
+    assert without_reader(folder, *command("run", "mine.py:Greeting", "--file", "w.db")).returncode == 0
+    return folder / "w.db"
 
 
 def command(*arguments: str) -> tuple[str, ...]:
@@ -117,7 +127,7 @@ except KeyboardInterrupt:
         "check-template hermes --json",
     ],
 )
-def test_other_commands_end_as_unix_tools_do(folder: Path, arguments: str) -> None:
-    assert without_reader(folder, *command("run", "mine.py:Greeting", "--file", "w.db")).returncode == 0
+def test_other_commands_end_as_unix_tools_do(folder: Path, played: Path, arguments: str) -> None:
+    shutil.copy(played, folder)
     done = without_reader(folder, *command(*arguments.split()))
     assert (done.returncode, done.stderr) == (141, "")
