@@ -20,7 +20,7 @@ EPISODES = 16
 TURNS = 4
 TOKENS = 16
 ROUNDS = 8
-WORDS = "one two three four five six seven eight nine ten "
+WORDS = "one two three four five six seven eight nine ten " * 30
 ANSWER = "Go on, and say what comes next. " * 2
 
 
@@ -31,7 +31,7 @@ class Chatter(Environment):
 
     def tasks(self) -> Iterator[Task]:
         for number in range(EPISODES):
-            yield Task(id=str(number), prompt=f"Episode {number}. " + WORDS * 30)
+            yield Task(id=str(number), prompt=f"Episode {number}. " + WORDS)
 
     async def rollout(self, conversation: Conversation) -> None:
         for turn in range(TURNS):

@@ -25,7 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "turns": {"ROUNDS": 1, "EPISODES": 4},
     "live": {"EPISODES": 8, "SPOKEN": 20, "TICK": 0.01, "SECONDS": 0.05},
     "streams": {"ROUNDS": 1, "STREAMS": 4, "STEPS": 10},
-    "parity": {"ROUNDS": 1, "EPISODES": 2, "TURNS": 2},
+    "parity": {"ROUNDS": 1, "EPISODES": 2, "TURNS": 2, "WORDS": "one two three"},
 }
 
 

@@ -155,7 +155,7 @@ def test_a_wrong_mask_or_position_would_be_seen(name: str, wrong: Callable[[Toke
     assert largest_difference(padded, tree) > 1e-3
 
 
-# --- the demo model
+# --- the demo model, all of it in whole sweeps
 
 
 def answers(folder: Path) -> Rows:
@@ -174,9 +174,9 @@ def answers(folder: Path) -> Rows:
 
 
 @pytest.mark.slow
-def test_the_demo_model_sees_the_tree_of_eight_answers(demo_model_folder: Path) -> None:
-    rows = answers(demo_model_folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(demo_model_folder, dtype=torch.float32).eval()
+def test_the_demo_model_sees_the_tree_of_eight_answers(small_model_folder: Path) -> None:
+    rows = answers(small_model_folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(small_model_folder, dtype=torch.float32).eval()
     tree = TokenTree.of(rows)
     assert tree_difference(model, tree) < 1e-3
     assert tree.saving.ratio > 2, str(tree.saving)
