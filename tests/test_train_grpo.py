@@ -42,9 +42,15 @@ from runner.training.tree_attention import TREE_ATTENTION  # noqa: E402  # it im
 pytestmark = pytest.mark.anyio
 
 SMALL = Settings(
-    steps=sweeps.times(2, 1), tasks=3, group_size=4, held_out=2, learning_rate=9e-4, frozen_layers=20, enough=2.0
+    steps=sweeps.times(2, 1),
+    tasks=3,
+    group_size=4,
+    held_out=2,
+    learning_rate=9e-4 if sweeps.whole() else 2e-4,
+    frozen_layers=sweeps.times(20, 27),
+    enough=2.0,
 )
-"""Steps that go far, so that new weights can be told from old ones."""
+"""Steps that go far, so that new weights can be told from old ones; whole ones so far that episodes get long."""
 
 
 def tiny_model(**settings: Any) -> Any:
@@ -105,10 +111,11 @@ def _asked() -> Calculator:
     return environment
 
 
-def test_a_model_that_is_saved_goes_on_in_float32(tmp_path: Path) -> None:
+def test_a_model_that_is_saved_goes_on_in_float32(small_model_folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    trainer = Trainer(AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32), GrammarMasks(), SMALL)
+    model = AutoModelForCausalLM.from_pretrained(small_model_folder, dtype=torch.float32)
+    trainer = Trainer(model, GrammarMasks(), SMALL)
     trainer.save(tmp_path, "{{ messages }}")
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16

@@ -239,7 +239,7 @@ async def test_late_turns_enter_before_first_ones(engine: VllmEngine) -> None:
     order: list[str] = []
 
     async def play(name: str, session: Session) -> None:
-        async with engine.stream(request(40, session=session)) as stream:
+        async with engine.stream(request(16, session=session)) as stream:
             order.append(name)
             async for _ in stream:
                 pass
@@ -324,7 +324,7 @@ async def test_the_prompt_is_copied(engine: VllmEngine) -> None:
 async def test_cached_ids_prove_that_a_prompt_was_extended(engine: VllmEngine) -> None:
     wanted = request(40, length=100)
     ids, _, _ = await sample(engine, wanted)
-    longer = dataclasses.replace(wanted, name="longer", prompt=[*wanted.prompt, *ids, 1, 2, 3])
+    longer = dataclasses.replace(request(1), prompt=[*wanted.prompt, *ids, 1, 2, 3])
     _, _, finish = await sample(engine, longer)
     assert finish.cached_tokens == (len(wanted.prompt) + len(ids) - 1) // 32 * 32
 
@@ -342,12 +342,12 @@ async def test_cached_ids_prove_that_a_prompt_was_extended(engine: VllmEngine) -
     ids=["too long", "empty", "unknown id", "bad regex", "bad stop id", "unknown adapter"],
 )
 async def test_a_rejected_request_hurts_only_itself(engine: VllmEngine, wanted: GenerationRequest) -> None:
-    async with engine.stream(request(30)) as sibling:
+    async with engine.stream(request(12)) as sibling:
         with pytest.raises(RequestRejected, match=wanted.name):
             async with engine.stream(wanted):
                 pytest.fail("it was admitted")
         ids = [token async for delta in sibling for token in delta.token_ids]
-    assert len(ids) == 30
+    assert len(ids) == 12
     await assert_nothing_open(engine)
 
 
