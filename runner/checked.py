@@ -5,6 +5,7 @@ True and False are integers to Python. Here they are none: `group_size=True` is 
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeGuard
 
 from runner.errors import BadOption
@@ -22,22 +23,26 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def whole(given: str, value: Any, *, least: int | None = None, otherwise: str = "") -> int:
-    """The value, if it is an integer within its bound.
+def whole(given: str, value: Any, *, least: int | None = None, most: int | None = None, otherwise: str = "") -> int:
+    """The value, if it is an integer within its bounds.
 
     Args:
         given: the value as its caller wrote it, such as "retries=-1"; the message begins with it.
         value: what was given.
         least: the smallest that will do; None where any will.
+        most: the largest that will do; None where any will.
         otherwise: ends the message, such as ", or None for any age".
 
     Raises:
-        BadOption: it is none, or below the bound.
+        BadOption: it is none, or out of its bounds.
     """
-    if is_whole(value) and (least is None or value >= least):
+    if is_whole(value) and (least is None or value >= least) and (most is None or value <= most):
         return value
-    bound = "" if least is None else f" of at least {least}"
-    raise BadOption(f"{given}: give a whole number{bound}{otherwise}.")
+    bounds = [
+        *([f"of at least {least}"] if least is not None else []),
+        *([f"and at most {most}"] if most is not None else []),
+    ]
+    raise BadOption(f"{given}: give {' '.join(['a whole number', *bounds])}{otherwise}.")
 
 
 def number(
@@ -47,6 +52,7 @@ def number(
     least: float = float("-inf"),
     above: float = float("-inf"),
     most: float = float("inf"),
+    finite: bool = False,
     otherwise: str = "",
 ) -> float:
     """The value, if it is a number within its bounds; NaN is within none.
@@ -57,16 +63,17 @@ def number(
         least: the smallest that will do.
         above: what it must be larger than.
         most: the largest that will do.
+        finite: whether infinity is refused too.
         otherwise: ends the message, such as ", or None for no limit".
 
     Raises:
         BadOption: it is no number, or out of its bounds.
     """
-    if is_number(value) and least <= value <= most and value > above:
+    if is_number(value) and least <= value <= most and value > above and (math.isfinite(value) or not finite):
         return value
     bounds = [
         *([f"of at least {least:g}"] if least > float("-inf") else []),
         *([f"above {above:g}"] if above > float("-inf") else []),
         *([f"and at most {most:g}"] if most < float("inf") else []),
     ]
-    raise BadOption(f"{given}: give {' '.join(['a number', *bounds])}{otherwise}.")
+    raise BadOption(f"{given}: give {' '.join(['a finite number' if finite else 'a number', *bounds])}{otherwise}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, TypeAlias
 
@@ -13,6 +13,7 @@ from runner import checked
 from runner.errors import BadOption
 
 __all__ = [
+    "MOST_LOGPROBS",
     "UNSET",
     "Concurrency",
     "Constraint",
@@ -37,6 +38,9 @@ class _Unset(enum.Enum):
 
 UNSET: Final[Any] = _Unset.UNSET
 """A field that nobody gave. It is not None: None lifts a limit."""
+
+MOST_LOGPROBS: Final = 20
+"""The most ids of a position whose log-probabilities can be asked for: as many as vLLM gives unless told otherwise."""
 
 ToolChoice: TypeAlias = Literal["auto", "required", "none"] | str
 """Whether the model may, must or must not call a tool; any other string names the tool it must call."""
@@ -104,6 +108,11 @@ class Sampling(_Layered):
 
     max_tokens: int = UNSET
     """The most ids that one turn may have; 1024 by default."""
+    min_tokens: int = UNSET
+    """The number of ids that a turn has before anything can stop it, at most `max_tokens`; 0, which is off, by default.
+
+    Until then no stop id can be sampled, and a stop string that is complete does not count.
+    """
     temperature: float = UNSET
     """The temperature that logits are divided by; 0 is greedy, and 1 the default."""
     top_p: float = UNSET
@@ -112,10 +121,40 @@ class Sampling(_Layered):
     """The number of likeliest ids that are kept; 0, which is off, by default."""
     min_p: float = UNSET
     """The fraction of the likeliest id's probability below which an id is dropped; 0, which is off, by default."""
+    repetition_penalty: float = UNSET
+    """What the positive logit of each id of the prompt and the turn is divided by, and a negative one multiplied with.
+
+    A number above 0; above 1 it discourages repetition, and 1, which is off, is the default. The prompt is all that the
+    model sees: the system prompt, earlier turns and what the chat template writes.
+    """
+    presence_penalty: float = UNSET
+    """What is taken off the logit of each id that the turn has already; -2 to 2, and 0, which is off, by default."""
+    frequency_penalty: float = UNSET
+    """What is taken off an id's logit for each time that the turn has it; -2 to 2, and 0, which is off, by default."""
+    logit_bias: Mapping[int, float] | None = UNSET
+    """What is added to the logits of some ids, by id; -100 to 100. None, the default, and {} add nothing."""
+    bad_words: tuple[str, ...] = UNSET
+    """Words that are not sampled; none by default.
+
+    As in vLLM a word is kept out as the vocabulary encodes it alone, and after a space where that is as many ids: by
+    other ids that spell it, it can still be said.
+    """
     stop: tuple[str, ...] = UNSET
     """Strings that end a turn. Our own decoder finds them; the text is cut before them, and the ids are kept."""
     stop_ids: tuple[int, ...] = UNSET
     """Token ids that end a turn, besides those of the model."""
+    ignore_eos: bool = UNSET
+    """Whether the stop ids of the model end no turn; False by default.
+
+    A turn then has `max_tokens` ids, unless `stop` or `stop_ids` end it. It counts as cut: an EOS in it is said, as any
+    other id.
+    """
+    logprobs: int | None = UNSET
+    """The number of likeliest ids whose log-probabilities are kept for each sampled id, at most 20; 0 by default.
+
+    They are in `Turn.top_ids` and `Turn.top_logprobs`. 0 and None keep none of them; the log-probability of the sampled
+    id itself is kept in any case.
+    """
     schema: dict[str, Any] | None = UNSET
     """A JSON schema that the turn's text must match."""
     regex: str | None = UNSET
@@ -131,7 +170,17 @@ class Sampling(_Layered):
         self._check("top_p", checked.number, above=0, most=1)
         self._check("top_k", checked.whole, least=0)
         self._check("min_p", checked.number, least=0, most=1)
+        self._check("min_tokens", checked.whole, least=0)
+        self._check("repetition_penalty", checked.number, above=0, finite=True)
+        self._check("presence_penalty", checked.number, least=-2, most=2)
+        self._check("frequency_penalty", checked.number, least=-2, most=2)
+        self._check_lengths()
+        self._check_logit_bias()
+        self._check_bad_words()
+        self._check_logprobs()
         self._check_regex()
+        if self.ignore_eos is not UNSET and not isinstance(self.ignore_eos, bool):
+            raise BadOption(f"Sampling(ignore_eos={self.ignore_eos!r}): give True or False.")
         # A string is a sequence of strings too, of which every character would end a turn.
         stop: Any = self.stop
         if isinstance(stop, str) or (stop is not UNSET and not all(stop)):
@@ -139,6 +188,67 @@ class Sampling(_Layered):
         constraints = [name for name in ("schema", "regex", "choice") if getattr(self, name) not in (UNSET, None)]
         if len(constraints) > 1:
             raise BadOption(f"Sampling({', '.join(constraints)}): a turn can obey one constraint; give one of them.")
+
+    def _check_lengths(self) -> None:
+        least, most = self.min_tokens, self.max_tokens
+        if least is not UNSET and most is not UNSET and least > most:
+            raise BadOption(
+                f"Sampling(min_tokens={least}, max_tokens={most}): a turn cannot have both; give min_tokens of at most "
+                "max_tokens, which is 1024 where nobody gives it."
+            )
+
+    def _check_logit_bias(self) -> None:
+        given: Any = self.logit_bias
+        if given is UNSET or given is None:
+            return
+        if not isinstance(given, Mapping):
+            raise BadOption(
+                f"Sampling(logit_bias={given!r:.80}): give a dictionary of numbers by token id, such as {{262: -100}}."
+            )
+        for token_id, bias in given.items():
+            entry = f"Sampling(logit_bias={{{token_id!r:.80}: {bias!r:.80}}})"
+            if not checked.is_whole(token_id, least=0):
+                raise BadOption(f"{entry}: {token_id!r:.80} is no token id; give a whole number of at least 0.")
+            checked.number(entry, bias, least=-100, most=100)
+        # A copy: what a turn records must not change with the author's dictionary.
+        object.__setattr__(self, "logit_bias", dict(given))
+
+    def _check_bad_words(self) -> None:
+        words: Any = self.bad_words
+        if words is UNSET:
+            return
+        if not isinstance(words, tuple | list) or not all(isinstance(word, str) and word.strip() for word in words):
+            raise BadOption(
+                f"Sampling(bad_words={words!r:.80}): give a tuple of strings, none of them empty or white space alone."
+            )
+
+    def _check_logprobs(self) -> None:
+        if self.logprobs is None:  # which elsewhere means none at all: here the sampled id's is always kept
+            object.__setattr__(self, "logprobs", 0)
+        self._check("logprobs", checked.whole, least=0, most=MOST_LOGPROBS)
+
+    def shortened(self, max_tokens: int) -> Self:
+        """The same for a turn in which there is room for `max_tokens` ids only; every field is set."""
+        return dataclasses.replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
+
+    def all_stop_ids(self, own: Iterable[int]) -> tuple[int, ...]:
+        """The ids that end a turn of a model whose own stop ids are `own`; every field is set."""
+        return tuple(dict.fromkeys((*(() if self.ignore_eos else own), *self.stop_ids)))
+
+    def check_vocabulary(self, size: int) -> None:
+        """Refuse ids that a vocabulary of `size` ids does not have.
+
+        Raises:
+            BadOption: names the id.
+        """
+        for token_id in self.logit_bias or ():
+            if token_id >= size:
+                raise BadOption(
+                    f"Sampling(logit_bias={{{token_id}: ...}}): the model's ids are 0 to {size - 1}; take the id from "
+                    "the tokenizer of the engine's model."
+                )
+        if self.logprobs and self.logprobs > size:
+            raise BadOption(f"Sampling(logprobs={self.logprobs}): the model has {size} ids; give at most {size}.")
 
     def _check_regex(self) -> None:
         if self.regex is UNSET or self.regex is None:
@@ -154,12 +264,20 @@ class Sampling(_Layered):
         """Every field set: what is used where nobody gives a value."""
         return cls(
             max_tokens=1024,
+            min_tokens=0,
             temperature=1.0,
             top_p=1.0,
             top_k=0,
             min_p=0.0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            logit_bias=None,
+            bad_words=(),
             stop=(),
             stop_ids=(),
+            ignore_eos=False,
+            logprobs=0,
             schema=None,
             regex=None,
             choice=None,

@@ -17,6 +17,9 @@ from runner.tokens.junction import Junction
 from runner.tokens.log import Source, TokenLog
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from runner.tasks import Task
 
 __all__ = ["Group", "Outcome", "Segment", "Timings", "Trajectory", "Turn"]
@@ -184,6 +187,29 @@ class Turn:
     def logprobs(self) -> array[float]:
         """The log-probability of each sampled id in nats, shape [sampled], float32; a copy."""
         return self.log.logprobs[self.start : self.end]
+
+    @property
+    def top_ids(self) -> NDArray[np.int32]:
+        """The likeliest ids in the place of each sampled one, the likeliest first, int32; a copy.
+
+        Shape [sampled, n] with the n of `Sampling(logprobs=n)`, which is 0 where none were asked for or given. The
+        sampled id is among them where it is one of the n likeliest.
+        """
+        import numpy as np  # here, since what looks at no such array is imported without it
+
+        top = self.log.top_logprobs.get(self.start)
+        return np.empty((self.end - self.start, 0), np.int32) if top is None else top.id_rows()
+
+    @property
+    def top_logprobs(self) -> NDArray[np.float32]:
+        """The log-probability of each of `top_ids` in nats, shape [sampled, n], float32; a copy.
+
+        They are of the distribution that was sampled from, as `logprobs`: minus infinity for what could not be sampled.
+        """
+        import numpy as np
+
+        top = self.log.top_logprobs.get(self.start)
+        return np.empty((self.end - self.start, 0), np.float32) if top is None else top.logprob_rows()
 
     @property
     def prompt_ids(self) -> array[int]:

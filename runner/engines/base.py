@@ -22,6 +22,7 @@ from runner.options import Constraint, Sampling
 from runner.tokens.log import VersionSpan
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer
+from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = [
     "Delta",
@@ -32,6 +33,7 @@ __all__ = [
     "FinishReason",
     "GenerationRequest",
     "Session",
+    "vocabulary_size",
 ]
 
 
@@ -76,6 +78,8 @@ class Delta:
     """The log-probability of each id in nats; None where the engine gives none."""
     finish: Finish | None = None
     """How the stream ended; set on its last delta only."""
+    top: TopLogprobs | None = None
+    """The likeliest ids in the place of each, as many as `Sampling.logprobs`; None where none were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,8 @@ class GenerationRequest:
     sampling: Sampling
     """How to sample, every field set. Its `stop` strings are not the engine's business."""
     stop_ids: tuple[int, ...] = ()
-    """Ids that end the turn; the one that did is the last id of the stream."""
+    """Ids that end the turn, those of the model left out where `sampling` ignores them; the one that did is the last
+    id of the stream."""
     seed: int | None = None
     """The seed of this turn's random numbers; None leaves it to the engine."""
     session: Session | None = None
@@ -211,3 +216,8 @@ class Engine(Controllable, AbstractAsyncContextManager["Engine", None]):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What a run's header keeps of the engine, as JSON: kind, model, versions, arguments, who stamps versions."""
+
+
+def vocabulary_size(engine: Engine) -> int:
+    """Ids that the engine's model knows: those of its tokenizer and the padding rows behind them."""
+    return max(engine.tokenizer.size, getattr(engine, "vocabulary", 0))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import anyio
 
 from runner.concurrency.clocks import Clock, Waiting, WhileSampling
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, FinishReason, GenerationRequest
 from runner.errors import EngineError, EngineStalled
+from runner.options import Sampling
 from runner.tokens.decode import IncrementalDecoder
 from runner.tokens.log import Source, TokenLog, VersionSpan
 from runner.tokens.tokenizer import Tokenizer
@@ -53,8 +55,10 @@ class Sample:
         self.start = self.end = len(self.log)
         self.admitted = True
 
-    def keep(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
-        self.log.append_sampled(ids, logprobs)
+    def keep(self, delta: Delta) -> None:
+        self.log.append_sampled(delta.token_ids, delta.logprobs)
+        if delta.top is not None:
+            self.log.append_top(self.start, delta.top)
         self.end = len(self.log)
 
     def fail(self, error: EngineError) -> None:
@@ -70,7 +74,9 @@ class Sample:
 
     def stopped(self, stops: StopStrings, delta: Delta, kept: int) -> None:
         """Keep the ids of `delta` up to the one that completed a stop string."""
-        self.keep(delta.token_ids[:kept], delta.logprobs[:kept] if delta.logprobs is not None else None)
+        logprobs = delta.logprobs[:kept] if delta.logprobs is not None else None
+        top = delta.top.part(0, kept) if delta.top is not None else None
+        self.keep(Delta(delta.token_ids[:kept], logprobs, top=top))
         self.dropped = len(delta.token_ids) - kept
         self.stop, self.text = stops.found, stops.text
 
@@ -80,7 +86,7 @@ class Sample:
             return
         for delta in stream.rest:
             if self.text is None:
-                self.keep(delta.token_ids, delta.logprobs)
+                self.keep(delta)
             else:
                 self.dropped += len(delta.token_ids)
         finish = stream.finish or Finish(FinishReason.ABORT)
@@ -97,27 +103,42 @@ class Sample:
 
 
 class StopStrings:
-    """Looks for stop strings in the text of ids as they come, with work proportional to what comes."""
+    """Looks for stop strings in the text of ids as they come, with work proportional to what comes.
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+    One that is complete with the first `after` ids is none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], *, after: int = 0) -> None:
         self.text = ""
         self.found = ""
+        self._after = after
+        self._fed = 0
         self._decoder = IncrementalDecoder(tokenizer)
         self._stop = stop
         self._longest = max(map(len, stop))
         self._pieces: list[str] = []
         self._tail = ""
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, sampling: Sampling) -> Self:
+        return cls(tokenizer, sampling.stop, after=sampling.min_tokens)
+
     def feed(self, ids: Sequence[int]) -> int | None:
         """How many of `ids` belong to the turn if one of them completed a stop string, else None."""
         for index, token_id in enumerate(ids):
             piece = self._decoder.feed([token_id])
+            self._fed += 1
             if not piece:
                 continue
-            # A stop string may begin in what came before.
-            window = self._tail + piece
+            # A stop string may begin in what came before, but not end there.
+            window, before = self._tail + piece, len(self._tail)
             self._pieces.append(piece)
-            hits = [(at, -len(stop), stop) for stop in self._stop if (at := window.find(stop)) >= 0]
+            looked = self._stop if self._fed > self._after else ()
+            hits = [
+                (at, -len(stop), stop)
+                for stop in looked
+                if (at := window.find(stop, max(0, before - len(stop) + 1))) >= 0
+            ]
             if hits:
                 # The first one, and of several at the same position the longest.
                 at, _, self.found = min(hits)
@@ -145,7 +166,7 @@ async def sample(
     cut = True
     with WhileSampling():
         while cut:
-            stops = StopStrings(tokenizer, request.sampling.stop) if request.sampling.stop else None
+            stops = StopStrings.of(tokenizer, request.sampling) if request.sampling.stop else None
             cut = await _sample_once(into, engine, request, (new_ids, source), stops, stall_seconds)
             new_ids = ()  # the log has them from the first try on
 
@@ -211,7 +232,7 @@ async def _read(
         if kept is not None and stops is not None:
             into.stopped(stops, delta, kept)
             break
-        into.keep(delta.token_ids, delta.logprobs)
+        into.keep(delta)
         into.timings.decode = now - first
     silence.lift()
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from runner.engines.base import FinishReason, GenerationRequest
+from runner.engines.base import FinishReason, GenerationRequest, vocabulary_size
 from runner.episode.key import MAIN
 from runner.episode.limits import Ending
 from runner.episode.parsed_turn import ParsedTurn, cut_in_reasoning, text_of
@@ -89,6 +89,7 @@ def _request(
     episode, chat, number = conversation.episode, conversation.chat, len(conversation.turns)
     own = conversation.sampling()
     settings = own if sampling is None else sampling.over(own)
+    settings.check_vocabulary(vocabulary_size(chat.engine))
     choice = _tool_choice(conversation, tool_choice)
     ceilings = {"max_tokens": settings.max_tokens, "context": conversation.context - len(prompt.ids)}
     left = episode.limits.tokens_left() if conversation.train else None
@@ -98,8 +99,8 @@ def _request(
     generation = GenerationRequest(
         name=f"{episode.key.id}/{conversation.name}/{number}",
         prompt=prompt.ids,
-        sampling=settings if ceiling == "max_tokens" else replace(settings, max_tokens=ceilings[ceiling]),
-        stop_ids=tuple(dict.fromkeys((*chat.stop_ids, *settings.stop_ids))),
+        sampling=settings if ceiling == "max_tokens" else settings.shortened(ceilings[ceiling]),
+        stop_ids=settings.all_stop_ids(chat.stop_ids),
         seed=derive_seed(episode.seed, conversation.name, number),
         session=conversation.session,
         constraint=_constraint(conversation, settings, choice),

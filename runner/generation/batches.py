@@ -10,7 +10,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from runner import checked
-from runner.engines.base import Engine
+from runner.engines.base import Engine, vocabulary_size
 from runner.engines.control import EngineState
 from runner.engines.sharing import running
 from runner.errors import BadControl, BadOption
@@ -22,7 +22,7 @@ from runner.generation.config import (
     TextDatumSpec,
     TextOutputSpec,
 )
-from runner.generation.formats import Batch, PaddedBatch, TextBatch, vocabulary_size
+from runner.generation.formats import Batch, PaddedBatch, TextBatch
 from runner.generation.rows import RowSetting, RunningRows
 from runner.options import Limits
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NotRequired, Self, TypeAlias
 
-from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr, TypeAdapter, ValidationError
+from pydantic import Field, StrictBool, StrictInt, StrictStr, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from runner.errors import BadOption
@@ -57,7 +57,7 @@ class GenerationConfig(TypedDict, total=False):
     stop_strings: list[str] | None
     """Strings that end a row, merged with those of the sample; default None."""
     bad_words: list[str] | None
-    """None or empty: no engine here bans words."""
+    """Words that are not sampled, as `Sampling.bad_words`; default None."""
     colocated: ColocationConfig
     """Whether `finish_generation` puts the engine to sleep; default not."""
     adapter: str | None
@@ -156,6 +156,7 @@ class GenerationSettings:
             temperature=read["temperature"],
             top_p=read["top_p"],
             top_k=0 if read["top_k"] in (None, -1) else read["top_k"],
+            bad_words=as_strings(given.get("bad_words"), "config['bad_words']", BadOption),
             stop=stop,
             adapter=read["adapter"],
         ).over(Sampling.defaults())
@@ -223,12 +224,6 @@ class _Colocated(TypedDict, total=False):
     enabled: StrictBool
 
 
-def _no_words(value: Any) -> Any:
-    if value:
-        raise ValueError
-    return value
-
-
 _Whole: TypeAlias = StrictInt
 _Positive: TypeAlias = Annotated[StrictInt, Field(ge=1)]
 _Number: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -236,7 +231,6 @@ _Number: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 # What a value can be, its default, and what to give instead of one that cannot be.
 _KEYS: dict[str, tuple[Any, Any, str]] = {
     "backend": (Literal["vllm"], "vllm", "leave it out: the engine is the one that is given"),
-    "bad_words": (Annotated[Any, AfterValidator(_no_words)], None, "no engine here bans words; leave it out"),
     "max_new_tokens": (_Positive, 1024, "give a whole number of at least 1"),
     "temperature": (Annotated[_Number, Field(ge=0)], 1.0, "give a number of at least 0"),
     "top_p": (Annotated[_Number, Field(gt=0, le=1)], 1.0, "give a number above 0 and at most 1"),

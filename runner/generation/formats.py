@@ -10,14 +10,14 @@ from typing import Any, Protocol, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.engines.base import Engine, FinishReason
+from runner.engines.base import FinishReason
 from runner.errors import BadBatch
 from runner.generation.config import GenerationOutputSpec, TextOutputSpec, as_strings
 from runner.generation.padding import as_kind_of, read_padded, require_mapping
 from runner.generation.rows import Row, SampledRow
 from runner.tokens.tokenizer import Tokenizer
 
-__all__ = ["Batch", "PaddedBatch", "TextBatch", "vocabulary_size"]
+__all__ = ["Batch", "PaddedBatch", "TextBatch"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -33,11 +33,6 @@ class Batch(Protocol[T_co]):
     def write(self, sampled: Sequence[SampledRow]) -> T_co:
         """What is handed back for these rows, in their order."""
         ...
-
-
-def vocabulary_size(engine: Engine) -> int:
-    """Ids that the engine's model knows: those of its tokenizer and the padding rows behind them."""
-    return max(engine.tokenizer.size, getattr(engine, "vocabulary", 0))
 
 
 @dataclass(slots=True, eq=False)

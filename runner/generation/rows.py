@@ -110,8 +110,7 @@ def _request(row: Row, setting: RowSetting, room: int) -> GenerationRequest:
         name=f"{setting.name}/main/{row.index}",
         prompt=row.prompt,
         sampling=dataclasses.replace(
-            sampling,
-            max_tokens=min(sampling.max_tokens, room),
+            sampling.shortened(min(sampling.max_tokens, room)),
             stop=tuple(dict.fromkeys((*sampling.stop, *row.stop))),
         ),
         stop_ids=setting.stop_ids,

@@ -11,7 +11,7 @@ import anyio.to_thread
 from anyio.from_thread import check_cancelled
 
 from runner.concurrency.threads import Job, Workers
-from runner.engines.base import Engine
+from runner.engines.base import Engine, vocabulary_size
 from runner.episode.model import ChatModel
 from runner.errors import BadOption, BadTemplate
 from runner.options import HistoryPolicy, Sampling
@@ -19,11 +19,12 @@ from runner.tokens.bridging.refusal import Property
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate
 
-__all__ = ["check_adapter", "check_appends", "check_templates"]
+__all__ = ["check_appends", "check_sampling", "check_templates"]
 
 
-def check_adapter(engine: Engine, sampling: Sampling) -> None:
-    """Refuse a run whose every turn would ask for an adapter that the engine has not."""
+def check_sampling(engine: Engine, sampling: Sampling) -> None:
+    """Refuse a run whose every turn would ask for an adapter or an id that the engine has not."""
+    sampling.check_vocabulary(vocabulary_size(engine))
     if sampling.adapter and sampling.adapter not in engine.adapters:
         there = ", ".join(map(repr, engine.adapters)) or "none"
         raise BadOption(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
+
+from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["Source", "TokenLog", "VersionSpan"]
 
@@ -48,6 +50,8 @@ class TokenLog:
     """A `Source` for each id, shape [length], int8."""
     versions: list[VersionSpan] = field(default_factory=list)
     """The weight versions of the sampled ids, as spans in order."""
+    top_logprobs: MutableMapping[int, TopLogprobs] = field(default_factory=dict)
+    """The likeliest ids of each turn that asked for them, by the index of its first sampled id."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -71,10 +75,20 @@ class TokenLog:
         self.logprobs.extend(logprobs if logprobs is not None else array("f", [math.nan]) * len(ids))
         self.sources.frombytes(_SAMPLED * len(ids))
 
+    def append_top(self, start: int, top: TopLogprobs) -> None:
+        """Append the likeliest ids of what was just sampled in the turn that begins at `start`."""
+        known = self.top_logprobs.get(start)
+        if known is None:
+            self.top_logprobs[start] = top.part(0, len(top))  # a copy, which grows
+        else:
+            known.extend(top)
+
     def cut(self, end: int) -> None:
         """Forget the ids from `end` on, which no later prompt and no turn refers to."""
         del self.ids[end:], self.logprobs[end:], self.sources[end:]
         self.versions = [span for span in self.versions if span.end <= end]
+        for start in [start for start in self.top_logprobs if start >= end]:
+            del self.top_logprobs[start]
 
     def take_back(self, start: int) -> None:
         """The ids from `start` on stay, and are not trained on: what was sampled there is sampled anew elsewhere."""

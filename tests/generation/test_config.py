@@ -80,7 +80,7 @@ def test_top_k_is_off_as_nemo_rl_writes_it(value: int | None) -> None:
         ({"colour": 5}, r"config\['colour'\]: a GenerationConfig has no such key; it has backend, max_new_tokens, "),
         ({3: 5}, r"config\[3\]: a GenerationConfig has no such key"),
         ({"backend": "megatron"}, r"config\['backend'\] = 'megatron': leave it out"),
-        ({"bad_words": ["damn"]}, r"config\['bad_words'\] = \['damn'\]: no engine here bans words"),
+        ({"bad_words": ["damn", 5]}, r"config\['bad_words'\] = \['damn', 5\]: give a list of strings"),
         ({"max_new_tokens": 0}, r"config\['max_new_tokens'\] = 0: give a whole number of at least 1\."),
         ({"max_new_tokens": True}, r"config\['max_new_tokens'\] = True: give a whole number"),
         ({"temperature": -0.1}, r"config\['temperature'\] = -0\.1: give a number of at least 0\."),

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest
+from runner.engines.scripted.likeliest import given, made_up
 from runner.engines.scripted.replies import EncodedReply, ScriptedModel
 from runner.engines.scripted.script import Chunks, Fault, FaultKind, Faults, Latency, ModelCall, Reply, cut_points
 from runner.errors import RequestRejected
 from runner.tokens.tokenizer import Tokenizer
+from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["Delivery", "Planner"]
 
@@ -28,6 +30,8 @@ class Delivery:
     """The ids that are sampled, up to the fault if there is one."""
     logprobs: Sequence[float] | None
     """A log-probability for each id; None where the engine gives none."""
+    top: TopLogprobs | None
+    """The likeliest ids in the place of each; None where none were asked for, or the engine gives none."""
     cuts: list[int]
     """Where each delta ends, as an index into `ids`."""
     between: int
@@ -50,7 +54,9 @@ class Delivery:
         return self.piece(start, self.cuts[index], self.finish if last else None)
 
     def piece(self, start: int, end: int, finish: Finish | None) -> Delta:
-        return Delta(self.ids[start:end], self.logprobs[start:end] if self.logprobs is not None else None, finish)
+        logprobs = self.logprobs[start:end] if self.logprobs is not None else None
+        top = self.top.part(start, end) if self.top is not None else None
+        return Delta(self.ids[start:end], logprobs, finish, top)
 
     def pause(self, index: int) -> int:
         """Ticks from the delta before `index` to that one, at least one."""
@@ -107,11 +113,13 @@ class Planner:
             ending = error if fault.kind is FaultKind.ERROR else None
         else:
             fault, ending = None, finish
+        logprobs = self._logprobs(call, reply, len(ids))
         latency = self.latency if reply.latency is None else reply.latency
         wait = latency.first + (_rng(call).randint(0, latency.jitter) if latency.jitter else 0)
         return Delivery(
             ids=ids,
-            logprobs=self._logprobs(call, reply, len(ids)),
+            logprobs=logprobs,
+            top=None if logprobs is None else self._top(call.request, reply, ids, logprobs),
             cuts=self._cuts(call, reply, len(ids), ends=ending is not None),
             between=latency.between,
             finish=ending,
@@ -122,24 +130,47 @@ class Planner:
     def _ended(self, request: GenerationRequest, encoded: EncodedReply) -> tuple[list[int], Finish]:
         """The ids up to where the request ends them, and why."""
         ids, reply = encoded.ids, encoded.reply
-        stops = set(request.stop_ids or self.stop_ids)
-        if reply.stop is not None:
-            stops.add(reply.stop)
+        room = min(request.sampling.max_tokens, self.context - len(request.prompt))
+        stops = self._stops(request, reply)
         reason, stop = FinishReason(reply.finish), None
         if not stops.isdisjoint(ids):
-            end = next(index for index, token_id in enumerate(ids, 1) if token_id in stops)
-            ids, reason, stop = ids[:end], FinishReason.STOP, ids[end - 1]
+            end = next(index for index, token_id in enumerate(ids) if token_id in stops)
+            ids, reason, stop = ids[:end], FinishReason.STOP, ids[end]
         elif reason is FinishReason.STOP:
             stop = self._stop_id(request, reply)
-            ids = [*ids, stop]
-        room = min(request.sampling.max_tokens, self.context - len(request.prompt))
+        if stop is not None and stop not in stops:  # a model that goes on past its end begins again here
+            ids, reason, stop = _repeated([*ids, stop], room), FinishReason.LENGTH, None
+        elif stop is not None:
+            ids = [*self._long_enough(request, ids), stop]
         if len(ids) > room:
             ids, reason, stop = ids[:room], FinishReason.LENGTH, None
         return ids, Finish(reason, stop)
 
+    def _stops(self, request: GenerationRequest, reply: Reply) -> set[int]:
+        """The ids that end the turn."""
+        ignored = self.stop_ids if request.sampling.ignore_eos else ()
+        stops = set(request.stop_ids or (() if ignored else self.stop_ids))
+        if reply.stop is not None and reply.stop not in ignored:
+            stops.add(reply.stop)
+        return stops
+
+    def _long_enough(self, request: GenerationRequest, ids: list[int]) -> list[int]:
+        """What is said before the stop id, again from its beginning where that is less than the request wants."""
+        least = request.sampling.min_tokens
+        if len(ids) >= least:
+            return ids
+        if not ids:
+            raise RequestRejected(
+                f"{request.name}: Sampling(min_tokens={least}), and the reply says nothing that could be said again. "
+                "Give it a text."
+            )
+        return _repeated(ids, least)
+
     def _stop_id(self, request: GenerationRequest, reply: Reply) -> int:
         if reply.stop is not None:
             return reply.stop
+        if request.sampling.ignore_eos:
+            return self.stop_ids[0]
         own = self.stop_ids[0]
         return own if own in request.stop_ids or not request.stop_ids else request.stop_ids[0]
 
@@ -163,6 +194,24 @@ class Planner:
             return noise
         # A stop id that was appended has none of its own.
         return [*reply.logprobs[:length], *noise[len(reply.logprobs) :]]
+
+    def _top(
+        self, request: GenerationRequest, reply: Reply, ids: Sequence[int], logprobs: Sequence[float]
+    ) -> TopLogprobs | None:
+        count = request.sampling.logprobs
+        if not count:
+            return None
+        top = made_up(ids, logprobs, count, self.tokenizer.size)
+        if reply.top_logprobs is None:
+            return top
+        said = given(request.name, reply.top_logprobs, count).part(0, len(ids))
+        # As with the log-probabilities, what the reply does not reach has none of its own.
+        said.extend(top.part(len(said), len(ids)))
+        return said
+
+
+def _repeated(ids: list[int], length: int) -> list[int]:
+    return (ids * (length // len(ids) + 1))[:length]
 
 
 def _rng(call: ModelCall) -> random.Random:

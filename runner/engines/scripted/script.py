@@ -16,6 +16,7 @@ from runner.errors import BadOption
 from runner.messages import ToolCall
 from runner.seeds import derive_seed
 from runner.tokens.tokenizer import Tokenizer
+from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = [
     "Answer",
@@ -113,6 +114,11 @@ class Reply:
     """The exact token ids instead of text and calls."""
     logprobs: Sequence[float] | None = None
     """A log-probability for each of `ids`, the stop id among them where it is; by default they follow from the seed."""
+    top_logprobs: TopLogprobs | Sequence[Mapping[int, float]] | None = None
+    """The likeliest ids in the place of each of `ids`, with their log-probabilities; by default they are made up.
+
+    At least as many as `Sampling(logprobs=)` asks for.
+    """
     finish: FinishReason | Literal["stop", "length", "repetition", "error"] = FinishReason.STOP
     """Why the turn ends.
 

@@ -166,7 +166,7 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         if told is None:
             return delta
         self.finish = Finish(told.reason, told.stop, self._stamps.spans(self.sent), told.cached_tokens)
-        return Delta(delta.token_ids, delta.logprobs, self.finish)
+        return Delta(delta.token_ids, delta.logprobs, self.finish, delta.top)
 
     def _drain(self) -> None:
         while self._read < self._arrived:

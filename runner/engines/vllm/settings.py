@@ -10,13 +10,14 @@ from typing import Any
 
 from runner.engines.base import GenerationRequest
 from runner.errors import BadOption
-from runner.options import Constraint, ConstraintKind
+from runner.options import MOST_LOGPROBS, Constraint, ConstraintKind
 
 __all__ = ["RequestMaker", "VllmSettings", "choose_settings", "constraint_arguments", "sampling_arguments"]
 
 _EVERYWHERE: dict[str, Any] = {
     # A trajectory says with what probability its ids were sampled, the grammar's mask and the temperature included.
     "logprobs_mode": "processed_logprobs",
+    "max_logprobs": MOST_LOGPROBS,
     # vLLM's own statistics print and keep histograms; the scheduler's counts come through a logger of ours.
     "disable_log_stats": True,
     # By default vLLM takes one library or another, by what the first constraint needs, and the later ones get that too.
@@ -89,13 +90,20 @@ def sampling_arguments(request: GenerationRequest, *, stream_interval: int, know
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
+        "min_tokens": sampling.min_tokens,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": sampling.logit_bias or None,
+        "bad_words": list(sampling.bad_words) or None,
         "seed": request.seed,
-        # Exactly these ids end a turn: the tokenizer's EOS and the model's generation_config add none of their own.
+        # Exactly these ids end a turn: the tokenizer's EOS and the model's generation_config add none of their own, and
+        # where a turn is to ignore those of its model, the request has left them out.
         "stop_token_ids": list(dict.fromkeys((*request.stop_ids, *sampling.stop_ids))),
         "ignore_eos": True,
         # Ids and log-probabilities in flat lists and no text: the cheapest that vLLM can stream.
         "detokenize": False,
-        "logprobs": 0,
+        "logprobs": sampling.logprobs,
         "flat_logprobs": True,
         "extra_args": dict(request.extra) or None,
     }

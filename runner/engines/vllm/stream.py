@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import anyio
@@ -11,6 +12,7 @@ from runner.engines.stream import GatedStream
 from runner.engines.vllm.runtime import DRAIN_SECONDS, VllmRuntime
 from runner.errors import EngineDead
 from runner.tokens.log import VersionSpan
+from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["VllmStream"]
 
@@ -69,7 +71,9 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         self._runtime.sampled += len(ids)
         if output.finished:
             self.finish = self._finished(output, completion)
-        return Delta(ids, _logprobs(completion.logprobs, len(ids)), self.finish)
+        flat, count = completion.logprobs, self.request.sampling.logprobs or 0
+        top = _top(flat, count, len(ids)) if count else None
+        return Delta(ids, _logprobs(flat, count, len(ids)), self.finish, top)
 
     def _finished(self, output: Any, completion: Any) -> Finish:
         reason = FinishReason(completion.finish_reason)
@@ -105,9 +109,23 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         return self._stamps.spans(self.sent)
 
 
-def _logprobs(flat: Any, count: int) -> list[float] | None:
-    if not count:
+# vLLM's flat lists have for each position the sampled id, and behind it as many of the likeliest as were asked for.
+# Before 0.32 those of a merged output may begin with older positions.
+
+
+def _logprobs(flat: Any, count: int, positions: int) -> list[float] | None:
+    if not positions:
         return []
-    # One entry a position, since only the sampled id's was asked for; before 0.32 a merged output may hold older ones.
     values: list[float] = flat.logprobs
-    return values if len(values) == count else values[-count:]
+    if count:
+        values = values[:: count + 1]
+    return values if len(values) == positions else values[-positions:]
+
+
+def _top(flat: Any, count: int, positions: int) -> TopLogprobs:
+    if not positions:
+        return TopLogprobs(count)
+    size = positions * (count + 1)
+    ids, logprobs = flat.token_ids[-size:], flat.logprobs[-size:]
+    del ids[:: count + 1], logprobs[:: count + 1]
+    return TopLogprobs(count, array("i", ids), array("f", logprobs))

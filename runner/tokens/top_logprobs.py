@@ -1,0 +1,71 @@
+"""The likeliest ids of some positions with their log-probabilities, in flat arrays: no object per id is kept."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["TopLogprobs"]
+
+
+@dataclass(slots=True, repr=False)
+class TopLogprobs:
+    """The `count` likeliest ids of each position, the likeliest first."""
+
+    count: int
+    """How many of each position, at least 1."""
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    """The ids, one position after the other, shape [positions * count], int32."""
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """The log-probability of each in nats, minus infinity for one that could not be sampled; float32."""
+
+    def __len__(self) -> int:
+        return len(self.ids) // self.count
+
+    def __repr__(self) -> str:
+        return f"<TopLogprobs of {len(self)} positions, {self.count} of each>"
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[int, float]], count: int) -> Self:
+        """The `count` likeliest of the ids that are given for each position, with their log-probabilities."""
+        top = cls(count)
+        for row in rows:
+            likeliest = sorted(row.items(), key=lambda item: -item[1])[:count]
+            top.ids.extend(token_id for token_id, _ in likeliest)
+            top.logprobs.extend(logprob for _, logprob in likeliest)
+        return top
+
+    def extend(self, other: TopLogprobs) -> None:
+        """Add the positions of another, which has as many of each."""
+        self.ids.extend(other.ids)
+        self.logprobs.extend(other.logprobs)
+
+    def part(self, start: int, end: int) -> TopLogprobs:
+        """The positions `start` to `end`, exclusive; a copy."""
+        some = slice(start * self.count, end * self.count)
+        return TopLogprobs(self.count, self.ids[some], self.logprobs[some])
+
+    def narrowed(self, count: int) -> TopLogprobs:
+        """The `count` likeliest of each position; a copy."""
+        import numpy as np
+
+        ids, logprobs = self.id_rows()[:, :count], self.logprob_rows()[:, :count]
+        return TopLogprobs(count, array("i", np.ravel(ids).tolist()), array("f", np.ravel(logprobs).tolist()))
+
+    def id_rows(self) -> NDArray[np.int32]:
+        """The ids, shape [positions, count], int32; a copy."""
+        import numpy as np  # here, since what needs no such array is imported without it
+
+        return np.array(self.ids, dtype=np.int32).reshape(-1, self.count)
+
+    def logprob_rows(self) -> NDArray[np.float32]:
+        """The log-probabilities, shape [positions, count], float32; a copy."""
+        import numpy as np
+
+        return np.array(self.logprobs, dtype=np.float32).reshape(-1, self.count)
