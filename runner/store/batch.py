@@ -12,8 +12,9 @@ from typing import Any, Final, TypeAlias
 from runner.store.codec import segment_values, trajectory_values, turn_values
 from runner.store.columns import Table, encode_text, insertion
 from runner.store.json_values import class_name, encode_json
-from runner.store.schema import CONSTRAINTS, EPISODES, SAMPLINGS, SEGMENTS, TASKS, TOOLS, TURNS
+from runner.store.schema import CONSTRAINTS, EPISODES, SAMPLINGS, SEGMENTS, TASKS, TOOLS, TOP_LOGPROBS, TURNS
 from runner.store.stored_tasks import encode_task
+from runner.store.stored_top_logprobs import top_values
 from runner.tasks import Task
 from runner.trajectory import Trajectory, Turn
 
@@ -105,6 +106,9 @@ class Packer:
         for position, turn in enumerate(trajectory.turns):
             constrained, sampled = self._constraint(batch, turn), self._sampling(batch, turn)
             batch.insert(TURNS, [key, position, constrained, sampled, *turn_values(turn)])
+            top = turn.log.top_logprobs.get(turn.start) if turn.log.top_logprobs else None
+            if top is not None:
+                batch.insert(TOP_LOGPROBS, [key, position, *top_values(top)])
 
     def _add_task(self, batch: Batch, task: Task, visit: int) -> None:
         if self._first_time((task.id, visit)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from runner.errors import RunFileError
@@ -13,6 +14,7 @@ from runner.store.json_values import decode_json
 from runner.store.packing import sources_of, unpack, unpacked_logprobs
 from runner.store.schema import JUNCTION, SEGMENT, TIMINGS, TRAJECTORY, TURN
 from runner.store.stored_tasks import TaskDecoder
+from runner.store.stored_top_logprobs import StoredTopLogprobs
 from runner.tasks import Task
 from runner.tokens.junction import Junction
 from runner.tokens.log import TokenLog, VersionSpan
@@ -71,11 +73,16 @@ def load_trajectory(connection: sqlite3.Connection, episode: Row, decode_task: T
             raise LookupError("its task is not there")
         return _trajectory(connection, episode, decode_task(task[0]))
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-        (_, _, path) = connection.execute("PRAGMA database_list").fetchone()
         raise RunFileError(
-            f"run file {path}: episode {decode_text(episode['id'])!r} of agent {decode_text(episode['agent'])!r} is "
-            f"damaged, its rows hold no trajectory ({type(error).__name__}: {error}). Play it again, in another file."
+            f"run file {_path(connection)}: episode {decode_text(episode['id'])!r} of agent "
+            f"{decode_text(episode['agent'])!r} is damaged, its rows hold no trajectory "
+            f"({type(error).__name__}: {error}). Play it again, in another file."
         ) from error
+
+
+def _path(connection: sqlite3.Connection) -> Path:
+    (_, _, path) = connection.execute("PRAGMA database_list").fetchone()
+    return Path(path)
 
 
 def _trajectory(connection: sqlite3.Connection, episode: Row, task: Task) -> Trajectory:
@@ -85,6 +92,9 @@ def _trajectory(connection: sqlite3.Connection, episode: Row, task: Task) -> Tra
     trajectory.turns = [
         _turn(row, trajectory.agent, segments[row["segment"]].log) for row in connection.execute(_TURNS, key).fetchall()
     ]
+    asked = {turn.segment for turn in trajectory.turns if turn.sampling is not None and turn.sampling.logprobs}
+    for number in asked:
+        segments[number].log.top_logprobs = StoredTopLogprobs(_path(connection), episode["key"], number)
     return trajectory
 
 
@@ -118,4 +128,6 @@ def _turn(row: Row, agent: str, log: TokenLog) -> Turn:
 def _sampling(stored: str) -> Sampling:
     fields = decode_json(stored)
     lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    if fields.get("logit_bias"):  # JSON has no other keys than text
+        fields["logit_bias"] = {int(token_id): bias for token_id, bias in fields["logit_bias"].items()}
     return Sampling(**{**fields, **lists}).over(Sampling.defaults())

@@ -16,7 +16,9 @@ from runner.store.json_values import decode_json, encode_json, encode_standard_j
 from runner.store.reader import RunFile
 from runner.store.schema import TRAJECTORY
 from runner.store.stored_tasks import encode_task
-from runner.trajectory import Segment, Trajectory
+from runner.tokens.log import TokenLog
+from runner.tokens.top_logprobs import TopLogprobs
+from runner.trajectory import Segment, Trajectory, Turn
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -59,7 +61,8 @@ def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes]) -> int:
     """Write the trajectories that one trains on, one JSON object a line.
 
     A trajectory that failed, or was not scored, has `reward: null`. `logprobs` are null for ids that were not
-    sampled; `mask` is 1 for ids that were.
+    sampled; `mask` is 1 for ids that were. `top_ids` and `top_logprobs` of a turn are null where it asked for none, and
+    a log-probability in them where the id could not be sampled.
 
     Args:
         run_file: the run file to export.
@@ -99,7 +102,17 @@ def _as_object(trajectory: Trajectory) -> dict[str, Any]:
         "task": decode_json(encode_task(trajectory.task)),
         **{name: getattr(trajectory, name) for name in _FIELDS},
         "segments": [_segment_object(segment) for segment in trajectory.segments],
-        "turns": [{name: getattr(turn, name) for name in _TURN_FIELDS} for turn in trajectory.turns],
+        "turns": [
+            {**{name: getattr(turn, name) for name in _TURN_FIELDS}, **_top_object(turn)} for turn in trajectory.turns
+        ],
+    }
+
+
+def _top_object(turn: Turn) -> dict[str, Any]:
+    top = turn.log.top_logprobs.get(turn.start)
+    return {
+        "top_ids": None if top is None else top.id_rows().tolist(),
+        "top_logprobs": None if top is None else top.logprob_rows().tolist(),  # minus infinity becomes null
     }
 
 
@@ -133,7 +146,7 @@ _VALUES: Final[dict[str, tuple[Any, Callable[[Trajectory], Any]]]] = {
 }
 """The columns that hold one value of a trajectory: the Arrow type, and what gives the value."""
 
-_PER_TOKEN: Final = ("token_ids", "logprobs", "mask", "weight_versions")
+_PER_TOKEN: Final = ("token_ids", "logprobs", "mask", "weight_versions", "top_ids", "top_logprobs")
 
 PARQUET_COLUMNS: Final = (*_VALUES, *_PER_TOKEN)
 """The columns of a Parquet export; docs/run-file.md says what is in them."""
@@ -143,7 +156,8 @@ def export_parquet(run_file: RunFile, path: str | Path, *, columns: Sequence[str
     """Write the trajectories that one trains on as Parquet, one row each.
 
     `token_ids`, `logprobs`, `mask` and `weight_versions` are lists of lists: one list per segment, and an episode has
-    one segment unless its history was rewritten. `reward` is null where a trajectory failed or was not scored.
+    one segment unless its history was rewritten. In `top_ids` and `top_logprobs` each id has a list, which is null
+    where its turn asked for none. `reward` is null where a trajectory failed or was not scored.
 
     Args:
         run_file: the run file to export.
@@ -182,6 +196,8 @@ def _parquet_schema(columns: Sequence[str], run_file: RunFile) -> pa.Schema:
         "logprobs": nested(pa.float32()),
         "mask": nested(pa.int8()),
         "weight_versions": nested(pa.dictionary(pa.int32(), pa.string())),
+        "top_ids": nested(pa.list_(pa.int32())),
+        "top_logprobs": nested(pa.list_(pa.float32())),
     }
     schema = pa.schema([(name, types[name]) for name in columns])
     return schema.with_metadata({"deltarunner.header": run_file.header.to_json()})
@@ -226,6 +242,8 @@ def _table(rows: Sequence[Trajectory], schema: pa.Schema) -> pa.Table:
         "logprobs": lambda: joined("float32", (log.logprobs for log in logs), from_pandas=True),  # NaN becomes null
         "mask": lambda: joined("int8", (log.mask() for log in logs)),
         "weight_versions": lambda: pa.DictionaryArray.from_arrays(numbers, pa.array(list(names), pa.string())),
+        "top_ids": lambda: _lists(logs, joined("int32", (top.ids for top in _tops(logs)))),
+        "top_logprobs": lambda: _lists(logs, joined("float32", (top.logprobs for top in _tops(logs)))),
     }
 
     def column(name: str) -> Any:
@@ -234,3 +252,21 @@ def _table(rows: Sequence[Trajectory], schema: pa.Schema) -> pa.Table:
         return nested(row_ends, nested(segment_ends, per_token[name]()))
 
     return pa.Table.from_arrays([column(name) for name in schema.names], schema=schema)
+
+
+def _tops(logs: Iterable[TokenLog]) -> Iterator[TopLogprobs]:
+    """The likeliest ids of all turns that asked for them, in order."""
+    return (log.top_logprobs[start] for log in logs for start in sorted(log.top_logprobs))
+
+
+def _lists(logs: Sequence[TokenLog], values: Any) -> Any:
+    """`values`, which are those of `_tops`, as a list for each id of the logs, null where there are none."""
+    import numpy as np
+    import pyarrow as pa
+
+    counts = [np.zeros(len(log), np.int32) for log in logs]
+    for log, of_log in zip(logs, counts, strict=True):
+        for start, top in log.top_logprobs.items():
+            of_log[start : start + len(top)] = top.count
+    ends = np.cumsum(np.concatenate([np.zeros(1, np.int32), *counts]), dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values, mask=pa.array(np.diff(ends) == 0, pa.bool_()))

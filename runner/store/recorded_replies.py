@@ -77,7 +77,13 @@ def _reply(turn: Turn) -> Reply:
     # A turn that we ended ourselves, by a stop string or for want of room, was no end to the engine.
     ours = turn.finish is FinishReason.CONTEXT or (turn.finish is FinishReason.STOP and stop is None)
     logprobs = None if any(map(math.isnan, turn.logprobs)) else turn.logprobs
-    return Reply(ids=turn.token_ids, logprobs=logprobs, finish=FinishReason.LENGTH if ours else turn.finish, stop=stop)
+    return Reply(
+        ids=turn.token_ids,
+        logprobs=logprobs,
+        top_logprobs=turn.log.top_logprobs.get(turn.start),
+        finish=FinishReason.LENGTH if ours else turn.finish,
+        stop=stop,
+    )
 
 
 def _digest(ids: Sequence[int]) -> bytes:

@@ -38,13 +38,14 @@ __all__ = [
     "TASKS",
     "TIMINGS",
     "TOOLS",
+    "TOP_LOGPROBS",
     "TRAJECTORY",
     "TURN",
     "TURNS",
     "schema_statements",
 ]
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 """The version of the tables, kept in `PRAGMA user_version`. A file of any other version is refused by its number."""
 
 APPLICATION_ID: Final = 0x64656C74
@@ -244,6 +245,19 @@ TURNS: Final = Table(
     key="PRIMARY KEY (episode, position)",
 )
 
+TOP_LOGPROBS: Final = Table(
+    "top_logprobs",
+    "the likeliest ids in the place of each id that a turn sampled, where `Sampling(logprobs=)` asked for them",
+    (
+        Column("episode", "INTEGER NOT NULL", "`episodes.key`"),
+        Column("position", "INTEGER NOT NULL", "`turns.position`"),
+        Column("count", "INTEGER NOT NULL", "how many of each position"),
+        Column("ids", "BLOB NOT NULL", "int32, little-endian, `count` of each sampled id, the likeliest first"),
+        Column("logprobs", "BLOB NOT NULL", "float32, little-endian, one of each of `ids`; -inf: not to be sampled"),
+    ),
+    key="PRIMARY KEY (episode, position)",
+)
+
 # --- what rows refer to, and what stands for the whole run
 
 
@@ -309,7 +323,7 @@ LAUNCHES: Final = Table(
     ),
 )
 
-TABLES: Final = (RUN, LAUNCHES, TASKS, EPISODES, SEGMENTS, TURNS, CONSTRAINTS, SAMPLINGS, TOOLS)
+TABLES: Final = (RUN, LAUNCHES, TASKS, EPISODES, SEGMENTS, TURNS, TOP_LOGPROBS, CONSTRAINTS, SAMPLINGS, TOOLS)
 """Every table of a run file."""
 
 
