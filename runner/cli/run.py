@@ -24,7 +24,7 @@ from runner.cli.display import PlainDisplay, display_for
 from runner.cli.quiet_output import quiet_output
 from runner.cli.report import lag_lines, make_console, own_command, quoted, summary_table
 from runner.cli.settings import RunSettings
-from runner.cli.values import limits_of, pairs, plain_values
+from runner.cli.values import limits_of, logit_bias_of, pairs, plain_values
 from runner.engines.base import Engine
 from runner.environment.checks import check_playable
 from runner.environment.environment import Environment
@@ -49,6 +49,11 @@ from runner.transcript import transcript
 __all__ = ["run_command", "vllm_engine"]
 
 FOLDER = Path("runs")
+
+_SAMPLING = (
+    *("temperature", "max_tokens", "min_tokens", "top_p", "top_k", "min_p", "ignore_eos", "logprobs"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 
 def vllm_engine(settings: RunSettings) -> Engine:
@@ -164,8 +169,9 @@ class Plan:
 
 
 def _sampling(settings: RunSettings) -> Sampling:
-    given = {name: getattr(settings, name) for name in ("temperature", "max_tokens", "top_p", "top_k", "min_p")}
-    given["stop"] = tuple(settings.stop) if settings.stop else None
+    given = {name: getattr(settings, name) for name in _SAMPLING}
+    given |= {name: tuple(getattr(settings, name) or ()) or None for name in ("stop", "bad_words")}
+    given["logit_bias"] = logit_bias_of(settings.logit_bias) or None
     return Sampling(**{name: UNSET if value is None else value for name, value in given.items()})
 
 

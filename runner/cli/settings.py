@@ -51,10 +51,30 @@ class RunSettings:
     seed: Annotated[int, typer.Option(help="All random numbers follow from it.")] = 0
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None
     max_tokens: Annotated[int | None, typer.Option(help="The most tokens of one turn.")] = None
+    min_tokens: Annotated[int | None, typer.Option(help="Nothing stops a turn before it has so many tokens.")] = None
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None
     top_k: Annotated[int | None, typer.Option(help="Only the k likeliest tokens.")] = None
     min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest one.")] = None
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: discourage tokens of the prompt and the turn.")
+    ] = None
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Above 0: discourage tokens that the turn has; -2 to 2.")
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="The same for each time that the turn has them; -2 to 2.")
+    ] = None
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(metavar="ID=BIAS", help="Add to the logit of a token id; -100 to 100.")
+    ] = None
+    bad_words: Annotated[list[str] | None, typer.Option("--bad-word", help="A word that is not sampled.")] = None
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends a turn.")] = None
+    ignore_eos: Annotated[
+        bool | None, typer.Option("--ignore-eos/--no-ignore-eos", help="The model's stop ids end no turn.")
+    ] = None
+    logprobs: Annotated[
+        int | None, typer.Option(help="Keep the log-probabilities of so many likeliest ids; at most 20.")
+    ] = None
     limits: Annotated[
         list[str] | None,
         typer.Option("--limit", metavar="NAME=VALUE", help="A limit of an episode (turns=8, seconds=60)."),

@@ -11,7 +11,7 @@ from runner.environment.loading import json_or_text
 from runner.errors import BadOption
 from runner.options import Limits
 
-__all__ = ["limits_of", "pairs", "plain_value", "plain_values"]
+__all__ = ["limits_of", "logit_bias_of", "pairs", "plain_value", "plain_values"]
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
@@ -58,3 +58,16 @@ def limits_of(given: Iterable[str] | None) -> Limits:
             meant = f" Did you mean {close[0]!r}?" if close else ""
             raise BadOption(f"--limit {name}: there is no such limit.{meant} There are {', '.join(known)}.")
     return Limits(**values)
+
+
+def logit_bias_of(given: Iterable[str] | None) -> dict[int, Any]:
+    """Biases from `id=bias`; what the bias is, is for `Sampling` to check.
+
+    Raises:
+        BadOption: what stands before the "=" is no token id.
+    """
+    values = plain_values(given, "--logit-bias")
+    for name in values:
+        if not name.isdecimal():
+            raise BadOption(f"--logit-bias {name}: write a token id and what is added, such as --logit-bias 262=-100.")
+    return {int(name): bias for name, bias in values.items()}

@@ -233,6 +233,12 @@ def _refuse_ids(ids: Sequence[int], request: GenerationRequest, vocabulary: int)
             f"{name}: {len(ids)} ids are forced and the turn may have {longest}: end them with a stop id "
             f"({', '.join(map(str, sorted(stops)))}), or cut the turn there with Sampling(max_tokens={len(ids)})."
         )
+    least = request.sampling.min_tokens
+    if end is not None and end <= least:
+        raise RequestRejected(
+            f"{name}: the stop id {ids[end - 1]} is forced after {end - 1} ids, and Sampling(min_tokens={least}) lets "
+            "none be sampled there. Force more ids, or play it without min_tokens."
+        )
     if end is not None and end < len(ids):
         raise RequestRejected(
             f"{name}: the stop id {ids[end - 1]} ends the turn after {end} ids, so the {len(ids) - end} behind it "

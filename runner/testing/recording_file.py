@@ -19,6 +19,7 @@ from runner.testing.vocabulary import AwkwardTokenizer, PlainTokenizer
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer, load_tokenizer
+from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["AGAIN", "RecordedTurn", "Recording", "read_recording", "write_recording"]
 
@@ -49,6 +50,8 @@ class RecordedTurn:
     """Why the turn ended; None while it goes on."""
     stop: int | None = None
     """The stop id that ended it, if one did."""
+    top: TopLogprobs | None = None
+    """The likeliest ids in the place of each sampled one; None where none were asked for."""
 
     def hear(self, delta: Delta) -> None:
         """Keep a delta."""
@@ -57,6 +60,10 @@ class RecordedTurn:
             self.logprobs = None
         elif self.logprobs is not None:
             self.logprobs.extend(delta.logprobs)
+        if delta.top is not None and self.top is None:
+            self.top = delta.top.part(0, len(delta.top))
+        elif delta.top is not None and self.top is not None:
+            self.top.extend(delta.top)
 
     def end(self, finish: Finish | None) -> None:
         """Keep how the turn ended; None is an engine that failed."""
@@ -68,7 +75,8 @@ class RecordedTurn:
         # What the runner cut itself, it will cut again: the engine only stops there.
         stops = self.finish is FinishReason.STOP
         finish = FinishReason.STOP if stops else FinishReason.LENGTH
-        return Reply(ids=self.said, logprobs=self.logprobs, finish=finish, stop=self.stop if stops else None)
+        stop = self.stop if stops else None
+        return Reply(ids=self.said, logprobs=self.logprobs, top_logprobs=self.top, finish=finish, stop=stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +158,16 @@ def _written(calls: Sequence[RecordedTurn], tokenizer: Tokenizer) -> Iterator[di
             "logprobs": None if logprobs is None else " ".join(f"{value:.4f}" for value in logprobs),
             "finish": call.finish,
             "stop": call.stop,
+            **({} if call.top is None else _written_top(call.top)),
         }
+
+
+def _written_top(top: TopLogprobs) -> dict[str, Any]:
+    return {
+        "top_count": top.count,
+        "top_ids": _packed(top.ids),
+        "top_logprobs": " ".join(f"{value:.4f}" for value in top.logprobs),  # "-inf" among them
+    }
 
 
 def _is_prefix(earlier: RecordedTurn, call: RecordedTurn) -> bool:
@@ -224,8 +241,14 @@ def _calls(written: Sequence[dict[str, Any]]) -> Iterator[RecordedTurn]:
             None if logprobs is None else [float(value) for value in logprobs.split()],
             FinishReason(fields["finish"]),
             fields["stop"],
+            _read_top(fields) if "top_count" in fields else None,
         )
         yield call
+
+
+def _read_top(fields: dict[str, Any]) -> TopLogprobs:
+    values = array("f", map(float, fields["top_logprobs"].split()))
+    return TopLogprobs(fields["top_count"], _ids(fields["top_ids"]), values)
 
 
 def _ids(text: str) -> array[int]:

@@ -15,7 +15,7 @@ from runner.errors import BadBatch, BadOption
 from runner.training.advantages import AdvantageRule
 from runner.training.exactness import constrained_ids, inexact_reason, temperatures
 from runner.training.packing import Layout
-from runner.training.rows import NO_VERSION, TrainingRow
+from runner.training.rows import NO_VERSION, TrainingRow, likeliest
 from runner.training.selection import ComparedGroup, GroupsOrTrajectories, Selection, name_of
 from runner.trajectory import Trajectory
 
@@ -248,6 +248,28 @@ class TrainingBatch:
         """
         masks = grammar.masks_for(self.rows, self.layout)
         return dataclasses.replace(self, masks=masks, inexact_reason=inexact_reason(self.rows, masked=True))
+
+    def top_logprobs(self, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """The `count` likeliest ids in the place of each trained id, and their log-probabilities, likeliest first.
+
+        Both are made at each call, since they are `count` times as large as the other arrays together.
+
+        Args:
+            count: how many of each position, at most the n of the `Sampling(logprobs=n)` of every trained turn.
+
+        Returns:
+            Ids, int32, -1 where nothing is trained, and log-probabilities in nats, float32, 0 there; both of shape
+            [sequences, length, count].
+
+        Raises:
+            BadBatch: a trained turn has fewer; names it.
+            BadOption: `count` is below 1.
+        """
+        whole(f"count={count!r}", count, least=1)
+        rows = [likeliest(row, count) for row in self.rows]
+        ids = [self.layout.fill((row_ids[:, n] for row_ids, _ in rows), -1, np.int32) for n in range(count)]
+        logprobs = [self.layout.fill((values[:, n] for _, values in rows), 0, np.float32) for n in range(count)]
+        return np.stack(ids, axis=-1), np.stack(logprobs, axis=-1)
 
     def unpadded(self, array: Any) -> list[Any]:
         """Each row's part of an array or tensor of shape [sequences, length, ...], without padding, as in `rows`."""

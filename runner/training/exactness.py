@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,19 @@ from runner.trajectory import Turn
 
 __all__ = ["constrained_ids", "inexact_reason", "temperatures"]
 
+_CHANGING: Final[Mapping[str, Any]] = {
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "min_tokens": 0,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "bad_words": (),
+}
+"""The fields of `Sampling` that change what is sampled from and that no trainer applies, and what each is when off."""
+
 _COOLEST = 0.01  # vLLM takes this for anything between 0 and it
 
 
@@ -22,9 +36,10 @@ def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False) -> str:
 
     The recorded one is that of the distribution which was sampled from. With top-k, top-p or min-p that is what was
     left of the vocabulary, scaled up to 1: over the whole vocabulary a trainer gets less, by the share that was cut,
-    with no change of the policy at all. What was sampled at temperature 0 had no distribution, and what several LoRA
-    adapters sampled no one policy. A temperature is no such reason, since a trainer can apply it, and a grammar is none
-    where its masks are at hand.
+    with no change of the policy at all. A penalty, a bias and whatever keeps ids from being sampled moved the others'
+    probabilities too, position by position, which a trainer's logits do not know. What was sampled at temperature 0 had
+    no distribution, and what several LoRA adapters sampled no one policy. A temperature is no such reason, since a
+    trainer can apply it, and a grammar is none where its masks are at hand.
 
     Each reason comes with how many turns, or ids, it concerns. `masked`: the grammar's masks are at hand.
     """
@@ -72,9 +87,7 @@ def _reasons(sampling: Sampling | None) -> Iterator[str]:
     if sampling.temperature == 0:
         yield "temperature=0"
         return  # the likeliest id is in whatever is left
-    if sampling.top_p < 1:
-        yield f"top_p={sampling.top_p:g}"
-    if sampling.top_k > 0:
-        yield f"top_k={sampling.top_k}"
-    if sampling.min_p > 0:
-        yield f"min_p={sampling.min_p:g}"
+    for name, off in _CHANGING.items():
+        value = getattr(sampling, name)
+        if value != off and value is not None:
+            yield f"{name}={value:g}" if isinstance(value, int | float) else f"{name} of {len(value)}"

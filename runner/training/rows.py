@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.errors import BadBatch
 from runner.tokens.log import Source, TokenLog, VersionSpan
 from runner.trajectory import Trajectory, Turn
 
-__all__ = ["NO_VERSION", "TrainingRow", "rows_of", "version_table"]
+__all__ = ["NO_VERSION", "TrainingRow", "likeliest", "rows_of", "version_table"]
 
 NO_VERSION = -1
 """The weight version of an id that nobody sampled."""
@@ -52,6 +53,30 @@ def rows_of(trajectory: Trajectory, versions: Mapping[str, int]) -> list[Trainin
     """The rows of a trajectory, one for each segment in which something is trained; its arrays are copied."""
     rows = [_row(trajectory, index, versions) for index in range(len(trajectory.segments))]
     return [row for row in rows if row.loss_mask.any()]
+
+
+def likeliest(row: TrainingRow, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The `count` likeliest ids in the place of each trained id of a row, and their log-probabilities.
+
+    Both have the shape [length, count]; they are -1 and 0 where nothing is trained.
+
+    Raises:
+        BadBatch: a trained turn has fewer; names it.
+    """
+    ids, logprobs = np.full((len(row), count), -1, np.int32), np.zeros((len(row), count), np.float32)
+    for turn in row.turns:
+        trained = row.loss_mask[turn.start : turn.end]
+        if not trained.any():
+            continue
+        of_turn = turn.top_ids
+        if of_turn.shape[1] < count:
+            raise BadBatch(
+                f"{row.trajectory.id}/{turn.agent}/{turn.number} has the {of_turn.shape[1]} likeliest ids of each "
+                f"position, and {count} are asked for: play it with Sampling(logprobs={count})."
+            )
+        ids[turn.start : turn.end][trained] = of_turn[trained, :count]
+        logprobs[turn.start : turn.end][trained] = turn.top_logprobs[trained, :count]
+    return ids, logprobs
 
 
 def version_table(trajectories: Iterable[Trajectory]) -> dict[str, int]:

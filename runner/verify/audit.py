@@ -38,6 +38,17 @@ _MISFITS: Final = (
     ("SELECT '' AS id FROM segments WHERE episode NOT IN (SELECT key FROM episodes)", "segments of no episode"),
     ("SELECT '' AS id FROM turns WHERE episode NOT IN (SELECT key FROM episodes)", "turns of no episode"),
     (
+        "SELECT '' AS id FROM top_logprobs AS top WHERE NOT EXISTS "
+        "(SELECT 1 FROM turns WHERE turns.episode = top.episode AND turns.position = top.position)",
+        "likeliest ids of no turn",
+    ),
+    (
+        "SELECT episodes.id FROM top_logprobs AS top JOIN turns USING (episode, position) "
+        "JOIN episodes ON episodes.key = turns.episode LEFT JOIN samplings ON samplings.key = turns.sampled "
+        "WHERE json_extract(samplings.sampling, '$.logprobs') IS NOT top.count",
+        "likeliest ids of a turn that asked for none, or for another number",
+    ),
+    (
         "SELECT id FROM tasks AS task WHERE NOT EXISTS "
         "(SELECT 1 FROM episodes WHERE task_id = task.id AND episodes.visit = task.visit)",
         "a task was begun, and none of its episodes is there",

@@ -275,7 +275,8 @@ class _Check:
         """The text of what was said from `begin` on, without the stop."""
         ids, decode = turn.log.ids, self._chat.tokenizer.decode
         if turn.finish is not FinishReason.STOP or turn.stop is None:
-            if turn.start < turn.end and ids[turn.end - 1] in self._chat.stop_ids:
+            ends = () if turn.sampling is not None and turn.sampling.ignore_eos else self._chat.stop_ids
+            if turn.start < turn.end and ids[turn.end - 1] in ends:
                 why = f"{turn.finish.value}, and its last id is a stop id"
                 self._compare.differ(Kind.STOP, f"it ended by {why}", index=turn.end - 1)
             return text_of(ids[begin : turn.end], self._chat, stopped=False)
@@ -284,7 +285,8 @@ class _Check:
                 at = max(turn.start, turn.end - 1)
                 self._compare.ids(Kind.STOP, ids[at : turn.end], [turn.stop], at)
             return text_of(ids[begin : turn.end], self._chat, stopped=True)
-        stops = StopStrings(self._chat.tokenizer, [turn.stop])
+        least = turn.sampling.min_tokens if turn.sampling is not None else 0
+        stops = StopStrings(self._chat.tokenizer, [turn.stop], after=least)
         if stops.feed(turn.token_ids) != turn.end - turn.start:
             said = decode(turn.token_ids)
             self._compare.differ(

@@ -10,8 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from runner.engines.base import FinishReason
 from runner.episode.key import MAIN, EpisodeKey
+from runner.errors import RunFileError
 from runner.seeds import derive_seed
 from runner.store.header import Header
 from runner.tokens.log import VersionSpan
@@ -68,6 +71,7 @@ class _Records:
         for position, turn in enumerate(self._trajectory.turns):
             self._compare.segment, self._compare.turn = turn.segment, turn.number
             self._check_turn(turn, position)
+            self._check_top(turn)
 
     def _differ(self, kind: Kind, what: str, stored: object, derived: object) -> None:
         self._compare.differ(kind, what, stored=str(stored), derived=str(derived))
@@ -128,6 +132,34 @@ class _Records:
                     Kind.LOGPROBS, "a sampled id has no log-probability, and the engine gave one for each", index=index
                 )
 
+    def _check_top(self, turn: Turn) -> None:
+        try:
+            top = turn.log.top_logprobs.get(turn.start)
+        except RunFileError as error:
+            self._compare.differ(Kind.UNREADABLE, str(error))
+        asked = turn.sampling.logprobs if turn.sampling is not None else 0
+        given = top is not None or not asked or turn.start == turn.end or self._engine.get("logprobs") is None
+        if not given or (top is not None and top.count != asked):
+            has = 0 if top is None else top.count
+            self._differ(Kind.LOGPROBS, "its likeliest ids are not as many as it asked for", has, asked)
+        if top is None:
+            return
+        if len(top) != turn.end - turn.start:
+            self._differ(Kind.LOGPROBS, "its likeliest ids are of other positions", len(top), turn.end - turn.start)
+        ids, logprobs = top.id_rows(), top.logprob_rows().astype(float)
+        total, own = np.exp(logprobs).sum(axis=1), np.array(turn.logprobs)[:, None]
+        # Minus infinity is less than itself nowhere, and NaN is what no comparison finds right.
+        sorted_down = (logprobs[:, 1:] <= logprobs[:, :-1]).all(axis=1)
+        same = ((ids != np.array(turn.token_ids)[:, None]) | (np.abs(logprobs - own) <= ABOVE_ZERO)).all(axis=1)
+        wrong = np.flatnonzero(~(sorted_down & same & (total <= 1 + ABOVE_ZERO)))
+        if len(wrong):
+            self._compare.differ(
+                Kind.LOGPROBS,
+                "the likeliest ids of a position contradict one another or the sampled one",
+                index=turn.start + int(wrong[0]),
+                stored=str(dict(zip(ids[wrong[0]].tolist(), logprobs[wrong[0]].tolist(), strict=True))),
+            )
+
     def _check_versions(self, segment: Segment, turns: Sequence[Turn]) -> None:
         spans = segment.log.versions
         taken = 0
@@ -163,10 +195,14 @@ class _Records:
         if sampled > sampling.max_tokens:
             self._differ(Kind.TURN, "more ids were sampled than max_tokens", sampled, sampling.max_tokens)
         if turn.finish is FinishReason.STOP and turn.stop is not None:
-            stops = (*self._engine.get("stop_ids", ()), *sampling.stop_ids, *sampling.stop)
+            stops = (*sampling.all_stop_ids(self._engine.get("stop_ids", ())), *sampling.stop)
             if turn.stop not in stops:
                 known = ", ".join(map(repr, stops))
                 self._differ(Kind.STOP, "it ended by what was to end no turn", repr(turn.stop), known)
+            # A grammar that allows nothing but its end ends the turn all the same.
+            before = sampled - isinstance(turn.stop, int)
+            if before < sampling.min_tokens and turn.constraint is None:
+                self._differ(Kind.STOP, "it ended before it had min_tokens ids", before, sampling.min_tokens)
 
     def _check_names(self, segment: Segment) -> None:
         called: dict[str, str] = {}
