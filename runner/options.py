@@ -136,7 +136,7 @@ class Sampling(_Layered):
     bad_words: tuple[str, ...] = UNSET
     """Words that are not sampled; none by default.
 
-    As in vLLM a word is kept out as the vocabulary encodes it alone, and after a space where that is as many ids: by
+    A word is kept out by the ids that the vocabulary encodes it with, alone and after a space. In other case, or by
     other ids that spell it, it can still be said.
     """
     stop: tuple[str, ...] = UNSET

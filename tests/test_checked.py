@@ -21,6 +21,8 @@ def test_what_is_no_integer_is_no_whole_number(value: Any) -> None:
     ("check", "value", "bounds", "message"),
     [
         (checked.whole, 0, {"least": 1}, "give a whole number of at least 1."),
+        (checked.whole, 3, {"least": 0, "most": 2}, "give a whole number of at least 0 and at most 2."),
+        (checked.number, float("inf"), {"above": 0, "finite": True}, "give a finite number above 0."),
         (checked.number, False, {}, "give a number."),
         (checked.number, 0, {"above": 0}, "give a number above 0."),
         (checked.number, 1.5, {"above": 0, "most": 1}, "give a number above 0 and at most 1."),

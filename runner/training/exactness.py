@@ -13,9 +13,9 @@ from runner.options import Sampling
 from runner.training.rows import TrainingRow
 from runner.trajectory import Turn
 
-__all__ = ["constrained_ids", "inexact_reason", "temperatures"]
+__all__ = ["CHANGING", "constrained_ids", "inexact_reason", "temperatures"]
 
-_CHANGING: Final[Mapping[str, Any]] = {
+CHANGING: Final[Mapping[str, Any]] = {
     "top_p": 1,
     "top_k": 0,
     "min_p": 0,
@@ -87,7 +87,7 @@ def _reasons(sampling: Sampling | None) -> Iterator[str]:
     if sampling.temperature == 0:
         yield "temperature=0"
         return  # the likeliest id is in whatever is left
-    for name, off in _CHANGING.items():
+    for name, off in CHANGING.items():
         value = getattr(sampling, name)
         if value != off and value is not None:
             yield f"{name}={value:g}" if isinstance(value, int | float) else f"{name} of {len(value)}"

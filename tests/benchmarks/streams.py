@@ -149,7 +149,7 @@ def _engine(frontend: Frontend, stream_interval: int) -> VllmEngine:
         VllmWeights(frontend, "none"),
         gate=AdmissionGate(STREAMS, 16_000_000, block=16),
         context=4096,
-        as_vllm=RequestMaker(stream_interval),
+        as_vllm=RequestMaker(stream_interval, ByteTokenizer().encode),
         version="0",
     )
     engine.running = True

@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import runner.errors
-from runner import BadOption, RunFile, ScriptedEngine, TooManyFailures
+from runner import BadOption, RunFile, Sampling, ScriptedEngine, TooManyFailures
 from runner.cli.app import EPILOG, app
 from runner.cli.run import run_command
 from runner.cli.settings import RunSettings
-from runner.cli.values import limits_of, pairs, plain_value
+from runner.cli.values import limits_of, logit_bias_of, pairs, plain_value
 from runner.engines.base import Engine
 from runner.engines.scripted.script import call
 from runner.errors import DeltarunnerError
@@ -376,6 +376,54 @@ def test_values_are_json_or_text(text: str, value: object) -> None:
 
 def test_a_limit_may_be_lifted() -> None:
     assert limits_of(["turns=3", "seconds=none"]).given() == {"turns": 3, "seconds": None}
+
+
+SAMPLING = [
+    *("--min-tokens", "2", "--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--frequency-penalty", "-0.5"),
+    *("--logit-bias", "7=1.5", "--logit-bias", "8=-100", "--bad-word", "moon", "--bad-word", "the sun"),
+    *("--ignore-eos", "--logprobs", "5", "--max-tokens", "12"),
+]
+
+
+def test_every_field_of_sampling_that_an_option_gives_is_that_of_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.cli.run.run_command", lambda settings: run_command(settings, scripted("hi")))
+    result = deltarunner("run", "mine.py:Greeting", "-n", "1", "--file", "run.db", *SAMPLING)
+    assert result.exit_code == 0, result.output
+    with RunFile(folder / "run.db") as run_file:
+        (trajectory,) = run_file.trajectories()
+        header = run_file.header.sampling
+    given: dict[str, Any] = {
+        "min_tokens": 2,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "logit_bias": {7: 1.5, 8: -100},
+        "bad_words": ("moon", "the sun"),
+        "ignore_eos": True,
+        "logprobs": 5,
+        "max_tokens": 12,
+    }
+    (turn,) = trajectory.turns
+    assert turn.sampling == Sampling(**given).over(Sampling.defaults())
+    assert (turn.finish, turn.top_ids.shape) == ("length", (12, 5))
+    assert header == {**given, "logit_bias": {"7": 1.5, "8": -100}, "bad_words": ["moon", "the sun"]}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["the=1"], "--logit-bias the: write a token id"),
+        (["-1=1"], "--logit-bias -1: write a token id"),
+        (["7"], "--logit-bias 7: write --logit-bias name=value"),
+        (["7=1", "7=2"], "--logit-bias 7 is given twice"),
+    ],
+    ids=str,
+)
+def test_a_bias_that_cannot_be_read_is_refused(given: list[str], said: str) -> None:
+    with pytest.raises(BadOption, match=re.escape(said)):
+        logit_bias_of(given)
 
 
 # --- the pages

@@ -100,6 +100,17 @@ RUN: dict[str, tuple[list[str], str, list[str]]] = {
     "an unknown setting": (["mine.py:Greeting", "--set", "cuont=3"], "BadOption", ["cuont", "Did you mean 'count'?"]),
     "a setting without value": (["mine.py:Greeting", "--set", "count"], "BadOption", ["write --set name=value"]),
     "a negative temperature": (["mine.py:Greeting", "--temperature", "-1"], "BadOption", ["of at least 0"]),
+    "too many likeliest ids": (["mine.py:Greeting", "--logprobs", "21"], "BadOption", ["logprobs=21", "at most 20"]),
+    "a bias of no number": (
+        ["mine.py:Greeting", "--logit-bias", "7=much"],
+        "BadOption",
+        ["7: 'much'", "give a number"],
+    ),
+    "a least length above the most": (
+        ["mine.py:Greeting", "--min-tokens", "9", "--max-tokens", "5"],
+        "BadOption",
+        ["min_tokens=9, max_tokens=5", "at most max_tokens"],
+    ),
     "half a group": (
         ["mine.py:Greeting", "-n", "3", "--group-size", "2"],
         "BadOption",

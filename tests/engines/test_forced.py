@@ -165,6 +165,16 @@ async def test_a_turn_ends_by_its_own_stop_or_is_cut(ids: list[int], kept: list[
     assert await sampled(force(engine, [ids]), wanted) == (kept, reason)
 
 
+async def test_a_stop_id_before_min_tokens_cannot_be_forced() -> None:
+    wanted = replace(request(), sampling=replace(request().sampling, min_tokens=4))
+    with pytest.raises(RequestRejected, match=r"the stop id 257 is forced after 2 ids, and Sampling\(min_tokens=4\)"):
+        await sampled(force(ScriptedEngine("free"), [[1, 2, STOP]]), wanted)
+    assert await sampled(force(ScriptedEngine("free"), [[1, 2, 3, 4, STOP]]), wanted) == (
+        [1, 2, 3, 4, STOP],
+        FinishReason.STOP,
+    )
+
+
 @pytest.mark.parametrize(
     ("ids", "constraint", "said"),
     [

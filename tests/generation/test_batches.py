@@ -145,12 +145,14 @@ async def test_ids_up_to_the_one_that_completes_a_stop_string_are_kept_though_it
 
 async def test_every_setting_reaches_the_engine() -> None:
     config = {"max_new_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop_token_ids": [10, EOS]}
+    config["bad_words"] = ["moon"]
     async with generating(config=config) as (generation, engine):
         await generation.generate(padded(["a"]))
         await generation.generate(padded(["a"]), True)
     sampled, greedy = (call.sampling for call in engine.calls)
     assert (sampled.max_tokens, sampled.temperature, sampled.top_p, sampled.top_k) == (7, 0.5, 0.9, 3)
     assert (greedy.max_tokens, greedy.temperature, greedy.top_p, greedy.top_k) == (7, 0, 1, 1)
+    assert sampled.bad_words == greedy.bad_words == ("moon",)
     assert [call.stop_ids for call in engine.calls] == [(EOS, 10)] * 2
     assert [call.seed for call in engine.calls] == [None, None]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runner import Outcome, Run, ToolCall, Trajectory, Turn, tool
+from runner import Outcome, Run, Sampling, ToolCall, Trajectory, Turn, tool
 from runner.testing import ScriptedEngine, assert_exact, call
 from runner.tokens.log import Source
 from tests.playing import Plain
@@ -144,3 +144,15 @@ async def test_without_an_engine_the_seam_is_shown_as_ids(played: tuple[Trajecto
     trajectory.turns[1].start = trajectory.turns[0].end - 4
     with pytest.raises(AssertionError, match=r"does not extend the turn before\n  sampled: \[\d+, "):
         assert_exact(trajectory)
+
+
+async def test_likeliest_ids_of_another_length_are_found() -> None:
+    engine = ScriptedEngine([call("add", a=1, b=2), "It is 3", "Yes"], record=True)
+    async with Run(Adds, engine, sampling=Sampling(logprobs=2)) as run:
+        (trajectory,) = [t async for t in run]
+    assert_exact(trajectory, engine)
+    turn = trajectory.turns[1]
+    turn.log.top_logprobs[turn.start].ids.pop()
+    turn.log.top_logprobs[turn.start].ids.pop()
+    with pytest.raises(AssertionError, match=r"t0#0 main turn 1: 8 ids, and the likeliest of 7"):
+        assert_exact(trajectory, engine)

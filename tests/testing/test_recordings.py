@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner import BadInput
+from runner import BadInput, Sampling
 from runner.testing import AwkwardTokenizer, PlainTokenizer, QueuedEngine, play, play_many, record, replay
 from runner.tokens.token_diff import token_diff
 from tests.testing.inner import run
@@ -222,3 +222,14 @@ def test_what_is_no_engine_cannot_be_recorded(pytester: pytest.Pytester) -> None
 def test_an_option_that_there_is_not_lists_those_there_are(pytester: pytest.Pytester) -> None:
     result = run(pytester, TEST, "--runner-record=twice")
     result.stderr.fnmatch_lines(["*--runner-record: invalid choice: 'twice' (choose from *none*once*rewrite*)"])
+
+
+def test_the_likeliest_ids_are_recorded_where_they_were_asked_for(tmp_path: Path) -> None:
+    path, sampling = tmp_path / "likeliest.json", Sampling(logprobs=3)
+    engine = record(QueuedEngine().say("1", "stop"))
+    before = play(Sums, engine, sampling=sampling)
+    engine.save(path)
+    after = play(Sums, replay(path), sampling=sampling)
+    for one, other in zip(before.turns, after.turns, strict=True):
+        assert (one.top_ids == other.top_ids).all()
+        assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)

@@ -360,3 +360,41 @@ def test_the_page_names_every_array() -> None:
     public = [name for name in dir(TrainingBatch) if not name.startswith("_") and name not in ARRAYS]
     unnamed: Sequence[str] = [name for name in public if not re.search(rf"[`.]{name}\b", page)]
     assert unnamed == ["lengths"]
+
+
+# --- the likeliest ids
+
+
+def _likeliest(batch: TrainingBatch, count: int) -> None:
+    ids, logprobs = batch.top_logprobs(count)
+    assert ids.shape == logprobs.shape == (*batch.input_ids.shape, count)
+    assert (ids[~batch.loss_mask] == -1).all()
+    assert (logprobs[~batch.loss_mask] == 0).all()
+    for row, of_row, values in zip(batch.rows, batch.unpadded(ids), batch.unpadded(logprobs), strict=True):
+        for turn in (turn for turn in row.turns if not turn.retried):
+            assert (of_row[turn.start : turn.end] == turn.top_ids[:, :count]).all()
+            assert (values[turn.start : turn.end] == turn.top_logprobs[:, :count]).all()
+
+
+@pytest.mark.anyio
+async def test_the_likeliest_ids_stand_where_theirs_were_sampled() -> None:
+    class Retries(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            await retrying(conversation)
+
+    async with Run(Retries, recording("Yes"), sampling=Sampling(logprobs=3)) as run:
+        groups = [each async for each in run.groups()]
+    for batch in (TrainingBatch.padded(groups, pad_id=0), TrainingBatch.packed(groups, pad_id=0, length=400)):
+        assert batch.trained
+        for count in (1, 3):
+            _likeliest(batch, count)
+        with pytest.raises(BadBatch, match=r"t0#0/main/\d has the 3 likeliest .*Sampling\(logprobs=4\)"):
+            batch.top_logprobs(4)
+
+
+def test_a_batch_without_likeliest_ids_names_the_turn_and_the_fix() -> None:
+    batch = TrainingBatch.padded(two(), pad_id=0)
+    with pytest.raises(BadBatch, match=r"t0#0/main/0 has the 0 likeliest ids .*play it with Sampling\(logprobs=2\)"):
+        batch.top_logprobs(2)
+    with pytest.raises(BadOption, match="count=0: give a whole number of at least 1"):
+        batch.top_logprobs(0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from runner import Conversation, Sampling
 from runner.options import Constraint, ConstraintKind
-from runner.training.exactness import constrained_ids, inexact_reason, temperatures
+from runner.training.exactness import CHANGING, constrained_ids, inexact_reason, temperatures
 from runner.training.rows import rows_of, version_table
 from tests.playing import recording, talked
 from tests.training.making import made, prompt, retried, said
@@ -29,6 +30,7 @@ def sampling(**given: Any) -> Sampling:
         ({}, ""),
         ({"temperature": 0.7}, ""),
         ({"max_tokens": 5, "stop": ("x",), "stop_ids": (3,)}, ""),
+        ({"ignore_eos": True, "logprobs": 5, "logit_bias": {}, "bad_words": ()}, ""),
         ({"top_p": 0.9}, "top_p=0.9 (2 turns)"),
         ({"top_k": 20}, "top_k=20 (2 turns)"),
         ({"min_p": 0.05}, "min_p=0.05 (2 turns)"),
@@ -36,10 +38,46 @@ def sampling(**given: Any) -> Sampling:
         ({"temperature": 0.0, "top_k": 20}, "temperature=0 (2 turns)"),
         ({"top_p": 0.9, "top_k": 20, "min_p": 0.05}, "min_p=0.05 (2 turns); top_k=20 (2 turns); top_p=0.9 (2 turns)"),
     ],
-    ids=["defaults", "temperature", "ends", "top_p", "top_k", "min_p", "greedy", "greedy and top_k", "all"],
+    ids=[
+        "defaults",
+        "temperature",
+        "ends",
+        "no change",
+        "top_p",
+        "top_k",
+        "min_p",
+        "greedy",
+        "greedy and top_k",
+        "all",
+    ],
 )
 def test_sampling_that_leaves_something_of_the_vocabulary_out_is_named(given: Any, reason: str) -> None:
     assert inexact_reason(rows(made([prompt(1), said(2), prompt(3), said(4)], sampling=sampling(**given)))) == reason
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"min_tokens": 4}, "min_tokens=4 (2 turns)"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 (2 turns)"),
+        ({"presence_penalty": -0.5}, "presence_penalty=-0.5 (2 turns)"),
+        ({"frequency_penalty": 2}, "frequency_penalty=2 (2 turns)"),
+        ({"logit_bias": {5: 1.0, 6: -100}}, "logit_bias of 2 (2 turns)"),
+        ({"bad_words": ("moon",)}, "bad_words of 1 (2 turns)"),
+        ({"bad_words": ("moon",), "temperature": 0.0}, "temperature=0 (2 turns)"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("masked", [False, True], ids=["without masks", "with a grammar's masks"])
+def test_sampling_that_changes_probabilities_as_no_trainer_does_is_named(given: Any, reason: str, masked: bool) -> None:
+    trajectory = made([prompt(1), said(2), prompt(3), said(4)], sampling=sampling(**given))
+    assert inexact_reason(rows(trajectory), masked=masked) == reason
+
+
+def test_every_field_of_sampling_is_known_to_change_probabilities_or_not() -> None:
+    applied = {"temperature", "adapter", "schema", "regex", "choice"}
+    unchanging = {"max_tokens", "stop", "stop_ids", "ignore_eos", "logprobs"}
+    assert {*CHANGING, *applied, *unchanging} == {field.name for field in dataclasses.fields(Sampling)}
 
 
 def test_turns_of_which_nobody_knows_how_they_were_sampled_are_named() -> None:

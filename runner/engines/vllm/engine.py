@@ -114,7 +114,7 @@ class VllmEngine(Engine):
             weights,
             gate=AdmissionGate(self.places, room, block=cache.block_size),
             context=self.context,
-            as_vllm=RequestMaker(self._stream_interval),
+            as_vllm=RequestMaker(self._stream_interval, self.tokenizer.encode),
             version=await first_version(llm),
         )
 

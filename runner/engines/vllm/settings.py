@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 from runner.engines.base import GenerationRequest
 from runner.errors import BadOption
 from runner.options import MOST_LOGPROBS, Constraint, ConstraintKind
 
-__all__ = ["RequestMaker", "VllmSettings", "choose_settings", "constraint_arguments", "sampling_arguments"]
+__all__ = ["RequestMaker", "VllmSettings", "choose_settings", "constraint_arguments", "sampling_arguments", "spellings"]
 
 _EVERYWHERE: dict[str, Any] = {
     # A trajectory says with what probability its ids were sampled, the grammar's mask and the temperature included.
@@ -82,7 +83,10 @@ def _cache_gigabytes() -> int:
 
 
 def sampling_arguments(request: GenerationRequest, *, stream_interval: int, known: frozenset[str]) -> dict[str, Any]:
-    """What vLLM's `SamplingParams` take of a request, of the names `known` to it; no output kind and no constraint."""
+    """What vLLM's `SamplingParams` take of a request, of the names `known` to it.
+
+    The kind of output, constraint and bad words are not among it.
+    """
     sampling = request.sampling
     arguments: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -95,7 +99,6 @@ def sampling_arguments(request: GenerationRequest, *, stream_interval: int, know
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "logit_bias": sampling.logit_bias or None,
-        "bad_words": list(sampling.bad_words) or None,
         "seed": request.seed,
         # Exactly these ids end a turn: the tokenizer's EOS and the model's generation_config add none of their own, and
         # where a turn is to ignore those of its model, the request has left them out.
@@ -120,10 +123,25 @@ def constraint_arguments(constraint: Constraint) -> dict[str, Any]:
     return {constraint.kind.value: value}
 
 
-class RequestMaker:
-    """Makes of a request the prompt and the sampling parameters that vLLM takes; imports vLLM."""
+def spellings(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> list[list[int]]:
+    """The ids of each word at the beginning and after a space.
 
-    def __init__(self, stream_interval: int) -> None:
+    VLLM leaves the second out where it has another number of ids, and then keeps few words out.
+    """
+    texts = [space + word.lstrip() for word in words for space in ("", " ")]
+    ids = dict.fromkeys(tuple(encode(text)) for text in texts)
+    return [list(each) for each in ids if each]
+
+
+class RequestMaker:
+    """Makes of a request the prompt and the sampling parameters that vLLM takes; imports vLLM.
+
+    Args:
+        stream_interval: ids in a delta where nobody acts on single ones.
+        encode: the engine's tokenizer, which spells bad words.
+    """
+
+    def __init__(self, stream_interval: int, encode: Callable[[str], Sequence[int]]) -> None:
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -133,10 +151,18 @@ class RequestMaker:
         self._constraint = StructuredOutputsParams
         self._kind = RequestOutputKind.DELTA
         self._known = frozenset(SamplingParams.__struct_fields__)
+        self._spellings = lru_cache(16)(partial(spellings, encode=encode))
 
     def __call__(self, request: GenerationRequest) -> tuple[Any, Any]:
         arguments = sampling_arguments(request, stream_interval=self._stream_interval, known=self._known)
         if request.constraint is not None:
             arguments["structured_outputs"] = self._constraint(**constraint_arguments(request.constraint))
+        if request.sampling.bad_words:
+            arguments |= self._bad_words(tuple(request.sampling.bad_words))
         # A list of its own, since vLLM keeps it.
         return self._prompt(list(request.prompt)), self._parameters(output_kind=self._kind, **arguments)
+
+    def _bad_words(self, words: tuple[str, ...]) -> dict[str, Any]:
+        # Where vLLM keeps what it makes of the words: what is there already it takes as it is.
+        name = "_bad_words_token_ids"
+        return {name: self._spellings(words)} if name in self._known else {"bad_words": list(words)}

@@ -10,9 +10,10 @@ import pytest
 
 from runner.engines.base import GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
-from runner.engines.vllm.settings import choose_settings, constraint_arguments, sampling_arguments
+from runner.engines.vllm.settings import choose_settings, constraint_arguments, sampling_arguments, spellings
 from runner.errors import BadModel, BadOption
-from runner.options import Constraint, ConstraintKind, Sampling
+from runner.options import MOST_LOGPROBS, Constraint, ConstraintKind, Sampling
+from runner.tokens.byte_tokenizer import ByteTokenizer
 
 KNOWN = frozenset(
     [
@@ -140,3 +141,31 @@ async def test_a_model_whose_turns_nothing_ends_is_refused_before_the_engine_sta
     with pytest.raises(BadModel, match=r"nothing ends a turn of .* eos_token_id\. Add one"):
         async with VllmEngine(tmp_path):
             pass
+
+
+def test_fields_of_sampling_go_to_vllm_by_their_names() -> None:
+    fields: dict[str, Any] = {
+        "min_tokens": 3,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "logit_bias": {7: 1.5},
+        "logprobs": 5,
+    }
+    sampling = dataclasses.replace(Sampling.defaults(), **fields)
+    arguments = sampling_arguments(
+        GenerationRequest(name="one", prompt=[1], sampling=sampling), stream_interval=8, known=frozenset()
+    )
+    assert {name: arguments[name] for name in fields} == fields
+
+
+def test_as_many_likeliest_ids_can_be_asked_for_as_a_sampling_takes() -> None:
+    assert choose_settings({}, cpu=True, known=KNOWN | {"max_logprobs"}).arguments["max_logprobs"] == MOST_LOGPROBS
+    own = choose_settings({"max_logprobs": 5}, cpu=True, known=KNOWN | {"max_logprobs"})
+    assert own.arguments["max_logprobs"] == 5
+
+
+def test_a_bad_word_is_spelled_alone_and_after_a_space() -> None:
+    encode = ByteTokenizer().encode
+    assert spellings(("moon", " sun"), encode) == [list(text.encode()) for text in ("moon", " moon", "sun", " sun")]
+    assert spellings(("moon", "moon"), encode) == spellings(("moon",), encode)

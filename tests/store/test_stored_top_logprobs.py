@@ -1,0 +1,137 @@
+"""The likeliest ids in a run file: read back bit for bit, only when somebody looks, and exported."""
+
+from __future__ import annotations
+
+import io
+import json
+import sqlite3
+from array import array
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as parquet
+import pytest
+
+from runner import RunFileError, Sampling
+from runner.store import stored_top_logprobs
+from runner.store.database import open_reader
+from runner.store.export import export_jsonl, export_parquet
+from runner.store.reader import RunFile
+from runner.testing import ScriptedEngine
+from runner.tokens.top_logprobs import TopLogprobs
+from runner.trajectory import Trajectory
+from tests.playing import Plain, play
+from tests.store.building import played
+from tests.store.test_reader import write
+
+INFINITE = float("inf")
+
+
+def asked(*counts: int) -> Trajectory:
+    """An episode whose turns asked for so many of the likeliest ids, each of its 4 ids."""
+    trajectory = played("asked", turns=len(counts))
+    for turn, count in zip(trajectory.turns, counts, strict=True):
+        turn.sampling = Sampling(logprobs=count, logit_bias={7: 0.5}, bad_words=("moon",)).over(Sampling.defaults())
+        if count:
+            ids = array("i", range(4 * count))
+            logprobs = array("f", [-0.5 * number - 0.5 for number in range(4 * count - 1)] + [-INFINITE])
+            turn.log.append_top(turn.start, TopLogprobs(count, ids, logprobs))
+    return trajectory
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "run.db"
+    write(path, [asked(2, 0, 3)])
+    return path
+
+
+def read(path: Path) -> Trajectory:
+    with RunFile(path) as run_file:
+        (trajectory,) = run_file.trajectories()
+    return trajectory
+
+
+def test_what_is_read_back_is_what_was_written(path: Path) -> None:
+    written = asked(2, 0, 3)
+    for before, after in zip(written.turns, read(path).turns, strict=True):
+        assert after.top_ids.shape == before.top_ids.shape
+        assert after.top_ids.tobytes() == before.top_ids.tobytes()
+        assert after.top_logprobs.tobytes() == before.top_logprobs.tobytes()
+        assert after.sampling == before.sampling  # whose biases have ids for keys again
+    assert read(path).segments[0].log.top_logprobs == written.segments[0].log.top_logprobs
+
+
+def test_nothing_of_them_is_read_before_somebody_looks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Path] = []
+
+    def counted(path: Path) -> sqlite3.Connection:
+        opened.append(path)
+        return open_reader(path)
+
+    monkeypatch.setattr(stored_top_logprobs, "open_reader", counted)
+    trajectory = read(path)
+    assert len(trajectory.turns[0].logprobs) == 4
+    assert opened == []
+    for turn in trajectory.turns:
+        assert turn.top_ids.shape[0] == 4
+    assert opened == [path]  # once for all turns of the segment
+
+
+def test_a_file_that_went_away_meanwhile_is_named(path: Path) -> None:
+    trajectory = read(path)
+    path.unlink()
+    with pytest.raises(RunFileError, match=r"there is no run file .*run\.db"):
+        _ = trajectory.turns[0].top_ids
+
+
+def test_damage_is_named(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE top_logprobs SET logprobs = x'00000000'")
+    with pytest.raises(RunFileError, match=r"likeliest ids of a turn are damaged: 32 and 4 bytes for 4 positions of 2"):
+        _ = read(path).turns[0].top_ids
+
+
+def test_a_run_that_asks_for_none_stores_none(tmp_path: Path) -> None:
+    path = tmp_path / "run.db"
+    write(path, [played("plain")])
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM top_logprobs").fetchone() == (0,)
+    assert read(path).segments[0].log.top_logprobs == {}
+
+
+def test_jsonl_has_those_of_each_turn(path: Path) -> None:
+    stream = io.BytesIO()
+    with RunFile(path) as run_file:
+        export_jsonl(run_file, stream)
+    first, second, third = json.loads(stream.getvalue())["turns"]
+    assert first["top_ids"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert first["top_logprobs"] == [[-0.5, -1.0], [-1.5, -2.0], [-2.5, -3.0], [-3.5, None]]
+    assert (second["top_ids"], second["top_logprobs"]) == (None, None)
+    assert [len(row) for row in third["top_logprobs"]] == [3] * 4
+
+
+def test_parquet_has_a_list_for_each_id(path: Path, tmp_path: Path) -> None:
+    with RunFile(path) as run_file:
+        export_parquet(run_file, tmp_path / "out.parquet")
+    (row,) = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    ids: list[Any] = row["top_ids"][0]
+    logprobs = row["top_logprobs"][0]
+    assert len(ids) == len(logprobs) == len(row["token_ids"][0]) == 36
+    assert ids[:8] == [None] * 8
+    assert ids[8:12] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert logprobs[11] == [-3.5, -INFINITE]
+    assert ids[12:32] == [None] * 20  # the second turn is among them
+    assert [len(each) for each in ids[32:]] == [3] * 4
+
+
+@pytest.mark.anyio
+async def test_a_recorded_run_says_the_likeliest_ids_again(tmp_path: Path) -> None:
+    path, sampling = tmp_path / "run.db", Sampling(logprobs=3)
+    before = await play(Plain, ScriptedEngine("Yes", seed=1, record=True), file=path, sampling=sampling)
+    again = await play(Plain, ScriptedEngine(path, seed=2, record=True), sampling=sampling)
+    assert again.turns[0].top_ids.tolist() == before.turns[0].top_ids.tolist()
+    assert again.turns[0].top_logprobs.tolist() == before.turns[0].top_logprobs.tolist()
+    fewer = await play(Plain, ScriptedEngine(path, seed=2, record=True), sampling=Sampling(logprobs=2))
+    assert fewer.turns[0].top_ids.tolist() == before.turns[0].top_ids[:, :2].tolist()

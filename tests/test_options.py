@@ -1,0 +1,111 @@
+"""What a Sampling refuses, each with the field and the fix, and how its layers go together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from runner import BadOption, Sampling
+from runner.options import MOST_LOGPROBS, UNSET
+
+NAN, INFINITE = math.nan, math.inf
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(({"min_tokens": value}, "give a whole number of at least 0") for value in (-1, 1.5, "3", True, None, NAN)),
+    ({"min_tokens": 20, "max_tokens": 10}, r"max_tokens=10\): .* give min_tokens of at most max_tokens"),
+    *(({"repetition_penalty": value}, "give a finite number above 0") for value in (0, -1, NAN, INFINITE, "1.2", None)),
+    *(
+        ({name: value}, "give a number of at least -2 and at most 2")
+        for name in ("presence_penalty", "frequency_penalty")
+        for value in (-2.1, 2.1, NAN, -INFINITE, "1", None, True)
+    ),
+    *(({"logit_bias": value}, r"give a dictionary of numbers by token id") for value in ([(1, 2)], "1=2", 5)),
+    *(
+        ({"logit_bias": {key: 1.0}}, "is no token id; give a whole number of at least 0")
+        for key in ("7", -1, 1.5, True)
+    ),
+    *(({"logit_bias": {7: value}}, "at least -100 and at most 100") for value in (-101, 101, NAN, "1", None)),
+    *(
+        ({"bad_words": value}, "give a tuple of strings, none of them empty or white space alone")
+        for value in ("moon", ("",), ("moon", " \n"), (5,), None, 5)
+    ),
+    *(({"ignore_eos": value}, "give True or False") for value in (1, "yes", None)),
+    *(
+        ({"logprobs": value}, "give a whole number of at least 0 and at most 20")
+        for value in (-1, 21, 2.5, True, "5", NAN)
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "fix"), REFUSED, ids=str)
+def test_a_value_that_cannot_be_is_refused_by_its_field_with_the_fix(given: dict[str, Any], fix: str) -> None:
+    with pytest.raises(BadOption, match=rf"^Sampling\({next(iter(given))}=.*{fix}"):
+        Sampling(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"min_tokens": 0},
+        {"min_tokens": 10, "max_tokens": 10},
+        {"repetition_penalty": 0.1},
+        {"presence_penalty": -2, "frequency_penalty": 2.0},
+        {"logit_bias": {}},
+        {"logit_bias": {0: -100, 7: 100.0}},
+        {"logit_bias": None},
+        {"bad_words": ()},
+        {"bad_words": ("moon", " the sun")},
+        {"ignore_eos": True},
+        {"logprobs": 0},
+        {"logprobs": MOST_LOGPROBS},
+    ],
+    ids=str,
+)
+def test_a_value_at_its_bounds_is_taken(given: dict[str, Any]) -> None:
+    assert Sampling(**given).given() == given
+
+
+def test_every_field_has_a_default_that_is_taken() -> None:
+    defaults = Sampling.defaults()
+    assert UNSET not in defaults.given().values()
+    assert defaults.given().keys() == {field.name for field in dataclasses.fields(Sampling)}
+
+
+def test_no_likeliest_ids_are_asked_for_by_none_as_by_0() -> None:
+    assert Sampling(logprobs=None) == Sampling(logprobs=0)
+    assert Sampling(logprobs=None).over(Sampling(logprobs=5)).logprobs == 0
+
+
+def test_fields_of_a_layer_win_one_by_one() -> None:
+    below = Sampling(min_tokens=2, bad_words=("moon",), logit_bias={7: 1.0}, logprobs=3, ignore_eos=True)
+    above = Sampling(bad_words=(), logit_bias={8: 2.0}, ignore_eos=False, presence_penalty=0.5).over(below)
+    assert (above.min_tokens, above.bad_words, above.logit_bias) == (2, (), {8: 2.0})
+    assert (above.logprobs, above.ignore_eos, above.presence_penalty) == (3, False, 0.5)
+
+
+def test_a_least_length_above_the_most_of_another_layer_is_refused() -> None:
+    with pytest.raises(BadOption, match=r"Sampling\(min_tokens=2000, max_tokens=1024\)"):
+        Sampling(min_tokens=2000).over(Sampling.defaults())
+
+
+def test_a_dictionary_that_changes_later_changes_no_sampling() -> None:
+    bias = {7: 1.0}
+    sampling = Sampling(logit_bias=bias)
+    bias[8] = 2.0
+    assert sampling.logit_bias == {7: 1.0}
+
+
+def test_ids_that_a_vocabulary_has_not_are_refused_by_their_number() -> None:
+    Sampling(logit_bias={9: 1.0}, logprobs=10).check_vocabulary(10)
+    with pytest.raises(BadOption, match=r"Sampling\(logit_bias=\{10: \.\.\.\}\): the model's ids are 0 to 9"):
+        Sampling(logit_bias={9: 1.0, 10: 1.0}).check_vocabulary(10)
+    with pytest.raises(BadOption, match=r"Sampling\(logprobs=11\): the model has 10 ids; give at most 10"):
+        Sampling(logprobs=11).check_vocabulary(10)
+
+
+def test_where_there_is_less_room_the_least_length_gives_way() -> None:
+    short = Sampling(min_tokens=50).over(Sampling.defaults()).shortened(8)
+    assert (short.min_tokens, short.max_tokens) == (8, 8)

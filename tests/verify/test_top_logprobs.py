@@ -1,0 +1,86 @@
+"""Likeliest ids that were changed in a run file are found."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from pathlib import Path
+
+import anyio
+import pytest
+
+from runner import Run, Sampling
+from runner.testing import ScriptedEngine
+from tests.histories import Twice
+from tests.verifying import change, verdict
+
+
+async def play(path: Path) -> None:
+    async with Run(Twice, ScriptedEngine(["abc", "def"]), file=path, sampling=Sampling(logprobs=2)) as run:
+        async for _trajectory in run:
+            pass
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("likeliest") / "run.db"
+    anyio.run(play, path)
+    return path
+
+
+@pytest.fixture
+def path(played: Path, tmp_path: Path) -> Path:
+    """A copy that may be changed."""
+    return Path(shutil.copy(played, tmp_path / "run.db"))
+
+
+def floats(*values: float) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def test_the_file_that_is_changed_below_is_as_its_run_left_it(path: Path) -> None:
+    assert (verdict(path)["verified"], verdict(path)["differing"]) == (1, 0)
+
+
+FIRST = "position = 0"
+CHANGES = {
+    "not sorted": (f"UPDATE top_logprobs SET logprobs = ? WHERE {FIRST}", floats(*[-2.0, -1.0] * 4), "contradict"),
+    "more than 1 together": (f"UPDATE top_logprobs SET logprobs = ? WHERE {FIRST}", floats(*[-0.1] * 8), "contradict"),
+    "no number": (f"UPDATE top_logprobs SET logprobs = ? WHERE {FIRST}", floats(*[float("nan")] * 8), "contradict"),
+    "another value of the sampled id": (
+        f"UPDATE top_logprobs SET ids = ?, logprobs = x'{floats(*[-8.0, -9.0] * 4).hex()}' WHERE {FIRST}",
+        struct.pack("<8i", *[value for letter in (97, 98, 99, 257) for value in (letter, 5)]),
+        "contradict",
+    ),
+    "gone": (f"DELETE FROM top_logprobs WHERE {FIRST} AND ? = ''", "", "not as many as it asked for"),
+    "cut short": (f"UPDATE top_logprobs SET logprobs = ? WHERE {FIRST}", b"", "are damaged"),
+    "of another number": ("UPDATE top_logprobs SET count = ?", 4, "are damaged"),
+    "of no turn": (
+        "INSERT INTO top_logprobs SELECT episode, position + ?, count, ids, logprobs FROM top_logprobs",
+        70,
+        "likeliest ids of no turn",
+    ),
+    "of a turn that asked for none": (
+        "UPDATE samplings SET sampling = json_set(sampling, '$.logprobs', ?)",
+        0,
+        "asked for none, or for another number",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_was_changed_is_found(path: Path, name: str) -> None:
+    statement, value, said = CHANGES[name]
+    change(path, statement, value)
+    told = verdict(path)
+    assert said in told["difference"]["explanation"]
+
+
+def test_a_turn_that_ended_before_its_least_length_is_found(path: Path) -> None:
+    change(path, "UPDATE samplings SET sampling = json_set(sampling, '$.min_tokens', ?)", 50)
+    assert "before it had min_tokens ids" in verdict(path)["difference"]["explanation"]
+
+
+def test_a_turn_that_was_ended_by_the_eos_that_it_ignores_is_found(path: Path) -> None:
+    change(path, "UPDATE samplings SET sampling = json_set(sampling, '$.ignore_eos', json('true')) WHERE ? = 0", 0)
+    assert "by what was to end no turn" in verdict(path)["difference"]["explanation"]
