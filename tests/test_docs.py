@@ -14,7 +14,7 @@ from typing import Any
 import griffe
 import pytest
 
-from runner import Concurrency, Environment, Outcome, Run, ScriptedEngine, reward
+from runner import Concurrency, Environment, Outcome, Run, Sampling, ScriptedEngine, reward
 from runner.testing import Replies, call
 from tests.repository import DOCS, ROOT
 
@@ -155,3 +155,31 @@ def members(thing: griffe.Object | griffe.Alias) -> Iterator[griffe.Object | gri
     for member in thing.members.values():
         if not member.name.startswith("_") and not member.is_alias:
             yield member
+
+
+# --- sampling
+
+SAMPLING = (DOCS / "sampling.md").read_text()
+
+
+def test_every_field_of_sampling_is_on_its_page_with_its_default() -> None:
+    rows = re.findall(r"^\| (`.+?`) \| (.+?) \|", SAMPLING, flags=re.MULTILINE)
+    told = {}
+    for names, defaults in rows:
+        fields, values = re.findall(r"`(\w+)`", names), defaults.split(", ")
+        told.update(zip(fields, values * len(fields) if len(values) == 1 else values, strict=False))
+    assert told == {name: f"{value:g}" if type(value) is float else str(value) for name, value in DEFAULTS.items()}
+
+
+DEFAULTS = Sampling.defaults().given()
+
+
+@pytest.mark.anyio
+async def test_the_environment_of_the_page_on_sampling_plays() -> None:
+    names: dict[str, Any] = {"__name__": "poem"}
+    (block,) = re.findall(r"```python\n(.*?)```", SAMPLING, flags=re.DOTALL)
+    exec(compile(block, "poem.py", "exec"), names)
+    async with Run(names["Poem"], ScriptedEngine("Dark.")) as run:
+        (trajectory,) = [trajectory async for trajectory in run]
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
+    assert re.match(r"9 ids, .* log-probability -\d\.\d\d$", trajectory.reason)

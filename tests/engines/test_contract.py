@@ -175,6 +175,27 @@ async def test_every_exit_leaves_nothing_open_and_keeps_exactly_what_was_sampled
     assert stream.rest[-1].finish is stream.finish
 
 
+@pytest.mark.parametrize("leave", EXITS, ids=[leave.__name__ for leave in EXITS])
+async def test_every_delta_has_the_likeliest_ids_of_its_positions_whatever_the_exit(
+    engine_under_test: UnderTest, leave: Callable[[DeltaStream, list[Delta]], Awaitable[None]]
+) -> None:
+    read: list[Delta] = []
+    wanted = engine_under_test.request()
+    wanted = replace(wanted, sampling=replace(wanted.sampling, logprobs=3))
+    stream = engine_under_test.engine.stream(wanted)
+    await leave(stream, read)
+    for delta in [*read, *stream.rest]:
+        assert delta.top is not None
+        assert (len(delta.top), delta.top.count) == (len(delta.token_ids), 3)
+
+
+async def test_nobody_is_given_likeliest_ids_who_asked_for_none(engine_under_test: UnderTest) -> None:
+    read: list[Delta] = []
+    async with engine_under_test.engine.stream(engine_under_test.request(5)) as stream:
+        await drain(stream, read)
+    assert [delta.top for delta in read] == [None] * len(read)
+
+
 async def test_an_end_that_nobody_read_is_kept_as_it_was(engine_under_test: UnderTest) -> None:
     read: list[Delta] = []
     unread = engine_under_test.engine.stream(engine_under_test.request(2))
