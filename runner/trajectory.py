@@ -15,6 +15,7 @@ from runner.messages import Message, ToolCall
 from runner.options import Constraint, Sampling, ToolChoice
 from runner.tokens.junction import Junction
 from runner.tokens.log import Source, TokenLog
+from runner.tokens.top_logprobs import TopLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -189,6 +190,12 @@ class Turn:
         return self.log.logprobs[self.start : self.end]
 
     @property
+    def top(self) -> TopLogprobs | None:
+        """What `top_ids` and `top_logprobs` are made of, in flat arrays; None where none were asked for or given."""
+        # A turn of no ids, as one that was cut at once, begins where the next one does.
+        return self.log.top_logprobs.get(self.start) if self.end > self.start else None
+
+    @property
     def top_ids(self) -> NDArray[np.int32]:
         """The likeliest ids in the place of each sampled one, the likeliest first, int32; a copy.
 
@@ -197,7 +204,7 @@ class Turn:
         """
         import numpy as np  # here, since what looks at no such array is imported without it
 
-        top = self.log.top_logprobs.get(self.start)
+        top = self.top
         return np.empty((self.end - self.start, 0), np.int32) if top is None else top.id_rows()
 
     @property
@@ -208,7 +215,7 @@ class Turn:
         """
         import numpy as np
 
-        top = self.log.top_logprobs.get(self.start)
+        top = self.top
         return np.empty((self.end - self.start, 0), np.float32) if top is None else top.logprob_rows()
 
     @property

@@ -164,7 +164,7 @@ SAMPLING = (DOCS / "sampling.md").read_text()
 
 def test_every_field_of_sampling_is_on_its_page_with_its_default() -> None:
     rows = re.findall(r"^\| (`.+?`) \| (.+?) \|", SAMPLING, flags=re.MULTILINE)
-    told = {}
+    told: dict[str, str] = {}
     for names, defaults in rows:
         fields, values = re.findall(r"`(\w+)`", names), defaults.split(", ")
         told.update(zip(fields, values * len(fields) if len(values) == 1 else values, strict=False))

@@ -106,9 +106,8 @@ class Packer:
         for position, turn in enumerate(trajectory.turns):
             constrained, sampled = self._constraint(batch, turn), self._sampling(batch, turn)
             batch.insert(TURNS, [key, position, constrained, sampled, *turn_values(turn)])
-            top = turn.log.top_logprobs.get(turn.start) if turn.log.top_logprobs else None
-            if top is not None:
-                batch.insert(TOP_LOGPROBS, [key, position, *top_values(top)])
+            if turn.top is not None:
+                batch.insert(TOP_LOGPROBS, [key, position, *top_values(turn.top)])
 
     def _add_task(self, batch: Batch, task: Task, visit: int) -> None:
         if self._first_time((task.id, visit)):

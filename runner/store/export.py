@@ -109,7 +109,7 @@ def _as_object(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _top_object(turn: Turn) -> dict[str, Any]:
-    top = turn.log.top_logprobs.get(turn.start)
+    top = turn.top
     return {
         "top_ids": None if top is None else top.id_rows().tolist(),
         "top_logprobs": None if top is None else top.logprob_rows().tolist(),  # minus infinity becomes null

@@ -80,7 +80,7 @@ def _reply(turn: Turn) -> Reply:
     return Reply(
         ids=turn.token_ids,
         logprobs=logprobs,
-        top_logprobs=turn.log.top_logprobs.get(turn.start),
+        top_logprobs=turn.top,
         finish=FinishReason.LENGTH if ours else turn.finish,
         stop=stop,
     )

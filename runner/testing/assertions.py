@@ -87,9 +87,10 @@ def _check_arrays(trajectory: Trajectory, segment: Segment) -> None:
         said = source in (Source.SAMPLED, Source.RETRIED)
         _require(said or not given, f"{trajectory.id}: an id that nobody sampled has {logprob}")
         _require(not given or logprob <= 0, f"{trajectory.id}: a log-probability of {logprob}")
-    for turn in (turn for turn in trajectory.turns if turn.log is log and turn.start in log.top_logprobs):
-        top, length = log.top_logprobs[turn.start], turn.end - turn.start
-        _require(len(top) == length, f"{_name(trajectory, turn)}: {length} ids, and the likeliest of {len(top)}")
+    for turn in (turn for turn in trajectory.turns if turn.log is log):
+        top, length = turn.top, turn.end - turn.start
+        fits = top is None or len(top) == length
+        _require(fits, f"{_name(trajectory, turn)}: {length} ids, and the likeliest of {len(top or ())}")
 
 
 def _check_extends(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn], engine: Engine | None) -> None:

@@ -134,7 +134,7 @@ class _Records:
 
     def _check_top(self, turn: Turn) -> None:
         try:
-            top = turn.log.top_logprobs.get(turn.start)
+            top = turn.top
         except RunFileError as error:
             self._compare.differ(Kind.UNREADABLE, str(error))
         asked = turn.sampling.logprobs if turn.sampling is not None else 0

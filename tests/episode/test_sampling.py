@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 
-from runner import BadOption, Conversation, Limits, Outcome, Run, Sampling
+from runner import BadOption, Conversation, Limits, Outcome, Run, RunFile, Sampling
 from runner.engines.base import FinishReason
 from runner.testing import Fault, Latency, Reply, ScriptedEngine, assert_exact
 from tests.histories import Twice, talked
@@ -176,8 +178,6 @@ async def test_a_turn_that_the_engine_cut_for_its_trainer_keeps_those_of_its_las
     engine = recording("a longer answer", latency=Latency(between=1))
 
     async def talk(conversation: Conversation) -> None:
-        import anyio
-
         async def cut() -> None:
             while not engine.runtime.requests or engine.stats().sampled_tokens < 4:
                 await anyio.lowlevel.checkpoint()
@@ -191,3 +191,30 @@ async def test_a_turn_that_the_engine_cut_for_its_trainer_keeps_those_of_its_las
     (turn,) = (await talked(talk, engine)).turns
     assert turn.resampled > 0
     assert turn.top_ids.shape == (len("a longer answer") + 1, 2)
+
+
+async def test_a_turn_that_was_cut_before_its_first_id_has_none_of_the_one_that_goes_on(tmp_path: Path) -> None:
+    path, engine = tmp_path / "run.db", recording("abc", latency=Latency(first=3))
+
+    class Impatient(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            with anyio.CancelScope() as scope:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(self.cancel, scope)
+                    await conversation.generate()
+            await conversation.generate()
+
+        async def cancel(self, scope: anyio.CancelScope) -> None:
+            while not engine.runtime.requests:
+                await anyio.lowlevel.checkpoint()
+            scope.cancel()
+
+    async with Run(Impatient, engine, file=path, sampling=Sampling(logprobs=2)) as run:
+        (trajectory,) = [trajectory async for trajectory in run]
+    cut, whole = trajectory.turns
+    assert (cut.start, cut.end) == (whole.start, whole.start)
+    assert (cut.top_ids.shape, whole.top_ids.shape) == ((0, 0), (4, 2))
+    with RunFile(path) as run_file:
+        (read,) = run_file.trajectories()
+    assert [turn.top_ids.shape for turn in read.turns] == [(0, 0), (4, 2)]
+    assert verdict(path)["differing"] == 0

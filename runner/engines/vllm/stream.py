@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import Any
 
@@ -73,13 +74,19 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
             self.finish = self._finished(output, completion)
         flat, count = completion.logprobs, self.request.sampling.logprobs or 0
         top = _top(flat, count, len(ids)) if count else None
-        return Delta(ids, _logprobs(flat, count, len(ids)), self.finish, top)
+        delta = Delta(ids, _logprobs(flat, count, len(ids)), self.finish, top)
+        failed = self.finish is not None and self.finish.reason is FinishReason.ERROR
+        return _probable(delta) if failed else delta
 
     def _finished(self, output: Any, completion: Any) -> Finish:
         reason = FinishReason(completion.finish_reason)
         stop = completion.stop_reason
         if reason is FinishReason.STOP and stop is None:  # vLLM names every stop id but the tokenizer's own EOS
             stop = completion.token_ids[-1]
+        if reason is FinishReason.ERROR and stop is None and self.request.constraint is not None:
+            stop = (
+                "nothing was left to sample that its constraint allows: bad_words, logit_bias or min_tokens keep it out"
+            )
         spans = getattr(completion, "weight_versions", None)
         versions = (
             self._unstamped()
@@ -129,3 +136,12 @@ def _top(flat: Any, count: int, positions: int) -> TopLogprobs:
     ids, logprobs = flat.token_ids[-size:], flat.logprobs[-size:]
     del ids[:: count + 1], logprobs[:: count + 1]
     return TopLogprobs(count, array("i", ids), array("f", logprobs))
+
+
+def _probable(delta: Delta) -> Delta:
+    """What was sampled: where nothing is left to sample vLLM gives the id 0, of no probability, and fails of it."""
+    end = next((index for index, logprob in enumerate(delta.logprobs or ()) if math.isnan(logprob)), None)
+    if end is None or delta.logprobs is None:
+        return delta
+    top = delta.top.part(0, end) if delta.top is not None else None
+    return Delta(delta.token_ids[:end], delta.logprobs[:end], delta.finish, top)
