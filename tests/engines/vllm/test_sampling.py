@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 import re
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from runner.engines.base import Finish, FinishReason, GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
 from runner.options import Constraint, ConstraintKind
 from runner.testing import assert_exact
+from runner.tokens.log import TokenLog
 from runner.tokens.top_logprobs import TopLogprobs
-from runner.training import TrainingBatch
+from runner.training import GrammarMasks, TrainingBatch
+from runner.trajectory import Turn
 from tests.playing import Plain
 from tests.verifying import verdict
 
@@ -106,6 +109,16 @@ async def test_a_constraint_whose_only_words_are_kept_out_fails_by_name_and_keep
         assert (said.ids, said.logprobs, said.finish.reason) == ([], [], FinishReason.ERROR)
         assert "nothing was left to sample that its constraint allows" in str(said.finish.stop)
     assert engine.tokenizer.decode((await ask(engine, constraint=Q)).ids[:1]) == "q"
+
+
+async def test_a_constraint_holds_up_to_the_eos_that_a_turn_ignores(engine: VllmEngine) -> None:
+    said = await ask(engine, constraint=Q, ignore_eos=True)
+    assert engine.tokenizer.decode(said.ids[:1]) == "q"
+    assert (said.ids[1], len(said.ids), said.finish.reason) == (EOS, LENGTH, FinishReason.LENGTH)
+    turn = Turn("main", 0, TokenLog(ids=array("i", said.ids)), 0, LENGTH, constraint=Q)
+    masks = GrammarMasks.of_engine(engine).masks_of(turn)
+    assert masks is not None
+    assert (masks.allowed[:2].tolist(), masks.index[2:].tolist()) == ([1, 1], [-1] * (LENGTH - 2))
 
 
 async def test_a_constraint_that_allows_nothing_but_its_end_ends_the_turn_before_min_tokens(engine: VllmEngine) -> None:
