@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -16,6 +17,9 @@ from runner.tokens.log import VersionSpan
 from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["VllmStream"]
+
+
+_NOTHING_LEFT = "nothing was left to sample: its constraint allows only what bad_words or min_tokens keep out"
 
 
 class VllmStream(GatedStream[VllmRuntime, Session]):
@@ -76,17 +80,13 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         top = _top(flat, count, len(ids)) if count else None
         delta = Delta(ids, _logprobs(flat, count, len(ids)), self.finish, top)
         failed = self.finish is not None and self.finish.reason is FinishReason.ERROR
-        return _probable(delta) if failed else delta
+        return self._without_the_impossible(delta) if failed else delta
 
     def _finished(self, output: Any, completion: Any) -> Finish:
         reason = FinishReason(completion.finish_reason)
         stop = completion.stop_reason
         if reason is FinishReason.STOP and stop is None:  # vLLM names every stop id but the tokenizer's own EOS
             stop = completion.token_ids[-1]
-        if reason is FinishReason.ERROR and stop is None and self.request.constraint is not None:
-            stop = (
-                "nothing was left to sample that its constraint allows: bad_words, logit_bias or min_tokens keep it out"
-            )
         spans = getattr(completion, "weight_versions", None)
         versions = (
             self._unstamped()
@@ -94,6 +94,16 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
             else tuple(VersionSpan(self._stamps.named(span.version), span.start, span.end) for span in spans)
         )
         return Finish(reason, stop, versions, output.num_cached_tokens)
+
+    def _without_the_impossible(self, delta: Delta) -> Delta:
+        """What was sampled: where nothing is left to sample vLLM gives the id 0, of no probability, and fails of it."""
+        logprobs, finish = delta.logprobs or (), delta.finish
+        end = next((index for index, logprob in enumerate(logprobs) if math.isnan(logprob)), None)
+        if end is None or finish is None:
+            return delta
+        self.finish = finish = replace(finish, stop=finish.stop or _NOTHING_LEFT)
+        top = delta.top.part(0, end) if delta.top is not None else None
+        return Delta(delta.token_ids[:end], logprobs[:end], finish, top)
 
     async def _drain(self) -> None:
         with anyio.move_on_after(DRAIN_SECONDS, shield=True):
@@ -136,12 +146,3 @@ def _top(flat: Any, count: int, positions: int) -> TopLogprobs:
     ids, logprobs = flat.token_ids[-size:], flat.logprobs[-size:]
     del ids[:: count + 1], logprobs[:: count + 1]
     return TopLogprobs(count, array("i", ids), array("f", logprobs))
-
-
-def _probable(delta: Delta) -> Delta:
-    """What was sampled: where nothing is left to sample vLLM gives the id 0, of no probability, and fails of it."""
-    end = next((index for index, logprob in enumerate(delta.logprobs or ()) if math.isnan(logprob)), None)
-    if end is None or delta.logprobs is None:
-        return delta
-    top = delta.top.part(0, end) if delta.top is not None else None
-    return Delta(delta.token_ids[:end], delta.logprobs[:end], delta.finish, top)

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import math
 import re
 from array import array
 from pathlib import Path
@@ -107,7 +108,7 @@ async def test_a_constraint_whose_only_words_are_kept_out_fails_by_name_and_keep
     for fields in cases:
         said = await ask(engine, constraint=Q, bad_words=("q",), **fields)
         assert (said.ids, said.logprobs, said.finish.reason) == ([], [], FinishReason.ERROR)
-        assert "nothing was left to sample that its constraint allows" in str(said.finish.stop)
+        assert "nothing was left to sample: its constraint allows only what bad_words" in str(said.finish.stop)
     assert engine.tokenizer.decode((await ask(engine, constraint=Q)).ids[:1]) == "q"
 
 
@@ -162,6 +163,23 @@ async def test_the_likeliest_ids_are_of_what_was_sampled_from(engine: VllmEngine
         assert dict(zip(ids, values, strict=True))[token_id] == pytest.approx(logprob)
         assert np.exp(values).sum() == pytest.approx(1, abs=1e-4)
         assert values.count(-np.inf) > 10  # more than three are left where several are equally likely
+
+
+async def test_recorded_log_probabilities_are_those_after_bias_and_penalty(engine: VllmEngine) -> None:
+    async def first(**fields: Any) -> dict[int, float]:
+        top = (await ask(engine, "one two one two one two one", max_tokens=1, logprobs=20, **fields)).top
+        assert top is not None
+        return dict(zip(top.ids, top.logprobs, strict=True))
+
+    (two,) = engine.tokenizer.encode(" two")
+    free = await first()
+    other = next(token_id for token_id in free if token_id not in engine.tokenizer.encode("one two one two one"))
+    biased = await first(logit_bias={other: 1.5})
+    assert biased[other] - biased[two] == pytest.approx(free[other] - free[two] + 1.5, abs=0.05)
+    penalised = await first(presence_penalty=2.0)  # the turn has no id yet
+    assert penalised[other] - penalised[two] == pytest.approx(free[other] - free[two], abs=0.05)
+    repeated = await first(repetition_penalty=1.3)  # the prompt has this one
+    assert repeated.get(two, -math.inf) < free[two] - 0.5
 
 
 async def test_each_request_of_a_batch_gets_as_many_as_it_asked_for(engine: VllmEngine) -> None:
