@@ -1,0 +1,1 @@
+"""Learning: from what a template renders to the format of its turns."""

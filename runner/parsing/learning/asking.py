@@ -1,0 +1,153 @@
+"""Asks a template how it writes a turn: renders of one question and one answer, counted, each made once."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from runner.messages import canonical_json
+from runner.parsing.marks import Marks
+from runner.parsing.notations import type_of
+from runner.tokens.probe_messages import AGAIN_ASKED, ASKED, QUESTION, call_id
+from runner.tokens.template import Renderer, TemplateRaised
+
+__all__ = ["Asker", "FormatProperty", "Said", "Unlearnt"]
+
+MOST_RENDERS: Final = 150
+"""A learnt template takes some thirty."""
+
+
+class FormatProperty(enum.StrEnum):
+    """What a template must do for its calls to be learnt."""
+
+    SHOWN = "calls_shown"  # the name and the arguments of a call are written
+    SEPARABLE = "calls_separable"  # where a call begins and ends can be told
+    VALUES = "values_told_apart"  # each type of value is written in a way that can be read again
+    REPEATED = "calls_alike"  # a second call is written as the first
+    INVERTED = "calls_read_back"  # what is written is read as what was meant
+    BOUNDED = "renders_bounded"
+
+
+class Unlearnt(Exception):
+    """The template's calls cannot be learnt."""
+
+    def __init__(self, missing: FormatProperty, why: str) -> None:
+        super().__init__(why)
+        self.property = missing
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One call that the assistant is said to have made."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+Behind: TypeAlias = Sequence[str]
+
+
+@dataclass
+class Asker:
+    """Puts assistant messages before a template and gives back what it wrote behind the user's words."""
+
+    renderer: Renderer
+    """The template that is asked."""
+    marks: Marks
+    """How its text is cut."""
+    special: frozenset[str] = frozenset()
+    """The special tokens of its vocabulary, which may end a turn."""
+    answered: bool = False
+    """Results stand behind every call, since the template raises or drops calls that nothing answers."""
+    named_ids: bool = False
+    """The id of a call says its name, as Kimi's do, since the template writes nothing else of it."""
+    renders: int = 0
+    """How often the template was rendered."""
+    _known: dict[str, str | None] = field(default_factory=dict)
+
+    def id_of(self, said: Said, number: int) -> str:
+        """The id that the call of that number has."""
+        return f"functions.{said.name}:{number}" if self.named_ids else call_id(number)
+
+    def prompt(self) -> str | None:
+        """What stands behind the user's words while the model is asked."""
+        return self._behind_question([], [], asking=True)
+
+    def turn(
+        self,
+        *calls: Said,
+        content: str = "",
+        thought: Mapping[str, Any] | None = None,
+        followed: bool = False,
+    ) -> str | None:
+        """What stands behind the user's words, or None where the template raises.
+
+        Args:
+            calls: what the assistant called.
+            content: what it said beside that.
+            thought: fields of the message that hold what it thought.
+            followed: results, and where there are no calls a user, stand behind it.
+        """
+        message: dict[str, Any] = {"role": "assistant", "content": content, **(thought or {})}
+        messages = [message]
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": self.id_of(said, number),
+                    "type": "function",
+                    "function": {"name": said.name, "arguments": said.arguments},
+                }
+                for number, said in enumerate(calls)
+            ]
+        if calls and (followed or self.answered):
+            messages += [
+                {"role": "tool", "content": _RESULT, "tool_call_id": self.id_of(said, number), "name": said.name}
+                for number, said in enumerate(calls)
+            ]
+        elif followed:
+            messages.append(dict(AGAIN_ASKED))
+        return self._behind_question(messages, calls)
+
+    def _behind_question(
+        self, messages: Sequence[Mapping[str, Any]], calls: Sequence[Said], *, asking: bool = False
+    ) -> str | None:
+        key = canonical_json([messages, asking])
+        if key not in self._known:
+            self._known[key] = self._rendered(messages, calls, asking)
+        return self._known[key]
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[Said], asking: bool) -> str | None:
+        self.renders += 1
+        if self.renders > MOST_RENDERS:
+            raise Unlearnt(FormatProperty.BOUNDED, f"more than {MOST_RENDERS} renders did not tell how calls are written")
+        try:
+            text = self.renderer.render([QUESTION, *messages], tools=_tools(calls), generation_prompt=asking)
+        except TemplateRaised:
+            return None
+        before, _, behind = text.rpartition(ASKED)
+        return behind if before or behind else None
+
+
+_RESULT: Final = "zqreturnedz"
+_NO_CALL: Final = Said("zqtoolz", {"zqkeyz": "zqvaluez"})
+
+
+def _tools(calls: Sequence[Said]) -> list[dict[str, Any]]:
+    """Schemas under which the calls are right: a template may look up what it writes."""
+    properties: dict[str, dict[str, Any]] = {}
+    for said in calls or [_NO_CALL]:
+        declared = properties.setdefault(said.name, {})
+        declared |= {key: {"type": type_of(value), "description": "A key."} for key, value in said.arguments.items()}
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": "zqdescribedz",
+                "parameters": {"type": "object", "properties": declared, "required": list(declared)},
+            },
+        }
+        for name, declared in properties.items()
+    ]

@@ -1,0 +1,227 @@
+"""Learns how a template writes calls: what stands in front of them, between them and behind them, and one call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
+from runner.parsing.learning.spans import Span, contained, named
+from runner.parsing.learning.tagged import TaggedLearner
+from runner.parsing.notations import Json, JsonText, Notation, object_notations
+from runner.parsing.turn_format import ArgumentsFormat, CallFormat, Container, Piece, Slot, Text, WholeArguments, merged
+from runner.tokens.probe_messages import ANSWERED
+
+__all__ = ["learn_calls"]
+
+FIRST: Final = Said("zqfirstz", {"zqkeyaz": "zqvalueaz"})
+SECOND: Final = Said("zqsecondz", {"zqkeybz": "zqvaluebz"})
+THIRD: Final = Said("zqthirdz", {"zqkeycz": "zqvaluecz"})
+RICH: Final[dict[str, Any]] = {
+    "zqkeyaz": "é \"q\" 'r' \\ / <b> & \n z",
+    "zqkeybz": [1, {"zqkeycz": True, "zqkeydz": None}, []],
+    "zqkeyez": -1.5,
+    "zqkeyfz": {},
+}
+
+FindCall = Callable[[str, Said, str, int], Span | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How one call is found in a render, and how its arguments are written."""
+
+    find: FindCall
+    probes: tuple[Said, Said, Said]
+    """Calls by which the shape is seen."""
+    arguments: ArgumentsFormat
+    container: Container | None
+    tail: str = ""
+
+
+def learn_calls(asker: Asker) -> CallFormat:
+    """How the template writes calls.
+
+    Raises:
+        Unlearnt: in no way that can be told.
+    """
+    _find_form(asker)
+    shape = _shape(asker)
+    first, second, _ = shape.probes
+    text = _asked(asker, first)
+    one = _found(shape, text, first, asker, 0)
+    followed = asker.turn(first, followed=True)
+    pieces, between = _several(asker, shape, one)
+    turn_ends = _ends_of_turn(asker)
+    close, stop = _close(asker, shape, text[one.end :], _behind_call(shape, followed, first, asker), between, turn_ends)
+    begin, after_content, before_content = _front(asker, shape, text[: one.start])
+    arguments = shape.arguments
+    if isinstance(shape.find, TaggedLearner):
+        arguments, close, between = shape.find.ended(close, between)
+    return CallFormat(
+        begin=begin,
+        call=pieces,
+        between=between,
+        close=close,
+        arguments=arguments,
+        container=shape.container,
+        trigger=_trigger(asker, begin, pieces),
+        after_content=after_content,
+        before_content=before_content,
+        id_pieces=(Text("functions."), Slot.NAME, Text(":"), Slot.INDEX) if asker.named_ids else None,
+        stop=stop,
+    )
+
+
+def _asked(asker: Asker, *calls: Said, **more: Any) -> str:
+    text = asker.turn(*calls, **more)
+    if text is None:
+        raise Unlearnt(FormatProperty.SHOWN, "the template refuses a call that it is asked to show")
+    return text
+
+
+def _find_form(asker: Asker) -> None:
+    """Set what the template wants around calls before it shows them."""
+    for answered in (False, True):
+        for named_ids in (False, True):
+            asker.answered, asker.named_ids = answered, named_ids
+            text = asker.turn(FIRST)
+            if text and FIRST.name in text and FIRST.arguments["zqkeyaz"] in text:
+                return
+    raise Unlearnt(FormatProperty.SHOWN, "the template writes no name and arguments of a call")
+
+
+def _shape(asker: Asker) -> _Shape:
+    text = _asked(asker, FIRST)
+    for find in (contained, named):
+        span = find(text, FIRST, asker.id_of(FIRST, 0))
+        if span is not None:
+            notation = _notation(asker, find)
+            return _Shape(find, (FIRST, SECOND, THIRD), WholeArguments(notation), span.container)
+    tagged = TaggedLearner.learn(asker)
+    return _Shape(tagged, tagged.probes, tagged.arguments, None)
+
+
+def _notation(asker: Asker, find: FindCall) -> Notation:
+    rich = Said(FIRST.name, RICH)
+    span = find(_asked(asker, rich), rich, asker.id_of(rich, 0), 0)
+    if span is None:
+        raise Unlearnt(FormatProperty.VALUES, "lists, objects and strings with quotes in arguments are written in no known notation")
+    for notation in object_notations(span.before_arguments):
+        if notation.encode(RICH) == span.arguments:
+            return notation
+        if isinstance(notation, Json) and JsonText(notation).encode(RICH) == span.arguments:
+            return JsonText(notation)
+    raise Unlearnt(FormatProperty.VALUES, f"arguments are written in no known notation: {span.arguments[:60]!r}")
+
+
+def _found(shape: _Shape, text: str, said: Said, asker: Asker, number: int, start: int = 0) -> Span:
+    span = shape.find(text, said, asker.id_of(said, number), start)
+    if span is None:
+        raise Unlearnt(FormatProperty.SEPARABLE, "a call could not be found in what the template wrote of it")
+    return span
+
+
+def _several(asker: Asker, shape: _Shape, one: Span) -> tuple[tuple[Piece, ...], str | None]:
+    """The pieces of a call, with its number as a slot, and what stands between two calls."""
+    text = asker.turn(*shape.probes)
+    if text is None or any(said.name not in text for said in shape.probes):
+        return one.pieces, None
+    spans: list[Span] = []
+    for number, said in enumerate(shape.probes):
+        start = spans[-1].end if spans else 0
+        spans.append(_found(shape, text, said, asker, number, start))
+    between = {text[a.end : b.start] for a, b in zip(spans, spans[1:], strict=False)}
+    pieces = _counted(spans)
+    if len(between) > 1:
+        raise Unlearnt(FormatProperty.REPEATED, "what stands between calls is not always the same")
+    return pieces, between.pop()
+
+
+def _counted(spans: Sequence[Span]) -> tuple[Piece, ...]:
+    """The pieces that all calls have, with a slot where a text counts them."""
+    pieces = spans[0].pieces
+    if all(span.pieces == pieces for span in spans):
+        return pieces
+    for first in (0, 1):
+        counted = [_with_index(span.pieces, str(first + number)) for number, span in enumerate(spans)]
+        if all(each == counted[0] for each in counted):
+            return counted[0]
+    raise Unlearnt(FormatProperty.REPEATED, "a second call is not written as the first")
+
+
+def _with_index(pieces: Sequence[Piece], number: str) -> tuple[Piece, ...]:
+    result: list[Piece] = []
+    for piece in pieces:
+        if not isinstance(piece, Text):
+            result.append(piece)
+            continue
+        for index, part in enumerate(re.split(rf"(?<!\d){number}(?!\d)", piece.text)):
+            if index:
+                result.append(Slot.INDEX)
+            result.append(Text(part))
+    return merged(result)
+
+
+def _ends_of_turn(asker: Asker) -> str:
+    """What ends any turn: what stands behind a plain answer, whether something follows or not."""
+    behind = [
+        text.partition(ANSWERED)[2]
+        for text in (asker.turn(content=ANSWERED), asker.turn(content=ANSWERED, followed=True))
+        if text is not None
+    ]
+    return asker.marks.common_prefix(behind) if behind else ""
+
+
+def _behind_call(shape: _Shape, text: str | None, said: Said, asker: Asker) -> str | None:
+    span = None if text is None else shape.find(text, said, asker.id_of(said, 0), 0)
+    return None if span is None or text is None else text[span.end :]
+
+
+def _close(
+    asker: Asker, shape: _Shape, last: str, followed: str | None, between: str | None, turn_ends: str
+) -> tuple[str, str]:
+    """What closes the calls, and the token of its own that ends a turn with calls."""
+    marks = asker.marks
+    close = marks.common_prefix([last, followed]) if followed is not None else last
+    end = next((mark for mark in marks.of(turn_ends) if marks.is_tag(mark)), turn_ends.strip())
+    # Results may stand behind calls that they share with what ends every turn; the first end is the turn's.
+    if end and end in close:
+        return close[: close.index(end)].rstrip(), ""
+    tags = [mark for mark in marks.of(close) if marks.is_tag(mark)]
+    if tags and tags[-1] in asker.special and tags[-1] not in (between or ""):
+        return close[: close.rindex(tags[-1])].rstrip(), tags[-1]
+    return close.rstrip(), ""
+
+
+def _front(asker: Asker, shape: _Shape, before: str) -> tuple[str, str | None, str | None]:
+    """What begins the calls, what stands between a content and them, and between them and a content behind them."""
+    marks = asker.marks
+    said = shape.probes[0]
+    answer = asker.turn(content=ANSWERED)
+    header = "" if answer is None or ANSWERED not in answer else answer.partition(ANSWERED)[0]
+    begin = before[len(marks.common_prefix([before, header])) :].lstrip()
+    text = asker.turn(said, content=ANSWERED)
+    if text is None or ANSWERED not in text:
+        return begin, None, None
+    span = _found(shape, text, said, asker, 0)
+    content = text.index(ANSWERED)
+    if content > span.start:
+        return begin, None, text[span.end : content]
+    in_between = text[content + len(ANSWERED) : span.start]
+    shared = marks.common_suffix([before, in_between]).lstrip()
+    begin = shared if len(shared) < len(begin) or not begin else begin
+    return begin, in_between[: len(in_between) - len(begin)], None
+
+
+_JSON_SIGNS: Final = frozenset("[{\"' \n")
+
+
+def _trigger(asker: Asker, begin: str, pieces: Sequence[Piece]) -> str:
+    """What tells that calls begin: the first tag, or else all of what is in front of the first slot."""
+    marks = asker.marks.of(begin)
+    if marks and asker.marks.is_tag(marks[0]):
+        return marks[0]
+    return "" if set(begin) <= _JSON_SIGNS else begin

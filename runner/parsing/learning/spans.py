@@ -1,0 +1,153 @@
+"""Finds one call in a render: where it begins and ends, and what of it is a slot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runner.parsing.learning.asking import Said
+from runner.parsing.turn_format import Container, Piece, Slot, Text, merged
+
+__all__ = ["Span", "contained", "named"]
+
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One call inside a render."""
+
+    start: int
+    """Where its first slot begins, or the object that it is."""
+    end: int
+    """Where its last slot ends, or the object."""
+    pieces: tuple[Piece, ...]
+    """What stands there."""
+    arguments: str
+    """The text of its arguments."""
+    before_arguments: str
+    """What stands in front of that in the render."""
+    container: Container | None
+
+
+def contained(text: str, said: Said, call_id: str, start: int = 0) -> Span | None:
+    """The call as a JSON object that holds its name and its arguments, wherever in it they are."""
+    found: Span | None = None
+    for at, end, value in _objects(text, start):
+        if found is not None and at >= found.end:
+            break
+        container = _container(value, said, call_id)
+        arguments = container and _arguments(text, at + 1, end, said.arguments)
+        if container and arguments:
+            pieces = _pieces(text, at, end, arguments, said.name, call_id)
+            # The innermost of several inside each other is the call, what is around it belongs to all calls.
+            found = Span(at, end, pieces, text[slice(*arguments)], text[: arguments[0]], container)
+    return found
+
+
+def named(text: str, said: Said, call_id: str, start: int = 0) -> Span | None:
+    """The call as its name and an object of its arguments, one behind the other."""
+    arguments = _arguments(text, start, len(text), said.arguments)
+    if arguments is None:
+        return None
+    in_front = text.rfind(said.name, start, arguments[0])
+    name = in_front if in_front >= 0 else text.find(said.name, arguments[1])
+    if name < 0:
+        return None
+    first, last = min(name, arguments[0]), max(name + len(said.name), arguments[1])
+    with_id = text.find(call_id, start)
+    if with_id >= 0:
+        first, last = min(first, with_id), max(last, with_id + len(call_id))
+    pieces = _pieces(text, first, last, arguments, said.name, call_id)
+    return Span(first, last, pieces, text[slice(*arguments)], text[: arguments[0]], None)
+
+
+def _objects(text: str, start: int) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+    at = text.find("{", start)
+    while at >= 0:
+        try:
+            value, end = _DECODER.raw_decode(text, at)
+        except ValueError:
+            pass
+        else:
+            yield at, end, value
+        at = text.find("{", at + 1)
+
+
+def _arguments(text: str, start: int, end: int, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Where the arguments stand, as an object of JSON or Python, or as JSON inside a string."""
+    for at, behind, value in _objects(text, start):
+        if value == arguments and behind <= end:
+            return at, behind
+    written = repr(dict(arguments))
+    at = text.find(written, start, end)
+    if at >= 0:
+        return at, at + len(written)
+    at = text.find('"', start, end)
+    while 0 <= at < end:
+        try:
+            value, behind = _DECODER.raw_decode(text, at)
+            if json.loads(value) == arguments:
+                return at, behind
+        except ValueError:
+            pass
+        at = text.find('"', at + 1, end)
+    return None
+
+
+def _container(value: Any, said: Said, call_id: str) -> Container | None:
+    arguments = next(_paths(value, lambda each: each == said.arguments or _is_text_of(each, said.arguments)), None)
+    if arguments is None:
+        return None
+    if arguments == (said.name,):
+        return Container((), (), None)
+    name = next(_paths(value, lambda each: each == said.name), None)
+    if name is None:
+        return None
+    return Container(name, arguments, next(_paths(value, lambda each: each == call_id), None))
+
+
+def _is_text_of(value: Any, arguments: Mapping[str, Any]) -> bool:
+    try:
+        return isinstance(value, str) and json.loads(value) == arguments
+    except ValueError:
+        return False
+
+
+def _paths(value: Any, wanted: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    if path and wanted(value):
+        yield path
+    elif isinstance(value, Mapping):
+        for key, member in value.items():
+            yield from _paths(member, wanted, (*path, key))
+
+
+def _pieces(
+    text: str, start: int, end: int, arguments: tuple[int, int], name: str, call_id: str
+) -> tuple[Piece, ...]:
+    return merged(
+        [
+            *with_slots(text[start : arguments[0]], name, call_id),
+            Slot.ARGUMENTS,
+            *with_slots(text[arguments[1] : end], name, call_id),
+        ]
+    )
+
+
+def with_slots(text: str, name: str, call_id: str) -> list[Piece]:
+    """`text` with the name and the id of a call as slots."""
+    pieces: list[Piece] = [Text(text)]
+    # An id may hold the name.
+    for word, slot in ((call_id, Slot.ID), (name, Slot.NAME)):
+        pieces = [part for piece in pieces for part in (_split(piece.text, word, slot) if isinstance(piece, Text) else [piece])]
+    return pieces
+
+
+def _split(text: str, word: str, slot: Slot) -> Iterator[Piece]:
+    for number, part in enumerate(text.split(word)):
+        if number:
+            yield slot
+        if part:
+            yield Text(part)

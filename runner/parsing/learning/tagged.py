@@ -1,0 +1,169 @@
+"""Learns arguments that are written one by one, each key and value between literals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
+from runner.parsing.learning.nested import learn_nested
+from runner.parsing.learning.spans import Span
+from runner.parsing.notations import Cdata, Html, Json, Notation, Python, Raw, ValueType, object_notations, type_of
+from runner.parsing.turn_format import Slot, TaggedArguments, ValueStyle
+
+__all__ = ["TaggedLearner"]
+
+NAME: Final = "zqfirstz"
+# Integers are written without quotes in every notation.
+INTEGERS: Final = Said(NAME, {"zqkeyaz": 70707, "zqkeybz": 80808})
+PROBES: Final = (
+    Said(NAME, {"zqkeyaz": 70707}),
+    Said("zqsecondz", {"zqkeybz": 80808}),
+    Said("zqthirdz", {"zqkeycz": 90909}),
+)
+SIMPLE: Final = "zqvaluez"
+HARD: Final = "é \"q\" 'r' \\ / <b> & \n z"
+VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
+    "string": (SIMPLE, HARD),
+    "integer": (60606, -5),
+    "number": (1.5,),
+    "boolean": (True, False),
+    "null": (None,),
+    "array": (["zqitemz", 1, [True, None], {"zqinnerz": "'\""}], []),
+    "object": ({"zqinnerz": ["zqitemz", None], "zqmorez": {"zqdeepz": 1.5}}, {}),
+}
+SCALARS: Final[tuple[Notation, ...]] = (Json(), Python())
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedLearner:
+    """Finds a call of integers in a render, once it is known how those are written."""
+
+    arguments: TaggedArguments
+    """How arguments are written, with all that the last value's end and the close have in common in the close."""
+    probes: tuple[Said, Said, Said] = PROBES
+
+    @classmethod
+    def learn(cls, asker: Asker) -> Self:
+        """How the template writes arguments one by one.
+
+        Raises:
+            Unlearnt: it does not.
+        """
+        text = _asked(asker, INTEGERS)
+        words = [NAME, "zqkeyaz", "70707", "zqkeybz", "80808"]
+        parts = list(_between(text, words))
+        if len(parts) != len(words) or parts[1] != parts[3]:
+            raise Unlearnt(FormatProperty.SEPARABLE, "where a call's arguments begin and end cannot be told")
+        head, open_integer, separator, _, behind = parts
+        tail, none = _ends(asker, behind)
+        styles = _styles(asker, head, separator, open_integer)
+        return cls(TaggedArguments(head, separator, tail, none, styles))
+
+    def __call__(self, text: str, said: Said, call_id: str, start: int = 0) -> Span | None:
+        """The span of a call whose arguments are one integer."""
+        ((key, value),) = said.arguments.items()
+        style = self.arguments.styles["integer"]
+        written = f"{said.name}{self.arguments.head}{key}{style.open}{style.notation.encode(value)}{style.close}"
+        at = text.find(written, start)
+        if at < 0:
+            return None
+        end = at + len(written)
+        arguments = at + len(said.name)
+        return Span(at, end, (Slot.NAME, Slot.ARGUMENTS), text[arguments:end], text[:arguments], None)
+
+    def ended(self, close: str, between: str | None) -> tuple[TaggedArguments, str, str | None]:
+        """The arguments, and `close` and `between` without what ends the last value."""
+        tail = self.arguments.tail
+        if not close.startswith(tail) or not (between is None or between.startswith(tail)):
+            raise Unlearnt(FormatProperty.SEPARABLE, "what ends the last argument cannot be told")
+        return self.arguments, close[len(tail) :], None if between is None else between[len(tail) :]
+
+
+def _asked(asker: Asker, said: Said) -> str:
+    text = asker.turn(said)
+    if text is None:
+        raise Unlearnt(FormatProperty.VALUES, "the template refuses some arguments")
+    return text
+
+
+def _between(text: str, words: list[str]) -> Iterator[str]:
+    """What stands behind each of `words`, up to the next."""
+    at = text.find(words[0])
+    for word, following in zip(words, [*words[1:], None], strict=True):
+        if at < 0:
+            return
+        end = at + len(word)
+        at = text.find(following, end) if following is not None else len(text)
+        if at >= 0:
+            yield text[end:at]
+
+
+def _ends(asker: Asker, behind: str) -> tuple[str, str | None]:
+    """What stands behind the last value, and what a call without arguments has instead of them."""
+    text = asker.turn(Said(NAME, {}))
+    if text is None or NAME not in text:
+        return "", None
+    without = text.partition(NAME)[2]
+    shared = asker.marks.common_suffix([behind, without])
+    return behind[: len(behind) - len(shared)], without[: len(without) - len(shared)]
+
+
+def _styles(asker: Asker, head: str, separator: str, open_integer: str) -> dict[ValueType, ValueStyle]:
+    styles: dict[ValueType, ValueStyle] = {}
+    for values in VALUES.values():
+        bodies = [_body(asker, value, separator) for value in values]
+        known = [body for body in bodies if body is not None]
+        if len(known) < len(bodies):
+            continue
+        style = _style(asker, values, known, open_integer, separator)
+        if style is None:
+            raise Unlearnt(
+                FormatProperty.VALUES, f"the value {values[0]!r:.40} is written in no known notation: {known[0]!r:.60}"
+            )
+        styles[type_of(values[0])] = style
+    return styles
+
+
+def _body(asker: Asker, value: Any, separator: str) -> str | None:
+    """What stands between a value's key and what separates it from the next, or None where it is not written."""
+    text = asker.turn(Said(NAME, {"zqkeyaz": value, "zqkeybz": 80808}))
+    parts = [] if text is None else list(_between(text, [NAME, "zqkeyaz", "zqkeybz"]))
+    if len(parts) < 3 or not parts[1].endswith(separator):
+        return None
+    return parts[1][: len(parts[1]) - len(separator)]
+
+
+def _style(
+    asker: Asker, values: tuple[Any, ...], bodies: list[str], open_integer: str, separator: str
+) -> ValueStyle | None:
+    kind = type_of(values[0])
+    if kind == "string":
+        candidates: list[Notation] = [Json(), Json(ascii=True), Python(), Raw(), Html(), Html(quote=False)]
+        if "<![CDATA[" in bodies[1]:
+            candidates = [Cdata(_cdata_signs(asker, separator))]
+    elif kind in ("array", "object"):
+        candidates = object_notations("")
+    else:
+        candidates = list(SCALARS)
+    for notation in candidates:
+        style = _fitting(notation, values, bodies)
+        if style is not None:
+            return style
+    if kind in ("array", "object"):
+        nested = learn_nested(lambda value: _body(asker, value, separator), open_integer)
+        return None if nested is None else _fitting(nested, values, bodies)
+    return None
+
+
+def _fitting(notation: Notation, values: tuple[Any, ...], bodies: list[str]) -> ValueStyle | None:
+    written = [notation.encode(value) for value in values]
+    before, found, after = bodies[0].partition(written[0])
+    if found and all(f"{before}{text}{after}" == body for text, body in zip(written, bodies, strict=True)):
+        return ValueStyle(before, notation, after)
+    return None
+
+
+def _cdata_signs(asker: Asker, separator: str) -> str:
+    return "".join(sign for sign in "<>&\"'\n\\]" if "CDATA" in (_body(asker, f"a{sign}b", separator) or ""))

@@ -1,0 +1,175 @@
+"""Literals as models write them: JSON first, and where that fails JSON and Python in any mixture."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, Final
+
+__all__ = ["Unreadable", "read_literal"]
+
+DEEPEST: Final = 200
+"""Lists and objects inside each other; Python's own readers end at some depth of their own, by another error."""
+
+
+class Unreadable(ValueError):
+    """What stands there is no literal; the message is a clause that says why."""
+
+
+def read_literal(text: str, start: int = 0) -> tuple[Any, int]:
+    """The value that is written at `start`, and where the text goes on behind it.
+
+    White space before it is skipped. Beside JSON this takes what models stray to: `True` and `None`, single quotes,
+    Python's escapes, line breaks in strings, tuples, and a comma behind the last member.
+
+    Raises:
+        Unreadable: there is no value.
+    """
+    start = _skip(text, start)
+    try:
+        value, end = _SCANNER(text, start)
+    except StopIteration:
+        return _Reader(text).value(start, 0)
+    except json.JSONDecodeError:
+        return _Reader(text).value(start, 0)
+    except RecursionError:
+        raise Unreadable("it is nested too deeply") from None
+    except ValueError as error:
+        raise Unreadable(str(error)) from None
+    return value, end
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return value
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:  # past the number of digits that Python converts
+        raise ValueError(f"the number {text[:20]}... has too many digits") from None
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no number that JSON knows")
+
+
+# The standard library's decoder, since orjson turns integers past 64 bits into floats.
+_SCANNER: Final = json.JSONDecoder(parse_float=_finite, parse_int=_integer, parse_constant=_no_constant).scan_once
+_SPACE: Final = re.compile(r"\s*")
+_NUMBER: Final = re.compile(r"[-+]?(?:\d[\d_]*)(\.\d*)?([eE][-+]?\d+)?")
+_WORD: Final = re.compile(r"[A-Za-z_]\w*")
+_WORDS: Final = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
+_PLAIN: Final = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
+_ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
+_HEX_DIGITS: Final = {"x": 2, "u": 4, "U": 8}
+
+
+def _skip(text: str, at: int) -> int:
+    return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text
+
+
+class _Reader:
+    """Reads one value by descending into it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def value(self, at: int, depth: int) -> tuple[Any, int]:
+        at = _skip(self.text, at)
+        sign = self.text[at : at + 1]
+        if depth > DEEPEST:
+            raise Unreadable("it is nested too deeply")
+        if sign == "{":
+            return self._object(at, depth)
+        if sign in ("[", "("):
+            return self._list(at, depth)
+        if sign in _PLAIN and sign:
+            return self._string(at)
+        word = _WORD.match(self.text, at)
+        if word is not None and word[0] in _WORDS:
+            return _WORDS[word[0]], word.end()
+        return self._number(at)
+
+    def _number(self, at: int) -> tuple[int | float, int]:
+        number = _NUMBER.match(self.text, at)
+        if number is None:
+            shown = self.text[at : at + 20].split("\n")[0]
+            raise Unreadable(f"no value begins at {shown!r}" if shown else "a value is missing")
+        try:
+            whole = number[1] is None and number[2] is None
+            return (_integer(number[0]) if whole else _finite(number[0].replace("_", ""))), number.end()
+        except ValueError as error:
+            raise Unreadable(str(error)) from None
+
+    def _string(self, at: int) -> tuple[str, int]:
+        quote, at = self.text[at], at + 1
+        parts: list[str] = []
+        while True:
+            plain = _PLAIN[quote].match(self.text, at)
+            assert plain is not None  # it matches the empty text
+            parts.append(plain[0])
+            at = plain.end()
+            if at >= len(self.text):
+                raise Unreadable("a string is not closed")
+            if self.text[at] == quote:
+                return "".join(parts), at + 1
+            char, at = self._escape(at + 1)
+            parts.append(char)
+
+    def _escape(self, at: int) -> tuple[str, int]:
+        char = self.text[at : at + 1]
+        if char in _HEX_DIGITS:
+            digits = self.text[at + 1 : at + 1 + _HEX_DIGITS[char]]
+            try:
+                return chr(int(digits, 16)), at + 1 + len(digits)
+            except (ValueError, OverflowError):
+                raise Unreadable(f"\\{char}{digits} is no character") from None
+        # As Python has it: the backslash of an escape that is none stands for itself.
+        return _ESCAPES.get(char, char if char in "'\"\\/" else "\\" + char), at + 1
+
+    def _object(self, at: int, depth: int) -> tuple[dict[str, Any], int]:
+        members: dict[str, Any] = {}
+        at = _skip(self.text, at + 1)
+        while not self.text.startswith("}", at):
+            key, at = self._key(at)
+            at = self._expect(":", at)
+            members[key], at = self.value(at, depth + 1)
+            at = self._comma("}", at)
+        return members, at + 1
+
+    def _key(self, at: int) -> tuple[str, int]:
+        if self.text[at : at + 1] in _PLAIN and self.text[at : at + 1]:
+            return self._string(at)
+        word = re.compile(r"[\w.$-]+").match(self.text, at)
+        if word is None:
+            raise Unreadable("a key is missing in an object" if at < len(self.text) else "an object is not closed")
+        return word[0], word.end()
+
+    def _list(self, at: int, depth: int) -> tuple[list[Any], int]:
+        close = "]" if self.text[at] == "[" else ")"
+        items: list[Any] = []
+        at = _skip(self.text, at + 1)
+        while not self.text.startswith(close, at):
+            item, at = self.value(at, depth + 1)
+            items.append(item)
+            at = self._comma(close, at)
+        return items, at + 1
+
+    def _comma(self, close: str, at: int) -> int:
+        """Behind a comma, or at the close."""
+        at = _skip(self.text, at)
+        if self.text.startswith(close, at):
+            return at
+        return _skip(self.text, self._expect(",", at))
+
+    def _expect(self, sign: str, at: int) -> int:
+        at = _skip(self.text, at)
+        if not self.text.startswith(sign, at):
+            shown = self.text[at : at + 10].split("\n")[0]
+            raise Unreadable(f"{sign!r} is missing before {shown!r}" if shown else f"{sign!r} is missing at the end")
+        return at + 1

@@ -1,0 +1,194 @@
+"""Turn formats: how a template writes an assistant's turn, as literals, slots and notations. Plain values all through."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypeAlias
+
+import orjson
+
+from runner.parsing.notations import Notation, ValueType
+
+__all__ = [
+    "ArgumentsFormat",
+    "CallFormat",
+    "Container",
+    "ContentFormat",
+    "Piece",
+    "ReasoningFormat",
+    "Slot",
+    "TaggedArguments",
+    "Text",
+    "TurnFormat",
+    "ValueStyle",
+    "WholeArguments",
+]
+
+
+class Slot(enum.StrEnum):
+    """What differs from call to call."""
+
+    NAME = "name"
+    ARGUMENTS = "arguments"
+    ID = "id"  # of the call, as its message has it
+    INDEX = "index"  # the number of the call in its turn
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of a call that is always the same."""
+
+    text: str
+    """The piece itself."""
+
+
+Piece: TypeAlias = Text | Slot
+
+
+@dataclass(frozen=True, slots=True)
+class WholeArguments:
+    """Arguments written as one object."""
+
+    notation: Notation
+    """How the object is written."""
+    kind: Literal["whole"] = "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class ValueStyle:
+    """How values of one type stand between their key and what follows."""
+
+    open: str
+    """What stands between the key and the value."""
+    notation: Notation
+    """How the value is written."""
+    close: str
+    """What stands behind the value, still part of it, such as a closing quotation mark."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedArguments:
+    """Arguments written one by one, each key and value between literals."""
+
+    head: str
+    """What stands in front of the first key."""
+    separator: str
+    """What stands between a value and the next key."""
+    tail: str
+    """What stands behind the last value."""
+    none: str | None
+    """What a call without arguments has instead; None where that cannot be written."""
+    styles: Mapping[ValueType, ValueStyle]
+    """How the values of each type are written; a type that is not there cannot be."""
+    kind: Literal["tagged"] = "tagged"
+
+
+ArgumentsFormat: TypeAlias = WholeArguments | TaggedArguments
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """The JSON object around one call's name and arguments, so that its members may be read in any order."""
+
+    name: tuple[str, ...]
+    """The keys that lead to the name; () where the name is itself the key of the arguments."""
+    arguments: tuple[str, ...]
+    """The keys that lead to the arguments; () where the name is the key."""
+    id: tuple[str, ...] | None
+    """The keys that lead to the call's id, where it has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How the calls of a turn are written: `begin`, a call, `between`, a call, `close`."""
+
+    begin: str
+    """What stands in front of the first call."""
+    call: tuple[Piece, ...]
+    """The pieces of one call."""
+    between: str | None
+    """What stands between two calls; None where a turn can have only one."""
+    close: str
+    """What stands behind the last call and is sampled, without what ends any turn."""
+    arguments: ArgumentsFormat
+    """How arguments are written."""
+    container: Container | None
+    """The JSON object that a call is, or None where it is more than one."""
+    trigger: str
+    """What tells that calls begin; "" where nothing does but the call itself."""
+    after_content: str | None
+    """What stands between a content and the calls behind it; None where no content can stand before calls."""
+    before_content: str | None
+    """What stands between calls and the content behind them; None where it stands before them, or nowhere."""
+    id_pieces: tuple[Piece, ...] | None
+    """What the id of a call has to look like for the template to show its name; None where any will do."""
+    stop: str
+    """The control token that ends a turn with calls, where that is not what ends any turn."""
+
+    @property
+    def post(self) -> str:
+        """What surely ends one call, whether another follows or not."""
+        if self.between is None:
+            return self.close
+        length = next(
+            (n for n, (a, b) in enumerate(zip(self.between, self.close, strict=False)) if a != b),
+            min(len(self.between), len(self.close)),
+        )
+        return self.close[:length]
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a thought stands in a turn."""
+
+    open: str
+    """What opens a thought; "" where nothing does."""
+    close: str
+    """What ends it."""
+    opened_by_prompt: bool
+    """Whether the prompt ends inside a thought, so that the model does not write `open` itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentFormat:
+    """What stands around the content of a turn; "" and "" for most."""
+
+    open: str
+    close: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFormat:
+    """How a template writes what an assistant says."""
+
+    calls: CallFormat | None
+    """How it writes calls; None where it does so in no way that can be read."""
+    reasoning: ReasoningFormat | None
+    """How it writes a thought; None where it shows none."""
+    content: ContentFormat
+    """What it puts around a content."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, as the header of a run file holds them."""
+        values: dict[str, Any] = orjson.loads(orjson.dumps(self))
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """The format that `as_json` described."""
+        from pydantic import TypeAdapter  # here, since the process that probes has to start fast
+
+        return TypeAdapter(cls).validate_python(values)
+
+
+def merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """The same pieces with neighbouring texts as one, and none empty."""
+    result: list[Piece] = []
+    for piece in pieces:
+        if isinstance(piece, Text) and result and isinstance(result[-1], Text):
+            result[-1] = Text(result[-1].text + piece.text)
+        elif not isinstance(piece, Text) or piece.text:
+            result.append(piece)
+    return tuple(result)
