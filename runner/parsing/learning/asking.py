@@ -121,7 +121,9 @@ class Asker:
     def _rendered(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[Said], asking: bool) -> str | None:
         self.renders += 1
         if self.renders > MOST_RENDERS:
-            raise Unlearnt(FormatProperty.BOUNDED, f"more than {MOST_RENDERS} renders did not tell how calls are written")
+            raise Unlearnt(
+                FormatProperty.BOUNDED, f"more than {MOST_RENDERS} renders did not tell how calls are written"
+            )
         try:
             text = self.renderer.render([QUESTION, *messages], tools=_tools(calls), generation_prompt=asking)
         except TemplateRaised:

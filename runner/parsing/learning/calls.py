@@ -56,7 +56,9 @@ def learn_calls(asker: Asker) -> CallFormat:
     pieces, between = _several(asker, shape, one)
     turn_ends = _ends_of_turn(asker)
     close, stop = _close(asker, shape, text[one.end :], _behind_call(shape, followed, first, asker), between, turn_ends)
-    begin, after_content, before_content = _front(asker, shape, text[: one.start])
+    begin, after_content, before_content = _front(asker, shape, text[: one.start], turn_ends)
+    if before_content is not None:
+        before_content = before_content.removeprefix(close)
     arguments = shape.arguments
     if isinstance(shape.find, TaggedLearner):
         arguments, close, between = shape.find.ended(close, between)
@@ -108,7 +110,10 @@ def _notation(asker: Asker, find: FindCall) -> Notation:
     rich = Said(FIRST.name, RICH)
     span = find(_asked(asker, rich), rich, asker.id_of(rich, 0), 0)
     if span is None:
-        raise Unlearnt(FormatProperty.VALUES, "lists, objects and strings with quotes in arguments are written in no known notation")
+        raise Unlearnt(
+            FormatProperty.VALUES,
+            "lists, objects and strings with quotes in arguments are written in no known notation",
+        )
     for notation in object_notations(span.before_arguments):
         if notation.encode(RICH) == span.arguments:
             return notation
@@ -196,7 +201,7 @@ def _close(
     return close.rstrip(), ""
 
 
-def _front(asker: Asker, shape: _Shape, before: str) -> tuple[str, str | None, str | None]:
+def _front(asker: Asker, shape: _Shape, before: str, turn_ends: str) -> tuple[str, str | None, str | None]:
     """What begins the calls, what stands between a content and them, and between them and a content behind them."""
     marks = asker.marks
     said = shape.probes[0]
@@ -213,7 +218,10 @@ def _front(asker: Asker, shape: _Shape, before: str) -> tuple[str, str | None, s
     in_between = text[content + len(ANSWERED) : span.start]
     shared = marks.common_suffix([before, in_between]).lstrip()
     begin = shared if len(shared) < len(begin) or not begin else begin
-    return begin, in_between[: len(in_between) - len(begin)], None
+    after_content = in_between[: len(in_between) - len(begin)]
+    # A content that stands in a turn of its own is not beside the calls.
+    own_turn = any(mark in after_content for mark in marks.of(turn_ends) if marks.is_tag(mark))
+    return begin, None if own_turn else after_content, None
 
 
 _JSON_SIGNS: Final = frozenset("[{\"' \n")

@@ -17,7 +17,10 @@ def learn_nested(body: Callable[[Any], str | None], before: str) -> Nested | Non
         body: what the template writes between a key and what separates its value from the next one.
         before: how each of those begins, whatever the value.
     """
-    texts = [body(value) for value in ([70707, 80808], [True, False, None, "zqitemz"], {"zqaz": 70707, "zqbz": 80808}, {}, [])]
+    texts = [
+        body(value)
+        for value in ([70707, 80808], [True, False, None, "zqitemz"], {"zqaz": 70707, "zqbz": 80808}, {}, [])
+    ]
     if any(text is None or not text.startswith(before) for text in texts):
         return None
     numbers, words, members, no_members, no_items = (text[len(before) :] for text in texts if text is not None)

@@ -34,17 +34,13 @@ class Span:
 
 def contained(text: str, said: Said, call_id: str, start: int = 0) -> Span | None:
     """The call as a JSON object that holds its name and its arguments, wherever in it they are."""
-    found: Span | None = None
     for at, end, value in _objects(text, start):
-        if found is not None and at >= found.end:
-            break
         container = _container(value, said, call_id)
         arguments = container and _arguments(text, at + 1, end, said.arguments)
         if container and arguments:
             pieces = _pieces(text, at, end, arguments, said.name, call_id)
-            # The innermost of several inside each other is the call, what is around it belongs to all calls.
-            found = Span(at, end, pieces, text[slice(*arguments)], text[: arguments[0]], container)
-    return found
+            return Span(at, end, pieces, text[slice(*arguments)], text[: arguments[0]], container)
+    return None
 
 
 def named(text: str, said: Said, call_id: str, start: int = 0) -> Span | None:
@@ -124,9 +120,7 @@ def _paths(value: Any, wanted: Any, path: tuple[str, ...] = ()) -> Iterator[tupl
             yield from _paths(member, wanted, (*path, key))
 
 
-def _pieces(
-    text: str, start: int, end: int, arguments: tuple[int, int], name: str, call_id: str
-) -> tuple[Piece, ...]:
+def _pieces(text: str, start: int, end: int, arguments: tuple[int, int], name: str, call_id: str) -> tuple[Piece, ...]:
     return merged(
         [
             *with_slots(text[start : arguments[0]], name, call_id),
@@ -141,7 +135,11 @@ def with_slots(text: str, name: str, call_id: str) -> list[Piece]:
     pieces: list[Piece] = [Text(text)]
     # An id may hold the name.
     for word, slot in ((call_id, Slot.ID), (name, Slot.NAME)):
-        pieces = [part for piece in pieces for part in (_split(piece.text, word, slot) if isinstance(piece, Text) else [piece])]
+        pieces = [
+            part
+            for piece in pieces
+            for part in (_split(piece.text, word, slot) if isinstance(piece, Text) else [piece])
+        ]
     return pieces
 
 

@@ -1,0 +1,228 @@
+"""Checks a learnt format against its template, with words and values that it was not learnt from."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
+from runner.parsing.notations import Cdata, Html, Nested, Raw
+from runner.parsing.reading import CallReader, Reading
+from runner.parsing.turn_format import CallFormat, TaggedArguments
+from runner.parsing.writing import Unwritable, WrittenCall, write_calls
+from runner.tokens.probe_messages import ANSWERED
+
+__all__ = ["CallTrait", "Difference", "check_calls", "differences"]
+
+
+class CallTrait(enum.StrEnum):
+    """What a format cannot do, though calls can be read."""
+
+    UNTYPED = "untyped"
+    CLOSING_IN_STRING = "closing_in_string"
+    ONE_CALL = "one_call"
+    BARE = "bare"
+    CONTENT_DROPPED = "content_dropped"
+    CONTENT_BEHIND = "content_behind"
+    NAME_IN_ID = "name_in_id"
+    QUOTED_UNESCAPED = "quoted_unescaped"
+    NO_ARGUMENTS_UNWRITABLE = "no_arguments_unwritable"
+    SOME_TYPES_UNWRITABLE = "some_types_unwritable"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Something that an assistant may say."""
+
+    what: str
+    calls: tuple[Said, ...]
+    content: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A case in which the template and its format differ."""
+
+    case: Case
+    why: str
+    text: str
+
+
+def check_calls(asker: Asker, form: CallFormat) -> frozenset[CallTrait]:
+    """What the format cannot do.
+
+    Raises:
+        Unlearnt: it reads or writes something else than the template does, and no trait says why.
+    """
+    wrong = differences(asker, form)
+    traits = frozenset(_traits(form, wrong))
+    left = [each for each in wrong if not _explained(each, traits)]
+    if left:
+        raise Unlearnt(FormatProperty.INVERTED, f"{left[0].case.what}: {left[0].why}")
+    return traits
+
+
+def differences(asker: Asker, form: CallFormat) -> list[Difference]:
+    """Every case of the battery in which what is written is not in the render, or what is read is not what was said."""
+    reader = CallReader(form)
+    found: list[Difference] = []
+    for case in _battery(form):
+        if len(case.calls) > 1 and form.between is None:
+            continue
+        if case.content and form.after_content is None and form.before_content is None:
+            continue
+        text = asker.turn(*case.calls, content=case.content)
+        if text is None:
+            found.append(Difference(case, "the template refuses it", ""))
+            continue
+        found += _difference(asker, form, reader, case, text)
+    return found
+
+
+def _difference(asker: Asker, form: CallFormat, reader: CallReader, case: Case, text: str) -> Iterator[Difference]:
+    calls = [WrittenCall(said.name, said.arguments, asker.id_of(said, n)) for n, said in enumerate(case.calls)]
+    try:
+        written = write_calls(form, calls)
+    except Unwritable as error:
+        yield Difference(case, str(error), text)
+        return
+    at = text.find(written)
+    if at < 0:
+        yield Difference(case, f"it is not written as {written!r}", text)
+        return
+    before = f"{case.content}{form.after_content}" if case.content and form.after_content is not None else ""
+    behind = f"{form.before_content}{case.content}" if case.content and form.before_content is not None else ""
+    reading = reader.read(before + written + behind, _schemas(case.calls))
+    wrong = _misread(reading, case)
+    if wrong:
+        yield Difference(case, wrong, text)
+
+
+def _misread(reading: Reading, case: Case) -> str:
+    if len(reading.calls) != len(case.calls):
+        return f"{len(reading.calls)} calls are read"
+    for call, said in zip(reading.calls, case.calls, strict=True):
+        if call.error is not None:
+            return call.error
+        if call.name != said.name:
+            return f"the name is read as {call.name!r}"
+        if not alike(call.arguments, said.arguments):
+            return f"the arguments {said.arguments!r} are read as {call.arguments!r}"
+    if reading.content != case.content.strip():
+        return f"the content is read as {reading.content!r}"
+    return ""
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Equal, and of the same types all through: True is not 1, and 1 is not 1.0."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return type(one) is type(other) and one == other
+
+
+def _schemas(calls: Sequence[Said]) -> dict[str, Any]:
+    schemas: dict[str, Any] = {}
+    for said in calls:
+        properties = schemas.setdefault(said.name, {"type": "object", "properties": {}})["properties"]
+        for key, value in said.arguments.items():
+            properties[key] = {"type": "string"} if isinstance(value, str) else {}
+    return schemas
+
+
+STRINGS: Final[Mapping[str, str]] = {
+    "words": "two words", "empty": "", "border spaces": "  two  ", "line breaks": "one\ntwo\n\nthree\n",
+    "break first": "\none", "tab": "a\tb", "double quotes": 'say "yes"', "single quotes": "it's 'so'",
+    "backslashes": "C:\\new\\table \\", "unicode": "naïve 日本語 🙂 \u200b", "markup": "<b>bold</b> & <br/>",
+    "code": "def f(x):\n    return {'a': [x, \"b\"]}\n", "json": '{"name": "x", "arguments": {"a": [1, 2]}}',
+    "digits": "42", "true": "true", "None": "None", "comma": "a, b=3, c", "brackets": "f(x)[0] {y}", "null": "null",
+    "percent": "50% {{ x }} {% if %}", "slashes": "https://example.org/a?b=c#d",
+}  # fmt: skip
+OTHERS: Final[Mapping[str, Any]] = {
+    "zero": 0, "negative": -17, "large": 2**70, "float": 2.5, "small": -0.125, "true": True, "false": False,
+    "null": None, "no items": [], "no members": {}, "list": [1, "two", None, True, 2.5],
+    "object": {"flag": False, "inner": {"deep": ["x", {"y": "z w"}]}, "n": 3}, "strings": ["it's", 'say "x"', "a, b"],
+}  # fmt: skip
+
+
+def _battery(form: CallFormat) -> Iterator[Case]:
+    """Cases in words that were not learnt from."""
+    for what, value in STRINGS.items():
+        yield Case(f"a string: {what}", (Said("look_up", {"limit": 3, "query": value}),))
+    for what, value in OTHERS.items():
+        yield Case(f"a value: {what}", (Said("set_value", {"note": "done", "value": value}),))
+    yield Case("no arguments", (Said("refresh", {}),))
+    yield Case("many arguments", (Said("many", {f"arg_{n}": n if n % 2 else f"text {n}" for n in range(10)}),))
+    for name in ("ns.tool", "get-weather", "tool_2", "Tool$x"):
+        yield Case(f"the name {name}", (Said(name, {"$g": None, "a_b": 1, "c-d": "x", "e.f": True}),))
+    two = (Said("look_up", {"query": "first one"}), Said("refresh", {"hard": True}))
+    yield Case("two calls", two)
+    yield Case("three calls", (*two, Said("look_up", {"query": "third"})))
+    yield Case("the same call twice", (two[0], two[0]))
+    yield Case("two calls, one without arguments", (Said("refresh", {}), two[0]))
+    yield Case("content beside a call", (two[0],), "I look it up.")
+    yield Case("content of two lines", (two[0],), "First.\n\nThen I look it up.")
+    yield Case("JSON in the content", (two[0],), 'It is {"a": [1, 2]} and so on.')
+    yield Case("content beside two calls", two, "Both at once.")
+    for mark in dict.fromkeys(each for each in (form.trigger, form.close.strip(), form.begin.strip()) if each):
+        yield Case(f"{mark!r} in a string", (Said("look_up", {"query": f"a {mark} b"}),))
+    if isinstance(form.arguments, TaggedArguments):
+        for mark in dict.fromkeys(
+            each.strip() for each in (form.arguments.tail, form.arguments.separator) if each.strip()
+        ):
+            yield Case(f"{mark!r} in a string", (Said("look_up", {"query": f"a {mark} b", "zone": 3}),))
+        yield _whole_closing(form, form.arguments)
+
+
+WHOLE_CLOSING: Final = "what ends the calls in a string"
+
+
+def _whole_closing(form: CallFormat, arguments: TaggedArguments) -> Case:
+    string = arguments.styles.get("string")
+    ending = f"{string.close if string else ''}{arguments.tail}{form.close}"
+    return Case(WHOLE_CLOSING, (Said("look_up", {"query": f"a{ending} b"}),))
+
+
+def _traits(form: CallFormat, wrong: Sequence[Difference]) -> Iterator[CallTrait]:
+    if form.between is None:
+        yield CallTrait.ONE_CALL
+    if not form.trigger:
+        yield CallTrait.BARE
+    if form.id_pieces is not None:
+        yield CallTrait.NAME_IN_ID
+    if form.after_content is None:
+        yield CallTrait.CONTENT_DROPPED if form.before_content is None else CallTrait.CONTENT_BEHIND
+    style = form.arguments
+    if not isinstance(style, TaggedArguments):
+        return
+    if style.none is None:
+        yield CallTrait.NO_ARGUMENTS_UNWRITABLE
+    if len(style.styles) < 7:
+        yield CallTrait.SOME_TYPES_UNWRITABLE
+    string = style.styles.get("string")
+    if string is not None and isinstance(string.notation, Raw | Html | Cdata):
+        if write_one(form, "5") == write_one(form, 5):
+            yield CallTrait.UNTYPED
+        elif string.close:
+            yield CallTrait.QUOTED_UNESCAPED
+        if any(each.case.what == WHOLE_CLOSING for each in wrong):
+            yield CallTrait.CLOSING_IN_STRING
+
+
+def write_one(form: CallFormat, value: Any) -> str | None:
+    try:
+        return write_calls(form, [WrittenCall("look_up", {"query": value}, "")])
+    except Unwritable:
+        return None
+
+
+def _explained(difference: Difference, traits: frozenset[CallTrait]) -> bool:
+    case = difference.case
+    if case.what == WHOLE_CLOSING:
+        return CallTrait.CLOSING_IN_STRING in traits
+    if case.what == "no arguments" or "without arguments" in case.what:
+        return CallTrait.NO_ARGUMENTS_UNWRITABLE in traits
+    return False

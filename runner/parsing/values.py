@@ -1,0 +1,235 @@
+"""Reads the arguments of one call: an object, or keys and values between literals, typed by the tool's schema."""
+
+from __future__ import annotations
+
+import functools
+import html
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+from runner.parsing.lenient import behind_key, behind_raw, lenient
+from runner.parsing.literals import Unreadable, read_literal
+from runner.parsing.nested_values import read_nested
+from runner.parsing.notations import Cdata, Html, Nested, Notation, Raw, type_of
+from runner.parsing.turn_format import TaggedArguments, ValueStyle
+
+__all__ = ["WORD", "TaggedReader", "as_object", "as_typed", "read_object"]
+
+AS_TEXT: Final = (Raw, Html, Cdata)
+WORD: Final = r"""[^\s<>{}()\[\]"'`,=|]"""
+"""A sign that the name of a tool or of an argument may have."""
+
+
+@dataclass(frozen=True)  # without slots, since its patterns are kept in it
+class TaggedReader:
+    """Reads keys and values between literals."""
+
+    format: TaggedArguments
+    """What the literals are."""
+    ends: Sequence[str]
+    """Patterns of what may stand behind the last value's end: the close of the calls, or the next call."""
+
+    def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+        """The arguments that begin at `at`, and where the text goes on behind them.
+
+        Raises:
+            Unreadable: they cannot be read; the message is a clause that says why.
+        """
+        head = self._head.match(text, at)
+        key = None if head is None else self._key.match(text, head.end())
+        if key is None:
+            none = None if self._none is None else self._none.match(text, at)
+            if none is None:
+                raise Unreadable(
+                    "the name of an argument is missing"
+                    if head
+                    else f"{self.format.head.strip()!r} is missing behind the name"
+                )
+            return {}, none.end()
+        properties = schema.get("properties", {})
+        arguments: dict[str, Any] = {}
+        while key is not None:
+            name = key["key"]
+            if name in arguments:
+                raise Unreadable(f"{name} is given twice")
+            arguments[name], at = self._value(text, key.end(), name, properties.get(name), schema)
+            separator = self._separator.match(text, at)
+            key = None if separator is None else self._key.match(text, separator.end())
+        tail = self._tail.match(text, at)
+        if tail is None:
+            raise Unreadable(f"{self.format.tail.strip()!r} is missing behind {name}")
+        return arguments, tail.end()
+
+    def _value(self, text: str, at: int, name: str, schema: Any, root: Mapping[str, Any]) -> tuple[Any, int]:
+        """The value behind its key, and where the text goes on behind it."""
+        problem: Unreadable | None = None
+        for opening, styles in self._openings:
+            opened = opening.match(text, at)
+            if opened is None:
+                continue
+            try:
+                if isinstance(styles[0].notation, AS_TEXT):
+                    return self._raw(styles, text, opened.end(), schema, root)
+                return _literal(styles, text, opened.end())
+            except Unreadable as error:
+                problem = problem or error
+        raise Unreadable(f"the value of {name} {problem or 'is missing'}")
+
+    def _raw(
+        self, styles: Sequence[ValueStyle], text: str, start: int, schema: Any, root: Mapping[str, Any]
+    ) -> tuple[Any, int]:
+        """A value that stands as it is: it ends where all that may follow does."""
+        style = styles[0]
+        end = next(
+            (found.start() for pattern in self._behind[style.close] if (found := pattern.search(text, start))), None
+        )
+        if end is None:
+            raise Unreadable("is not closed")
+        closed = _compiled(lenient(style.close)).match(text, end)
+        value = _decoded(style.notation, text[start:end])
+        # Where other types open alike, only the schema tells a string from them.
+        return (as_typed(value, schema, root) if len(styles) > 1 else value), end if closed is None else closed.end()
+
+    @cached_property
+    def _head(self) -> re.Pattern[str]:
+        return _compiled(lenient(self.format.head))
+
+    @cached_property
+    def _none(self) -> re.Pattern[str] | None:
+        return None if self.format.none is None else _compiled(lenient(self.format.none))
+
+    @cached_property
+    def _separator(self) -> re.Pattern[str]:
+        return _compiled(lenient(self.format.separator))
+
+    @cached_property
+    def _tail(self) -> re.Pattern[str]:
+        return _compiled(lenient(self.format.tail))
+
+    @cached_property
+    def _key(self) -> re.Pattern[str]:
+        openings = sorted({lenient(style.open) for style in self.format.styles.values()}, key=len, reverse=True)
+        return _compiled(rf"""\s*(?P<key>{WORD}+?)(?={"|".join(openings)})""")
+
+    @cached_property
+    def _openings(self) -> Sequence[tuple[re.Pattern[str], Sequence[ValueStyle]]]:
+        """The styles by how they open, the longest opening first; in each those of text come first."""
+        grouped: dict[str, list[ValueStyle]] = {}
+        for style in self.format.styles.values():
+            grouped.setdefault(style.open, []).append(style)
+        result: list[tuple[re.Pattern[str], Sequence[ValueStyle]]] = []
+        for opening, styles in sorted(grouped.items(), key=lambda item: len(item[0]), reverse=True):
+            styles.sort(key=lambda style: not isinstance(style.notation, AS_TEXT))
+            raw = isinstance(styles[0].notation, AS_TEXT)
+            result.append((_compiled(behind_key(opening) if raw else lenient(opening)), styles))
+        return result
+
+    @cached_property
+    def _behind(self) -> Mapping[str, Sequence[re.Pattern[str]]]:
+        """By the close of a style, what stands behind a raw value: with all that follows, or only with its own end."""
+        form = self.format
+        patterns: dict[str, Sequence[re.Pattern[str]]] = {}
+        for close in {style.close for style in form.styles.values() if isinstance(style.notation, AS_TEXT)}:
+            another = behind_raw(close + form.separator) + self._key.pattern
+            last = [_joined(close + form.tail, end) for end in self.ends]
+            own = behind_raw(close + form.tail)
+            patterns[close] = [_compiled("|".join([another, *last])), _compiled(own if own else r"\s*\Z")]
+        return patterns
+
+
+def _joined(literal: str, pattern: str) -> str:
+    return behind_raw(literal) + pattern if literal else pattern.removeprefix(r"\s*")
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+def _literal(styles: Sequence[ValueStyle], text: str, start: int) -> tuple[Any, int]:
+    nested = next((style.notation for style in styles if isinstance(style.notation, Nested)), None)
+    value, end = read_nested(nested, text, start) if nested is not None else read_literal(text, start)
+    for style in styles:
+        closed = _compiled(lenient(style.close)).match(text, end)
+        if closed is not None:
+            return value, closed.end()
+    raise Unreadable(f"is followed by {text[end : end + 10]!r}")
+
+
+def read_object(text: str, at: int) -> tuple[Mapping[str, Any], int]:
+    """Arguments that stand as one object, or as the text of one.
+
+    Raises:
+        Unreadable: they do not.
+    """
+    value, end = read_literal(text, at)
+    return as_object(value), end
+
+
+def as_object(arguments: Any) -> Mapping[str, Any]:
+    """Arguments as an object, also where they are the text of one, or nothing at all.
+
+    Raises:
+        Unreadable: they are neither.
+    """
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments, _ = read_literal(arguments)
+        except Unreadable:
+            raise Unreadable("its arguments are a string that is no JSON object") from None
+    if arguments is None or arguments == "":
+        return {}
+    if not isinstance(arguments, dict):
+        raise Unreadable("its arguments must be a JSON object")
+    return arguments
+
+
+def _decoded(notation: Notation, text: str) -> str:
+    match notation:
+        case Html():
+            return html.unescape(text)
+        case Cdata() if text.startswith("<![CDATA[") and text.endswith("]]>"):
+            return text[len("<![CDATA[") : -len("]]>")]
+        case _:
+            return text
+
+
+def as_typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """The value of a raw text: the schema decides; without one, or where it allows both, what reads as a literal is one."""
+    types = schema_types(schema, root)
+    if types == {"string"}:
+        return text
+    try:
+        value, end = read_literal(text)
+    except Unreadable:
+        return text
+    if text[end:].strip() or isinstance(value, str):
+        return text
+    kind = type_of(value)
+    fits = not types or kind in types or (kind == "integer" and "number" in types)
+    return value if fits or "string" not in types else text
+
+
+def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """The types that a schema allows; empty where it does not say."""
+    if not isinstance(schema, Mapping) or depth > 20:
+        return set()
+    if "$ref" in schema:
+        return schema_types(_resolved(root, schema["$ref"]), root, depth + 1)
+    if "const" in schema or "enum" in schema:
+        return {type_of(value) for value in schema.get("enum", [schema.get("const")])}
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        if keyword in schema:
+            parts = [schema_types(part, root, depth + 1) for part in schema[keyword]]
+            return set().union(*parts) if all(parts) or keyword == "allOf" else set()
+    kind = schema.get("type")
+    return set() if kind is None else {kind} if isinstance(kind, str) else set(kind)
+
+
+def _resolved(root: Any, reference: str) -> Any:
+    for step in reference.removeprefix("#").split("/")[1:]:
+        root = root.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
+    return root

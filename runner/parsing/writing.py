@@ -1,0 +1,75 @@
+"""Writes calls as a template does, character for character."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from runner.parsing.notations import type_of
+from runner.parsing.turn_format import CallFormat, Piece, Slot, TaggedArguments, Text
+
+__all__ = ["Unwritable", "WrittenCall", "id_for", "write_calls"]
+
+
+class WrittenCall(NamedTuple):
+    """A call to be written."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str
+
+
+class Unwritable(ValueError):
+    """The format has no way to write this; the message is a clause that says why."""
+
+
+def write_calls(form: CallFormat, calls: Sequence[WrittenCall]) -> str:
+    """The text of `calls`, from what begins them to what closes them.
+
+    Raises:
+        Unwritable: they cannot be written in this format.
+    """
+    if len(calls) > 1 and form.between is None:
+        raise Unwritable("a turn has only one call")
+    written = ("".join(_piece(form, piece, call, number) for piece in form.call) for number, call in enumerate(calls))
+    return form.begin + (form.between or "").join(written) + form.close
+
+
+def id_for(form: CallFormat, name: str, number: int) -> str | None:
+    """The id that the format wants the call of that number in its turn to have; None where any will do."""
+    if form.id_pieces is None:
+        return None
+    call = WrittenCall(name, {}, "")
+    return "".join(_piece(form, piece, call, number) for piece in form.id_pieces)
+
+
+def _piece(form: CallFormat, piece: Piece, call: WrittenCall, number: int) -> str:
+    match piece:
+        case Text(text):
+            return text
+        case Slot.NAME:
+            return call.name
+        case Slot.ID:
+            return call.id
+        case Slot.INDEX:
+            return str(number)
+        case Slot.ARGUMENTS:
+            return _arguments(form, call.arguments)
+
+
+def _arguments(form: CallFormat, arguments: Mapping[str, Any]) -> str:
+    style = form.arguments
+    if not isinstance(style, TaggedArguments):
+        return style.notation.encode(arguments)
+    if not arguments:
+        if style.none is None:
+            raise Unwritable("a call without arguments cannot be written")
+        return style.none
+    return style.head + style.separator.join(_member(style, *member) for member in arguments.items()) + style.tail
+
+
+def _member(form: TaggedArguments, key: str, value: Any) -> str:
+    style = form.styles.get(type_of(value))
+    if style is None:
+        raise Unwritable(f"a value of type {type_of(value)} cannot be written")
+    return f"{key}{style.open}{style.notation.encode(value)}{style.close}"
