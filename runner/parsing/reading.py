@@ -241,11 +241,15 @@ class CallReader:
             return re.compile(r"\s*\{")
         pieces = self.format.call[: self.format.call.index(Slot.ARGUMENTS)]
         form = self.format.arguments
-        if not isinstance(form, TaggedArguments):
-            return re.compile(self._pattern(pieces) + r"(?=\s|\W)")
-        without = [] if form.none is None else [form.none or self.format.close, form.none or self.format.between or ""]
-        following = "|".join(lenient(each) for each in dict.fromkeys((form.head, *without)) if each)
-        return re.compile(f"{self._pattern(pieces)}(?={following})")
+        following: list[str] = []
+        if isinstance(form, TaggedArguments):
+            without = (
+                [] if form.none is None else [form.none + self.format.close, form.none + (self.format.between or "")]
+            )
+            following = [lenient(each) for each in (form.head, *without) if each]
+        elif not isinstance(pieces[-1], Text):
+            following = [r"\s*[{\"\']"]
+        return re.compile(self._pattern(pieces) + (f"(?={'|'.join(following)})" if following else ""))
 
     @cached_property
     def _tail(self) -> re.Pattern[str]:

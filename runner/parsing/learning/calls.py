@@ -62,6 +62,10 @@ def learn_calls(asker: Asker) -> CallFormat:
     arguments = shape.arguments
     if isinstance(shape.find, TaggedLearner):
         arguments, close, between = shape.find.ended(close, between)
+    trigger = _trigger(asker, begin)
+    if not trigger and "\n" not in (after_content or ""):
+        # Nothing tells such a content from the calls.
+        after_content = before_content = None
     return CallFormat(
         begin=begin,
         call=pieces,
@@ -69,7 +73,7 @@ def learn_calls(asker: Asker) -> CallFormat:
         close=close,
         arguments=arguments,
         container=shape.container,
-        trigger=_trigger(asker, begin, pieces),
+        trigger=trigger,
         after_content=after_content,
         before_content=before_content,
         id_pieces=(Text("functions."), Slot.NAME, Text(":"), Slot.INDEX) if asker.named_ids else None,
@@ -227,7 +231,7 @@ def _front(asker: Asker, shape: _Shape, before: str, turn_ends: str) -> tuple[st
 _JSON_SIGNS: Final = frozenset("[{\"' \n")
 
 
-def _trigger(asker: Asker, begin: str, pieces: Sequence[Piece]) -> str:
+def _trigger(asker: Asker, begin: str) -> str:
     """What tells that calls begin: the first tag, or else all of what is in front of the first slot."""
     marks = asker.marks.of(begin)
     if marks and asker.marks.is_tag(marks[0]):

@@ -123,6 +123,8 @@ def _styles(asker: Asker, head: str, separator: str, open_integer: str) -> dict[
                 FormatProperty.VALUES, f"the value {values[0]!r:.40} is written in no known notation: {known[0]!r:.60}"
             )
         styles[type_of(values[0])] = style
+    if "string" not in styles:
+        raise Unlearnt(FormatProperty.VALUES, "where a string ends cannot be told")
     return styles
 
 
