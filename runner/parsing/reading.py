@@ -247,7 +247,7 @@ class CallReader:
                 [] if form.none is None else [form.none + self.format.close, form.none + (self.format.between or "")]
             )
             following = [lenient(each) for each in (form.head, *without) if each]
-        elif not isinstance(pieces[-1], Text):
+        elif not isinstance(pieces[-1], Text) or not pieces[-1].text.strip():
             following = [r"\s*[{\"\']"]
         return re.compile(self._pattern(pieces) + (f"(?={'|'.join(following)})" if following else ""))
 
