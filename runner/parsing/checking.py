@@ -30,6 +30,7 @@ class CallTrait(enum.StrEnum):
     QUOTED_UNESCAPED = "quoted_unescaped"
     NO_ARGUMENTS_UNWRITABLE = "no_arguments_unwritable"
     SOME_TYPES_UNWRITABLE = "some_types_unwritable"
+    SOME_VALUES_REFUSED = "some_values_refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def differences(asker: Asker, form: CallFormat) -> list[Difference]:
             continue
         text = asker.turn(*case.calls, content=case.content)
         if text is None:
-            found.append(Difference(case, "the template refuses it", ""))
+            found.append(Difference(case, REFUSED, ""))
             continue
         found += _difference(asker, form, reader, case, text)
     return found
@@ -177,6 +178,7 @@ def _battery(form: CallFormat) -> Iterator[Case]:
         yield _whole_closing(form, form.arguments)
 
 
+REFUSED: Final = "the template refuses it"
 WHOLE_CLOSING: Final = "what ends the calls in a string"
 
 
@@ -195,11 +197,13 @@ def _traits(form: CallFormat, wrong: Sequence[Difference]) -> Iterator[CallTrait
         yield CallTrait.NAME_IN_ID
     if form.after_content is None:
         yield CallTrait.CONTENT_DROPPED if form.before_content is None else CallTrait.CONTENT_BEHIND
+    if any(each.why == REFUSED for each in wrong):
+        yield CallTrait.SOME_VALUES_REFUSED
+    if any(_without_arguments(each.case) for each in wrong):
+        yield CallTrait.NO_ARGUMENTS_UNWRITABLE
     style = form.arguments
     if not isinstance(style, TaggedArguments):
         return
-    if style.none is None:
-        yield CallTrait.NO_ARGUMENTS_UNWRITABLE
     if len(style.styles) < 7:
         yield CallTrait.SOME_TYPES_UNWRITABLE
     string = style.styles.get("string")
@@ -223,6 +227,10 @@ def _explained(difference: Difference, traits: frozenset[CallTrait]) -> bool:
     case = difference.case
     if case.what == WHOLE_CLOSING:
         return CallTrait.CLOSING_IN_STRING in traits
-    if case.what == "no arguments" or "without arguments" in case.what:
-        return CallTrait.NO_ARGUMENTS_UNWRITABLE in traits
-    return False
+    if difference.why == REFUSED:
+        return CallTrait.SOME_VALUES_REFUSED in traits
+    return _without_arguments(case) and CallTrait.NO_ARGUMENTS_UNWRITABLE in traits
+
+
+def _without_arguments(case: Case) -> bool:
+    return any(not said.arguments for said in case.calls)

@@ -15,8 +15,8 @@ from runner.tokens.template import Renderer, TemplateRaised
 
 __all__ = ["Asker", "FormatProperty", "Said", "Unlearnt"]
 
-MOST_RENDERS: Final = 150
-"""A learnt template takes some thirty."""
+MOST_RENDERS: Final = 400
+"""A template takes some forty to be learnt, and twice as many to be checked."""
 
 
 class FormatProperty(enum.StrEnum):

@@ -143,10 +143,8 @@ def _several(asker: Asker, shape: _Shape, one: Span) -> tuple[tuple[Piece, ...],
         start = spans[-1].end if spans else 0
         spans.append(_found(shape, text, said, asker, number, start))
     between = {text[a.end : b.start] for a, b in zip(spans, spans[1:], strict=False)}
-    pieces = _counted(spans)
-    if len(between) > 1:
-        raise Unlearnt(FormatProperty.REPEATED, "what stands between calls is not always the same")
-    return pieces, between.pop()
+    # Some templates forget what belongs between later calls; one call at a time is right with them.
+    return (_counted(spans), between.pop()) if len(between) == 1 else (one.pieces, None)
 
 
 def _counted(spans: Sequence[Span]) -> tuple[Piece, ...]:

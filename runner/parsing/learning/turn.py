@@ -1,0 +1,79 @@
+"""Learns the format of a template's turns, checks it against the template, and says what it can do."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import orjson
+
+from runner.parsing.checking import CallTrait, check_calls
+from runner.parsing.learning.asking import Asker, FormatProperty, Unlearnt
+from runner.parsing.learning.calls import learn_calls
+from runner.parsing.learning.reasoning import learn_content, learn_reasoning
+from runner.parsing.marks import Marks
+from runner.parsing.turn_format import TurnFormat
+from runner.tokens.control_text import special_tokens, tag_tokens
+from runner.tokens.template import Renderer
+
+__all__ = ["LearntTurn", "Verdict", "learn_turn"]
+
+
+class Verdict(enum.StrEnum):
+    """How good a learnt format of calls is."""
+
+    EXACT = "exact"
+    LIMITED = "limited"  # all but what its traits name
+    REFUSED = "refused"  # calls cannot be read
+
+
+@dataclass(frozen=True, slots=True)
+class LearntTurn:
+    """What was learnt of a template's turns."""
+
+    format: TurnFormat
+    """How it writes them."""
+    traits: tuple[CallTrait, ...]
+    """What its calls cannot do."""
+    missing: FormatProperty | None
+    """What the template does not do for its calls to be read; None where they are."""
+    why: str
+    """The same in words, or ""."""
+    renders: int
+    """How often the template was rendered for it."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """How good it is."""
+        if self.format.calls is None:
+            return Verdict.REFUSED
+        return Verdict.LIMITED if self.traits else Verdict.EXACT
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        values: dict[str, Any] = orjson.loads(orjson.dumps(self))
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """What `as_json` described."""
+        from pydantic import TypeAdapter  # here, since the process that probes has to start fast
+
+        return TypeAdapter(cls).validate_python(values)
+
+
+def learn_turn(renderer: Renderer) -> LearntTurn:
+    """What a template writes for a turn of the assistant, learnt from some thirty renders and checked with sixty."""
+    written = renderer.written()
+    special = frozenset(special_tokens(written))
+    asker = Asker(renderer, Marks(special | {*tag_tokens(written)}), special)
+    calls, traits, missing, why = None, frozenset[CallTrait](), None, ""
+    reasoning, content = learn_reasoning(asker), learn_content(asker)
+    try:
+        calls = learn_calls(asker)
+        traits = check_calls(asker, calls)
+    except Unlearnt as error:
+        calls, missing, why = None, error.property, str(error)
+    return LearntTurn(TurnFormat(calls, reasoning, content), tuple(sorted(traits)), missing, why, asker.renders)
