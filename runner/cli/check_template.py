@@ -22,7 +22,7 @@ from runner.models import ResolvedModel, chat_template, resolve_model, stop_ids
 from runner.options import HistoryPolicy
 from runner.tokens.bridging.refusal import Property
 from runner.tokens.probing.appends import Append, Exactness, Passage, Verdict
-from runner.tokens.probing.probe import UnusableTemplate, bundled_templates, in_process, request_of
+from runner.template_probe import UnusableTemplate, bundled_templates, in_process, request_of
 from runner.tokens.probing.profile import TemplateProfile, TraitValue
 from runner.tokens.template import ChatTemplate
 from runner.transcript import printable

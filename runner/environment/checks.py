@@ -53,16 +53,17 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> None:
     """Refuse tools that the model would not be shown, or whose calls could not be read.
 
     Raises:
-        BadTemplate: the template does not carry tools, or writes calls in a form that is not known.
+        BadTemplate: the template does not carry tools, or writes calls in a form that cannot be read.
         BadOption: `tool_choice` names no tool.
     """
     tools = environment.bound_tools()
     if tools:
         require_tools(chat.renderer)
-        if chat.tool_format is None:
+        if not chat.parser.reads_calls:
             raise BadTemplate(
-                f"template {chat.renderer.template.name!r} writes tool calls in a form that is not known "
-                f"(known: pythonic, hermes). Give --template pythonic or hermes, or a file that writes one."
+                f"template {chat.renderer.template.name!r} writes tool calls in a form that cannot be read "
+                f"({chat.learnt.missing}): {chat.learnt.why}. Give --template pythonic or hermes, or a file that writes "
+                "them otherwise."
             )
     names = [tool.name for tool in tools]
     choice = environment.tool_choice

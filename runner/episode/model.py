@@ -8,9 +8,8 @@ from typing import Any
 
 from runner.engines.base import Engine, FinishReason
 from runner.options import History
-from runner.parsing.base import ToolFormat
-from runner.parsing.detect import detect_format
-from runner.parsing.reasoning import OPEN as REASONING_OPEN
+from runner.parsing.learnt import learnt_turn
+from runner.parsing.parser import TurnParser
 from runner.tokens.bridging.bridge import Bridge, Bridger
 from runner.tokens.bridging.tail import Tail
 from runner.tokens.template import Renderer
@@ -38,11 +37,13 @@ class ChatModel:
         self.bridger = self.trial_bridger()
         """Makes the ids of prompts and of appended messages."""
         self.tokenizer = self.bridger.tokenizer
-        self.tool_format: ToolFormat | None = detect_format(self.renderer)
-        """How its template writes tool calls; None where that is no form that we can read."""
-        prompt = self.renderer.render([{"role": "user", "content": "Go on."}])
-        self.opens_reasoning = prompt.rstrip().endswith(REASONING_OPEN)
-        """Its prompts end inside a reasoning block, so that every turn begins with a thought."""
+        self.learnt = learnt_turn(self.renderer)
+        """What was learnt of how its template writes a turn."""
+        self.parser = TurnParser(self.learnt.format)
+        """Reads its turns."""
+        trigger = self.learnt.format.calls.trigger if self.learnt.format.calls else ""
+        self.trigger_id = self.tokenizer.token_id(trigger) if trigger else None
+        """The control token that announces calls; None where it is text, or nothing does."""
 
     def trial_bridger(self) -> Bridger:
         """A bridger that has learnt nothing from the run's conversations, to try appends on."""

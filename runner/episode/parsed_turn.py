@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runner.episode.model import ChatModel
 from runner.messages import Message, ToolCall
 from runner.options import ToolChoice
-from runner.parsing.reasoning import is_open, split_reasoning
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
 
@@ -28,7 +28,25 @@ def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
 
 def cut_in_reasoning(turn: Turn, text: str, chat: ChatModel) -> bool:
     """Whether the turn was cut inside its reasoning; `text` is what it said from the beginning of its message on."""
-    return chat.closing_stop(turn) is None and is_open(text, opened=chat.opens_reasoning)
+    return chat.closing_stop(turn) is None and chat.parser.ends_in_thought(text)
+
+
+def triggers(text: str, ids: Sequence[int], chat: ChatModel) -> frozenset[int] | None:
+    """Where `text`, which begins with what `ids` say, has the control token that announces calls.
+
+    None where the vocabulary has none of it, so that only the text tells. Where the model spelt its name with letters
+    it speaks of it.
+    """
+    if chat.trigger_id is None:
+        return None
+    name = chat.tokenizer.decode([chat.trigger_id])
+    found = [match.start() for match in re.finditer(re.escape(name), text)]
+    sampled = [index for index, token_id in enumerate(ids) if token_id == chat.trigger_id]
+    if len(found) == len(sampled):
+        return frozenset(found)
+    # The text of a prefix may end inside a character, so the nearest place is meant.
+    ends = [len(chat.tokenizer.decode(ids[: index + 1])) - len(name) for index in sampled]
+    return frozenset(min(found, key=lambda at: abs(at - end)) for end in ends if found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +62,24 @@ class ParsedTurn:
 
     @classmethod
     def of(
-        cls, text: str, chat: ChatModel, tools: Sequence[Tool], *, before: int, tool_choice: ToolChoice
+        cls,
+        text: str,
+        ids: Sequence[int],
+        chat: ChatModel,
+        tools: Sequence[Tool],
+        *,
+        before: int,
+        tool_choice: ToolChoice,
     ) -> ParsedTurn:
-        """Read a turn's text. Its calls are numbered from `before` on, how many its conversation had before."""
-        reasoning, content = split_reasoning(text, opened=chat.opens_reasoning)
-        if chat.tool_format is None or not tools:
-            return cls(content, reasoning, [])
-        parsed = chat.tool_format.parse(content, before, tools, tool_choice)
+        """Read a turn's text, which is that of `ids`.
+
+        Its calls are numbered from `before` on, how many its conversation had before.
+        """
+        announced = triggers(text, ids, chat) if tools else None
+        parsed = chat.parser.parse(text, tools, tool_choice, before=before, triggers=announced)
         names = {tool.name for tool in tools}
         calls = [call if call.name in names else _without_control_text(call, chat) for call in parsed.calls]
-        return cls(parsed.content, reasoning, calls)
+        return cls(parsed.content, parsed.reasoning, calls)
 
     def as_message(self) -> Message:
         """The assistant message. A call that did not parse is none: templates drop or refuse what would answer it."""

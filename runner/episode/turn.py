@@ -122,8 +122,7 @@ def _tool_choice(conversation: ConversationState, given: ToolChoice | None) -> T
 
 
 def _constraint(conversation: ConversationState, settings: Sampling, tool_choice: ToolChoice) -> Constraint | None:
-    tool_format, tools = conversation.chat.tool_format, conversation.tools
-    enforced = tool_format.constraint(tools, tool_choice) if tool_format and tools else None
+    enforced = conversation.chat.parser.constraint(conversation.tools, tool_choice)
     given = _given_constraint(settings)
     if enforced and given:
         raise BadOption(
@@ -205,11 +204,12 @@ def _parse(conversation: ConversationState, prompt: PreparedPrompt, turn: Turn, 
             text = chat.tokenizer.decode(ids[conversation.message_start : turn.start]) + text
     else:
         conversation.message_start, conversation.calls_before_message = turn.start, conversation.calls
+    spoken = ids[conversation.message_start : turn.end]
     if text is None:
         stopped = turn.finish is FinishReason.STOP and isinstance(turn.stop, int)
-        text = text_of(ids[conversation.message_start : turn.end], chat, stopped=stopped)
+        text = text_of(spoken, chat, stopped=stopped)
     before = conversation.calls_before_message
-    said = ParsedTurn.of(text, chat, conversation.tools, before=before, tool_choice=turn.tool_choice)
+    said = ParsedTurn.of(text, spoken, chat, conversation.tools, before=before, tool_choice=turn.tool_choice)
     turn.text, turn.reasoning, turn.tool_calls = said.text, said.reasoning, said.tool_calls
     turn.thinking = cut_in_reasoning(turn, text, chat)
     conversation.calls = before + len(said.tool_calls)

@@ -99,7 +99,7 @@ class _Reader:
         number = _NUMBER.match(self.text, at)
         if number is None:
             shown = self.text[at : at + 20].split("\n")[0]
-            raise Unreadable(f"no value begins at {shown!r}" if shown else "a value is missing")
+            raise Unreadable(f"no value begins at {shown!r}" if shown else "it is missing")
         try:
             whole = number[1] is None and number[2] is None
             return (_integer(number[0]) if whole else _finite(number[0].replace("_", ""))), number.end()

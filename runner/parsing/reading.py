@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any, Final
 
 from runner.parsing.lenient import FREE, lenient
@@ -55,28 +56,36 @@ class CallReader:
 
     format: CallFormat
 
-    def read(self, text: str, schemas: Schemas | None = None) -> Reading:
+    def read(self, text: str, schemas: Schemas | None = None, *, triggers: Collection[int] | None = None) -> Reading:
         """The calls in `text` and the content beside them; without a trigger nothing is a call.
 
         Args:
             text: what the model said, without its thought.
             schemas: the tools that may be called; None where they are not known.
+            triggers: where the trigger counts as one, for vocabularies that have it as one token; None for everywhere.
         """
-        return self._triggered(text, schemas) if self.format.trigger else self._bare(text, schemas)
+        return self._triggered(text, schemas, triggers) if self.format.trigger else self._bare(text, schemas)
 
     # --- where calls begin
 
-    def _triggered(self, text: str, schemas: Schemas | None) -> Reading:
+    def _triggered(self, text: str, schemas: Schemas | None, triggers: Collection[int] | None) -> Reading:
         content: list[str] = []
         calls: list[ReadCall] = []
         at = 0
-        while (start := text.find(self.format.trigger, at)) >= 0:
+        while (start := self._next_trigger(text, at, triggers)) >= 0:
             content.append(text[at:start])
             at = self._section(text, start, schemas, calls)
         if not calls:
             return Reading(text, [])
         content.append(text[at:])
         return Reading("\n".join(stripped for part in content if (stripped := part.strip())), calls)
+
+    def _next_trigger(self, text: str, at: int, triggers: Collection[int] | None) -> int:
+        """Where calls are announced next, or -1."""
+        start = text.find(self.format.trigger, at)
+        while triggers is not None and start >= 0 and start not in triggers:
+            start = text.find(self.format.trigger, start + 1)
+        return start
 
     def _section(self, text: str, start: int, schemas: Schemas | None, calls: list[ReadCall]) -> int:
         """Read the calls that begin at `start` into `calls`, and where the text goes on behind them."""
@@ -91,47 +100,62 @@ class CallReader:
     def _behind_fault(self, text: str, at: int) -> int:
         """Behind the close of a call that could not be read, at the next trigger, or at the end."""
         trigger = text.find(self.format.trigger, at)
-        post = self._post.search(text, at) if self.format.post.strip() else None
-        if post is not None and (trigger < 0 or post.start() < trigger):
+        # No further than the next trigger, or many of them would be many looks through the rest.
+        post = self._post.search(text, at, trigger if trigger >= 0 else len(text)) if self.format.post.strip() else None
+        if post is not None:
             closed = self._close.match(text, post.start())
             return (closed or post).end()
         return trigger if trigger >= 0 else len(text)
 
     def _bare(self, text: str, schemas: Schemas | None) -> Reading:
-        """Calls that nothing announces: all the rest of the turn, from its start or from the start of a line."""
-        for start in self._candidates(text):
+        """Calls that nothing announces: all the rest of the turn from some place on."""
+        begun: Reading | None = None
+        for start in self._candidates(text, tuple(schemas or ())):
             calls: list[ReadCall] = []
+            end = start
             try:
-                end = start
-                for call, end in self._calls(text, start, schemas):
+                for call, end in self._calls(text, start, schemas):  # noqa: B007  # the last is needed
                     calls.append(call)
             except _Malformed as error:
-                known = schemas is not None and (error.name in schemas or any(call.name in schemas for call in calls))
-                if not known:
-                    continue
-                return Reading(text[:start].strip(), [*calls, ReadCall(error.name, error=str(error))])
-            if text[end:].strip():
+                names = {error.name, *(call.name for call in calls)}
+                if begun is None and schemas is not None and not names.isdisjoint(schemas):
+                    begun = Reading(text[:start].strip(), [*calls, ReadCall(error.name, error=str(error))])
                 continue
-            if self._by_name and schemas is not None and not all(call.name in schemas for call in calls):
-                continue
-            return Reading(text[:start].strip(), calls)
-        return Reading(text, [])
+            named = schemas is None or not self._by_name or all(call.name in schemas for call in calls)
+            if named and not text[end:].strip():
+                return Reading(text[:start].strip(), calls)
+        return begun or Reading(text, [])
 
     @property
     def _by_name(self) -> bool:
         """Whether only the tools' names tell a call from other text: an object may be an answer."""
         return not isinstance(self.format.arguments, TaggedArguments)
 
-    def _candidates(self, text: str) -> Iterator[int]:
+    def _candidates(self, text: str, names: tuple[str, ...]) -> Iterator[int]:
+        """Where calls may begin: at the start of a line, or anywhere with the name of a tool."""
+        patterns = [self._line_start, *([self._named(names)] if names else [])]
+        starts = {
+            match.end("before") for pattern in patterns for match in islice(pattern.finditer(text), MOST_CANDIDATES)
+        }
+        yield from sorted(starts)
+
+    @cached_property
+    def _line_start(self) -> re.Pattern[str]:
         first = self.format.begin.strip()
         if not first:
             piece = self.format.call[0]
             first = piece.text.strip() if isinstance(piece, Text) else ""
-        pattern = re.compile(rf"^[ \t]*(?={re.escape(first[:1])})", re.MULTILINE)
-        for number, match in enumerate(pattern.finditer(text)):
-            if number == MOST_CANDIDATES:
-                return
-            yield match.end()
+        return re.compile(rf"^(?P<before>[ \t]*)(?={re.escape(first[:1])})", re.MULTILINE)
+
+    def _named(self, names: tuple[str, ...]) -> re.Pattern[str]:
+        if names not in self._by_names:
+            if len(self._by_names) == MOST_TOOL_SETS:
+                self._by_names.clear()
+            pieces = self.format.call[: self.format.call.index(Slot.NAME)]
+            alternatives = "|".join(map(re.escape, names))
+            literal = lenient(self.format.begin) + self._pattern(pieces)
+            self._by_names[names] = re.compile(f"(?P<before>){literal.removeprefix(FREE)}(?:{alternatives})(?!{WORD})")
+        return self._by_names[names]
 
     # --- calls
 
@@ -159,11 +183,13 @@ class CallReader:
 
     def _unclosed(self, text: str, at: int) -> re.Match[str] | None:
         """The end of the last call of a section that was left open, where the turn ends or a new section begins."""
-        post = self._post.match(text, at)
-        if post is None or not self.format.post.strip():
+        # Without a mark of its own, what is cut short is no call that is whole.
+        post = self._post.match(text, at) if self.format.trigger and self.format.post.strip() else None
+        if post is None:
             return None
-        rest = text[post.end() :].lstrip()
-        return post if not rest or (self.format.trigger and rest.startswith(self.format.trigger)) else None
+        rest = _SPACE.match(text, post.end())
+        behind = rest.end() if rest is not None else post.end()
+        return post if behind == len(text) or text.startswith(self.format.trigger, behind) else None
 
     def _one_begins(self, text: str, at: int) -> bool:
         return self._head.match(text, at) is not None
@@ -194,7 +220,8 @@ class CallReader:
         try:
             value, end = read_literal(text, at)
         except Unreadable as error:
-            known = _NAME_MEMBER.search(text, at)
+            following = text.find(self.format.trigger, at, at + NEAR) if self.format.trigger else -1
+            known = _NAME_MEMBER.search(text, at, following if following >= 0 else at + NEAR)
             raise _Malformed(str(error), at, known[1] if known else "") from None
         if not isinstance(value, dict):
             raise _Malformed("it must be a JSON object", at)
@@ -217,6 +244,10 @@ class CallReader:
         return ReadCall(name, arguments, call_id if isinstance(call_id, str) else None), end
 
     # --- patterns
+
+    @cached_property
+    def _by_names(self) -> dict[tuple[str, ...], re.Pattern[str]]:
+        return {}
 
     @cached_property
     def _begin(self) -> re.Pattern[str]:
@@ -283,15 +314,22 @@ class CallReader:
         return TaggedReader(form, ends).read
 
 
+MOST_TOOL_SETS: Final = 256
+"""Sets of tools whose patterns are kept; a run has a few."""
+
 MOST_CANDIDATES: Final = 50
-"""Lines at which a call that nothing announces is looked for; a turn has it at its start."""
+"""Places of each kind at which a call that nothing announces is looked for; a turn has it near its start."""
 
 _SLOTS: Final = {
     Slot.NAME: f"(?P<name>{WORD}+?)",
     Slot.ID: f"(?P<id>{WORD}+?)",
     Slot.INDEX: r"\d+",
 }
+NEAR: Final = 400
+"""How far behind the beginning of a call that cannot be read its name is looked for."""
+
 _NAME_MEMBER: Final = re.compile(r"""["']name["']\s*:\s*["']([^"'\s]+)["']""")
+_SPACE: Final = re.compile(r"\s*")
 _ARGUMENTS_KEYS: Final = ("arguments", "parameters")
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeAlias
-
-import orjson
+from typing import Literal, TypeAlias
 
 from runner.parsing.notations import Notation, ValueType
 
@@ -169,18 +167,6 @@ class TurnFormat:
     """How it writes a thought; None where it shows none."""
     content: ContentFormat
     """What it puts around a content."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values, as the header of a run file holds them."""
-        values: dict[str, Any] = orjson.loads(orjson.dumps(self))
-        return values
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The format that `as_json` described."""
-        from pydantic import TypeAdapter  # here, since the process that probes has to start fast
-
-        return TypeAdapter(cls).validate_python(values)
 
 
 def merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:

@@ -39,29 +39,58 @@ class TaggedReader:
             Unreadable: they cannot be read; the message is a clause that says why.
         """
         head = self._head.match(text, at)
-        key = None if head is None else self._key.match(text, head.end())
-        if key is None:
-            none = None if self._none is None else self._none.match(text, at)
-            if none is None:
-                raise Unreadable(
-                    "the name of an argument is missing"
-                    if head
-                    else f"{self.format.head.strip()!r} is missing behind the name"
-                )
-            return {}, none.end()
-        properties = schema.get("properties", {})
+        member = None if head is None else self._member(text, head.end(), schema, {})
+        if member is None:
+            return self._without(text, at, begun=head is not None)
         arguments: dict[str, Any] = {}
-        while key is not None:
-            name = key["key"]
+        while member is not None:
+            name, value, at = member
             if name in arguments:
                 raise Unreadable(f"{name} is given twice")
-            arguments[name], at = self._value(text, key.end(), name, properties.get(name), schema)
+            arguments[name] = value
             separator = self._separator.match(text, at)
-            key = None if separator is None else self._key.match(text, separator.end())
+            member = None if separator is None else self._member(text, separator.end(), schema, arguments)
+            # Python allows a comma behind the last one.
+            at = separator.end() if separator is not None and self._typed else at
         tail = self._tail.match(text, at)
         if tail is None:
             raise Unreadable(f"{self.format.tail.strip()!r} is missing behind {name}")
         return arguments, tail.end()
+
+    def _without(self, text: str, at: int, *, begun: bool) -> tuple[Mapping[str, Any], int]:
+        none = None if self._none is None else self._none.match(text, at)
+        if none is None:
+            missing = "the name of an argument" if begun else repr(self.format.head.strip())
+            raise Unreadable(f"{missing} is missing")
+        return {}, none.end()
+
+    def _member(
+        self, text: str, at: int, schema: Mapping[str, Any], before: Mapping[str, Any]
+    ) -> tuple[str, Any, int] | None:
+        """The name and the value of one argument, and where the text goes on; None where none begins."""
+        properties = schema.get("properties", {})
+        key = self._key.match(text, at)
+        if key is not None:
+            name = key["key"]
+            return name, *self._value(text, key.end(), name, properties.get(name), schema)
+        if not self._typed:
+            return None
+        try:
+            value, end = read_literal(text, at)
+        except Unreadable:
+            return None
+        # As Python has it, values without names are those of the first parameters.
+        names, given = list(properties), len(before)
+        if list(before) != names[:given] or not names:
+            raise Unreadable(f"the argument {text[at:end].strip():.40} has no name")
+        if given == len(names):
+            raise Unreadable(f"there are more arguments than the {given} parameters")
+        return names[given], value, end
+
+    @cached_property
+    def _typed(self) -> bool:
+        """Every value is a literal, so that one can be told without a name in front of it."""
+        return not any(isinstance(style.notation, AS_TEXT) for style in self.format.styles.values())
 
     def _value(self, text: str, at: int, name: str, schema: Any, root: Mapping[str, Any]) -> tuple[Any, int]:
         """The value behind its key, and where the text goes on behind it."""
@@ -76,7 +105,7 @@ class TaggedReader:
                 return _literal(styles, text, opened.end())
             except Unreadable as error:
                 problem = problem or error
-        raise Unreadable(f"the value of {name} {problem or 'is missing'}")
+        raise Unreadable(f"the value of {name}: {problem}" if problem else f"the value of {name} is missing")
 
     def _raw(
         self, styles: Sequence[ValueStyle], text: str, start: int, schema: Any, root: Mapping[str, Any]
@@ -87,7 +116,7 @@ class TaggedReader:
             (found.start() for pattern in self._behind[style.close] if (found := pattern.search(text, start))), None
         )
         if end is None:
-            raise Unreadable("is not closed")
+            raise Unreadable("it is not closed")
         closed = _compiled(lenient(style.close)).match(text, end)
         value = _decoded(style.notation, text[start:end])
         # Where other types open alike, only the schema tells a string from them.
@@ -156,7 +185,7 @@ def _literal(styles: Sequence[ValueStyle], text: str, start: int) -> tuple[Any, 
         closed = _compiled(lenient(style.close)).match(text, end)
         if closed is not None:
             return value, closed.end()
-    raise Unreadable(f"is followed by {text[end : end + 10]!r}")
+    raise Unreadable(f"it is followed by {text[end : end + 10]!r}")
 
 
 def read_object(text: str, at: int) -> tuple[Mapping[str, Any], int]:

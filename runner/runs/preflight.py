@@ -39,7 +39,7 @@ async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[st
     Raises:
         BadTemplate: it does not compile, never ends, raises on a plain question, ...
     """
-    from runner.tokens.probing.probe import is_bundled, probe  # Run is imported without what probes templates
+    from runner.template_probe import is_bundled, probe  # Run is imported without what probes templates
 
     for template in dict.fromkeys(each for each in templates if not is_bundled(each)):
         look = partial(probe, template, options, now=_same_all_day(now), check_cancelled=check_cancelled)
@@ -54,7 +54,7 @@ async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, too
     Raises:
         BadTemplate: the run's policy is to refuse that.
     """
-    from runner.tokens.probing.probe import is_bundled, probe
+    from runner.template_probe import is_bundled, probe
 
     # A run that forks follows the template anyway, so no append of it has to be exact.
     template = chat.renderer.template

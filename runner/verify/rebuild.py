@@ -265,7 +265,8 @@ class _Check:
             cut = "was" if thinking else "was not"
             self._compare.differ(Kind.TURN, f"it {cut} cut inside its reasoning", index=spoken.begin)
         tools = _as_tools(segment)
-        view = ParsedTurn.of(spoken.text, chat, tools, before=self._calls, tool_choice=turn.tool_choice)
+        ids = turn.log.ids[spoken.begin : turn.end]
+        view = ParsedTurn.of(spoken.text, ids, chat, tools, before=self._calls, tool_choice=turn.tool_choice)
         stored = _parts(ParsedTurn(turn.text, turn.reasoning, turn.tool_calls))
         for name, derived in _parts(view).items():
             self._compare.text(Kind.TURN, f"its {name}", stored[name], derived, spoken)

@@ -23,7 +23,7 @@ from runner.tokens.bridging.refusal import Property
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.control_text import lacking
 from runner.tokens.probing.appends import Append, Exactness, Verdict, example, verdicts
-from runner.tokens.probing.probe import UnusableTemplate, in_process, request_of
+from runner.template_probe import UnusableTemplate, in_process, request_of
 from runner.tokens.probing.profile import TemplateProfile
 from runner.tokens.probing.traits import profile_of
 from runner.tokens.template import ChatTemplate

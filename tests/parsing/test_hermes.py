@@ -3,8 +3,8 @@
 import pytest
 
 from runner.messages import ToolCall
-from runner.parsing import Parsed
-from runner.parsing.hermes import Hermes
+from runner.parsing.parser import ParsedText
+from tests.parsing.parsers import bundled
 from runner.tools.tool import Tool
 
 
@@ -16,18 +16,18 @@ def add(a: int, b: int) -> int:
 TOOLS = [Tool(add)]
 
 
-def parse(text: str, ids_start: int = 0) -> Parsed:
-    return Hermes().parse(text, ids_start, TOOLS)
+def parse(text: str, ids_start: int = 0) -> ParsedText:
+    return bundled("hermes").parse(text, TOOLS, before=ids_start)
 
 
 def test_a_call_is_read_and_the_text_beside_it_is_content() -> None:
     parsed = parse('I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>\nDone.', 3)
-    assert parsed == Parsed("I add.\nDone.", [ToolCall("call_3", "add", {"a": 1, "b": 2})])
+    assert parsed == ParsedText("I add.\nDone.", "", [ToolCall("call_3", "add", {"a": 1, "b": 2})])
 
 
 def test_several_calls_are_read_in_order() -> None:
     calls = [ToolCall(f"call_{n}", "add", {"a": n, "b": -n}) for n in range(10_000)]
-    assert parse(Hermes().render(calls)).calls == calls
+    assert parse(bundled("hermes").render(calls)).calls == calls
 
 
 @pytest.mark.parametrize(
@@ -51,35 +51,35 @@ def test_arguments_may_be_absent(arguments: str) -> None:
 
 def test_the_closing_tag_may_stand_in_a_string() -> None:
     call = ToolCall("call_0", "add", {"a": "</tool_call> and <tool_call>"})
-    assert parse(Hermes().render([call]) + "after") == Parsed("after", [call])
+    assert parse(bundled("hermes").render([call]) + "after") == ParsedText("after", "", [call])
 
 
 def test_integers_of_any_size_stay_exact() -> None:
     call = ToolCall("call_0", "add", {"a": 2**80})
-    assert parse(Hermes().render([call])).calls == [call]
+    assert parse(bundled("hermes").render([call])).calls == [call]
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}', "</tool_call> is missing after the JSON object"),
-        ('<tool_call>{"name": "add", }</tool_call>', "at character 16 of the JSON"),
-        ("<tool_call></tool_call>", "Expecting value at character 0 of the JSON"),
-        ('<tool_call>{"name": "add"} so</tool_call>', "Extra data at character 16 of the JSON"),
-        ('<tool_call>{"name": "add', "Unterminated string"),
-        ("<tool_call>[1]</tool_call>", 'it must be a JSON object with "name" and "arguments"'),
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}', "'</tool_call>' is missing behind it"),
+        ('<tool_call>{"name": "add", : 1}</tool_call>', "a key is missing in an object"),
+        ("<tool_call></tool_call>", "no value begins at '</tool_call>'"),
+        ('<tool_call>{"name": "add"} so</tool_call>', "'</tool_call>' is missing behind it"),
+        ('<tool_call>{"name": "add', "a string is not closed"),
+        ("<tool_call>[1]</tool_call>", "it must be a JSON object"),
         ('<tool_call>{"arguments": {}}</tool_call>', 'it must be a JSON object with "name" and "arguments"'),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', '"arguments" must be a JSON object'),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "its arguments must be a JSON object"),
         (
             '<tool_call>{"name": "add", "arguments": "a=1"}</tool_call>',
-            '"arguments" is a string that is no JSON object',
+            "its arguments are a string that is no JSON object",
         ),
-        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no JSON number"),
+        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number that JSON knows"),
         ('<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "the number 1e999 is too large"),
         ('<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "half of a surrogate pair"),
     ],
 )
-def test_a_call_that_does_not_parse_says_what_and_where(text: str, error: str) -> None:
+def test_a_call_that_does_not_parse_says_what_is_wrong(text: str, error: str) -> None:
     (call,) = parse(text).calls
     assert call.error is not None
     assert error in call.error
@@ -92,14 +92,14 @@ def test_a_malformed_call_hides_no_later_one() -> None:
 
 
 def test_with_tool_choice_none_or_without_tools_text_is_never_a_call() -> None:
-    text = Hermes().render([ToolCall("", "add")])
-    assert Hermes().parse(text, tools=TOOLS, tool_choice="none") == Parsed(text, [])
-    assert Hermes().parse(text, tools=[]) == Parsed(text, [])
+    text = bundled("hermes").render([ToolCall("", "add")])
+    assert bundled("hermes").parse(text, tools=TOOLS, tool_choice="none") == ParsedText(text, "", [])
+    assert bundled("hermes").parse(text, tools=[]) == ParsedText(text, "", [])
 
 
 @pytest.mark.parametrize("text", ["", " text\n", "a </tool_call> alone", "<tool>x</tool>"])
 def test_text_without_calls_is_content_as_it_is(text: str) -> None:
-    assert parse(text) == Parsed(text, [])
+    assert parse(text) == ParsedText(text, "", [])
 
 
 MILLION = 10**6

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from runner.messages import ToolCall
-from runner.parsing import Parsed
-from runner.parsing.pythonic import Pythonic
+from runner.parsing.parser import ParsedText
+from tests.parsing.parsers import bundled
 from runner.tools.tool import Tool
 
 
@@ -24,16 +24,16 @@ def note(value: Any = None) -> None:
 TOOLS = [Tool(add), Tool(note)]
 
 
-def parse(text: str, **options: Any) -> Parsed:
-    return Pythonic().parse(text, **{"tools": TOOLS, **options})
+def parse(text: str, **options: Any) -> ParsedText:
+    return bundled("pythonic").parse(text, **{"tools": TOOLS, **options})
 
 
 def test_a_call_is_read() -> None:
-    assert parse("[add(a=17, b=25)]") == Parsed("", [ToolCall("call_0", "add", {"a": 17, "b": 25})])
+    assert parse("[add(a=17, b=25)]") == ParsedText("", "", [ToolCall("call_0", "add", {"a": 17, "b": 25})])
 
 
 def test_ids_count_on_from_the_given_start() -> None:
-    parsed = parse("[add(a=1, b=2), add(a=3, b=4)]", ids_start=5)
+    parsed = parse("[add(a=1, b=2), add(a=3, b=4)]", before=5)
     assert [call.id for call in parsed.calls] == ["call_5", "call_6"]
 
 
@@ -84,9 +84,8 @@ def test_positional_arguments_get_the_names_of_the_parameters() -> None:
     assert parse("[add(17, b=25)]").calls[0].arguments == {"a": 17, "b": 25}
 
 
-def test_positional_arguments_are_an_error_where_the_tools_are_unknown() -> None:
-    (call,) = parse("[add(17, 25)]", tools=None).calls
-    assert call.error == "the argument 17 has no name: write name=17"
+def test_a_value_without_a_name_is_that_of_the_first_parameter_that_is_free() -> None:
+    assert parse("[add(a=1, 2)]").calls[0].arguments == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_positional_arguments_are_an_error_where_the_tools_are_unknown() -> None
     ],
 )
 def test_brackets_without_calls_are_content(text: str) -> None:
-    assert parse(text) == Parsed(text, [])
+    assert parse(text) == ParsedText(text, "", [])
 
 
 def test_a_tool_that_is_not_there_is_a_call_that_can_be_answered() -> None:
@@ -116,23 +115,23 @@ def test_a_tool_that_is_not_there_is_a_call_that_can_be_answered() -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("[add(a=1, b=", ")] is missing at its end"),
-        ("[add(a=1, b=2)", "] is missing at its end"),
-        ('[note(value="cut', 'a string that begins with " is not closed'),
-        ("[note(value=[1, 2)]", "a ) does not close what was opened before it"),
-        ("[add(a=1 b=2)]", "the value of a is no literal"),
-        ("[add(a=b, b=2)]", "the value of a is no literal"),
-        ("[add(a=1+1, b=2)]", "the value of a is no literal"),
-        ("[add(a=, b=2)]", "the value of a is no literal"),
+        ("[add(a=1, b=", "the value of b: it is missing"),
+        ("[add(a=1, b=2)", "')]' is missing behind it"),
+        ('[note(value="cut', "the value of value: a string is not closed"),
+        ("[note(value=[1, 2)]", "the value of value: ',' is missing before ')]'"),
+        ("[add(a=1 b=2)]", "')]' is missing behind it"),
+        ("[add(a=b, b=2)]", "the value of a: no value begins at 'b, b=2)]'"),
+        ("[add(a=1+1, b=2)]", "')]' is missing behind it"),
+        ("[add(a=, b=2)]", "the value of a: no value begins at ', b=2)]'"),
         ("[add(a=1, a=2)]", "a is given twice"),
-        ("[add(a=1, 2)]", "the argument 2 has no name: write name=2"),
+        ("[add(b=1, 2)]", "the argument 2 has no name"),
         ("[add(1, 2, 3)]", "there are more arguments than the 2 parameters"),
-        ("[add(a=1,, b=2)]", "an argument is missing before a comma"),
-        ("[add(a=1, b=1e999)]", "the value of b is too large"),
-        ("[note(value={[]: 1})]", "the value of value has a key that is no string"),
-        ("[note(value=__import__('os').getcwd())]", "the value of value is no literal"),
-        ("[note(value=f'{add}')]", "the value of value is no literal"),
-        ("[add(a=1, b=2), 3]", "'3' is no call such as name(argument=value)"),
+        ("[add(a=1,, b=2)]", "')]' is missing behind it"),
+        ("[add(a=1, b=1e999)]", "the value of b: the number 1e999 is too large"),
+        ("[note(value={[]: 1})]", "the value of value: a key is missing in an object"),
+        ("[note(value=__import__('os').getcwd())]", "the value of value: no value begins at \"__import__('os').get\""),
+        ("[note(value=f'{add}')]", "the value of value: no value begins at \"f'{add}')]\""),
+        ("[add(a=1, b=2), 3]", "')]' is missing behind it"),
         (r"[note(value='\ud800')]", "a string in it holds half of a surrogate pair"),
     ],
 )
@@ -144,13 +143,13 @@ def test_complete_calls_of_a_cut_turn_are_read() -> None:
     first, second = parse("[add(a=1, b=2), add(a=3, b=").calls
     assert first == ToolCall("call_0", "add", {"a": 1, "b": 2})
     assert second.name == "add"
-    assert second.error == ")] is missing at its end"
+    assert second.error == "the value of b: it is missing"
 
 
 def test_with_tool_choice_none_or_without_tools_text_is_never_a_call() -> None:
     text = "[add(a=1, b=2)]"
-    assert parse(text, tool_choice="none") == Parsed(text, [])
-    assert parse(text, tools=[]) == Parsed(text, [])
+    assert parse(text, tool_choice="none") == ParsedText(text, "", [])
+    assert parse(text, tools=[]) == ParsedText(text, "", [])
 
 
 MILLION = 10**6
@@ -179,7 +178,7 @@ def test_a_megabyte_of_garbage_is_content_or_one_malformed_call(text: str) -> No
 
 def test_ten_thousand_calls_are_read() -> None:
     calls = [ToolCall(f"call_{n}", "add", {"a": n, "b": -n}) for n in range(10_000)]
-    assert parse(Pythonic().render(calls)).calls == calls
+    assert parse(bundled("pythonic").render(calls)).calls == calls
 
 
 def test_random_garbage_never_raises() -> None:

@@ -18,7 +18,7 @@ from runner.tokens.bridging.history import AlignmentKind, same_tools
 from runner.tokens.bridging.tail import Tail
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.tokens.probing.appends import Append, Exactness, verdicts
-from runner.tokens.probing.probe import probe
+from runner.template_probe import probe
 from runner.tokens.probing.profile import SystemPosition
 from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import ChatTemplate

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeAlias
 
 from runner.engines.scripted.script import Answer, ModelCall, Reply, Speaker, as_reply
 from runner.errors import BadOption, RequestRejected
-from runner.parsing.base import ToolFormat
-from runner.parsing.detect import detect_format
+from runner.parsing.learnt import learnt_turn
+from runner.parsing.parser import TurnParser
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer
 
@@ -62,19 +62,26 @@ class ReplyEncoder:
             return EncodedReply(reply, list(reply.ids))
         text = reply.text
         if reply.calls:
-            text = f"{text}\n" if text else ""
-            text += self._format.render(reply.calls)
+            calls = self._parser.render(reply.calls)
+            text = f"{text}{self._between}{calls}" if text else calls
         return EncodedReply(reply, self._encode(text))
 
+    @property
+    def _between(self) -> str:
+        """What the template writes between a content and calls, if it takes both."""
+        calls = self._parser.format.calls
+        return (calls.after_content if calls else None) or "\n"
+
     @cached_property
-    def _format(self) -> ToolFormat:
-        found = detect_format(self._template.renderer())
-        if found is None:
+    def _parser(self) -> TurnParser:
+        learnt = learnt_turn(self._template.renderer())
+        if learnt.format.calls is None:
             raise BadOption(
-                f"call(): template {self._template.name!r} writes tool calls in no form that we know. "
-                "Give the engine template='pythonic' or 'hermes', or write the call as text."
+                f"call(): template {self._template.name!r} writes tool calls in no form that can be read "
+                f"({learnt.missing}: {learnt.why}). Give the engine template='pythonic' or 'hermes', or write the call "
+                "as text."
             )
-        return found
+        return TurnParser(learnt.format)
 
 
 class ScriptedModel(ABC):

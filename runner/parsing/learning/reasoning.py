@@ -99,7 +99,8 @@ def _is_thought(asker: Asker, opened: str, prompt: str) -> bool:
     closing = _closing(opened)
     begun = opened in prompt and not prompt.rpartition(opened)[2].replace(closing, "").strip()
     # That its close is written somewhere, and not in front of every answer alone, tells it from a role's mark.
-    return begun and closing in asker.renderer.template.text and (opened not in header or closing in header)
+    told = opened in TAGS or closing in asker.renderer.template.text
+    return begun and told and (opened not in header or closing in header)
 
 
 def _closing(tag: str) -> str:

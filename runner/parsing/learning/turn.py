@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -59,9 +60,15 @@ class LearntTurn:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """What `as_json` described."""
-        from pydantic import TypeAdapter  # here, since the process that probes has to start fast
+        learnt: Self = _adapter(cls).validate_python(values)
+        return learnt
 
-        return TypeAdapter(cls).validate_python(values)
+
+@functools.cache
+def _adapter(kind: type[LearntTurn]) -> Any:
+    from pydantic import TypeAdapter  # here, since the process that probes has to start fast
+
+    return TypeAdapter(kind)
 
 
 def learn_turn(renderer: Renderer) -> LearntTurn:

@@ -1,6 +1,6 @@
 """Probes a chat template in a process of its own: a template may loop for ever, or take all the memory there is.
 
-`python -m runner.tokens.probing.probe` is that process: one JSON document in, lines of JSON out, of
+`python -m runner.template_probe` is that process: one JSON document in, lines of JSON out, of
 which the last is the answer and the others say what is being done.
 """
 
@@ -23,6 +23,8 @@ from typing import Any
 import runner.errors
 from runner.errors import DeltarunnerError
 from runner.messages import canonical_json
+from runner.parsing.learning.turn import LearntTurn, learn_turn
+from runner.parsing.learnt import remember
 from runner.tokens.probing.profile import TemplateProfile
 from runner.tokens.probing.traits import profile_of
 from runner.tokens.probing.usable import Fault, UnusableTemplate, usable_renderer
@@ -62,7 +64,7 @@ def probe(
 ) -> TemplateProfile:
     """What a template does. Blocks: call it in a worker thread.
 
-    Profiles are kept for the life of this process. A template that comes with the package is probed here, any other
+    Profiles, and what was learnt of turns, are kept for the life of this process. A template that comes with the package is probed here, any other
     in a process of its own.
 
     Args:
@@ -84,6 +86,7 @@ def probe(
         else:
             answer = in_process(request, seconds=seconds, check_cancelled=check_cancelled)
         _profiles[key] = TemplateProfile.from_json(answer["profile"])
+        remember(template, options or {}, LearntTurn.from_json(answer["turn"]))
     return _profiles[key]
 
 
@@ -120,7 +123,7 @@ def in_process(
         BadModel: its vocabulary cannot be used.
     """
     name = request["name"]
-    command = [sys.executable, "-P", "-m", "runner.tokens.probing.probe", str(seconds)]
+    command = [sys.executable, "-P", "-m", "runner.template_probe", str(seconds)]
     environment = {**os.environ, "PYTHONPATH": _import_path(), "TOKENIZERS_PARALLELISM": "false"}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
@@ -178,7 +181,7 @@ def _endless(name: str, seconds: float, activity: str) -> UnusableTemplate:
 
 def _import_path() -> str:
     """Where the process finds this package, whatever folder it starts in."""
-    own = str(Path(__file__).parents[3])
+    own = str(Path(__file__).parents[1])
     return os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))
 
 
@@ -192,7 +195,8 @@ def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
     renderer = usable_renderer(template, request["options"], datetime.fromisoformat(request["now"]))
     _say({"activity": "conversations of several turns"})
     profile = profile_of(renderer, wanted_bos=request["wanted_bos"])
-    answer = {"profile": profile.as_json()}
+    _say({"activity": "calls and thoughts"})
+    answer = {"profile": profile.as_json(), "turn": learn_turn(renderer).as_json()}
     if "vocabulary" in request:
         from runner.tokens.probing.appends import appends_answer
 

@@ -16,8 +16,8 @@ import anyio.from_thread
 import anyio.to_thread
 import pytest
 
-import runner.tokens.probing.probe as probe_module
-from runner.tokens.probing.probe import Fault, UnusableTemplate, in_process, probe, request_of
+import runner.template_probe as probe_module
+from runner.template_probe import Fault, UnusableTemplate, in_process, probe, request_of
 from runner.tokens.probing.profile import TemplateProfile
 from runner.tokens.probing.traits import profile_of
 from runner.tokens.probing.usable import usable_renderer
@@ -359,13 +359,13 @@ async def test_a_probe_ends_with_the_task_that_waits_for_it(monkeypatch: pytest.
 
 def test_the_process_ends_at_its_time_though_nobody_waits_for_it() -> None:
     request = json.dumps(request_of(ChatTemplate(ENDLESS, name="tiny"), {}, CLOCK)).encode()
-    command = [sys.executable, "-m", "runner.tokens.probing.probe", "0.5"]
+    command = [sys.executable, "-m", "runner.template_probe", "0.5"]
     done = subprocess.run(command, input=request, capture_output=True, check=False, timeout=60)
     assert done.returncode == -signal.SIGALRM
 
 
 def test_the_process_loads_little() -> None:
-    script = "import sys, runner.tokens.probing.probe; print(*sys.modules)"
+    script = "import sys, runner.template_probe; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     heavy = {"tokenizers", "anyio", "rich", "typer", "pydantic", "torch", "transformers", "runner.options"}
     assert heavy.isdisjoint(done.stdout.split())

@@ -1,0 +1,137 @@
+"""Reads, writes and enforces what an assistant says, in the format that was learnt from its template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from runner.messages import ToolCall
+from runner.options import Constraint, ToolChoice
+from runner.parsing.enforcing import constraint
+from runner.parsing.reading import CallReader, ReadCall
+from runner.parsing.thoughts import USUAL, ends_in_thought, split_thought
+from runner.parsing.turn_format import ReasoningFormat, TurnFormat
+from runner.parsing.writing import WrittenCall, id_for, write_calls
+from runner.tools.tool import Tool
+
+__all__ = ["ParsedText", "TurnParser"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedText:
+    """A turn's text taken apart."""
+
+    content: str
+    """What was said beside thought and calls."""
+    reasoning: str
+    """What was thought, or ""."""
+    calls: list[ToolCall]
+    """The calls in order; one that was begun and does not parse has its `error` set."""
+
+
+@dataclass(frozen=True)  # without slots, since the reader is kept in it
+class TurnParser:
+    """One format of turns. It has no state: one object serves every conversation."""
+
+    format: TurnFormat
+    """How turns are written."""
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls can be read at all."""
+        return self.format.calls is not None
+
+    @property
+    def reasoning(self) -> ReasoningFormat:
+        """The marks of thoughts."""
+        return self.format.reasoning or USUAL
+
+    def parse(
+        self,
+        text: str,
+        tools: Sequence[Tool],
+        tool_choice: ToolChoice = "auto",
+        *,
+        before: int = 0,
+        triggers: Collection[int] | None = None,
+    ) -> ParsedText:
+        """The thought, the content and the calls of `text`.
+
+        Args:
+            text: what the model said.
+            tools: what may be called. With none of them, or a `tool_choice` of "none", nothing is a call.
+            tool_choice: what the turn was allowed to do.
+            before: how many calls the conversation had before; a call without an id of its own is numbered from there.
+            triggers: where in `text` calls are announced by a control token; None where only the text tells.
+        """
+        thought, said = split_thought(text, self.reasoning)
+        content = self._unwrapped(said)
+        if self._reader is None or not tools or tool_choice == "none":
+            return ParsedText(content, thought, [])
+        shift = len(text) - len(content)  # calls stand at the end, where nothing was cut off
+        inside = None if triggers is None else {at - shift for at in triggers}
+        reading = self._reader.read(content, {tool.name: tool.parameters for tool in tools}, triggers=inside)
+        taken: set[str] = set()
+        calls = [self._numbered(_writable(call), before + index, taken) for index, call in enumerate(reading.calls)]
+        return ParsedText(reading.content, thought, calls)
+
+    def ends_in_thought(self, text: str) -> bool:
+        """Whether a turn's text ends before its thought does."""
+        return ends_in_thought(text, self.reasoning)
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """The calls as the template writes them.
+
+        Raises:
+            Unwritable: it has no way to.
+        """
+        form = self.format.calls
+        assert form is not None, "who renders calls has looked whether they can be"
+        return write_calls(form, [WrittenCall(call.name, call.arguments, call.id) for call in calls])
+
+    def constraint(self, tools: Sequence[Tool], tool_choice: ToolChoice, *, parallel: bool = True) -> Constraint | None:
+        """What enforces `tool_choice`, or None where nothing has to be enforced.
+
+        Raises:
+            BadOption: a call is required and there is no tool, or none of that name.
+        """
+        form = self.format.calls
+        if form is None or not tools:
+            return None
+        open_thought = self.reasoning.close if self.reasoning.opened_by_prompt else None
+        return constraint(form, tools, tool_choice, parallel=parallel, thought_close=open_thought)
+
+    @cached_property
+    def _reader(self) -> CallReader | None:
+        return None if self.format.calls is None else CallReader(self.format.calls)
+
+    def _unwrapped(self, said: str) -> str:
+        wrapper = self.format.content
+        return said.lstrip().removeprefix(wrapper.open).removesuffix(wrapper.close) if wrapper.open else said
+
+    def _numbered(self, call: ReadCall, number: int, taken: set[str]) -> ToolCall:
+        """The call with the id that the model gave it, where it gave one, since results quote it."""
+        form = self.format.calls
+        assert form is not None
+        own = call.id if call.id and call.id not in taken else None
+        call_id = own or id_for(form, call.name, number) or f"call_{number}"
+        taken.add(call_id)
+        return ToolCall(call_id, call.name, call.arguments, error=call.error)
+
+
+def _writable(call: ReadCall) -> ReadCall:
+    """The call, or an error where an escape in it makes half of a surrogate pair, which no file can hold."""
+    if call.error is None and not _is_text([call.name, call.arguments, call.id]):
+        return ReadCall("", error="a string in it holds half of a surrogate pair")
+    return call
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
