@@ -74,7 +74,7 @@ class CallReader:
         at = 0
         while (start := self._next_trigger(text, at, triggers)) >= 0:
             content.append(text[at:start])
-            at = self._section(text, start, schemas, calls)
+            at = self._section(text, self._last_of_several(text, start), schemas, calls)
         if not calls:
             return Reading(text, [])
         content.append(text[at:])
@@ -85,6 +85,13 @@ class CallReader:
         start = text.find(self.format.trigger, at)
         while triggers is not None and start >= 0 and start not in triggers:
             start = text.find(self.format.trigger, start + 1)
+        return start
+
+    def _last_of_several(self, text: str, start: int) -> int:
+        """The last of triggers that follow each other: models say one twice."""
+        again = start
+        while text.startswith(self.format.trigger, again):
+            start, again = again, _behind_space(text, again + len(self.format.trigger))
         return start
 
     def _section(self, text: str, start: int, schemas: Schemas | None, calls: list[ReadCall]) -> int:
@@ -187,8 +194,7 @@ class CallReader:
         post = self._post.match(text, at) if self.format.trigger and self.format.post.strip() else None
         if post is None:
             return None
-        rest = _SPACE.match(text, post.end())
-        behind = rest.end() if rest is not None else post.end()
+        behind = _behind_space(text, post.end())
         return post if behind == len(text) or text.startswith(self.format.trigger, behind) else None
 
     def _one_begins(self, text: str, at: int) -> bool:
@@ -331,6 +337,10 @@ NEAR: Final = 400
 _NAME_MEMBER: Final = re.compile(r"""["']name["']\s*:\s*["']([^"'\s]+)["']""")
 _SPACE: Final = re.compile(r"\s*")
 _ARGUMENTS_KEYS: Final = ("arguments", "parameters")
+
+
+def _behind_space(text: str, at: int) -> int:
+    return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text
 
 
 def _at(value: Any, path: Sequence[str]) -> Any:
