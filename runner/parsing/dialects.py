@@ -1,0 +1,182 @@
+"""Dialects: notations as grammars see them, each literal and each kind of string as it stands in a turn's text."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from runner.parsing.ebnf import NOTHING, Rules, either, literal, none_of, text_without
+from runner.parsing.notations import Cdata, Html, Json, JsonText, Nested, Notation, Python, Raw
+
+__all__ = ["NOT_IN_KEYS", "Dialect", "dialect_of", "plain_text"]
+
+NOT_IN_KEYS: Final = " \t\n\r<>{}()[]\"'`,=|"
+"""What no name of an argument has, so that one can be told from what stands behind it."""
+
+Strings = Callable[[Rules, str], str]
+"""Adds the rules of a string and gives the expression for it; takes the characters that may stand behind one."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a notation writes values that may hold others."""
+
+    open_object: str
+    colon: str
+    member: str
+    close_object: str
+    open_list: str
+    item: str
+    close_list: str
+    string: Strings
+    """Any string."""
+    key: Strings
+    """Any key of an object."""
+    encode: Callable[[Any, int], str]
+    """The text of a value that stands inside as many objects and lists as the second argument says."""
+    indent: int | None = None
+    """By how many spaces what is inside is indented."""
+    margin: int = 0
+    """The indentation of the line that a value begins in."""
+
+    def line(self, depth: int) -> str:
+        """The line break in front of what stands at this depth; "" where all is on one line."""
+        return "" if self.indent is None else "\n" + " " * (self.margin + self.indent * depth)
+
+    @property
+    def behind_strings(self) -> str:
+        """The characters that may stand behind a string inside of an object or a list."""
+        behind = (self.colon, self.member, self.item, self.close_object, self.close_list)
+        return "".join(text[:1] for text in behind) + ("" if self.indent is None else "\n")
+
+
+@functools.cache
+def dialect_of(notation: Notation) -> Dialect | None:
+    """The dialect of a notation; None for those of plain text, which only strings have."""
+    match notation:
+        case Json():
+            return _json(notation, lambda text: text)
+        case JsonText(inner):
+            return _json(inner, lambda text: json.dumps(text, ensure_ascii=False)[1:-1])
+        case Python():
+            return Dialect("{", ": ", ", ", "}", "[", ", ", "]", _python, _python, lambda value, _: repr(value))
+        case Nested():
+            return _nested(notation)
+        case _:
+            return None
+
+
+def plain_text(notation: Raw | Html | Cdata, rules: Rules, ends: tuple[str, ...]) -> str:
+    """Adds the rules of any string in one of the notations of plain text, in which none of `ends` stands."""
+    match notation:
+        case Raw():
+            return rules.add("text", text_without(ends))
+        case Html():
+            return rules.recursive(notation, "text", lambda name: _escaped_for_html(notation, name))
+        case Cdata(signs):
+            # Marked text may be free of the signs that make a template mark it: it reads the same.
+            marked = rules.add("marked", text_without(["]]>"]))
+            unmarked = f"{none_of(signs)}*" if all(end[0] in signs for end in ends) else text_without(ends)
+            bare = rules.add("bare", unmarked)
+            return rules.add("text", f'{bare} | "<![CDATA[" {marked} "]]>"')
+
+
+def _escaped_for_html(notation: Html, name: str) -> str:
+    signs = "<>&" + ("\"'" if notation.quote else "")
+    entities = ["lt;", "gt;", "amp;", *(["#34;", "#39;"] if notation.quote else [])]
+    return f'{NOTHING} | {none_of(signs)} {name} | "&" {either(map(literal, entities))} {name}'
+
+
+def _json(notation: Json, written: Callable[[str], str]) -> Dialect:
+    """JSON whose text is passed through `written` before it stands in the turn."""
+
+    def string(rules: Rules, behind: str) -> str:
+        quote = literal(written('"'))
+        key = ("json", notation.ascii, quote, behind)
+        rest = rules.recursive(key, "string", lambda name: _json_string(notation.ascii, written, name, behind))
+        return f"{quote} {rest}"
+
+    def encode(value: Any, depth: int) -> str:
+        if notation.indent is None:
+            return written(notation.encode(value))
+        margin = notation.margin + notation.indent * depth
+        return Json(notation.item, notation.key, notation.ascii, notation.indent, margin).encode(value)
+
+    item, key = notation.item, notation.key
+    return Dialect("{", key, item, "}", "[", item, "]", string, string, encode, notation.indent, notation.margin)
+
+
+def _json_string(ascii_only: bool, written: Callable[[str], str], name: str, behind: str) -> str:
+    """What stands behind the opening quote of a string.
+
+    Right recursion over a class of characters, as in xgrammar's own JSON: its masks are ready when the grammar is
+    compiled. Of a star over a rule the library would match the whole vocabulary at every id.
+    """
+    plain = r"[ !#-\[\]-~]" if ascii_only else none_of('"\\', controls=False)
+    backslash = literal(written("\\"))
+    short = either([literal(written('"')), backslash, "[bfnrt]"])
+    unicode = _ASCII_UNIT.format(backslash=backslash) if ascii_only else '"u00" [01] [0-9a-f]'
+    choices = f"{literal(written(chr(34)))} | {plain} {name} | {backslash} ({short} | {unicode}) {name}"
+    return _looking_ahead(choices, behind)
+
+
+# Half of a surrogate pair is no character: it would be a string that cannot be written down.
+_ASCII_UNIT: Final = (
+    '"u" ([0-9a-ce-f] [0-9a-f] | "d" [0-7]) [0-9a-f] [0-9a-f] '
+    '| "ud" [89ab] [0-9a-f] [0-9a-f] {backslash} "ud" [c-f] [0-9a-f] [0-9a-f]'
+)
+
+
+def _looking_ahead(choices: str, behind: str) -> str:
+    """Told what stands behind a string, the library sorts the ids that go past its end when it compiles, not later."""
+    return f"({choices}) (= [{_in_class(behind)}])" if behind else choices
+
+
+def _in_class(chars: str) -> str:
+    return "".join(f"\\{char}" if char in "[]^-\\" else {"\n": "\\n"}.get(char, char) for char in dict.fromkeys(chars))
+
+
+_PYTHON_ESCAPE: Final = (
+    r'"\\" ([\\nrt"' + r"'] | " + r'"x" [0-9a-f] [0-9a-f] | "u" ([0-9a-ce-f] [0-9a-f] | "d" [0-7]) [0-9a-f] [0-9a-f] '
+    r'| "U000" [1-9a-f] [0-9a-f] [0-9a-f] [0-9a-f] [0-9a-f] | "U0010" [0-9a-f] [0-9a-f] [0-9a-f] [0-9a-f])'
+)
+
+
+def _python(rules: Rules, behind: str) -> str:
+    """A string in either quotes: which ones `repr` takes is told by all of the string, so a model may take both."""
+
+    def rest(quote: str) -> str:
+        def body(name: str) -> str:
+            plain = none_of(quote + "\\", controls=False)
+            return _looking_ahead(f"{literal(quote)} | {plain} {name} | {_PYTHON_ESCAPE} {name}", behind)
+
+        return rules.recursive(("python", quote, behind), "string", body)
+
+    return either(f"{literal(quote)} {rest(quote)}" for quote in "'\"")
+
+
+def _nested(notation: Nested) -> Dialect:
+    def string(rules: Rules, behind: str) -> str:
+        text = rules.add("text", text_without([notation.close_string]))
+        return f"{literal(notation.open_string)} {text} {literal(notation.close_string)}"
+
+    def key(rules: Rules, behind: str) -> str:
+        signs = "".join(text[:1] for text in (notation.close_key + notation.colon, *_brackets(notation)))
+        return f"{literal(notation.open_key)} {none_of(signs + _SPACE)}+ {literal(notation.close_key)}"
+
+    return Dialect(
+        notation.open_object, notation.colon, notation.member, notation.close_object, notation.open_list,
+        notation.item, notation.close_list, string, key, lambda value, _: notation.encode(value),
+    )  # fmt: skip
+
+
+def _brackets(notation: Nested) -> tuple[str, ...]:
+    """What a key that stands without marks would be confused with."""
+    brackets = (notation.open_object, notation.close_object, notation.open_list, notation.close_list)
+    return (*brackets, notation.member, notation.open_string)
+
+
+_SPACE: Final = " \t\n\r"

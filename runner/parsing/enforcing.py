@@ -1,0 +1,158 @@
+"""What makes an engine's constrained decoding write calls as a template does: a grammar of a format and its tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final, Self, TypeAlias
+
+import orjson
+
+from runner.errors import BadOption
+from runner.options import Constraint, ConstraintKind, ToolChoice
+from runner.parsing.argument_rules import ArgumentRules, Inexpressible
+from runner.parsing.dialects import NOT_IN_KEYS
+from runner.parsing.ebnf import Rules, either, literal, none_of, text_without
+from runner.parsing.turn_format import CallFormat, Piece, Slot, Text
+from runner.tools.tool import Tool
+
+__all__ = ["constraint", "enforceable"]
+
+Signatures: TypeAlias = tuple[tuple[str, str], ...]
+"""(name, JSON schema of the parameters as text) of each tool that may be called."""
+
+
+def constraint(
+    form: CallFormat,
+    tools: Sequence[Tool],
+    tool_choice: ToolChoice,
+    *,
+    parallel: bool = True,
+    thought_close: str | None = None,
+) -> Constraint | None:
+    """What enforces `tool_choice` in a turn of this format, or None where nothing is or can be enforced.
+
+    "required" and a tool's name leave nothing but calls. "auto" leaves all text free, and holds each call that is begun
+    to a tool and its schema: for who wants its arguments strict. A format without a trigger has no such thing, since
+    nothing tells where its calls begin.
+
+    Several calls in one turn are allowed only with `parallel`, and where every tool in question may run beside others.
+
+    Args:
+        form: how calls are written.
+        tools: what may be called.
+        tool_choice: what the turn has to do.
+        parallel: whether a turn may have several calls.
+        thought_close: what ends the thought in which the prompt ends; None where it ends in none.
+
+    Raises:
+        BadOption: a call is required and there is no tool, or none of that name, or what the tools take cannot be
+            written in this format.
+    """
+    allowed = [tool for tool in tools if tool_choice in ("auto", "required", tool.name)]
+    if tool_choice == "none" or (tool_choice == "auto" and not (form.trigger and allowed)):
+        return None
+    if not allowed:
+        names = ", ".join(tool.name for tool in tools) or "there are none"
+        raise BadOption(f"tool_choice={tool_choice!r}: no such tool may be called here. Tools: {names}.")
+    signatures = tuple((tool.name, json.dumps(tool.parameters)) for tool in allowed)
+    many = parallel and all(tool.parallel for tool in allowed)
+    keyed = _Format.of(form)
+    try:
+        if tool_choice == "auto":
+            return Constraint(ConstraintKind.STRUCTURAL_TAG, _tag(keyed, signatures, many, thought_close))
+        return Constraint(ConstraintKind.GRAMMAR, _grammar(keyed, signatures, many, thought_close))
+    except Inexpressible as error:
+        raise BadOption(f"tool_choice={tool_choice!r}: {error}") from None
+
+
+def enforceable(form: CallFormat) -> str | None:
+    """Why no grammar can be made of this format, or None where one can; what a tool takes may still be unwritable."""
+    try:
+        _grammar(_Format.of(form), _STRINGS, True, None)
+    except Inexpressible as error:
+        return str(error)
+    return None
+
+
+_STRINGS: Final[Signatures] = (("f", '{"properties": {"a": {"type": "string"}, "b": {"type": "string"}}}'),)
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """A format that can be looked up by what it says."""
+
+    key: bytes
+    form: CallFormat = field(compare=False)
+
+    @classmethod
+    def of(cls, form: CallFormat) -> Self:
+        return cls(orjson.dumps(form), form)
+
+
+# Every turn of every episode asks for one of the same few grammars.
+@lru_cache(maxsize=256)
+def _grammar(keyed: _Format, signatures: Signatures, many: bool, thought_close: str | None) -> str:
+    rules, form = Rules(), keyed.form
+    calls = f"{literal(form.begin)} {_calls(rules, form, signatures, many)}"
+    return rules.grammar(calls if thought_close is None else f"{_thought(rules, thought_close)} {calls}")
+
+
+@lru_cache(maxsize=256)
+def _tag(keyed: _Format, signatures: Signatures, many: bool, thought_close: str | None) -> str:
+    """A structural tag: free text, in which the trigger begins calls."""
+    rules, form = Rules(), keyed.form
+    behind_trigger = literal(form.begin[len(form.trigger) :])
+    grammar = rules.grammar(f"{behind_trigger} {_calls(rules, form, signatures, many)}")
+    again = many and form.between is not None
+    turn = _dispatch(form.trigger, {"type": "grammar", "grammar": grammar}, again=again)
+    if not again and form.before_content is not None:
+        turn = {"type": "sequence", "elements": [turn, {"type": "any_text", "excludes": [form.trigger]}]}
+    if thought_close is not None:
+        # A trigger inside a thought begins nothing, and a thought may be all that there is.
+        turn = _dispatch(thought_close.strip(), turn, again=False)
+    return json.dumps({"type": "structural_tag", "format": turn}, ensure_ascii=False)
+
+
+def _dispatch(mark: str, form: dict[str, Any], *, again: bool) -> dict[str, Any]:
+    """Free text until `mark`, behind which `form` must stand, and if `again` all that once more."""
+    return {"type": "dispatch", "rules": [[mark, form]], "loop": again}
+
+
+MOST_SPACE: Final = 4
+"""Line breaks and spaces between a thought and the calls behind it; a model could spend a turn on white space."""
+
+
+def _thought(rules: Rules, close: str) -> str:
+    """What is left of a thought, what ends it, and a little white space."""
+    thought = rules.add("thought", text_without([close.strip()]))
+    return f"{thought} {literal(close.strip())} [ \\n]{{0,{MOST_SPACE}}}"
+
+
+def _calls(rules: Rules, form: CallFormat, signatures: Signatures, many: bool) -> str:
+    """What stands behind the begin of a section of calls."""
+    arguments = ArgumentRules(rules, form)
+    call = rules.add("call", either(_call(form, arguments, *signature) for signature in signatures))
+    more = f" ({literal(form.between)} {call})*" if many and form.between is not None else ""
+    return f"{call}{more} {literal(form.close)}"
+
+
+def _call(form: CallFormat, arguments: ArgumentRules, name: str, parameters: str) -> str:
+    written = arguments.of(name, json.loads(parameters))
+    return " ".join(written if piece is Slot.ARGUMENTS else _piece(form, piece, name) for piece in form.call)
+
+
+def _piece(form: CallFormat, piece: Piece, name: str) -> str:
+    match piece:
+        case Text(text):
+            return literal(text)
+        case Slot.NAME:
+            return literal(name)
+        case Slot.INDEX:
+            # Models count on where their templates count the calls of the whole conversation.
+            return "[0-9]+"
+        case _:
+            pieces = form.id_pieces or ()
+            return " ".join(_piece(form, each, name) for each in pieces) or f"{none_of(NOT_IN_KEYS)}+"
