@@ -55,7 +55,7 @@ class ArgumentRules:
                 return _Tagged(self._rules, self._form, self._form.arguments, schema, name).expression()
             notation = self._form.arguments.notation
             quote = [literal('"')] if isinstance(notation, JsonText) else []
-            written = SchemaRules(self._rules, _dialect(notation), schema, "").value(schema)
+            written = SchemaRules(self._rules, _dialect(notation), schema, name, "").value(schema)
         except ValueError as error:
             raise Inexpressible(EnforcingProperty.SATISFIABLE, f"{name} takes what nothing fits: {error}") from None
         return " ".join([*quote, written, *quote])
@@ -115,7 +115,7 @@ class _Tagged:
             style = self.arguments.styles.get(kind)
             if style is None or (around := (style.open, style.close)) in anything:
                 continue
-            if isinstance(style.notation, Raw | Html | Cdata) and "enum" not in each and len(self._ends) == 1:
+            if isinstance(style.notation, Raw) and "enum" not in each and len(self._ends) == 1:
                 anything.add(around)
             found.setdefault(around, []).append(self._value(style, kind, each))
         return [f"{literal(opened)} {either(each)} {literal(closed)}" for (opened, closed), each in found.items()]
@@ -126,7 +126,9 @@ class _Tagged:
             if "enum" in schema:
                 return either(literal(notation.encode(value)) for value in schema["enum"])
             return plain_text(notation, self.rules, self._ends)
-        return SchemaRules(self.rules, _dialect(notation), self.schema, self._behind(style)).typed(kind, schema)
+        return SchemaRules(self.rules, _dialect(notation), self.schema, self.tool, self._behind(style)).typed(
+            kind, schema
+        )
 
     @property
     def _ends(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import Final
 
-__all__ = ["NOTHING", "Rules", "either", "literal", "none_of", "one_of", "text_without"]
+__all__ = ["NOTHING", "Rules", "either", "literal", "none_of", "text_without"]
 
 NOTHING: Final = '""'
 
@@ -13,11 +13,6 @@ NOTHING: Final = '""'
 def literal(text: str) -> str:
     """`text` as an EBNF literal."""
     return '"' + "".join(_ESCAPES.get(char) or _char(char) for char in text) + '"'
-
-
-def one_of(chars: str) -> str:
-    """Any one of these characters."""
-    return f"[{_class(chars)}]"
 
 
 def none_of(chars: str, *, controls: bool = True) -> str:

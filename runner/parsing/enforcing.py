@@ -13,8 +13,7 @@ import orjson
 from runner.errors import BadOption
 from runner.options import Constraint, ConstraintKind, ToolChoice
 from runner.parsing.argument_rules import ArgumentRules, Inexpressible
-from runner.parsing.dialects import NOT_IN_KEYS
-from runner.parsing.ebnf import Rules, either, literal, none_of, text_without
+from runner.parsing.ebnf import Rules, either, literal, text_without
 from runner.parsing.turn_format import CallFormat, Piece, Slot, Text
 from runner.tools.tool import Tool
 
@@ -106,9 +105,8 @@ def _tag(keyed: _Format, signatures: Signatures, many: bool, thought_close: str 
     rules, form = Rules(), keyed.form
     behind_trigger = literal(form.begin[len(form.trigger) :])
     grammar = rules.grammar(f"{behind_trigger} {_calls(rules, form, signatures, many)}")
-    again = many and form.between is not None
-    turn = _dispatch(form.trigger, {"type": "grammar", "grammar": grammar}, again=again)
-    if not again and form.before_content is not None:
+    turn = _dispatch(form.trigger, {"type": "grammar", "grammar": grammar}, again=many and form.between is not None)
+    if not turn["loop"]:
         turn = {"type": "sequence", "elements": [turn, {"type": "any_text", "excludes": [form.trigger]}]}
     if thought_close is not None:
         # A trigger inside a thought begins nothing, and a thought may be all that there is.
@@ -155,4 +153,4 @@ def _piece(form: CallFormat, piece: Piece, name: str) -> str:
             return "[0-9]+"
         case _:
             pieces = form.id_pieces or ()
-            return " ".join(_piece(form, each, name) for each in pieces) or f"{none_of(NOT_IN_KEYS)}+"
+            return " ".join(_piece(form, each, name) for each in pieces) or r"[0-9A-Za-z_.:\-]+"

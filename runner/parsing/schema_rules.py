@@ -70,11 +70,12 @@ class Sequenced:
 class SchemaRules:
     """Writes rules for the schemas of one tool."""
 
-    def __init__(self, rules: Rules, dialect: Dialect, root: Any, behind: str) -> None:
-        """`root` is what references in the schemas mean; `behind` may stand behind a value that is in no other."""
+    def __init__(self, rules: Rules, dialect: Dialect, root: Any, tool: str, behind: str) -> None:
+        """Of the tool whose schema is `root`; `behind` has the characters behind a value that is in no other."""
         self._rules = rules
         self._dialect = dialect
         self._root = root
+        self._tool = tool
         self._behind = behind
 
     def value(self, schema: Any, depth: int = 0) -> str:
@@ -132,7 +133,7 @@ class SchemaRules:
     def _reference(self, reference: str, depth: int) -> str:
         if self._too_deep(depth):
             return self._anything(depth)
-        key = ("reference", self._dialect, id(self._root), reference, self._level(depth), depth == 0)
+        key = ("reference", self._dialect, self._tool, reference, self._level(depth), depth == 0)
         return self._rules.recursive(key, "ref", lambda _: self.value(resolved(self._root, reference), depth))
 
     def _enum(self, values: Sequence[Any], depth: int) -> str:

@@ -1,0 +1,547 @@
+"""What the grammars of learnt formats let through, by the real xgrammar."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import pytest
+import xgrammar
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field
+
+from runner.errors import BadOption
+from runner.options import Constraint, ConstraintKind
+from runner.parsing.argument_rules import EnforcingProperty, Inexpressible, ends_of_strings
+from runner.parsing.enforcing import constraint, enforceable
+from runner.parsing.notations import Cdata, Html, Json, JsonText, Nested
+from runner.parsing.reading import CallReader
+from runner.parsing.turn_format import CallFormat, TaggedArguments, WholeArguments
+from runner.parsing.writing import Unwritable, WrittenCall, id_for, write_calls
+from runner.tools.tool import Tool
+from tests import sweeps
+from tests.conformance.corpus import corpus
+from tests.parsing.learnt import CLASSES, learnt
+
+
+class Tree(BaseModel):
+    label: str
+    children: list[Tree] = []
+
+
+@dataclass
+class Point:
+    x: float
+    y: float = 0.0
+
+
+def add(a: int, b: int) -> int:
+    """Add two integers."""
+    return a + b
+
+
+def paint(
+    colour: Literal["red", 'pale "blue"', "it's"],
+    mode: Literal["fast", 2, True, None] = "fast",
+    at: Point | None = None,
+    alpha: Annotated[float, Field(ge=0)] = 1.0,
+) -> None:
+    """Paint something."""
+
+
+def plant(tree: Tree, times: Annotated[int, Field(ge=1, le=12)] = 1) -> None:
+    """Plant a tree."""
+
+
+def note(
+    text: str = "",
+    tags: list[str] | None = None,
+    scores: dict[str, int] | None = None,
+    pair: tuple[int, str] = (0, ""),
+    done: bool = False,
+    anything: Any = None,
+    few: Annotated[list[int], Field(min_length=1, max_length=2)] = [1],  # noqa: B006
+) -> None:
+    """Note something."""
+
+
+def stop() -> None:
+    """Stop."""
+
+
+TOOLS = [Tool(function) for function in (add, paint, plant, note, stop)]
+ADD = TOOLS[:1]
+
+
+def json_text() -> CallFormat:
+    """Arguments as OpenAI's messages have them; no template of the corpus writes them so."""
+    return replace(form_of("JSON object"), arguments=WholeArguments(JsonText(Json(ascii=True))))
+
+
+def html() -> CallFormat:
+    """Strings with entities; no template of the corpus writes them so."""
+    form = form_of("raw strings")
+    assert isinstance(form.arguments, TaggedArguments)
+    styles = {**form.arguments.styles, "string": replace(form.arguments.styles["string"], notation=Html())}
+    return replace(form, arguments=replace(form.arguments, styles=styles))
+
+
+MADE: Final = {"JSON in a string": json_text, "HTML": html}
+every_class = pytest.mark.parametrize("name", [*CLASSES, *MADE])
+
+
+@functools.cache
+def form_of(name: str) -> CallFormat:
+    form = MADE[name]() if name in MADE else learnt(CLASSES[name])
+    assert form is not None
+    return form
+
+
+BYTES = [bytes([byte]) for byte in range(256)]
+END = len(BYTES)
+
+
+@functools.cache
+def compiler() -> xgrammar.GrammarCompiler:
+    return xgrammar.GrammarCompiler(
+        xgrammar.TokenizerInfo([*BYTES, b""], vocab_size=END + 1, stop_token_ids=[END]), max_threads=1
+    )
+
+
+@functools.cache
+def compiled(enforced: Constraint) -> xgrammar.CompiledGrammar:
+    if enforced.kind is ConstraintKind.STRUCTURAL_TAG:
+        return compiler().compile_structural_tag(enforced.value)
+    return compiler().compile_grammar(enforced.value)
+
+
+def required(form: CallFormat, tools: Sequence[Tool], choice: str = "required", **given: Any) -> Constraint:
+    enforced = constraint(form, tools, choice, **given)
+    assert enforced is not None
+    return enforced
+
+
+def accepts(enforced: Constraint, text: str) -> bool:
+    matcher = xgrammar.GrammarMatcher(compiled(enforced), terminate_without_stop_token=True)
+    return bool(matcher.accept_string(text)) and bool(matcher.is_terminated())
+
+
+Call: TypeAlias = tuple[str, Mapping[str, Any]]
+"""The name of a tool and its arguments."""
+
+
+def written(form: CallFormat, *calls: Call) -> str:
+    """The turn with these calls."""
+    said = [
+        WrittenCall(name, arguments, id_for(form, name, n) or f"callabc{n:02}")
+        for n, (name, arguments) in enumerate(calls)
+    ]
+    return write_calls(form, said)
+
+
+NUMBERS = st.integers(-(10**30), 10**30)
+FLOATS = st.floats(-1e307, 1e307, allow_subnormal=False)
+MARKUP = (
+    "</b>",
+    "it's",
+    'say "x"',
+    "a\n b",
+    "{'a': [1, 2]}",
+    "true",
+    "42",
+    "None",
+    "</parameter",
+    "&lt;",
+    "a\\nb",
+    "<![CDATA[",
+    "]]",
+)
+TEXTS = st.text(max_size=12) | st.sampled_from(MARKUP)
+KEYS = st.text("abc_xyz", min_size=1, max_size=6)
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def fields(needed: dict[str, Any], optional: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Objects with their keys in the order of the schema; the optional ones may be left out."""
+    names = [*needed, *optional]
+    return st.fixed_dictionaries(needed, optional=optional).map(
+        lambda values: {name: values[name] for name in names if name in values}
+    )
+
+
+LEAVES: st.SearchStrategy[Any] = fields({"label": TEXTS}, {"children": st.just([])})
+BRANCHES = fields({"label": TEXTS}, {"children": st.lists(LEAVES, max_size=2)})
+ARGUMENTS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
+    "add": fields({"a": NUMBERS, "b": NUMBERS}, {}),
+    "paint": fields(
+        {"colour": st.sampled_from(["red", 'pale "blue"', "it's"])},
+        {
+            "mode": st.sampled_from(["fast", 2, True, None]),
+            "at": st.none() | fields({"x": FLOATS}, {"y": FLOATS}),
+            "alpha": FLOATS.map(abs),
+        },
+    ),
+    "plant": fields(
+        {"tree": fields({"label": TEXTS}, {"children": st.lists(BRANCHES, max_size=2)})}, {"times": st.integers(1, 12)}
+    ),
+    "note": fields(
+        {},
+        {
+            "text": TEXTS,
+            "tags": st.none() | st.lists(TEXTS, max_size=3),
+            "scores": st.none() | st.dictionaries(KEYS, NUMBERS, max_size=3),
+            "pair": st.tuples(NUMBERS, TEXTS).map(list),
+            "done": st.booleans(),
+            "anything": ANYTHING,
+            "few": st.lists(NUMBERS, min_size=1, max_size=2),
+        },
+    ),
+    "stop": st.just({}),
+}
+CALLS = st.sampled_from(sorted(ARGUMENTS)).flatmap(lambda name: st.tuples(st.just(name), ARGUMENTS[name]))
+
+
+def holds_its_end(form: CallFormat, value: Any) -> bool:
+    """A string in it holds what ends it, which no format can tell that writes it as it is."""
+    if isinstance(value, Mapping):
+        return any(holds_its_end(form, each) for each in value.values())
+    if isinstance(value, list):
+        return any(holds_its_end(form, each) for each in value)
+    return isinstance(value, str) and any(end in value for end in forbidden(form))
+
+
+def forbidden(form: CallFormat) -> Sequence[str]:
+    styles = form.arguments.styles.values() if isinstance(form.arguments, TaggedArguments) else ()
+    nested = [style.notation.close_string for style in styles if isinstance(style.notation, Nested)]
+    cdata = ["]]>" for style in styles if isinstance(style.notation, Cdata)]
+    return [*ends_of_strings(form), *nested, *cdata]
+
+
+@every_class
+@settings(max_examples=sweeps.times(150, 25))
+@given(calls=st.lists(CALLS, min_size=1, max_size=3))
+def test_all_calls_that_fit_are_accepted_as_their_template_writes_them(
+    name: str, calls: list[tuple[str, dict[str, Any]]]
+) -> None:
+    form = form_of(name)
+    assume(not any(holds_its_end(form, arguments) for _, arguments in calls))
+    text = written(form, *(calls if form.between is not None else calls[:1]))
+    assert accepts(required(form, TOOLS), text), text
+    if form.trigger:
+        assert accepts(required(form, TOOLS, "auto"), f"I look it up.{form.after_content or ''}{text}"), text
+
+
+SWEEP = sweeps.part([entry.name for entry in corpus()], 16)
+
+
+def test_every_learnt_format_can_be_enforced_and_accepts_what_it_writes() -> None:
+    source = sweeps.source("enforcing")
+    for name in SWEEP:
+        form = learnt(name)
+        if form is None:
+            continue
+        assert enforceable(form) is None, name
+        numbers = {"a": source.randrange(-99, 99), "b": source.randrange(10**9)}
+        calls: list[Call] = [
+            ("add", numbers),
+            ("note", {"text": "a plain\ntext", "tags": ["x", "y z"], "done": True}),
+            ("stop", {}),
+        ]
+        for call in calls:
+            try:
+                text = written(form, call)
+            except Unwritable:
+                continue
+            assert accepts(required(form, TOOLS), text), (name, text)
+        for wrong in wrong_texts(form, written(form, calls[0])):
+            assert not accepts(required(form, TOOLS, parallel=False), wrong), (name, wrong)
+
+
+def wrong_texts(form: CallFormat, right: str) -> list[str]:
+    """What comes close to a call of `add` and is none."""
+    calls: list[Call] = [
+        ("subtract", {"a": 1, "b": 2}),
+        ("add", {"a": 1}),
+        ("add", {"b": 2}),
+        ("add", {"a": 1, "b": 2, "c": 3}),
+        ("add", {"a": 1, "z": 2}),
+        ("add", {"a": 1, "b": True}),
+        ("add", {"a": 1, "b": "two"}),
+        ("add", {"a": 1, "b": 2.5}),
+        ("add", {"a": 1, "b": [2]}),
+        ("stop", {"a": 1}),
+    ]
+    wrong = [written(form, call) for call in calls]
+    return [*wrong, right[:-1], right[: len(right) // 2], right[:1], "", f"{right}x", f"{right}{right}", f"x{right}"]
+
+
+@every_class
+def test_whatever_is_no_call_that_fits_is_refused(name: str) -> None:
+    form = form_of(name)
+    right = written(form, ("add", {"a": 1, "b": 2}))
+    assert accepts(required(form, TOOLS, parallel=False), right)
+    for wrong in wrong_texts(form, right):
+        assert not accepts(required(form, TOOLS, parallel=False), wrong), wrong
+
+
+CLOSING = set(b")]}>\"'\n")
+
+
+def walk(enforced: Constraint, rng: random.Random, length: int) -> str:
+    """A random text of the grammar: any allowed byte, past `length` one that closes something."""
+    matcher = xgrammar.GrammarMatcher(compiled(enforced))
+    mask = xgrammar.allocate_token_bitmask(1, END + 1)
+    text = bytearray()
+    while True:
+        matcher.fill_next_token_bitmask(mask)
+        words = [int(word) & 0xFFFFFFFF for word in mask[0]]
+        allowed = [byte for byte in range(END + 1) if words[byte // 32] >> byte % 32 & 1]
+        assert allowed, f"a dead end behind {bytes(text)!r}"
+        # No half of a character, unless a literal wants one.
+        allowed = [byte for byte in allowed if byte == 10 or 32 <= byte < 127 or byte == END] or allowed
+        closing = [byte for byte in allowed if byte in CLOSING or byte == END]
+        byte = rng.choice(closing if closing and len(text) > length and rng.random() < 0.7 else allowed)
+        if END in allowed and len(text) > length:
+            byte = END
+        assert matcher.accept_token(byte)
+        if byte == END:
+            return text.decode()
+        text.append(byte)
+        if len(text) > 4000:  # a random text rarely finds the end of a plain string
+            return ""
+
+
+@every_class
+@settings(max_examples=sweeps.times(60, 15))
+@given(seed=st.integers(0, 2**32), length=st.integers(0, 100), index=st.integers(0, len(TOOLS) - 1))
+def test_what_is_accepted_reads_as_calls_that_validate(name: str, seed: int, length: int, index: int) -> None:
+    form, tool = form_of(name), TOOLS[index]
+    text = walk(required(form, [tool]), random.Random(seed), length)
+    assume(text)
+    reading = CallReader(form).read(text, {tool.name: tool.parameters})
+    assert reading.content == ""
+    assert reading.calls
+    for call in reading.calls:
+        assert call.error is None, text
+        assert call.name == tool.name
+        tool.arguments(call.arguments)
+
+
+@every_class
+def test_without_parallel_calls_a_turn_has_one(name: str) -> None:
+    form = form_of(name)
+    call = ("add", {"a": 1, "b": 2})
+    one = written(form, call)
+    barrier = [Tool(add, parallel=False)]
+    for enforced in (required(form, ADD, parallel=False), required(form, barrier)):
+        assert accepts(enforced, one)
+        assert form.between is None or not accepts(enforced, written(form, call, call))
+    assert form.between is None or accepts(required(form, ADD), written(form, call, call))
+
+
+@every_class
+def test_a_named_tool_is_the_only_one(name: str) -> None:
+    form = form_of(name)
+    assert accepts(required(form, TOOLS, "stop"), written(form, ("stop", {})))
+    assert not accepts(required(form, TOOLS, "stop"), written(form, ("add", {"a": 1, "b": 2})))
+
+
+# --- text that stays free
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "JSON object without a trigger"])
+def test_auto_frees_the_text_and_holds_a_call_to_a_tool_and_its_schema(name: str) -> None:
+    form = form_of(name)
+    enforced = required(form, ADD, "auto")
+    assert enforced.kind is ConstraintKind.STRUCTURAL_TAG
+    one = written(form, ("add", {"a": 1, "b": 2}))
+    for text in ("", "just words", f"words {form.trigger[:-1]}", one, f"a {one} b"):
+        assert accepts(enforced, text), text
+    for text in (
+        form.trigger,
+        f"words {form.trigger}",
+        written(form, ("subtract", {"a": 1, "b": 2})),
+        written(form, ("add", {"a": 1})),
+    ):
+        assert not accepts(enforced, text), text
+    assert accepts(enforced, f"{one} and {one}") is (form.between is not None)
+    assert not accepts(required(form, ADD, "auto", parallel=False), f"{one} and {one}")
+
+
+def test_nothing_is_enforced_where_nothing_tells_that_a_call_begins() -> None:
+    bare = form_of("JSON object without a trigger")
+    assert constraint(bare, TOOLS, "auto") is None
+    assert constraint(bare, TOOLS, "required") is not None
+    assert constraint(form_of("JSON object"), TOOLS, "none") is None
+    assert constraint(form_of("JSON object"), [], "auto") is None
+
+
+@every_class
+def test_a_required_call_waits_for_the_end_of_an_open_thought(name: str) -> None:
+    form = form_of(name)
+    enforced = required(form, ADD, thought_close="\n</think>\n\n")
+    one = written(form, ("add", {"a": 1, "b": 2}))
+    for text in (f"I add <them>.\n</think>\n\n{one}", f"</think>{one}", f"{one}</think>\n{one}"):
+        assert accepts(enforced, text), text
+    for text in (one, "I think", f"I </think> so {one}", f"a</think>b</think>{one}", f"a</think>{' ' * 20}{one}"):
+        assert not accepts(enforced, text), text
+
+
+def test_in_auto_nothing_in_an_open_thought_begins_a_call() -> None:
+    form = form_of("JSON object")
+    enforced = required(form, ADD, "auto", thought_close="</think>")
+    one = written(form, ("add", {"a": 1, "b": 2}))
+    for text in ("still thinking", f"with {form.trigger}?", "so</think>words", f"{form.trigger}</think> {one}"):
+        assert accepts(enforced, text), text
+    assert not accepts(enforced, f"so</think>{form.trigger}words")
+
+
+# --- schemas
+
+
+def schema_tool(name: str, parameters: dict[str, Any]) -> Tool:
+    return Tool(print, name=name, description="A tool.", parameters={"type": "object", **parameters}, raw=True)
+
+
+@every_class
+@pytest.mark.parametrize(
+    "bounds",
+    [{"minimum": 1, "maximum": 3}, {"exclusiveMinimum": 0, "exclusiveMaximum": 4}],
+    ids=["inclusive", "exclusive"],
+)
+def test_an_integer_stays_within_its_bounds(name: str, bounds: dict[str, int]) -> None:
+    tool = schema_tool("pick", {"properties": {"number": {"type": "integer", **bounds}}, "required": ["number"]})
+    form, enforced = form_of(name), required(form_of(name), [tool])
+    taken = [number for number in range(-1, 12) if accepts(enforced, written(form, ("pick", {"number": number})))]
+    assert taken == [1, 2, 3]
+
+
+@every_class
+def test_equal_reference_names_of_two_tools_are_not_mixed_up(name: str) -> None:
+    form = form_of(name)
+    tools = [
+        schema_tool(
+            tool,
+            {
+                "properties": {"x": {"$ref": "#/$defs/X"}, "more": {"type": "array", "items": {"$ref": "#/$defs/X"}}},
+                "required": ["x"],
+                "$defs": {"X": {"type": kind}},
+            },
+        )
+        for tool, kind in (("one", "integer"), ("two", "boolean"))
+    ]
+    enforced = required(form, tools)
+    for tool, right, wrong in (("one", 1, True), ("two", True, 1)):
+        assert accepts(enforced, written(form, (tool, {"x": right, "more": [right, right]})))
+        assert not accepts(enforced, written(form, (tool, {"x": wrong})))
+        assert not accepts(enforced, written(form, (tool, {"x": right, "more": [wrong]})))
+
+
+@every_class
+def test_other_arguments_are_taken_where_a_schema_says_so(name: str) -> None:
+    form = form_of(name)
+    named = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": {"type": "boolean"}}
+    enforced = required(form, [schema_tool("f", named)])
+    right: list[dict[str, Any]] = [{"a": 1}, {"a": 1, "b": True, "c": False}]
+    wrong: list[dict[str, Any]] = [{"a": 1, "b": 2}, {"b": True}]
+    assert [accepts(enforced, written(form, ("f", arguments))) for arguments in right + wrong] == [True] * 2 + [
+        False
+    ] * 2
+    free = required(form, [schema_tool("f", {"additionalProperties": True})])
+    anything: list[dict[str, Any]] = [{}, {"x": 1}, {"x": [1, {"y": None}], "z": "a b"}]
+    assert all(accepts(free, written(form, ("f", arguments))) for arguments in anything)
+
+
+@every_class
+def test_keys_and_values_of_an_enum_are_written_exactly(name: str) -> None:
+    form = form_of(name)
+    key, values = "sa-y.$", ['"', "\\", "\n", "'", 5, None, [1, "a"], {"b": 1.5}]
+    enforced = required(form, [schema_tool("odd", {"properties": {key: {"enum": values}}, "required": [key]})])
+    for value in values:
+        assert accepts(enforced, written(form, ("odd", {key: value}))), value
+    assert not accepts(enforced, written(form, ("odd", {key: "other"})))
+
+
+def test_a_plain_string_cannot_hold_its_own_end_and_may_come_close() -> None:
+    form = form_of("raw strings")
+    (end,) = ends_of_strings(form)
+    enforced = required(form, TOOLS, "note")
+    assert end == "</parameter>"
+    assert accepts(enforced, written(form, ("note", {"text": "a </parameter b", "done": True})))
+    assert not accepts(enforced, written(form, ("note", {"text": "a </parameter> b", "done": True})))
+
+
+# --- what cannot be enforced
+
+
+def test_a_choice_without_a_tool_says_which_there_are() -> None:
+    form = form_of("JSON object")
+    with pytest.raises(BadOption, match=r"tool_choice='fly': no such tool may be called here. Tools: add."):
+        constraint(form, ADD, "fly")
+    with pytest.raises(BadOption, match="Tools: there are none"):
+        constraint(form, [], "required")
+
+
+def tagged(**changes: Any) -> CallFormat:
+    form = form_of("raw strings")
+    assert isinstance(form.arguments, TaggedArguments)
+    return replace(form, arguments=replace(form.arguments, **changes))
+
+
+def test_what_a_template_cannot_write_is_refused_by_its_name() -> None:
+    styles = form_of("raw strings").arguments.styles  # type: ignore[union-attr]  # they are tagged
+    without = tagged(styles={kind: style for kind, style in styles.items() if kind != "integer"})
+    with pytest.raises(BadOption, match="the argument a of add has a type that its chat template cannot write"):
+        constraint(without, ADD, "required")
+    with pytest.raises(BadOption, match="stop takes no arguments, and its chat template has no way to write a call"):
+        constraint(tagged(none=None), TOOLS, "stop")
+    nothing = schema_tool("f", {"properties": {"a": False}, "required": ["a"]})
+    with pytest.raises(BadOption, match="f takes what nothing fits"):
+        constraint(form_of("JSON object"), [nothing], "required")
+
+
+def test_an_optional_argument_that_cannot_be_written_is_left_out() -> None:
+    styles = form_of("raw strings").arguments.styles  # type: ignore[union-attr]  # they are tagged
+    form = tagged(styles={kind: style for kind, style in styles.items() if kind != "array"})
+    assert accepts(required(form, TOOLS, "note"), written(form, ("note", {"text": "a", "done": True})))
+
+
+def test_a_format_in_which_nothing_ends_a_string_is_not_enforceable() -> None:
+    endless = replace(tagged(separator="", tail=""), close="", between=None)
+    assert enforceable(endless) == "nothing that its chat template writes tells where a string ends"
+    with pytest.raises(Inexpressible) as refused:
+        ends_of_strings(endless)
+    assert refused.value.property is EnforcingProperty.STRINGS_END
+
+
+# --- what engines do with it
+
+
+def test_the_grammar_of_a_format_and_its_tools_is_written_once() -> None:
+    form = form_of("raw strings")
+    again = replace(form)
+    assert constraint(form, TOOLS, "required").value is constraint(again, TOOLS, "required").value  # type: ignore[union-attr]  # there is one
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what vLLM imports warns
+@every_class
+def test_vllm_takes_every_grammar_and_structural_tag(name: str) -> None:
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+    from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
+
+    from runner.engines.vllm.settings import constraint_arguments
+
+    form = form_of(name)
+    for choice, close in (("required", None), ("required", "</think>"), ("auto", None), ("auto", "</think>")):
+        enforced = constraint(form, TOOLS, choice, thought_close=close)
+        if enforced is not None:
+            parameters = StructuredOutputsParams(**constraint_arguments(enforced))
+            validate_xgrammar_grammar(SamplingParams(structured_outputs=parameters))
