@@ -23,8 +23,12 @@ from runner.errors import BadBatch, BadInput, BadModel, BadOption
 from runner.messages import ToolCall
 from runner.options import Constraint, ConstraintKind, Sampling
 from runner.parsing.base import ToolFormat
+from runner.parsing.enforcing import constraint as constraint_of_calls
 from runner.parsing.hermes import Hermes
+from runner.parsing.notations import Json, Raw, ValueType
 from runner.parsing.pythonic import Pythonic
+from runner.parsing.turn_format import CallFormat, Slot, TaggedArguments, ValueStyle
+from runner.parsing.writing import WrittenCall, write_calls
 from runner.tokens.tokenizer import load_tokenizer
 from runner.tools.tool import Tool
 from runner.training import grammar as module
@@ -156,6 +160,18 @@ def test_masks_of_tool_calls_allow_the_bytes_that_the_grammar_accepts_one_by_one
         assert mask[byte]
         assert matcher.accept_string(bytes([byte]))
     assert written(masks.unpacked()[-1]).endswith("$")
+
+
+def test_masks_free_all_text_until_a_call_begins_and_hold_it_to_its_schema() -> None:
+    text = f"Both at once.\n{TAGGED_CALLS} and on"
+    masks = bytewise().masks_of(spoken(text, tagged_constraint("auto")).turns[0])
+    assert masks is not None
+    begins, ends = (text.encode().index(tag) + len(tag) for tag in (b"<tool_call>", b"</tool_call>"))
+    assert masks.allowed[: begins - 1].min() > 250
+    assert masks.allowed[ends:].min() > 250
+    assert masks.forced[begins : begins + len("\n<function=")].all()
+    assert not masks.unpacked()[begins:ends, STOP].any()
+    assert masks.unpacked()[ends:, STOP].all()
 
 
 def test_stop_ids_of_the_turn_end_it_as_well_as_the_models() -> None:
@@ -355,7 +371,44 @@ def test_a_thousand_calls_take_the_room_of_a_few_masks(of_model: GrammarMasks, d
     assert sum(int(mask.forced.sum()) for mask in masks) > trained / 4
 
 
+STYLES: dict[ValueType, ValueStyle] = {
+    "string": ValueStyle(">\n", Raw(), ""),
+    "integer": ValueStyle(">\n", Json(), ""),
+    "array": ValueStyle(">\n", Json(), ""),
+}
+TAGGED = CallFormat(
+    begin="<tool_call>\n<function=",
+    call=(Slot.NAME, Slot.ARGUMENTS),
+    between="\n</function>\n<function=",
+    close="\n</function>\n</tool_call>",
+    arguments=TaggedArguments(
+        head=">\n<parameter=",
+        separator="\n</parameter>\n<parameter=",
+        tail="\n</parameter>",
+        none=">",
+        styles=STYLES,
+    ),
+    container=None,
+    trigger="<tool_call>",
+    after_content="\n",
+    before_content=None,
+    id_pieces=None,
+    stop="",
+)
+TAGGED_CALLS = write_calls(TAGGED, [WrittenCall(call.name, call.arguments, "") for call in CALLS])
+
+
+def tagged_constraint(tool_choice: str, thought_close: str | None = None) -> Constraint:
+    enforced = constraint_of_calls(TAGGED, TOOLS, tool_choice, thought_close=thought_close)
+    assert enforced is not None
+    return enforced
+
+
 TEXTS = {
+    "learnt": (tagged_constraint("required"), TAGGED_CALLS),
+    "learnt, behind a thought": (tagged_constraint("required", "</think>"), f"I add.</think>\n{TAGGED_CALLS}"),
+    "learnt, free text": (tagged_constraint("auto"), f"Both at once.\n{TAGGED_CALLS} and on"),
+    "learnt, all of it": (tagged_constraint("auto", "</think>"), f"I add <x>.</think>\nBoth.\n{TAGGED_CALLS}"),
     "json": (constraint("json", NUMBER), '{"n":\n  42 }'),
     "json of anything": (constraint("json", {"type": "object"}), '{"a": [1.5, "x\\u00e9 ☃", {"b": null}]}'),
     "regex": (constraint("regex", r"[a-z]+ \d{2,3}(\.|é)?"), "hello 123é"),

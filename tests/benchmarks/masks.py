@@ -1,0 +1,117 @@
+"""Enforced calls by class of format: what an id's token mask costs, and what compiling the grammar does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import xgrammar
+
+from runner.options import Constraint, ConstraintKind
+from runner.parsing.argument_rules import ends_of_strings
+from runner.parsing.enforcing import constraint
+from runner.parsing.turn_format import CallFormat
+from runner.parsing.writing import WrittenCall, id_for, write_calls
+from runner.tools.tool import Tool
+from tests.benchmarks.figures import Figure, main, on_one_core
+from tests.parsing.learnt import CLASSES, learnt
+from tests.tokens.vocabularies import vocabulary
+
+ROUNDS = 5
+LINES = 12
+FORMATS: tuple[str, ...] = tuple(CLASSES)
+LOGITS = 151_936
+CODE = "def f(x):\n    return x < 3 and '</p>' or \"a\\b\"\n\tif not x: {1: [2, 3]}  # it's é\n"
+
+
+def write_file(
+    path: str, text: str, lines: list[str], count: int = 0, flag: bool = False, more: str | None = None
+) -> None:
+    """Write a file."""
+
+
+def run(command: str, seconds: float = 10.0) -> None:
+    """Run a command."""
+
+
+TOOLS = [Tool(write_file), Tool(run)]
+
+
+def measure() -> Iterator[Figure]:
+    """Enforced calls by class of format, on a vocabulary of 151,936 logits, by processor time."""
+    on_one_core()
+    bench = _Bench()
+    for name in FORMATS:
+        form = learnt(CLASSES[name])
+        assert form is not None
+        calls = _written(form)
+        yield from bench.figures(name, constraint(form, TOOLS, "required"), calls)
+        if name == "raw strings":
+            yield from bench.figures(f"{name}, behind a thought", _behind_thought(form), f"{CODE * LINES}</think>\n\n{calls}")
+            yield from bench.figures(f"{name}, in free text", constraint(form, TOOLS, "auto"), f"{CODE * LINES}{calls}")
+
+
+def _behind_thought(form: CallFormat) -> Constraint | None:
+    return constraint(form, TOOLS, "required", thought_close="</think>")
+
+
+def _written(form: CallFormat) -> str:
+    text = CODE * LINES
+    for end in ends_of_strings(form):
+        text = text.replace(end, "")
+    arguments: Mapping[str, Any] = {
+        "path": "a.py",
+        "text": text,
+        "lines": CODE.split("\n") * 3,
+        "count": 17,
+        "more": "x",
+    }
+    call = WrittenCall("write_file", arguments, id_for(form, "write_file", 0) or "abcdef123")
+    return write_calls(form, [call])
+
+
+class _Bench:
+    """The vocabulary as vLLM hands it to xgrammar."""
+
+    def __init__(self) -> None:
+        self._tokenizer = vocabulary("qwen")
+        own = self._tokenizer._tokenizer
+        names = [own.id_to_token(token_id) or "" for token_id in range(own.get_vocab_size())]
+        stop = self._tokenizer.token_id("<|im_end|>")
+        self._info = xgrammar.TokenizerInfo(
+            names, xgrammar.VocabType.BYTE_LEVEL, vocab_size=LOGITS, stop_token_ids=[stop]
+        )
+        self._mask = xgrammar.allocate_token_bitmask(1, LOGITS)
+
+    def figures(self, name: str, enforced: Constraint | None, text: str) -> Iterator[Figure]:
+        assert enforced is not None
+        ids = self._tokenizer.encode(text)
+        compiling, filling = [], []
+        for _ in range(ROUNDS):
+            # A new compiler, since one keeps what it compiled.
+            compiler = xgrammar.GrammarCompiler(self._info, max_threads=8)
+            began = time.process_time()
+            compiled = _compiled(compiler, enforced)
+            compiling.append((time.process_time() - began) * 1e3)
+            filling.append(self._microseconds(compiled, ids))
+        yield Figure(f"a mask and its id: {name}", "us", tuple(filling), under=50)
+        yield Figure("  its grammar compiled", "ms", tuple(compiling), under=600)
+
+    def _microseconds(self, compiled: Any, ids: list[int]) -> float:
+        matcher = xgrammar.GrammarMatcher(compiled)
+        began = time.thread_time()
+        for token_id in ids:
+            matcher.fill_next_token_bitmask(self._mask)
+            assert matcher.accept_token(token_id)
+        return (time.thread_time() - began) / len(ids) * 1e6
+
+
+def _compiled(compiler: Any, enforced: Constraint) -> Any:
+    if enforced.kind is ConstraintKind.STRUCTURAL_TAG:
+        return compiler.compile_structural_tag(enforced.value)
+    return compiler.compile_grammar(enforced.value)
+
+
+if __name__ == "__main__":
+    main(measure)
