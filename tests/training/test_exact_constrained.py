@@ -21,12 +21,14 @@ from runner import Conversation, Environment, FinishReason, Limits, Sampling, Ta
 from runner.engines.base import Engine, GenerationRequest
 from runner.errors import RequestRejected, unwrapped
 from runner.options import Constraint, ConstraintKind
+from runner.parsing.enforcing import constraint as constraint_of_calls
 from runner.parsing.hermes import Hermes
 from runner.testing import play, play_many
 from runner.tools.tool import Tool
 from runner.training.batch import TrainingBatch
 from runner.training.grammar import GrammarMasks
 from runner.training.token_masks import UNCONSTRAINED, TokenMasks
+from tests.parsing.learnt import CLASSES, learnt
 from tests.repository import DOCS
 from tests.training.making import made, prompt, said
 
@@ -182,13 +184,21 @@ TAGS = {"type": "triggered_tags", "triggers": ["<n"], "tags": [TAG], "at_least_o
 def written() -> dict[str, Constraint]:
     """What no field of `Sampling` stands for."""
     hermes = Hermes().constraint([Tool(add)], "required")
+    form = learnt(CLASSES["raw strings"])
     assert hermes is not None
+    assert form is not None
+    calls = {
+        "learnt": constraint_of_calls(form, [Tool(add)], "required"),
+        "learnt, behind a thought": constraint_of_calls(form, [Tool(add)], "required", thought_close="."),
+        "learnt, free text": constraint_of_calls(form, [Tool(add)], "auto"),
+    }
     tag = json.dumps({"type": "structural_tag", "format": TAGS})
     return {
         "hermes": hermes,
         "ebnf": Constraint(ConstraintKind.GRAMMAR, 'root ::= [A-Z] [a-z]* (" " [a-z]+){2,6} "."'),
         "lark": Constraint(ConstraintKind.GRAMMAR, 'start: ("yes" | "no" | "maybe") ", " /[a-z]{3,8}/'),
         "structural_tag": Constraint(ConstraintKind.STRUCTURAL_TAG, tag),
+        **{name: enforced for name, enforced in calls.items() if enforced is not None},
     }
 
 

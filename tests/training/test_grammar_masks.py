@@ -25,9 +25,7 @@ from runner.options import Constraint, ConstraintKind, Sampling
 from runner.parsing.base import ToolFormat
 from runner.parsing.enforcing import constraint as constraint_of_calls
 from runner.parsing.hermes import Hermes
-from runner.parsing.notations import Json, Raw, ValueType
 from runner.parsing.pythonic import Pythonic
-from runner.parsing.turn_format import CallFormat, Slot, TaggedArguments, ValueStyle
 from runner.parsing.writing import WrittenCall, write_calls
 from runner.tokens.tokenizer import load_tokenizer
 from runner.tools.tool import Tool
@@ -37,6 +35,7 @@ from runner.training.grammar import GrammarMasks
 from runner.training.rows import TrainingRow, rows_of, version_table
 from runner.training.token_masks import UNCONSTRAINED, TokenMasks
 from runner.training.tree import TokenTree
+from tests.parsing.learnt import CLASSES, learnt
 from tests.training.making import made, prompt, retried, said
 
 START, STOP, OTHER_STOP, SPECIAL = 256, 257, 258, 259
@@ -163,15 +162,16 @@ def test_masks_of_tool_calls_allow_the_bytes_that_the_grammar_accepts_one_by_one
 
 
 def test_masks_free_all_text_until_a_call_begins_and_hold_it_to_its_schema() -> None:
-    text = f"Both at once.\n{TAGGED_CALLS} and on"
-    masks = bytewise().masks_of(spoken(text, tagged_constraint("auto")).turns[0])
+    text = f"Both at once.\n{TAGGED_CALLS} and on".encode()
+    masks = bytewise().masks_of(spoken(text.decode(), tagged_constraint("auto")).turns[0])
     assert masks is not None
-    begins, ends = (text.encode().index(tag) + len(tag) for tag in (b"<tool_call>", b"</tool_call>"))
-    assert masks.allowed[: begins - 1].min() > 250
-    assert masks.allowed[ends:].min() > 250
-    assert masks.forced[begins : begins + len("\n<function=")].all()
-    assert not masks.unpacked()[begins:ends, STOP].any()
-    assert masks.unpacked()[ends:, STOP].all()
+    begun, ended = (text.index(tag) + len(tag) for tag in (b"<tool_call>", b"</tool_call>"))
+    behind = text.rindex(b" and on")
+    assert masks.allowed[: begun - 1].min() > 250
+    assert masks.allowed[behind:].min() > 250
+    assert masks.forced[begun : begun + len("\n<function=")].all()
+    assert not masks.unpacked()[begun:ended, STOP].any()
+    assert masks.unpacked()[behind:, STOP].all()
 
 
 def test_stop_ids_of_the_turn_end_it_as_well_as_the_models() -> None:
@@ -371,34 +371,13 @@ def test_a_thousand_calls_take_the_room_of_a_few_masks(of_model: GrammarMasks, d
     assert sum(int(mask.forced.sum()) for mask in masks) > trained / 4
 
 
-STYLES: dict[ValueType, ValueStyle] = {
-    "string": ValueStyle(">\n", Raw(), ""),
-    "integer": ValueStyle(">\n", Json(), ""),
-    "array": ValueStyle(">\n", Json(), ""),
-}
-TAGGED = CallFormat(
-    begin="<tool_call>\n<function=",
-    call=(Slot.NAME, Slot.ARGUMENTS),
-    between="\n</function>\n<function=",
-    close="\n</function>\n</tool_call>",
-    arguments=TaggedArguments(
-        head=">\n<parameter=",
-        separator="\n</parameter>\n<parameter=",
-        tail="\n</parameter>",
-        none=">",
-        styles=STYLES,
-    ),
-    container=None,
-    trigger="<tool_call>",
-    after_content="\n",
-    before_content=None,
-    id_pieces=None,
-    stop="",
-)
+TAGGED = learnt(CLASSES["raw strings"])
+assert TAGGED is not None
 TAGGED_CALLS = write_calls(TAGGED, [WrittenCall(call.name, call.arguments, "") for call in CALLS])
 
 
 def tagged_constraint(tool_choice: str, thought_close: str | None = None) -> Constraint:
+    assert TAGGED is not None
     enforced = constraint_of_calls(TAGGED, TOOLS, tool_choice, thought_close=thought_close)
     assert enforced is not None
     return enforced
