@@ -64,8 +64,8 @@ def probe(
 ) -> TemplateProfile:
     """What a template does. Blocks: call it in a worker thread.
 
-    Profiles, and what was learnt of turns, are kept for the life of this process. A template that comes with the package is probed here, any other
-    in a process of its own.
+    Profiles, and what was learnt of turns, are kept for the life of this process. A template that comes with the
+    package is probed here, any other in a process of its own.
 
     Args:
         template: neither compiled nor rendered yet, as far as this process is concerned.

@@ -20,9 +20,9 @@ from runner.cli.values import plain_values
 from runner.errors import BadInput, BadOption, BadTemplate
 from runner.models import ResolvedModel, chat_template, resolve_model, stop_ids
 from runner.options import HistoryPolicy
+from runner.template_probe import UnusableTemplate, bundled_templates, in_process, request_of
 from runner.tokens.bridging.refusal import Property
 from runner.tokens.probing.appends import Append, Exactness, Passage, Verdict
-from runner.template_probe import UnusableTemplate, bundled_templates, in_process, request_of
 from runner.tokens.probing.profile import TemplateProfile, TraitValue
 from runner.tokens.template import ChatTemplate
 from runner.transcript import printable

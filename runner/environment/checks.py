@@ -62,8 +62,8 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> None:
         if not chat.parser.reads_calls:
             raise BadTemplate(
                 f"template {chat.renderer.template.name!r} writes tool calls in a form that cannot be read "
-                f"({chat.learnt.missing}): {chat.learnt.why}. Give --template pythonic or hermes, or a file that writes "
-                "them otherwise."
+                f"({chat.learnt.missing}): {chat.learnt.why}. Give --template pythonic or hermes, or a file that "
+                "writes them otherwise."
             )
     names = [tool.name for tool in tools]
     choice = environment.tool_choice

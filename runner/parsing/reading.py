@@ -96,8 +96,9 @@ class CallReader:
 
     def _section(self, text: str, start: int, schemas: Schemas | None, calls: list[ReadCall]) -> int:
         """Read the calls that begin at `start` into `calls`, and where the text goes on behind them."""
+        at = start
         try:
-            for call, at in self._calls(text, start, schemas):
+            for call, at in self._calls(text, start, schemas):  # noqa: B007  # the last is needed
                 calls.append(call)
         except _Malformed as error:
             calls.append(ReadCall(error.name, error=str(error)))

@@ -1,4 +1,4 @@
-"""Turn formats: how a template writes an assistant's turn, as literals, slots and notations. Plain values all through."""
+"""Turn formats: how a template writes an assistant's turn, in plain values: literals, slots and notations."""
 
 from __future__ import annotations
 

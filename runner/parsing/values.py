@@ -227,7 +227,7 @@ def _decoded(notation: Notation, text: str) -> str:
 
 
 def as_typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """The value of a raw text: the schema decides; without one, or where it allows both, what reads as a literal is one."""
+    """The value of a raw text: its schema decides, and where that leaves it open, what reads as a literal is one."""
     types = schema_types(schema, root)
     if types == {"string"}:
         return text

@@ -28,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
 def tool(function: _FunctionT, /) -> _FunctionT: ...
 @overload
 def tool(
-    *, name: str | None = None, seconds: float | None = UNSET, parallel: bool = True
+    *, name: str | None = None, seconds: float | None = UNSET, parallel: bool = True, strict: bool = False
 ) -> Callable[[_FunctionT], _FunctionT]: ...
 def tool(
     function: _FunctionT | None = None,
@@ -37,6 +37,7 @@ def tool(
     name: str | None = None,
     seconds: float | None = UNSET,
     parallel: bool = True,
+    strict: bool = False,
 ) -> _FunctionT | Callable[[_FunctionT], _FunctionT]:
     """Let a model call this method of an environment; it stays an ordinary method.
 
@@ -47,6 +48,8 @@ def tool(
         name: what the model calls it; the method's name unless given.
         seconds: how long one call may take; None lifts the limit, unset is `Limits.tool_seconds`.
         parallel: False makes it a barrier: it runs alone, and a required call is the only one of its turn.
+        strict: True holds calls to the schemas while they are sampled, those of all tools beside it too, wherever the
+            model begins one by itself; a required call is held to them anyway.
     """
 
     def mark(function: _FunctionT) -> _FunctionT:
@@ -54,7 +57,7 @@ def tool(
         if not callable(given) and not isinstance(given, classmethod):
             raise BadEnvironment(f"@tool goes on a method, not on {given!r:.40}; a name is given as @tool(name=...).")
         # Only noted here: the hints can be read when the class is whole, and may name classes that stand inside it.
-        setattr(function, _MARK, {"name": name, "seconds": seconds, "parallel": parallel})
+        setattr(function, _MARK, {"name": name, "seconds": seconds, "parallel": parallel, "strict": strict})
         return function
 
     return mark if function is None else mark(function)
@@ -76,6 +79,8 @@ class Tool:
         raw: `call` gets its arguments as one mapping; needs `parameters`.
         seconds: how long one call may take; None lifts the limit, unset is `Limits.tool_seconds`.
         parallel: False makes it a barrier: it runs alone, and a required call is the only one of its turn.
+        strict: True holds calls to the schemas while they are sampled, those of all tools beside it too, wherever the
+            model begins one by itself; a required call is held to them anyway.
 
     Raises:
         BadEnvironment: the signature or the schema cannot be used; names the parameter and the fix.
@@ -95,6 +100,8 @@ class Tool:
     """The time that one call may take; None has no limit, UNSET stands for `Limits.tool_seconds`."""
     parallel: bool
     """Whether it may run beside other calls of its turn."""
+    strict: bool
+    """Whether calls that the model begins by itself are held to the schemas while they are sampled."""
     is_async: bool
     """Whether `call` returns an awaitable."""
     attribute: str
@@ -113,6 +120,7 @@ class Tool:
         raw: bool = False,
         seconds: float | None = UNSET,
         parallel: bool = True,
+        strict: bool = False,
     ) -> None:
         where = f"Tool {name or getattr(call, '__name__', type(call).__name__)}"
         if parameters is not None:
@@ -123,7 +131,7 @@ class Tool:
             schema = function_schema(call, where, description=description)
         if returns is not None:
             schema = schema._replace(returns=returns)
-        self._set(schema, call, where, name=name, seconds=seconds, parallel=parallel)
+        self._set(schema, call, where, name=name, seconds=seconds, parallel=parallel, strict=strict)
         if raw:
             self.call = _taking_one_mapping(call)
 
@@ -136,6 +144,7 @@ class Tool:
         name: str | None,
         seconds: float | None,
         parallel: bool,
+        strict: bool,
         attribute: str = "",
     ) -> None:
         self.call = call
@@ -143,6 +152,7 @@ class Tool:
         self.description, self.parameters, self.returns, self._check = schema
         self.seconds = _checked_seconds(seconds, where)
         self.parallel = parallel
+        self.strict = strict
         self.is_async = _is_async(call, where)
         self.attribute = attribute
 

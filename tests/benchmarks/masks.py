@@ -48,7 +48,9 @@ def measure() -> Iterator[Figure]:
         calls = _written(form)
         yield from bench.figures(name, constraint(form, TOOLS, "required"), calls)
         if name == "raw strings":
-            yield from bench.figures(f"{name}, behind a thought", _behind_thought(form), f"{CODE * LINES}</think>\n\n{calls}")
+            yield from bench.figures(
+                f"{name}, behind a thought", _behind_thought(form), f"{CODE * LINES}</think>\n\n{calls}"
+            )
             yield from bench.figures(f"{name}, in free text", constraint(form, TOOLS, "auto"), f"{CODE * LINES}{calls}")
 
 

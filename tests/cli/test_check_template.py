@@ -18,12 +18,12 @@ from runner.cli import check_template as command
 from runner.cli.app import app
 from runner.errors import BadModel
 from runner.models import resolve_model, stop_ids
+from runner.template_probe import UnusableTemplate, in_process, request_of
 from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.bridging.refusal import Property
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.control_text import lacking
 from runner.tokens.probing.appends import Append, Exactness, Verdict, example, verdicts
-from runner.template_probe import UnusableTemplate, in_process, request_of
 from runner.tokens.probing.profile import TemplateProfile
 from runner.tokens.probing.traits import profile_of
 from runner.tokens.template import ChatTemplate

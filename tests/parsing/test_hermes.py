@@ -4,8 +4,8 @@ import pytest
 
 from runner.messages import ToolCall
 from runner.parsing.parser import ParsedText
-from tests.parsing.parsers import bundled
 from runner.tools.tool import Tool
+from tests.parsing.parsers import bundled
 
 
 def add(a: int, b: int) -> int:

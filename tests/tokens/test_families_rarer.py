@@ -12,13 +12,13 @@ import pytest
 
 from runner import Conversation, Outcome, Run, tool
 from runner.messages import Message
+from runner.template_probe import probe
 from runner.testing import Reply
 from runner.tokens.bridging.bridge import Bridger, Property, Unbridgeable
 from runner.tokens.bridging.history import AlignmentKind, same_tools
 from runner.tokens.bridging.tail import Tail
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.tokens.probing.appends import Append, Exactness, verdicts
-from runner.template_probe import probe
 from runner.tokens.probing.profile import SystemPosition
 from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import ChatTemplate

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.messages import Message
-from runner.parsing.base import ToolFormat
-from runner.parsing.detect import detect_format
-from runner.parsing.reasoning import is_open, split_reasoning
+from runner.messages import Message, ToolCall
+from runner.parsing.learnt import learnt_turn
+from runner.parsing.parser import TurnParser
+from runner.parsing.reading import CallReader
+from runner.parsing.thoughts import split_thought
 from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -70,7 +71,7 @@ class Speaker:
         self.controls = list(dict.fromkeys(names))
         self.seasoned = self.bridger()
         """A bridger that meets every conversation of the session."""
-        self.format: ToolFormat | None = detect_format(self.renderer)
+        self.parser = TurnParser(learnt_turn(self.renderer).format)
 
     def bridger(self) -> Bridger:
         return Bridger(self.tokenizer, self.renderer, self.stop_ids)
@@ -331,11 +332,12 @@ def _check_cut(own: Speaker, past: list[Message], ids: Ids, new: list[Message]) 
 
 def _read(own: Speaker, text: str) -> tuple[Message, bool]:
     """The turn as a conversation reads it from what was sampled."""
-    assert own.format is not None
-    reasoning, content = split_reasoning(text)
-    parsed = own.format.parse(content)
-    calls: list[Any] = [call.as_message() for call in parsed.calls if call.error is None]
-    return says(parsed.content, *calls, reasoning=reasoning), is_open(text)
+    assert own.parser.format.calls is not None
+    reasoning, content = split_thought(text, own.parser.reasoning)
+    parsed = CallReader(own.parser.format.calls).read(content)
+    read = (call for call in parsed.calls if call.error is None)
+    calls: list[Any] = [ToolCall(f"call_{n}", call.name, call.arguments).as_message() for n, call in enumerate(read)]
+    return says(parsed.content, *calls, reasoning=reasoning), own.parser.ends_in_thought(text)
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,13 @@ from runner.engines.base import Engine, GenerationRequest
 from runner.errors import RequestRejected, unwrapped
 from runner.options import Constraint, ConstraintKind
 from runner.parsing.enforcing import constraint as constraint_of_calls
-from runner.parsing.hermes import Hermes
 from runner.testing import play, play_many
 from runner.tools.tool import Tool
 from runner.training.batch import TrainingBatch
 from runner.training.grammar import GrammarMasks
 from runner.training.token_masks import UNCONSTRAINED, TokenMasks
 from tests.parsing.learnt import CLASSES, learnt
+from tests.parsing.parsers import bundled
 from tests.repository import DOCS
 from tests.training.making import made, prompt, said
 
@@ -183,7 +183,7 @@ TAGS = {"type": "triggered_tags", "triggers": ["<n"], "tags": [TAG], "at_least_o
 
 def written() -> dict[str, Constraint]:
     """What no field of `Sampling` stands for."""
-    hermes = Hermes().constraint([Tool(add)], "required")
+    hermes = bundled("hermes").constraint([Tool(add)], "required")
     form = learnt(CLASSES["raw strings"])
     assert hermes is not None
     assert form is not None

@@ -22,10 +22,8 @@ from runner.engines.vllm.settings import choose_settings, constraint_arguments
 from runner.errors import BadBatch, BadInput, BadModel, BadOption
 from runner.messages import ToolCall
 from runner.options import Constraint, ConstraintKind, Sampling
-from runner.parsing.base import ToolFormat
 from runner.parsing.enforcing import constraint as constraint_of_calls
-from runner.parsing.hermes import Hermes
-from runner.parsing.pythonic import Pythonic
+from runner.parsing.parser import TurnParser
 from runner.parsing.writing import WrittenCall, write_calls
 from runner.tokens.tokenizer import load_tokenizer
 from runner.tools.tool import Tool
@@ -36,6 +34,7 @@ from runner.training.rows import TrainingRow, rows_of, version_table
 from runner.training.token_masks import UNCONSTRAINED, TokenMasks
 from runner.training.tree import TokenTree
 from tests.parsing.learnt import CLASSES, learnt
+from tests.parsing.parsers import bundled
 from tests.training.making import made, prompt, retried, said
 
 START, STOP, OTHER_STOP, SPECIAL = 256, 257, 258, 259
@@ -129,17 +128,19 @@ def note(text: str, tags: list[str]) -> None:
 
 TOOLS = [Tool(add), Tool(note)]
 CALLS = [ToolCall("", "note", {"text": 'a "b"\n', "tags": ["x", "é"]}), ToolCall("", "add", {"a": -17, "b": 5})]
-parametrize_format = pytest.mark.parametrize("tool_format", [Pythonic(), Hermes()], ids=lambda form: form.name)
+parametrize_format = pytest.mark.parametrize(
+    "tool_format", [bundled("pythonic"), bundled("hermes")], ids=["pythonic", "hermes"]
+)
 
 
-def call_constraint(tool_format: ToolFormat) -> Constraint:
+def call_constraint(tool_format: TurnParser) -> Constraint:
     enforced = tool_format.constraint(TOOLS, "required")
     assert enforced is not None
     return enforced
 
 
 @parametrize_format
-def test_masks_of_tool_calls_allow_the_bytes_that_the_grammar_accepts_one_by_one(tool_format: ToolFormat) -> None:
+def test_masks_of_tool_calls_allow_the_bytes_that_the_grammar_accepts_one_by_one(tool_format: TurnParser) -> None:
     enforced, text = call_constraint(tool_format), tool_format.render(CALLS).encode()
     compiled = xgrammar.GrammarCompiler(
         xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)], stop_token_ids=[0])
@@ -358,7 +359,7 @@ def test_a_model_brings_its_vocabulary_and_its_stop_ids(of_model: GrammarMasks) 
 
 def test_a_thousand_calls_take_the_room_of_a_few_masks(of_model: GrammarMasks, demo_model_folder: Path) -> None:
     encode = load_tokenizer(demo_model_folder).encode
-    enforced = call_constraint(Pythonic())
+    enforced = call_constraint(bundled("pythonic"))
     calls = [encode(f"[add(a={first}, b={second})]") for first in range(3, 96, 3) for second in range(7, 199, 6)]
     trajectories = [made([prompt(1), said(*ids, 2)], id=f"t0#{n}") for n, ids in enumerate(calls)]
     rows = [row_of(constrained(trajectory, enforced)) for trajectory in trajectories]
@@ -394,8 +395,8 @@ TEXTS = {
     "choice": (constraint("choice", ['a "quoted" one', "a\ttab", "plain"]), 'a "quoted" one'),
     "grammar": (constraint("grammar", 'root ::= ("yes" | "no") (" " [0-9]+)*'), "yes 17 4"),
     "lark": (constraint("grammar", 'start: "yes" | "no"'), "yes"),
-    "pythonic": (call_constraint(Pythonic()), Pythonic().render(CALLS)),
-    "hermes": (call_constraint(Hermes()), Hermes().render(CALLS)),
+    "pythonic": (call_constraint(bundled("pythonic")), bundled("pythonic").render(CALLS)),
+    "hermes": (call_constraint(bundled("hermes")), bundled("hermes").render(CALLS)),
     "structural tag": (KINDS["structural_tag"][0], "<n>true</n>"),
     "legacy tag": (
         constraint(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
@@ -49,7 +50,7 @@ def learn_calls(asker: Asker) -> CallFormat:
     """
     _find_form(asker)
     shape = _shape(asker)
-    first, second, _ = shape.probes
+    first = shape.probes[0]
     text = _asked(asker, first)
     one = _found(shape, text, first, asker, 0)
     followed = asker.turn(first, followed=True)
@@ -142,7 +143,7 @@ def _several(asker: Asker, shape: _Shape, one: Span) -> tuple[tuple[Piece, ...],
     for number, said in enumerate(shape.probes):
         start = spans[-1].end if spans else 0
         spans.append(_found(shape, text, said, asker, number, start))
-    between = {text[a.end : b.start] for a, b in zip(spans, spans[1:], strict=False)}
+    between = {text[a.end : b.start] for a, b in itertools.pairwise(spans)}
     # Some templates forget what belongs between later calls; one call at a time is right with them.
     return (_counted(spans), between.pop()) if len(between) == 1 else (one.pieces, None)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from runner.parsing.learning.asking import Asker, Said
 from runner.parsing.turn_format import ContentFormat, ReasoningFormat

@@ -10,9 +10,9 @@ from typing import Any, Self
 
 import orjson
 
-from runner.parsing.checking import CallTrait, check_calls
 from runner.parsing.learning.asking import Asker, FormatProperty, Unlearnt
 from runner.parsing.learning.calls import learn_calls
+from runner.parsing.learning.checking import CallTrait, check_calls
 from runner.parsing.learning.reasoning import learn_content, learn_reasoning
 from runner.parsing.marks import Marks
 from runner.parsing.turn_format import TurnFormat
@@ -60,15 +60,15 @@ class LearntTurn:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """What `as_json` described."""
-        learnt: Self = _adapter(cls).validate_python(values)
+        learnt: Self = _adapter().validate_python(values)
         return learnt
 
 
 @functools.cache
-def _adapter(kind: type[LearntTurn]) -> Any:
+def _adapter() -> Any:
     from pydantic import TypeAdapter  # here, since the process that probes has to start fast
 
-    return TypeAdapter(kind)
+    return TypeAdapter(LearntTurn)
 
 
 def learn_turn(renderer: Renderer) -> LearntTurn:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
-from runner.parsing.notations import Cdata, Html, Nested, Raw
+from runner.parsing.notations import Cdata, Html, Raw
 from runner.parsing.reading import CallReader, Reading
 from runner.parsing.turn_format import CallFormat, TaggedArguments
 from runner.parsing.writing import Unwritable, WrittenCall, write_calls
-from runner.tokens.probe_messages import ANSWERED
 
 __all__ = ["CallTrait", "Difference", "check_calls", "differences"]
 

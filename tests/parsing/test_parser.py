@@ -1,0 +1,92 @@
+"""Parsers of the bundled templates: calls are written, read and enforced as the templates have them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import xgrammar
+
+from runner.errors import BadOption
+from runner.messages import Message, ToolCall
+from runner.options import ConstraintKind
+from runner.tokens.template import ChatTemplate
+from runner.tools.tool import Tool
+from tests.parsing.parsers import bundled
+
+
+def add(a: int, b: int) -> int:
+    """Add two integers."""
+    return a + b
+
+
+def say(text: str, flag: bool = False, rest: dict[str, Any] | None = None) -> str:
+    """Say something."""
+    return text
+
+
+ADD, SAY = Tool(add), Tool(say)
+
+
+CALLS = [
+    ToolCall("call_0", "add", {"a": -1, "b": 2}),
+    ToolCall("call_1", "say", {"text": 'it\'s "x"\n\\', "flag": True, "rest": {"k": [None, 1.5]}}),
+]
+
+
+@pytest.mark.parametrize("name", ["pythonic", "hermes"])
+def test_a_format_writes_calls_exactly_as_its_template_does(name: str) -> None:
+    message: Message = {"role": "assistant", "content": "", "tool_calls": [call.as_message() for call in CALLS]}
+    rendered = ChatTemplate.load(name).renderer().render([{"role": "user", "content": "go"}, message])
+    assert bundled(name).render(CALLS) in rendered
+    assert bundled(name).parse(bundled(name).render(CALLS), tools=[ADD, SAY]).calls == CALLS
+
+
+@pytest.mark.parametrize("name", ["pythonic", "hermes"])
+def test_the_demo_models_own_tokens_of_a_call_are_allowed(name: str, demo_model_folder: Path) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(demo_model_folder / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    vocabulary = [tokenizer.id_to_token(token) or "" for token in range(size)]
+    end = tokenizer.token_to_id("<|im_end|>")
+    information = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.BYTE_LEVEL, stop_token_ids=[end])
+    constraint = bundled(name).constraint([ADD, SAY], "required")
+    assert constraint is not None
+    compiled = xgrammar.GrammarCompiler(information).compile_grammar(constraint.value)
+    matcher = xgrammar.GrammarMatcher(compiled)
+    for token in [*tokenizer.encode(bundled(name).render(CALLS)).ids, end]:
+        assert matcher.accept_token(token)
+    assert matcher.is_terminated()
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_nothing_is_enforced_unless_a_call_is_required_or_a_tool_is_strict(choice: str) -> None:
+    assert bundled("pythonic").constraint([ADD], choice) is None
+
+
+def test_the_same_tools_get_the_same_constraint() -> None:
+    first, second = (bundled("pythonic").constraint([Tool(add)], "required") for _ in range(2))
+    assert first == second
+    assert first is not None
+    assert first.kind is ConstraintKind.GRAMMAR
+
+
+@pytest.mark.parametrize(("tools", "choice"), [([], "required"), ([ADD], "subtract")])
+def test_requiring_a_tool_that_is_not_there_is_refused_by_name(tools: list[Tool], choice: str) -> None:
+    with pytest.raises(BadOption, match=f"tool_choice='{choice}'"):
+        bundled("hermes").constraint(tools, choice)
+
+
+def test_parsing_loads_no_engine() -> None:
+    code = "import runner.parsing, runner.tools.tool, sys; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    assert not {"torch", "vllm", "transformers", "xgrammar", "jsonschema"} & set(modules.stdout.split())
+
+
+def test_a_strict_tool_holds_calls_that_the_model_begins_by_itself() -> None:
+    strict = bundled("hermes").constraint([Tool(add, strict=True), SAY], "auto")
+    assert strict is not None
+    assert strict.kind is ConstraintKind.STRUCTURAL_TAG
+    assert "say" in strict.value
