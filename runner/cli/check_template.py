@@ -16,10 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.cli.report import make_console
+from runner.cli.turn_shown import turn_document, turn_lines
 from runner.cli.values import plain_values
 from runner.errors import BadInput, BadOption, BadTemplate
 from runner.models import ResolvedModel, chat_template, resolve_model, stop_ids
 from runner.options import HistoryPolicy
+from runner.parsing.learning.turn import LearntTurn
 from runner.template_probe import UnusableTemplate, bundled_templates, in_process, request_of
 from runner.tokens.bridging.refusal import Property
 from runner.tokens.probing.appends import Append, Exactness, Passage, Verdict
@@ -66,6 +68,9 @@ class Findings:
     stops: Mapping[str, int]
     """The ids that end a turn, by their names."""
 
+    turn: LearntTurn
+    """How calls and thoughts are written."""
+
     lacking: Sequence[str] = ()
     """Control tokens that the template writes and the vocabulary has not got."""
 
@@ -82,7 +87,7 @@ class Findings:
 
     @property
     def exit_code(self) -> int:
-        wrong = self.missing or self.unstopped or not self.profile.carries_tools
+        wrong = self.missing or self.unstopped or not self.profile.carries_tools or self.turn.format.calls is None
         return BadTemplate.exit_code if wrong else 0
 
 
@@ -138,6 +143,7 @@ def _examined(subject: Subject, options: Mapping[str, Any]) -> Findings:
         [Verdict.from_json(values) for values in answer["appends"]],
         [Passage(p["source"], tuple(p["ids"]), tuple(p["texts"])) for p in answer["example"]],
         answer["stops"],
+        LearntTurn.from_json(answer["turn"]),
         answer["lacking"],
     )
 
@@ -209,6 +215,7 @@ def _document(name: str, subject: Subject, options: Mapping[str, Any], findings:
             trait: {"value": findings.profile.as_json()[trait], "explanation": sentence}
             for trait, _, sentence in findings.profile.traits()
         },
+        "turn": turn_document(findings.turn),
         "unstopped": findings.unstopped,
         "lacking": findings.lacking,
         "appends": [_verdict_document(verdict) for verdict in findings.verdicts],
@@ -247,6 +254,8 @@ def _print(console: Console, subject: Subject, findings: Findings) -> None:
     console.print()
     console.print(_traits(findings.profile))
     console.print()
+    console.print(_turn(findings.turn))
+    console.print()
     console.print(_appends(findings.verdicts))
     if any(verdict.rewrites for verdict in findings.verdicts):
         console.print(Text(_REWRITES, "dim"), soft_wrap=not console.is_terminal)
@@ -272,6 +281,15 @@ def _traits(profile: TemplateProfile) -> Table:
         table.add_column(column, overflow="fold", min_width=20)
     for trait, value, sentence in profile.traits():
         table.add_row(Text(trait, "bold"), Text(_shown(value)), Text(sentence, "dim"))
+    return table
+
+
+def _turn(learnt: LearntTurn) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("turns", "as they are written", "what it means"):
+        table.add_column(column, overflow="fold", min_width=16)
+    for label, text, sentence in turn_lines(learnt):
+        table.add_row(Text(label, "bold"), Text(printable(text).replace("\n", "⏎")), Text(sentence, "dim"))
     return table
 
 
@@ -308,6 +326,9 @@ _TOKENS_FIX = (
 def _problems(findings: Findings) -> Iterator[Text]:
     if not findings.profile.carries_tools:
         yield Text.assemble(("\nno tools    ", "bold red"), "definitions, calls or results are not shown (see above)")
+    elif findings.turn.format.calls is None:
+        why = f"calls cannot be read ({findings.turn.missing}): {findings.turn.why}"
+        yield from _problem("calls", "bold red", why, then="no environment with tools can be played")
     for close in findings.unstopped:
         has = not any(token in close for token in findings.lacking)
         fix = "add it to eos_token_id in the model's generation_config.json" if has else _TOKENS_FIX
@@ -361,7 +382,7 @@ def _conclusion(findings: Findings) -> Text:
     if findings.exit_code == 0:
         return Text("ok: everything that an environment with tools appends is exact", "bold green")
     usable = all(v.result is Exactness.EXACT for v in findings.verdicts if v.kind.needed and not v.kind.calls)
-    if not findings.profile.carries_tools:
+    if not findings.profile.carries_tools or findings.turn.format.calls is None:
         ending = "; without tools everything is exact" if usable else ""
         return Text(f"no environment with tools can be played{ending}", "bold red")
     if not findings.missing:

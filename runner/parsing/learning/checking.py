@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,26 +9,11 @@ from typing import Any, Final
 from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
 from runner.parsing.notations import Cdata, Html, Raw
 from runner.parsing.reading import CallReader, Reading
+from runner.parsing.traits import CallTrait
 from runner.parsing.turn_format import CallFormat, TaggedArguments
 from runner.parsing.writing import Unwritable, WrittenCall, write_calls
 
-__all__ = ["CallTrait", "Difference", "check_calls", "differences"]
-
-
-class CallTrait(enum.StrEnum):
-    """What a format cannot do, though calls can be read."""
-
-    UNTYPED = "untyped"
-    CLOSING_IN_STRING = "closing_in_string"
-    ONE_CALL = "one_call"
-    BARE = "bare"
-    CONTENT_DROPPED = "content_dropped"
-    CONTENT_BEHIND = "content_behind"
-    NAME_IN_ID = "name_in_id"
-    QUOTED_UNESCAPED = "quoted_unescaped"
-    NO_ARGUMENTS_UNWRITABLE = "no_arguments_unwritable"
-    SOME_TYPES_UNWRITABLE = "some_types_unwritable"
-    SOME_VALUES_REFUSED = "some_values_refused"
+__all__ = ["Difference", "check_calls", "differences"]
 
 
 @dataclass(frozen=True, slots=True)

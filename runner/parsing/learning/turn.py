@@ -12,9 +12,10 @@ import orjson
 
 from runner.parsing.learning.asking import Asker, FormatProperty, Unlearnt
 from runner.parsing.learning.calls import learn_calls
-from runner.parsing.learning.checking import CallTrait, check_calls
+from runner.parsing.learning.checking import check_calls
 from runner.parsing.learning.reasoning import learn_content, learn_reasoning
 from runner.parsing.marks import Marks
+from runner.parsing.traits import CallTrait
 from runner.parsing.turn_format import TurnFormat
 from runner.tokens.control_text import special_tokens, tag_tokens
 from runner.tokens.template import Renderer
