@@ -42,7 +42,8 @@ class ChatModel:
         self.parser = TurnParser(self.learnt.format)
         """Reads its turns."""
         trigger = self.learnt.format.calls.trigger if self.learnt.format.calls else ""
-        self.trigger_id = self.tokenizer.token_id(trigger) if trigger else None
+        trigger_id = self.tokenizer.token_id(trigger) if trigger else None
+        self.trigger_id = trigger_id if trigger_id in self.tokenizer.control_ids else None
         """The control token that announces calls; None where it is text, or nothing does."""
 
     def trial_bridger(self) -> Bridger:

@@ -90,7 +90,8 @@ class TurnParser:
         """
         form = self.format.calls
         assert form is not None, "who renders calls has looked whether they can be"
-        return write_calls(form, [WrittenCall(call.name, call.arguments, call.id) for call in calls])
+        named = ((call, call.id or id_for(form, call.name, number)) for number, call in enumerate(calls))
+        return write_calls(form, [WrittenCall(call.name, call.arguments, call_id) for call, call_id in named])
 
     def constraint(self, tools: Sequence[Tool], tool_choice: ToolChoice, *, parallel: bool = True) -> Constraint | None:
         """What enforces `tool_choice`, or None where nothing has to be enforced.
@@ -117,7 +118,7 @@ class TurnParser:
         form = self.format.calls
         assert form is not None
         own = call.id if call.id and call.id not in taken else None
-        call_id = own or id_for(form, call.name, number) or f"call_{number}"
+        call_id = own or id_for(form, call.name, number)
         taken.add(call_id)
         return ToolCall(call_id, call.name, call.arguments, error=call.error)
 

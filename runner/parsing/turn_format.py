@@ -122,6 +122,8 @@ class CallFormat:
     """What stands between calls and the content behind them; None where it stands before them, or nowhere."""
     id_pieces: tuple[Piece, ...] | None
     """What the id of a call has to look like for the template to show its name; None where any will do."""
+    minted_id: str
+    """How an id looks that we make up, with {number} in it; templates of Mistral's want nine letters and digits."""
     stop: str
     """The control token that ends a turn with calls, where that is not what ends any turn."""
 

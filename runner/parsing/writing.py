@@ -35,10 +35,10 @@ def write_calls(form: CallFormat, calls: Sequence[WrittenCall]) -> str:
     return form.begin + (form.between or "").join(written) + form.close
 
 
-def id_for(form: CallFormat, name: str, number: int) -> str | None:
-    """The id that the format wants the call of that number in its turn to have; None where any will do."""
+def id_for(form: CallFormat, name: str, number: int) -> str:
+    """An id for the call of that number in its conversation, where the model gave it none."""
     if form.id_pieces is None:
-        return None
+        return form.minted_id.format(number=number)
     call = WrittenCall(name, {}, "")
     return "".join(_piece(form, piece, call, number) for piece in form.id_pieces)
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 from runner.engines.base import Engine
 from runner.environment.checks import common_system_prompt
 from runner.environment.environment import Environment
+from runner.parsing.learnt import learnt_turn
 from runner.runs.options import RunOptions
 from runner.scoring import ScorerKind, with_weights
 from runner.store.header import Header
@@ -48,9 +49,10 @@ def describe_run(environment: Environment[Any], engine: Engine, options: RunOpti
         describe_configuration(environment, options, now=now),
         engine=_described(engine),
         engines={
-            agent: {**_described(other), "template": _template(other)} for agent, other in options.engines.items()
+            agent: {**_described(other), "template": _template(other, options.template_options)}
+            for agent, other in options.engines.items()
         },
-        template=_template(engine),
+        template=_template(engine, options.template_options),
         git=_git(environment) if options.file is not None else {},
     )
 
@@ -118,13 +120,15 @@ def _without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
     return hide_secrets(decode_json(encode_json(values)))
 
 
-def _template(engine: Engine) -> dict[str, Any]:
+def _template(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:
     template = engine.template
+    learnt = learnt_turn(template.renderer(options))
     return {
         "name": template.name,
         "fingerprint": template.fingerprint,
         "text": template.text,
         "variables": dict(template.variables),
+        "turns": learnt.as_json(),
     }
 
 

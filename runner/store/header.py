@@ -45,6 +45,7 @@ _RULES: Final = (
     ("platform", OnChange.WARN),
     ("*template.name", OnChange.FREE),
     ("*template.fingerprint", OnChange.FREE),  # follows from what is compared anyway
+    ("*template.turns.*", OnChange.FREE),  # likewise
     ("engine*.versions.*", OnChange.WARN),
     ("engine*.versions_stamped_by", OnChange.WARN),
     ("engine*.kind", OnChange.REFUSE),
@@ -113,7 +114,7 @@ class Header:
     engines: Mapping[str, Any] = field(default_factory=dict)
     """The same for every agent that has an engine of its own, by agent."""
     template: Mapping[str, Any] = field(default_factory=dict)
-    """The engine's chat template: name, text, variables, fingerprint."""
+    """The engine's chat template: name, text, variables, fingerprint, and how it writes turns, as it was learnt."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Names that the template reads, such as `enable_thinking`."""
     clock: datetime

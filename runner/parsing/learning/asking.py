@@ -67,8 +67,10 @@ class Asker:
     """How often the template was rendered."""
     _known: dict[str, str | None] = field(default_factory=dict)
 
-    def id_of(self, said: Said, number: int) -> str:
+    def id_of(self, said: Said, number: int, ids: str | None = None) -> str:
         """The id that the call of that number has."""
+        if ids is not None:
+            return ids.format(number=number)
         return f"functions.{said.name}:{number}" if self.named_ids else call_id(number)
 
     def prompt(self) -> str | None:
@@ -81,6 +83,7 @@ class Asker:
         content: str = "",
         thought: Mapping[str, Any] | None = None,
         followed: bool = False,
+        ids: str | None = None,
     ) -> str | None:
         """What stands behind the user's words, or None where the template raises.
 
@@ -88,6 +91,7 @@ class Asker:
             calls: what the assistant called.
             content: what it said beside that.
             thought: fields of the message that hold what it thought.
+            ids: how the ids of calls look, with {number} in them; else as templates want them that are strict.
             followed: results, and where there are no calls a user, stand behind it.
         """
         message: dict[str, Any] = {"role": "assistant", "content": content, **(thought or {})}
@@ -95,7 +99,7 @@ class Asker:
         if calls:
             message["tool_calls"] = [
                 {
-                    "id": self.id_of(said, number),
+                    "id": self.id_of(said, number, ids),
                     "type": "function",
                     "function": {"name": said.name, "arguments": said.arguments},
                 }
@@ -103,7 +107,7 @@ class Asker:
             ]
         if calls and (followed or self.answered):
             messages += [
-                {"role": "tool", "content": _RESULT, "tool_call_id": self.id_of(said, number), "name": said.name}
+                {"role": "tool", "content": _RESULT, "tool_call_id": self.id_of(said, number, ids), "name": said.name}
                 for number, said in enumerate(calls)
             ]
         elif followed:

@@ -78,8 +78,17 @@ def learn_calls(asker: Asker) -> CallFormat:
         after_content=after_content,
         before_content=before_content,
         id_pieces=(Text("functions."), Slot.NAME, Text(":"), Slot.INDEX) if asker.named_ids else None,
+        minted_id=next((each for each in MINTED if _accepted(asker, first, each)), MINTED[0]),
         stop=stop,
     )
+
+
+MINTED: Final = ("call_{number}", "call{number:05}")
+
+
+def _accepted(asker: Asker, said: Said, minted: str) -> bool:
+    text = asker.turn(said, ids=minted, followed=True)
+    return text is not None and said.name in text
 
 
 def _asked(asker: Asker, *calls: Said, **more: Any) -> str:
