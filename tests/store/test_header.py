@@ -20,6 +20,7 @@ from runner.scoring import Scorer, ScorerKind
 from runner.store.header import Header, OnChange
 from runner.store.secrets import hide_secrets, is_secret_name
 from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.template import ChatTemplate
 from tests.store.building import CLOCK, header
 
 SECRETS = [
@@ -200,9 +201,7 @@ class Greeter:
 
 
 def header_of(environment: object, now: datetime = CLOCK) -> Header:
-    template = SimpleNamespace(
-        name="pythonic", fingerprint="f", text="{{ messages }}", variables={"eos_token": "<|im_end|>"}
-    )
+    template = ChatTemplate("{{ messages }}", name="pythonic", variables={"eos_token": "<|im_end|>"})
     engine = SimpleNamespace(
         describe=lambda: {"kind": "scripted", "arguments": {"hf_token": "hf_123"}},
         template=template,
@@ -231,6 +230,7 @@ def test_a_header_says_everything_that_matters() -> None:
     assert written.unrecorded == ("model",)
     assert written.tools["add"]["type"] == "function"
     assert written.template["text"] == "{{ messages }}"
+    assert written.template["turns"]["format"]["calls"]["call"]
     assert written.template["variables"] == {"eos_token": "<|im_end|>"}
     assert written.template_options == {"enable_thinking": False}
     assert (written.sampling, written.environment_sampling) == ({"max_tokens": 64}, {"temperature": 0.5})
