@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 from runner.parsing.dialects import NOT_IN_KEYS, Dialect, dialect_of, plain_text
 from runner.parsing.ebnf import Rules, either, literal, none_of
 from runner.parsing.marks import Marks
-from runner.parsing.notations import Cdata, Html, JsonText, Raw, ValueType
+from runner.parsing.notations import Cdata, Html, JsonText, Raw, ValueType, members_in_order
 from runner.parsing.schema_rules import Field, Rest, SchemaRules, Sequenced, by_type, in_order
 from runner.parsing.turn_format import CallFormat, Slot, TaggedArguments, Text, ValueStyle
 
@@ -84,7 +84,8 @@ class _Tagged:
 
     def _fields(self) -> Iterator[Field]:
         required = self.schema.get("required", ())
-        for key, schema in self.schema.get("properties", {}).items():
+        properties = self.schema.get("properties", {})
+        for key, schema in members_in_order(properties, sorted_keys=self.arguments.sorted_keys):
             values = self._values(schema)
             if values:
                 yield f"{literal(key)} {either(values)}", key in required

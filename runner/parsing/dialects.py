@@ -41,6 +41,8 @@ class Dialect:
     """By how many spaces what is inside is indented."""
     margin: int = 0
     """The indentation of the line that a value begins in."""
+    sorted_keys: bool = False
+    """Whether members stand in the order of their keys."""
 
     def line(self, depth: int) -> str:
         """The line break in front of what stands at this depth; "" where all is on one line."""
@@ -170,6 +172,7 @@ def _nested(notation: Nested) -> Dialect:
     return Dialect(
         notation.open_object, notation.colon, notation.member, notation.close_object, notation.open_list,
         notation.item, notation.close_list, string, key, lambda value, _: notation.encode(value),
+        sorted_keys=notation.sorted_keys,
     )  # fmt: skip
 
 

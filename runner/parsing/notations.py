@@ -9,7 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-__all__ = ["Cdata", "Html", "Json", "JsonText", "Nested", "Notation", "Python", "Raw", "ValueType", "type_of"]
+__all__ = [
+    "Cdata",
+    "Html",
+    "Json",
+    "JsonText",
+    "Nested",
+    "Notation",
+    "Python",
+    "Raw",
+    "ValueType",
+    "members_in_order",
+    "type_of",
+]
 
 ValueType: TypeAlias = Literal["string", "integer", "number", "boolean", "null", "array", "object"]
 """The types of JSON schema."""
@@ -32,6 +44,11 @@ def type_of(value: Any) -> ValueType:
             return "object"
         case _:
             return "array"
+
+
+def members_in_order(members: Mapping[str, Any], *, sorted_keys: bool) -> list[tuple[str, Any]]:
+    """The members of an object in the order in which a template writes them; it sorts as jinja2's `dictsort` does."""
+    return sorted(members.items(), key=lambda member: member[0].lower()) if sorted_keys else list(members.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +156,8 @@ class Nested:
     true: str
     false: str
     null: str
+    sorted_keys: bool = False
+    """Whether members stand in the order of their keys."""
     kind: Literal["nested"] = "nested"
 
     def encode(self, value: Any) -> str:
@@ -153,7 +172,7 @@ class Nested:
             case Mapping():
                 members = (
                     f"{self.open_key}{key}{self.close_key}{self.colon}{self.encode(each)}"
-                    for key, each in value.items()
+                    for key, each in members_in_order(value, sorted_keys=self.sorted_keys)
                 )
                 return self.open_object + self.member.join(members) + self.close_object
             case list() | tuple():

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 from runner.parsing.dialects import Dialect
 from runner.parsing.ebnf import NOTHING, Rules, either, literal
-from runner.parsing.notations import ValueType, type_of
+from runner.parsing.notations import ValueType, members_in_order, type_of
 
 __all__ = ["TYPES", "Field", "Rest", "SchemaRules", "Sequenced", "by_type", "in_order"]
 
@@ -33,8 +33,8 @@ MOST_REFERENCES: Final = 50
 _NUMBERS: Final = {
     "natural": '"0" | [1-9] [0-9]*',
     "integer": '"-"? natural',
-    # At most 17 digits before the point and no exponent above 307, so that no number is infinite.
-    "unsigned": '("0" | [1-9] [0-9]{0,16}) ("." [0-9]+)? | [1-9] ("." [0-9]+)? "e" exponent',
+    # At most 31 digits before the point and no exponent above 307, so that no number is infinite.
+    "unsigned": '("0" | [1-9] [0-9]{0,30}) ("." [0-9]+)? | [1-9] ("." [0-9]+)? "e" exponent',
     "number": '"-"? unsigned',
     "exponent": '"-" [0-9]{1,3} | "+"? ([0-9]{1,2} | [12] [0-9]{2} | "30" [0-7])',
 }
@@ -170,7 +170,7 @@ class SchemaRules:
         properties = schema.get("properties", {})
         fields = [
             (f"{literal(self._key(name, depth) + dialect.colon)} {self.value(value, depth + 1)}", name in required)
-            for name, value in properties.items()
+            for name, value in members_in_order(properties, sorted_keys=dialect.sorted_keys)
         ]
         more = schema.get("additionalProperties", not properties)
         rest = None

@@ -80,6 +80,8 @@ class TaggedArguments:
     """What a call without arguments has instead; None where that cannot be written."""
     styles: Mapping[ValueType, ValueStyle]
     """How the values of each type are written; a type that is not there cannot be."""
+    sorted_keys: bool = False
+    """Whether arguments stand in the order of their names, whatever the order in which they were given."""
     kind: Literal["tagged"] = "tagged"
 
 

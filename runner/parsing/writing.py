@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from runner.parsing.notations import type_of
+from runner.parsing.notations import members_in_order, type_of
 from runner.parsing.turn_format import CallFormat, Piece, Slot, TaggedArguments, Text
 
 __all__ = ["Unwritable", "WrittenCall", "id_for", "write_calls"]
@@ -65,7 +65,8 @@ def _arguments(form: CallFormat, arguments: Mapping[str, Any]) -> str:
         if style.none is None:
             raise Unwritable("a call without arguments cannot be written")
         return style.none
-    return style.head + style.separator.join(_member(style, *member) for member in arguments.items()) + style.tail
+    members = members_in_order(arguments, sorted_keys=style.sorted_keys)
+    return style.head + style.separator.join(_member(style, *member) for member in members) + style.tail
 
 
 def _member(form: TaggedArguments, key: str, value: Any) -> str:

@@ -470,6 +470,21 @@ def test_keys_and_values_of_an_enum_are_written_exactly(name: str) -> None:
     assert not accepts(enforced, written(form, ("odd", {key: "other"})))
 
 
+@every_class
+def test_members_stand_in_the_order_in_which_the_template_writes_them(name: str) -> None:
+    inner = {
+        "type": "object",
+        "properties": {"z": {"type": "integer"}, "B": {"type": "integer"}},
+        "required": ["z", "B"],
+    }
+    properties = {"zone": {"type": "integer"}, "area": inner}
+    form = form_of(name)
+    enforced = required(form, [schema_tool("f", {"properties": properties, "required": ["zone", "area"]})])
+    text = written(form, ("f", {"zone": 1, "area": {"z": 2, "B": 3}}))
+    assert accepts(enforced, text)
+    assert (text.index("area") < text.index("zone")) is (name == "own notation")
+
+
 def test_a_plain_string_cannot_hold_its_own_end_and_may_come_close() -> None:
     form = form_of("raw strings")
     (end,) = ends_of_strings(form)

@@ -100,9 +100,9 @@ def _misread(reading: Reading, case: Case) -> str:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Equal, and of the same types all through: True is not 1, and 1 is not 1.0."""
+    """Equal, and of the same types all through: True is not 1, and 1 is not 1.0; a template may sort keys."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(alike, one, other))
     return type(one) is type(other) and one == other
@@ -140,6 +140,7 @@ def _battery(form: CallFormat) -> Iterator[Case]:
         yield Case(f"a value: {what}", (Said("set_value", {"note": "done", "value": value}),))
     yield Case("no arguments", (Said("refresh", {}),))
     yield Case("many arguments", (Said("many", {f"arg_{n}": n if n % 2 else f"text {n}" for n in range(10)}),))
+    yield Case("keys in no order", (Said("look_up", {"zone": 1, "Area": {"z": 1, "b": 2}, "query": "first"}),))
     for name in ("ns.tool", "get-weather", "tool_2", "Tool$x"):
         yield Case(f"the name {name}", (Said(name, {"$g": None, "a_b": 1, "c-d": "x", "e.f": True}),))
     two = (Said("look_up", {"query": "first one"}), Said("refresh", {"hard": True}))

@@ -41,7 +41,8 @@ def learn_nested(body: Callable[[Any], str | None], before: str) -> Nested | Non
     if colon != colon_again or not opened.startswith(open_object) or not between.endswith(open_key):
         return None
     member = between[: len(between) - len(open_key)]
+    backwards = body({"zqbz": 80808, "zqaz": 70707})
     return Nested(
         open_object, colon, member, close_object, open_list, item, close_list, open_string, close_string,
-        open_key, "", listed[0], listed[1], listed[2],
+        open_key, "", listed[0], listed[1], listed[2], backwards == texts[2],
     )  # fmt: skip

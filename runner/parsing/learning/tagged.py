@@ -59,7 +59,8 @@ class TaggedLearner:
         head, open_integer, separator, _, behind = parts
         tail, none = _ends(asker, behind)
         styles = _styles(asker, head, separator, open_integer)
-        return cls(TaggedArguments(head, separator, tail, none, styles))
+        backwards = Said(NAME, dict(reversed(list(INTEGERS.arguments.items()))))
+        return cls(TaggedArguments(head, separator, tail, none, styles, sorted_keys=asker.turn(backwards) == text))
 
     def __call__(self, text: str, said: Said, call_id: str, start: int = 0) -> Span | None:
         """The span of a call whose arguments are one integer."""
