@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from runner.parsing.ebnf import NOTHING, Rules, either, literal, none_of, text_without
+from runner.parsing.ebnf import NOTHING, Rules, any_of, either, literal, none_of, text_without
 from runner.parsing.notations import Cdata, Html, Json, JsonText, Nested, Notation, Python, Raw
 
 __all__ = ["NOT_IN_KEYS", "Dialect", "dialect_of", "plain_text"]
@@ -41,18 +41,20 @@ class Dialect:
     """By how many spaces what is inside is indented."""
     margin: int = 0
     """The indentation of the line that a value begins in."""
+    line_break: str = "\n"
+    """How a line break between members is written."""
     sorted_keys: bool = False
     """Whether members stand in the order of their keys."""
 
     def line(self, depth: int) -> str:
         """The line break in front of what stands at this depth; "" where all is on one line."""
-        return "" if self.indent is None else "\n" + " " * (self.margin + self.indent * depth)
+        return "" if self.indent is None else self.line_break + " " * (self.margin + self.indent * depth)
 
     @property
     def behind_strings(self) -> str:
         """The characters that may stand behind a string inside of an object or a list."""
         behind = (self.colon, self.member, self.item, self.close_object, self.close_list)
-        return "".join(text[:1] for text in behind) + ("" if self.indent is None else "\n")
+        return "".join(text[:1] for text in behind) + ("" if self.indent is None else self.line_break[:1])
 
 
 @functools.cache
@@ -105,10 +107,13 @@ def _json(notation: Json, written: Callable[[str], str]) -> Dialect:
         if notation.indent is None:
             return written(notation.encode(value))
         margin = notation.margin + notation.indent * depth
-        return Json(notation.item, notation.key, notation.ascii, notation.indent, margin).encode(value)
+        return written(Json(notation.item, notation.key, notation.ascii, notation.indent, margin).encode(value))
 
     item, key = notation.item, notation.key
-    return Dialect("{", key, item, "}", "[", item, "]", string, string, encode, notation.indent, notation.margin)
+    return Dialect(
+        "{", key, item, "}", "[", item, "]", string, string, encode,
+        indent=notation.indent, margin=notation.margin, line_break=written("\n"),
+    )  # fmt: skip
 
 
 def _json_string(ascii_only: bool, written: Callable[[str], str], name: str, behind: str) -> str:
@@ -134,11 +139,7 @@ _ASCII_UNIT: Final = (
 
 def _looking_ahead(choices: str, behind: str) -> str:
     """Told what stands behind a string, the library sorts the ids that go past its end when it compiles, not later."""
-    return f"({choices}) (= [{_in_class(behind)}])" if behind else choices
-
-
-def _in_class(chars: str) -> str:
-    return "".join(f"\\{char}" if char in "[]^-\\" else {"\n": "\\n"}.get(char, char) for char in dict.fromkeys(chars))
+    return f"({choices}) (= {any_of(behind)})" if behind else choices
 
 
 _PYTHON_ESCAPE: Final = (

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import Final
 
-__all__ = ["NOTHING", "Rules", "either", "literal", "none_of", "text_without"]
+__all__ = ["NOTHING", "Rules", "any_of", "either", "literal", "none_of", "text_without"]
 
 NOTHING: Final = '""'
 
@@ -13,6 +14,11 @@ NOTHING: Final = '""'
 def literal(text: str) -> str:
     """`text` as an EBNF literal."""
     return '"' + "".join(_ESCAPES.get(char) or _char(char) for char in text) + '"'
+
+
+def any_of(chars: str) -> str:
+    """Any one of these characters."""
+    return f"[{_class(chars)}]"
 
 
 def none_of(chars: str, *, controls: bool = True) -> str:
@@ -43,6 +49,7 @@ class Rules:
         self._bodies: dict[str, str] = {}
         self._by_body: dict[str, str] = {}
         self._by_key: dict[Hashable, str] = {}
+        self._counts = Counter[str]()
 
     def add(self, hint: str, body: str) -> str:
         """The name of a rule with this body."""
@@ -67,10 +74,8 @@ class Rules:
         return "\n".join(f"{name} ::= {body}" for name, body in {"root": root, **self._bodies}.items()) + "\n"
 
     def _new_name(self, hint: str) -> str:
-        name, number = hint, 1
-        while name in self._bodies:
-            number += 1
-            name = f"{hint}{number}"
+        self._counts[hint] += 1
+        name = f"{hint}{self._counts[hint]}"
         self._bodies[name] = ""
         return name
 

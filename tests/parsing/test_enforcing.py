@@ -82,6 +82,10 @@ def json_text() -> CallFormat:
     return replace(form_of("JSON object"), arguments=WholeArguments(JsonText(Json(ascii=True))))
 
 
+def indented_json_text() -> CallFormat:
+    return replace(json_text(), arguments=WholeArguments(JsonText(Json(item=",", indent=2))))
+
+
 def html() -> CallFormat:
     """Strings with entities; no template of the corpus writes them so."""
     form = form_of("raw strings")
@@ -90,7 +94,7 @@ def html() -> CallFormat:
     return replace(form, arguments=replace(form.arguments, styles=styles))
 
 
-MADE: Final = {"JSON in a string": json_text, "HTML": html}
+MADE: Final = {"JSON in a string": json_text, "indented JSON in a string": indented_json_text, "HTML": html}
 every_class = pytest.mark.parametrize("name", [*CLASSES, *MADE])
 
 
@@ -492,6 +496,55 @@ def test_a_plain_string_cannot_hold_its_own_end_and_may_come_close() -> None:
     assert end == "</parameter>"
     assert accepts(enforced, written(form, ("note", {"text": "a </parameter b", "done": True})))
     assert not accepts(enforced, written(form, ("note", {"text": "a </parameter> b", "done": True})))
+
+
+LONGER = (
+    '", "',
+    '"}',
+    '"]',
+    '": ',
+    '\\"',
+    "',",
+    "')",
+    '")',
+    "a,",
+    'x"',
+    "</",
+    "</parameter>",
+    "\n</",
+    '\n"',
+    '<|"|>',
+    ">\n",
+    " <",
+    "]]>",
+    "&lt;",
+)
+
+
+@every_class
+def test_masks_allow_exactly_the_ids_that_are_accepted_those_past_the_end_of_a_string_too(name: str) -> None:
+    form = form_of(name)
+    ids = [*BYTES, *(longer.encode() for longer in LONGER), b""]
+    vocabulary = xgrammar.TokenizerInfo(ids, vocab_size=len(ids), stop_token_ids=[len(ids) - 1])
+    enforced = required(form, TOOLS, "note")
+    matcher = xgrammar.GrammarMatcher(
+        xgrammar.GrammarCompiler(vocabulary, max_threads=1).compile_grammar(enforced.value)
+    )
+    mask = xgrammar.allocate_token_bitmask(1, len(ids))
+    for byte in written(
+        form, ("note", {"text": 'a "b" c', "tags": ["x", "<y>"], "scores": {"k": 1}, "done": True})
+    ).encode():
+        matcher.fill_next_token_bitmask(mask)
+        allowed = [bool(int(mask[0][number // 32]) >> number % 32 & 1) for number in range(END, len(ids) - 1)]
+        assert allowed == [taken(matcher, number) for number in range(END, len(ids) - 1)]
+        assert matcher.accept_token(byte)
+
+
+def taken(matcher: Any, number: int) -> bool:
+    if not matcher.accept_token(number):
+        return False
+    matcher.rollback(1)
+    return True
 
 
 # --- what cannot be enforced
