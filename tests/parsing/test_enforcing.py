@@ -2,150 +2,40 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import xgrammar
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field
 
-from runner.errors import BadOption
 from runner.options import Constraint, ConstraintKind
-from runner.parsing.argument_rules import EnforcingProperty, Inexpressible, ends_of_strings
+from runner.parsing.argument_rules import ends_of_strings
 from runner.parsing.enforcing import constraint, enforceable
-from runner.parsing.notations import Cdata, Html, Json, JsonText, Nested
+from runner.parsing.notations import Cdata, Nested
 from runner.parsing.reading import CallReader
-from runner.parsing.turn_format import CallFormat, TaggedArguments, WholeArguments
-from runner.parsing.writing import Unwritable, WrittenCall, id_for, write_calls
+from runner.parsing.turn_format import CallFormat, TaggedArguments
+from runner.parsing.writing import Unwritable
 from runner.tools.tool import Tool
 from tests import sweeps
 from tests.conformance.corpus import corpus
+from tests.parsing.enforced import (
+    ADD,
+    END,
+    TOOLS,
+    Call,
+    accepts,
+    add,
+    compiled,
+    every_class,
+    form_of,
+    required,
+    written,
+)
 from tests.parsing.learnt import CLASSES, learnt
-
-
-class Tree(BaseModel):
-    label: str
-    children: list[Tree] = []
-
-
-@dataclass
-class Point:
-    x: float
-    y: float = 0.0
-
-
-def add(a: int, b: int) -> int:
-    """Add two integers."""
-    return a + b
-
-
-def paint(
-    colour: Literal["red", 'pale "blue"', "it's"],
-    mode: Literal["fast", 2, True, None] = "fast",
-    at: Point | None = None,
-    alpha: Annotated[float, Field(ge=0)] = 1.0,
-) -> None:
-    """Paint something."""
-
-
-def plant(tree: Tree, times: Annotated[int, Field(ge=1, le=12)] = 1) -> None:
-    """Plant a tree."""
-
-
-def note(
-    text: str = "",
-    tags: list[str] | None = None,
-    scores: dict[str, int] | None = None,
-    pair: tuple[int, str] = (0, ""),
-    done: bool = False,
-    anything: Any = None,
-    few: Annotated[list[int], Field(min_length=1, max_length=2)] = [1],  # noqa: B006
-) -> None:
-    """Note something."""
-
-
-def stop() -> None:
-    """Stop."""
-
-
-TOOLS = [Tool(function) for function in (add, paint, plant, note, stop)]
-ADD = TOOLS[:1]
-
-
-def json_text() -> CallFormat:
-    """Arguments as OpenAI's messages have them; no template of the corpus writes them so."""
-    return replace(form_of("JSON object"), arguments=WholeArguments(JsonText(Json(ascii=True))))
-
-
-def indented_json_text() -> CallFormat:
-    return replace(json_text(), arguments=WholeArguments(JsonText(Json(item=",", indent=2))))
-
-
-def html() -> CallFormat:
-    """Strings with entities; no template of the corpus writes them so."""
-    form = form_of("raw strings")
-    assert isinstance(form.arguments, TaggedArguments)
-    styles = {**form.arguments.styles, "string": replace(form.arguments.styles["string"], notation=Html())}
-    return replace(form, arguments=replace(form.arguments, styles=styles))
-
-
-MADE: Final = {"JSON in a string": json_text, "indented JSON in a string": indented_json_text, "HTML": html}
-every_class = pytest.mark.parametrize("name", [*CLASSES, *MADE])
-
-
-@functools.cache
-def form_of(name: str) -> CallFormat:
-    form = MADE[name]() if name in MADE else learnt(CLASSES[name])
-    assert form is not None
-    return form
-
-
-BYTES = [bytes([byte]) for byte in range(256)]
-END = len(BYTES)
-
-
-@functools.cache
-def compiler() -> xgrammar.GrammarCompiler:
-    return xgrammar.GrammarCompiler(
-        xgrammar.TokenizerInfo([*BYTES, b""], vocab_size=END + 1, stop_token_ids=[END]), max_threads=1
-    )
-
-
-@functools.cache
-def compiled(enforced: Constraint) -> xgrammar.CompiledGrammar:
-    if enforced.kind is ConstraintKind.STRUCTURAL_TAG:
-        return compiler().compile_structural_tag(enforced.value)
-    return compiler().compile_grammar(enforced.value)
-
-
-def required(form: CallFormat, tools: Sequence[Tool], choice: str = "required", **given: Any) -> Constraint:
-    enforced = constraint(form, tools, choice, **given)
-    assert enforced is not None
-    return enforced
-
-
-def accepts(enforced: Constraint, text: str) -> bool:
-    matcher = xgrammar.GrammarMatcher(compiled(enforced), terminate_without_stop_token=True)
-    return bool(matcher.accept_string(text)) and bool(matcher.is_terminated())
-
-
-Call: TypeAlias = tuple[str, Mapping[str, Any]]
-"""The name of a tool and its arguments."""
-
-
-def written(form: CallFormat, *calls: Call) -> str:
-    """The turn with these calls."""
-    said = [
-        WrittenCall(name, arguments, id_for(form, name, n) or f"callabc{n:02}")
-        for n, (name, arguments) in enumerate(calls)
-    ]
-    return write_calls(form, said)
-
 
 NUMBERS = st.integers(-(10**30), 10**30)
 FLOATS = st.floats(-1e307, 1e307, allow_subnormal=False)
@@ -406,188 +296,6 @@ def test_in_auto_nothing_in_an_open_thought_begins_a_call() -> None:
     for text in ("still thinking", f"with {form.trigger}?", "so</think>words", f"{form.trigger}</think> {one}"):
         assert accepts(enforced, text), text
     assert not accepts(enforced, f"so</think>{form.trigger}words")
-
-
-# --- schemas
-
-
-def schema_tool(name: str, parameters: dict[str, Any]) -> Tool:
-    return Tool(print, name=name, description="A tool.", parameters={"type": "object", **parameters}, raw=True)
-
-
-@every_class
-@pytest.mark.parametrize(
-    "bounds",
-    [{"minimum": 1, "maximum": 3}, {"exclusiveMinimum": 0, "exclusiveMaximum": 4}],
-    ids=["inclusive", "exclusive"],
-)
-def test_an_integer_stays_within_its_bounds(name: str, bounds: dict[str, int]) -> None:
-    tool = schema_tool("pick", {"properties": {"number": {"type": "integer", **bounds}}, "required": ["number"]})
-    form, enforced = form_of(name), required(form_of(name), [tool])
-    taken = [number for number in range(-1, 12) if accepts(enforced, written(form, ("pick", {"number": number})))]
-    assert taken == [1, 2, 3]
-
-
-@every_class
-def test_equal_reference_names_of_two_tools_are_not_mixed_up(name: str) -> None:
-    form = form_of(name)
-    tools = [
-        schema_tool(
-            tool,
-            {
-                "properties": {"x": {"$ref": "#/$defs/X"}, "more": {"type": "array", "items": {"$ref": "#/$defs/X"}}},
-                "required": ["x"],
-                "$defs": {"X": {"type": kind}},
-            },
-        )
-        for tool, kind in (("one", "integer"), ("two", "boolean"))
-    ]
-    enforced = required(form, tools)
-    for tool, right, wrong in (("one", 1, True), ("two", True, 1)):
-        assert accepts(enforced, written(form, (tool, {"x": right, "more": [right, right]})))
-        assert not accepts(enforced, written(form, (tool, {"x": wrong})))
-        assert not accepts(enforced, written(form, (tool, {"x": right, "more": [wrong]})))
-
-
-@every_class
-def test_other_arguments_are_taken_where_a_schema_says_so(name: str) -> None:
-    form = form_of(name)
-    named = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": {"type": "boolean"}}
-    enforced = required(form, [schema_tool("f", named)])
-    right: list[dict[str, Any]] = [{"a": 1}, {"a": 1, "b": True, "c": False}]
-    wrong: list[dict[str, Any]] = [{"a": 1, "b": 2}, {"b": True}]
-    assert [accepts(enforced, written(form, ("f", arguments))) for arguments in right + wrong] == [True] * 2 + [
-        False
-    ] * 2
-    free = required(form, [schema_tool("f", {"additionalProperties": True})])
-    anything: list[dict[str, Any]] = [{}, {"x": 1}, {"x": [1, {"y": None}], "z": "a b"}]
-    assert all(accepts(free, written(form, ("f", arguments))) for arguments in anything)
-
-
-@every_class
-def test_keys_and_values_of_an_enum_are_written_exactly(name: str) -> None:
-    form = form_of(name)
-    key, values = "sa-y.$", ['"', "\\", "\n", "'", 5, None, [1, "a"], {"b": 1.5}]
-    enforced = required(form, [schema_tool("odd", {"properties": {key: {"enum": values}}, "required": [key]})])
-    for value in values:
-        assert accepts(enforced, written(form, ("odd", {key: value}))), value
-    assert not accepts(enforced, written(form, ("odd", {key: "other"})))
-
-
-@every_class
-def test_members_stand_in_the_order_in_which_the_template_writes_them(name: str) -> None:
-    inner = {
-        "type": "object",
-        "properties": {"z": {"type": "integer"}, "B": {"type": "integer"}},
-        "required": ["z", "B"],
-    }
-    properties = {"zone": {"type": "integer"}, "area": inner}
-    form = form_of(name)
-    enforced = required(form, [schema_tool("f", {"properties": properties, "required": ["zone", "area"]})])
-    text = written(form, ("f", {"zone": 1, "area": {"z": 2, "B": 3}}))
-    assert accepts(enforced, text)
-    assert (text.index("area") < text.index("zone")) is (name == "own notation")
-
-
-def test_a_plain_string_cannot_hold_its_own_end_and_may_come_close() -> None:
-    form = form_of("raw strings")
-    (end,) = ends_of_strings(form)
-    enforced = required(form, TOOLS, "note")
-    assert end == "</parameter>"
-    assert accepts(enforced, written(form, ("note", {"text": "a </parameter b", "done": True})))
-    assert not accepts(enforced, written(form, ("note", {"text": "a </parameter> b", "done": True})))
-
-
-LONGER = (
-    '", "',
-    '"}',
-    '"]',
-    '": ',
-    '\\"',
-    "',",
-    "')",
-    '")',
-    "a,",
-    'x"',
-    "</",
-    "</parameter>",
-    "\n</",
-    '\n"',
-    '<|"|>',
-    ">\n",
-    " <",
-    "]]>",
-    "&lt;",
-)
-
-
-@every_class
-def test_masks_allow_exactly_the_ids_that_are_accepted_those_past_the_end_of_a_string_too(name: str) -> None:
-    form = form_of(name)
-    ids = [*BYTES, *(longer.encode() for longer in LONGER), b""]
-    vocabulary = xgrammar.TokenizerInfo(ids, vocab_size=len(ids), stop_token_ids=[len(ids) - 1])
-    enforced = required(form, TOOLS, "note")
-    matcher = xgrammar.GrammarMatcher(
-        xgrammar.GrammarCompiler(vocabulary, max_threads=1).compile_grammar(enforced.value)
-    )
-    mask = xgrammar.allocate_token_bitmask(1, len(ids))
-    for byte in written(
-        form, ("note", {"text": 'a "b" c', "tags": ["x", "<y>"], "scores": {"k": 1}, "done": True})
-    ).encode():
-        matcher.fill_next_token_bitmask(mask)
-        allowed = [bool(int(mask[0][number // 32]) >> number % 32 & 1) for number in range(END, len(ids) - 1)]
-        assert allowed == [taken(matcher, number) for number in range(END, len(ids) - 1)]
-        assert matcher.accept_token(byte)
-
-
-def taken(matcher: Any, number: int) -> bool:
-    if not matcher.accept_token(number):
-        return False
-    matcher.rollback(1)
-    return True
-
-
-# --- what cannot be enforced
-
-
-def test_a_choice_without_a_tool_says_which_there_are() -> None:
-    form = form_of("JSON object")
-    with pytest.raises(BadOption, match=r"tool_choice='fly': no such tool may be called here. Tools: add."):
-        constraint(form, ADD, "fly")
-    with pytest.raises(BadOption, match="Tools: there are none"):
-        constraint(form, [], "required")
-
-
-def tagged(**changes: Any) -> CallFormat:
-    form = form_of("raw strings")
-    assert isinstance(form.arguments, TaggedArguments)
-    return replace(form, arguments=replace(form.arguments, **changes))
-
-
-def test_what_a_template_cannot_write_is_refused_by_its_name() -> None:
-    styles = form_of("raw strings").arguments.styles  # type: ignore[union-attr]  # they are tagged
-    without = tagged(styles={kind: style for kind, style in styles.items() if kind != "integer"})
-    with pytest.raises(BadOption, match="the argument a of add has a type that its chat template cannot write"):
-        constraint(without, ADD, "required")
-    with pytest.raises(BadOption, match="stop takes no arguments, and its chat template has no way to write a call"):
-        constraint(tagged(none=None), TOOLS, "stop")
-    nothing = schema_tool("f", {"properties": {"a": False}, "required": ["a"]})
-    with pytest.raises(BadOption, match="f takes what nothing fits"):
-        constraint(form_of("JSON object"), [nothing], "required")
-
-
-def test_an_optional_argument_that_cannot_be_written_is_left_out() -> None:
-    styles = form_of("raw strings").arguments.styles  # type: ignore[union-attr]  # they are tagged
-    form = tagged(styles={kind: style for kind, style in styles.items() if kind != "array"})
-    assert accepts(required(form, TOOLS, "note"), written(form, ("note", {"text": "a", "done": True})))
-
-
-def test_a_format_in_which_nothing_ends_a_string_is_not_enforceable() -> None:
-    endless = replace(tagged(separator="", tail=""), close="", between=None)
-    assert enforceable(endless) == "nothing that its chat template writes tells where a string ends"
-    with pytest.raises(Inexpressible) as refused:
-        ends_of_strings(endless)
-    assert refused.value.property is EnforcingProperty.STRINGS_END
 
 
 # --- what engines do with it

@@ -1,0 +1,205 @@
+"""What grammars of learnt formats make of JSON schemas, and which tools a format cannot write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import xgrammar
+
+from runner.errors import BadOption
+from runner.parsing.argument_rules import EnforcingProperty, Inexpressible, ends_of_strings
+from runner.parsing.enforcing import constraint, enforceable
+from runner.parsing.turn_format import CallFormat, TaggedArguments
+from runner.tools.tool import Tool
+from tests.parsing.enforced import (
+    ADD,
+    BYTES,
+    END,
+    TOOLS,
+    accepts,
+    every_class,
+    form_of,
+    required,
+    written,
+)
+
+
+def schema_tool(name: str, parameters: dict[str, Any]) -> Tool:
+    return Tool(print, name=name, description="A tool.", parameters={"type": "object", **parameters}, raw=True)
+
+
+@every_class
+@pytest.mark.parametrize(
+    "bounds",
+    [{"minimum": 1, "maximum": 3}, {"exclusiveMinimum": 0, "exclusiveMaximum": 4}],
+    ids=["inclusive", "exclusive"],
+)
+def test_an_integer_stays_within_its_bounds(name: str, bounds: dict[str, int]) -> None:
+    tool = schema_tool("pick", {"properties": {"number": {"type": "integer", **bounds}}, "required": ["number"]})
+    form, enforced = form_of(name), required(form_of(name), [tool])
+    taken = [number for number in range(-1, 12) if accepts(enforced, written(form, ("pick", {"number": number})))]
+    assert taken == [1, 2, 3]
+
+
+@every_class
+def test_equal_reference_names_of_two_tools_are_not_mixed_up(name: str) -> None:
+    form = form_of(name)
+    tools = [
+        schema_tool(
+            tool,
+            {
+                "properties": {"x": {"$ref": "#/$defs/X"}, "more": {"type": "array", "items": {"$ref": "#/$defs/X"}}},
+                "required": ["x"],
+                "$defs": {"X": {"type": kind}},
+            },
+        )
+        for tool, kind in (("one", "integer"), ("two", "boolean"))
+    ]
+    enforced = required(form, tools)
+    for tool, right, wrong in (("one", 1, True), ("two", True, 1)):
+        assert accepts(enforced, written(form, (tool, {"x": right, "more": [right, right]})))
+        assert not accepts(enforced, written(form, (tool, {"x": wrong})))
+        assert not accepts(enforced, written(form, (tool, {"x": right, "more": [wrong]})))
+
+
+@every_class
+def test_other_arguments_are_taken_where_a_schema_says_so(name: str) -> None:
+    form = form_of(name)
+    named = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": {"type": "boolean"}}
+    enforced = required(form, [schema_tool("f", named)])
+    right: list[dict[str, Any]] = [{"a": 1}, {"a": 1, "b": True, "c": False}]
+    wrong: list[dict[str, Any]] = [{"a": 1, "b": 2}, {"b": True}]
+    assert [accepts(enforced, written(form, ("f", arguments))) for arguments in right + wrong] == [True] * 2 + [
+        False
+    ] * 2
+    free = required(form, [schema_tool("f", {"additionalProperties": True})])
+    anything: list[dict[str, Any]] = [{}, {"x": 1}, {"x": [1, {"y": None}], "z": "a b"}]
+    assert all(accepts(free, written(form, ("f", arguments))) for arguments in anything)
+
+
+@every_class
+def test_keys_and_values_of_an_enum_are_written_exactly(name: str) -> None:
+    form = form_of(name)
+    key, values = "sa-y.$", ['"', "\\", "\n", "'", 5, None, [1, "a"], {"b": 1.5}]
+    enforced = required(form, [schema_tool("odd", {"properties": {key: {"enum": values}}, "required": [key]})])
+    for value in values:
+        assert accepts(enforced, written(form, ("odd", {key: value}))), value
+    assert not accepts(enforced, written(form, ("odd", {key: "other"})))
+
+
+@every_class
+def test_members_stand_in_the_order_in_which_the_template_writes_them(name: str) -> None:
+    inner = {
+        "type": "object",
+        "properties": {"z": {"type": "integer"}, "B": {"type": "integer"}},
+        "required": ["z", "B"],
+    }
+    properties = {"zone": {"type": "integer"}, "area": inner}
+    form = form_of(name)
+    enforced = required(form, [schema_tool("f", {"properties": properties, "required": ["zone", "area"]})])
+    text = written(form, ("f", {"zone": 1, "area": {"z": 2, "B": 3}}))
+    assert accepts(enforced, text)
+    assert (text.index("area") < text.index("zone")) is (name == "own notation")
+
+
+def test_a_plain_string_cannot_hold_its_own_end_and_may_come_close() -> None:
+    form = form_of("raw strings")
+    (end,) = ends_of_strings(form)
+    enforced = required(form, TOOLS, "note")
+    assert end == "</parameter>"
+    assert accepts(enforced, written(form, ("note", {"text": "a </parameter b", "done": True})))
+    assert not accepts(enforced, written(form, ("note", {"text": "a </parameter> b", "done": True})))
+
+
+LONGER = (
+    '", "',
+    '"}',
+    '"]',
+    '": ',
+    '\\"',
+    "',",
+    "')",
+    '")',
+    "a,",
+    'x"',
+    "</",
+    "</parameter>",
+    "\n</",
+    '\n"',
+    '<|"|>',
+    ">\n",
+    " <",
+    "]]>",
+    "&lt;",
+)
+
+
+@every_class
+def test_masks_allow_exactly_the_ids_that_are_accepted_those_past_the_end_of_a_string_too(name: str) -> None:
+    form = form_of(name)
+    ids = [*BYTES, *(longer.encode() for longer in LONGER), b""]
+    vocabulary = xgrammar.TokenizerInfo(ids, vocab_size=len(ids), stop_token_ids=[len(ids) - 1])
+    enforced = required(form, TOOLS, "note")
+    matcher = xgrammar.GrammarMatcher(
+        xgrammar.GrammarCompiler(vocabulary, max_threads=1).compile_grammar(enforced.value)
+    )
+    mask = xgrammar.allocate_token_bitmask(1, len(ids))
+    for byte in written(
+        form, ("note", {"text": 'a "b" c', "tags": ["x", "<y>"], "scores": {"k": 1}, "done": True})
+    ).encode():
+        matcher.fill_next_token_bitmask(mask)
+        allowed = [bool(int(mask[0][number // 32]) >> number % 32 & 1) for number in range(END, len(ids) - 1)]
+        assert allowed == [taken(matcher, number) for number in range(END, len(ids) - 1)]
+        assert matcher.accept_token(byte)
+
+
+def taken(matcher: Any, number: int) -> bool:
+    if not matcher.accept_token(number):
+        return False
+    matcher.rollback(1)
+    return True
+
+
+# --- what cannot be enforced
+
+
+def test_a_choice_without_a_tool_says_which_there_are() -> None:
+    form = form_of("JSON object")
+    with pytest.raises(BadOption, match=r"tool_choice='fly': no such tool may be called here. Tools: add."):
+        constraint(form, ADD, "fly")
+    with pytest.raises(BadOption, match="Tools: there are none"):
+        constraint(form, [], "required")
+
+
+def tagged(**changes: Any) -> CallFormat:
+    form = form_of("raw strings")
+    assert isinstance(form.arguments, TaggedArguments)
+    return replace(form, arguments=replace(form.arguments, **changes))
+
+
+def test_what_a_template_cannot_write_is_refused_by_its_name() -> None:
+    styles = form_of("raw strings").arguments.styles  # type: ignore[union-attr]  # they are tagged
+    without = tagged(styles={kind: style for kind, style in styles.items() if kind != "integer"})
+    with pytest.raises(BadOption, match="the argument a of add has a type that its chat template cannot write"):
+        constraint(without, ADD, "required")
+    with pytest.raises(BadOption, match="stop takes no arguments, and its chat template has no way to write a call"):
+        constraint(tagged(none=None), TOOLS, "stop")
+    nothing = schema_tool("f", {"properties": {"a": False}, "required": ["a"]})
+    with pytest.raises(BadOption, match="f takes what nothing fits"):
+        constraint(form_of("JSON object"), [nothing], "required")
+
+
+def test_an_optional_argument_that_cannot_be_written_is_left_out() -> None:
+    styles = form_of("raw strings").arguments.styles  # type: ignore[union-attr]  # they are tagged
+    form = tagged(styles={kind: style for kind, style in styles.items() if kind != "array"})
+    assert accepts(required(form, TOOLS, "note"), written(form, ("note", {"text": "a", "done": True})))
+
+
+def test_a_format_in_which_nothing_ends_a_string_is_not_enforceable() -> None:
+    endless = replace(tagged(separator="", tail=""), close="", between=None)
+    assert enforceable(endless) == "nothing that its chat template writes tells where a string ends"
+    with pytest.raises(Inexpressible) as refused:
+        ends_of_strings(endless)
+    assert refused.value.property is EnforcingProperty.STRINGS_END
