@@ -72,7 +72,7 @@ class ToolCall:
     """One call that the model made in a turn."""
 
     id: str
-    """The id by which results refer to the call: the model's own where it wrote one, which is unique within its turn."""
+    """The id by which results refer to the call, unique within its turn: the model's own where it wrote one."""
     name: str
     """The tool's name as the model wrote it; "" where it could not be read."""
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -122,7 +122,8 @@ def _tool_choice(conversation: ConversationState, given: ToolChoice | None) -> T
 
 
 def _constraint(conversation: ConversationState, settings: Sampling, tool_choice: ToolChoice) -> Constraint | None:
-    enforced = conversation.chat.parser.constraint(conversation.tools, tool_choice)
+    tools = conversation.tools
+    enforced = conversation.chat.parser.constraint(tools, tool_choice) if tools else None
     given = _given_constraint(settings)
     if enforced and given:
         raise BadOption(

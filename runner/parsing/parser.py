@@ -100,7 +100,7 @@ class TurnParser:
             BadOption: a call is required and there is no tool, or none of that name.
         """
         form = self.format.calls
-        if form is None or not tools or (tool_choice == "auto" and not any(tool.strict for tool in tools)):
+        if form is None or (tool_choice == "auto" and not any(tool.strict for tool in tools)):
             return None
         open_thought = self.reasoning.close if self.reasoning.opened_by_prompt else None
         return constraint(form, tools, tool_choice, parallel=parallel, thought_close=open_thought)

@@ -1,0 +1,172 @@
+"""What is learnt of every template's turns: played over the corpus, kept as a record, written as a page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from runner.parsing.enforcing import enforceable
+from runner.parsing.learning.turn import LearntTurn, Verdict, learn_turn
+from runner.parsing.traits import SENTENCES
+from runner.tokens.tool_support import missing_tool_property
+from tests.conformance.corpus import Entry, corpus
+from tests.conformance.sweep import spread
+
+__all__ = ["RECORD", "Row", "learn", "learn_all", "page", "recorded", "write"]
+
+RECORD = Path(__file__).with_name("turn_formats.txt")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one template that can serve an environment with tools."""
+
+    template: str
+    verdict: str
+    enforced: bool
+    """Whether a call can be required."""
+    strict: bool
+    """Whether calls that the model begins by itself can be held to the schemas."""
+    traits: tuple[str, ...]
+    missing: str
+    thought: str
+    """What opens and closes a thought, and who opens it; "" where none is shown."""
+
+    @classmethod
+    def of(cls, entry: Entry) -> Self:
+        """Learn a template."""
+        learnt = learn_turn(entry.renderer())
+        calls, thought = learnt.format.calls, learnt.format.reasoning
+        enforced = calls is not None and enforceable(calls) is None
+        opened = "prompt" if thought and thought.opened_by_prompt else "model"
+        return cls(
+            entry.name,
+            learnt.verdict,
+            enforced,
+            enforced and calls is not None and bool(calls.trigger),
+            tuple(learnt.traits),
+            learnt.missing or "",
+            f"{thought.open} {thought.close} {opened}".strip() if thought else "",
+        )
+
+    def line(self) -> str:
+        """The row as the record has it."""
+        marks = f"{'enforced' if self.enforced else '-'} {'strict' if self.strict else '-'}"
+        return "\t".join([self.template, self.verdict, marks, ",".join(self.traits), self.missing, self.thought])
+
+    @classmethod
+    def read(cls, line: str) -> Self:
+        """The row that `line` wrote."""
+        template, verdict, marks, traits, missing, thought = line.rstrip("\n").split("\t")
+        listed = tuple(traits.split(",")) if traits else ()
+        return cls(template, verdict, "enforced" in marks, "strict" in marks, listed, missing, thought)
+
+
+def capable() -> list[Entry]:
+    """The templates that show tools, calls and results."""
+    return [entry for entry in corpus() if missing_tool_property(entry.renderer()) is None]
+
+
+def learn(entry: Entry) -> Row:
+    """What came of one template."""
+    return Row.of(entry)
+
+
+def learn_all(processes: int = 2) -> list[Row]:
+    """What came of all that can serve an environment with tools."""
+    return spread(learn, capable(), processes)
+
+
+def recorded() -> list[Row]:
+    """What came of them when the record was written."""
+    return [Row.read(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
+
+
+def write(rows: Iterable[Row]) -> None:
+    """Keep what came of them."""
+    RECORD.write_text("".join(f"{row.line()}\n" for row in rows), encoding="utf-8")
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The generated page, docs/tool-formats.md."""
+    entries = {entry.name: entry for entry in corpus()}
+    models = {row.template: len(entries[row.template].models) for row in rows}
+    usable = [row for row in rows if row.verdict != Verdict.REFUSED]
+    families = sorted({entries[row.template].family for row in rows}, key=str.lower)
+    return "\n".join([
+        "# Tool calls and thoughts, template by template",
+        "",
+        "Written by `python -m tests.conformance --formats --write`; tests compare it with a fresh run.",
+        "",
+        f"{_count(rows, models)} show tools, calls and results. How each writes a call and a thought is learnt from its",
+        "renders and checked against it with other words: every type of value, awkward strings, names with signs, no",
+        "arguments, one to three calls, content beside them. What is written has to stand in the render, character for",
+        f"character. {_count(usable, models)} can be used with tools; a call can be required with",
+        f"{_count([row for row in rows if row.enforced], models)}, and calls that the model begins by itself can be held",
+        f"to their schemas with {_count([row for row in rows if row.strict], models)}.",
+        "",
+        "- *exact*: what is read is what was meant, whatever its values.",
+        "- *limited*: the same, but for what its traits name.",
+        "- *refused*: calls cannot be read; the property that is missing is named.",
+        "",
+        "## By family, templates / models",
+        "",
+        *_table(["family", "exact", "limited", "refused", "enforced", "strict", "thoughts"], [
+            (family, *_counts([row for row in rows if entries[row.template].family == family], models))
+            for family in families
+        ] + [("all", *_counts(rows, models))]),
+        "",
+        "## Traits",
+        "",
+        *_table(["trait", "templates / models", "what it means"], [
+            (trait, _share([row for row in rows if trait in row.traits], models), sentence)
+            for trait, sentence in SENTENCES.items()
+        ]),
+        "",
+        "## Refused, by property",
+        "",
+        *_table(["property", "templates / models"], [
+            (missing, _share([row for row in rows if row.missing == missing], models))
+            for missing, _ in Counter(row.missing for row in rows if row.missing).most_common()
+        ]),
+        "",
+        "## Thoughts, by their marks",
+        "",
+        *_table(["opens", "closes", "who opens it", "templates / models"], [
+            (*_cells(thought), _share([row for row in rows if row.thought == thought], models))
+            for thought, _ in Counter(row.thought for row in rows if row.thought).most_common()
+        ]),
+        "",
+    ])  # fmt: skip
+
+
+def _cells(thought: str) -> tuple[str, str, str]:
+    *opening, closing, who = thought.split(" ")
+    return (f"`{' '.join(opening)}`" if opening else "nothing"), f"`{closing}`", f"the {who}"
+
+
+def _counts(rows: Sequence[Row], models: dict[str, int]) -> list[str]:
+    chosen = [[row for row in rows if row.verdict == verdict] for verdict in Verdict]
+    chosen += [[row for row in rows if row.enforced], [row for row in rows if row.strict]]
+    return [_share(some, models) for some in (*chosen, [row for row in rows if row.thought])]
+
+
+def _share(rows: Sequence[Row], models: dict[str, int]) -> str:
+    return f"{len(rows)} / {sum(models[row.template] for row in rows)}" if rows else ""
+
+
+def _count(rows: Sequence[Row], models: dict[str, int]) -> str:
+    return f"{len(rows)} templates of {sum(models[row.template] for row in rows):,} models"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
+
+
+def learnt_of(template: str) -> LearntTurn:
+    """What is learnt of one template by name."""
+    return learn_turn(next(entry for entry in corpus() if entry.name == template).renderer())
