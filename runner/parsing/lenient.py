@@ -6,10 +6,11 @@ import functools
 import re
 from typing import Final
 
-__all__ = ["FREE", "behind_key", "behind_raw", "lenient"]
+__all__ = ["FREE", "behind_key", "behind_raw", "compiled", "lenient", "searched", "squeezed"]
 
 _PARTS: Final = re.compile(r"<[^<>\s]*>?|\s+|\w+|[^\w\s]")
 FREE: Final = r"\s*"
+_FREE_TWICE: Final = re.compile(r"(?:\\s\*){2,}")
 
 
 @functools.cache
@@ -19,6 +20,26 @@ def lenient(literal: str) -> str:
     Between two words white space stays, as it is what tells them apart.
     """
     return (FREE if literal else "") + _body(literal)
+
+
+def searched(literal: str) -> str:
+    """A pattern by which `literal` is searched: the same without the white space in front of it.
+
+    A search that begins with free white space takes the square of the longest run of it.
+    """
+    return _body(literal.lstrip())
+
+
+@functools.cache
+def compiled(pattern: str) -> re.Pattern[str]:
+    """The pattern, with what is free several times made free once, since it is tried in every way of sharing it out."""
+    return re.compile(_FREE_TWICE.sub(lambda _: FREE, pattern))
+
+
+@functools.cache
+def squeezed(literal: str) -> str:
+    """The literal without its white space: where these differ, no text can be both of two literals."""
+    return "".join(literal.split())
 
 
 def _body(literal: str) -> str:

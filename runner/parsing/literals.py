@@ -60,8 +60,7 @@ def _no_constant(text: str) -> Any:
 
 
 # The standard library's decoder, since orjson turns integers past 64 bits into floats.
-_DECODER: Final = json.JSONDecoder(parse_float=_finite, parse_int=_integer, parse_constant=_no_constant)
-_SCANNER: Final[Callable[[str, int], tuple[Any, int]]] = _DECODER.scan_once  # type: ignore[attr-defined]  # unknown to typeshed
+_SCANNER: Final = json.JSONDecoder(parse_float=_finite, parse_int=_integer, parse_constant=_no_constant).scan_once  # type: ignore[attr-defined]
 _SPACE: Final = re.compile(r"\s*")
 _NUMBER: Final = re.compile(r"[-+]?(?:\d[\d_]*)(\.\d*)?([eE][-+]?\d+)?")
 _WORD: Final = re.compile(r"[A-Za-z_]\w*")

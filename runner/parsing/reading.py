@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from typing import Any, Final
 
-from runner.parsing.lenient import FREE, lenient
+from runner.parsing.call_patterns import CallPatterns
+from runner.parsing.lenient import FREE
 from runner.parsing.literals import Unreadable, read_literal
-from runner.parsing.turn_format import CallFormat, Piece, Slot, TaggedArguments, Text
-from runner.parsing.values import WORD, TaggedReader, as_object, read_object
+from runner.parsing.turn_format import CallFormat, TaggedArguments
+from runner.parsing.values import Undecided, as_object
 
-__all__ = ["CallReader", "ReadCall", "Reading", "Schemas"]
+__all__ = ["CallReader", "Decided", "ReadCall", "Reading", "Schemas"]
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of every known tool's parameters."""
@@ -41,6 +42,17 @@ class Reading:
     calls: list[ReadCall]
 
 
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The calls at the start of a text that are the same however it goes on."""
+
+    calls: list[ReadCall]
+    end: int
+    """Where the text goes on behind them, and behind what stands between them and another; 0 where there is none."""
+    closed: bool
+    """No other call can follow without its own trigger."""
+
+
 class _Malformed(Exception):
     """A call that was begun cannot be read."""
 
@@ -56,6 +68,11 @@ class CallReader:
 
     format: CallFormat
 
+    @cached_property
+    def patterns(self) -> CallPatterns:
+        """What it looks for."""
+        return CallPatterns(self.format)
+
     def read(self, text: str, schemas: Schemas | None = None, *, triggers: Collection[int] | None = None) -> Reading:
         """The calls in `text` and the content beside them; without a trigger nothing is a call.
 
@@ -64,21 +81,62 @@ class CallReader:
             schemas: the tools that may be called; None where they are not known.
             triggers: where the trigger counts as one, for vocabularies that have it as one token; None for everywhere.
         """
-        return self._triggered(text, schemas, triggers) if self.format.trigger else self._bare(text, schemas)
+        parts = list(self.parts(text, schemas, triggers=triggers))
+        calls = [part for part in parts if isinstance(part, ReadCall)]
+        if not calls:
+            return Reading(text, [])
+        content = [part.strip() for part in parts if isinstance(part, str)]
+        return Reading("\n".join(filter(None, content)), calls)
+
+    def parts(
+        self,
+        text: str,
+        schemas: Schemas | None = None,
+        *,
+        triggers: Collection[int] | None = None,
+        begun: bool = False,
+    ) -> Iterator[str | ReadCall]:
+        """The same in the order of the text: each call, and what stands in front of, between and behind them.
+
+        Args:
+            text: what the model said, without its thought.
+            schemas: the tools that may be called; None where they are not known.
+            triggers: where the trigger counts as one; None for everywhere.
+            begun: the text goes on behind a call and what stands between it and the next.
+        """
+        return self._triggered(text, schemas, triggers, begun) if self.format.trigger else self._bare(text, schemas)
+
+    def decided(self, text: str, schemas: Schemas | None = None, *, begun: bool = False) -> Decided:
+        """What is sure of the calls at the start of a text that may go on: they are the same however it does.
+
+        Args:
+            text: what the model said so far, from the trigger on.
+            schemas: the tools that may be called; None where they are not known.
+            begun: the text goes on behind a call and what stands between it and the next.
+        """
+        calls: list[ReadCall] = []
+        end = 0
+        try:
+            start = 0 if begun else self._last_of_several(text, 0)
+            for call, behind in self._calls(text, start, schemas, whole=False, begun=begun):
+                calls.append(call)
+                end = behind
+        except (Undecided, _Malformed):
+            return Decided(calls, end, closed=False)
+        return Decided(calls, end, closed=True)
 
     # --- where calls begin
 
-    def _triggered(self, text: str, schemas: Schemas | None, triggers: Collection[int] | None) -> Reading:
-        content: list[str] = []
-        calls: list[ReadCall] = []
+    def _triggered(
+        self, text: str, schemas: Schemas | None, triggers: Collection[int] | None, begun: bool
+    ) -> Iterator[str | ReadCall]:
         at = 0
+        if begun:
+            at = yield from self._section(text, 0, schemas, begun=True)
         while (start := self._next_trigger(text, at, triggers)) >= 0:
-            content.append(text[at:start])
-            at = self._section(text, self._last_of_several(text, start), schemas, calls)
-        if not calls:
-            return Reading(text, [])
-        content.append(text[at:])
-        return Reading("\n".join(stripped for part in content if (stripped := part.strip())), calls)
+            yield text[at:start]
+            at = yield from self._section(text, self._last_of_several(text, start), schemas)
+        yield text[at:]
 
     def _next_trigger(self, text: str, at: int, triggers: Collection[int] | None) -> int:
         """Where calls are announced next, or -1."""
@@ -94,129 +152,168 @@ class CallReader:
             start, again = again, _behind_space(text, again + len(self.format.trigger))
         return start
 
-    def _section(self, text: str, start: int, schemas: Schemas | None, calls: list[ReadCall]) -> int:
-        """Read the calls that begin at `start` into `calls`, and where the text goes on behind them."""
+    def _section(
+        self, text: str, start: int, schemas: Schemas | None, *, begun: bool = False
+    ) -> Generator[ReadCall, None, int]:
+        """The calls that begin at `start`; returns where the text goes on behind them."""
         at = start
         try:
-            for call, at in self._calls(text, start, schemas):  # noqa: B007  # the last is needed
-                calls.append(call)
+            for call, behind in self._calls(text, start, schemas, begun=begun):
+                yield call
+                at = behind
         except _Malformed as error:
-            calls.append(ReadCall(error.name, error=str(error)))
-            return self._behind_fault(text, max(error.at, start + len(self.format.trigger)))
+            yield ReadCall(error.name, error=str(error))
+            return self._behind_fault(text, error.at if begun else max(error.at, start + len(self.format.trigger)))
         return at
 
     def _behind_fault(self, text: str, at: int) -> int:
         """Behind the close of a call that could not be read, at the next trigger, or at the end."""
         trigger = text.find(self.format.trigger, at)
         # No further than the next trigger, or many of them would be many looks through the rest.
-        post = self._post.search(text, at, trigger if trigger >= 0 else len(text)) if self.format.post.strip() else None
+        limit = trigger if trigger >= 0 else len(text)
+        post = self.patterns.post.search(text, at, limit) if self.format.post.strip() else None
         if post is not None:
-            closed = self._close.match(text, post.start())
+            closed = self.patterns.close.match(text, post.start())
             return (closed or post).end()
-        return trigger if trigger >= 0 else len(text)
+        return limit
 
-    def _bare(self, text: str, schemas: Schemas | None) -> Reading:
+    def _bare(self, text: str, schemas: Schemas | None) -> Iterator[str | ReadCall]:
         """Calls that nothing announces: all the rest of the turn from some place on."""
-        begun: Reading | None = None
+        unreadable: tuple[int, list[ReadCall]] | None = None
         for start in self._candidates(text, tuple(schemas or ())):
-            calls: list[ReadCall] = []
-            end = start
-            try:
-                for call, end in self._calls(text, start, schemas):  # noqa: B007  # the last is needed
-                    calls.append(call)
-            except _Malformed as error:
-                names = {error.name, *(call.name for call in calls)}
-                if begun is None and schemas is not None and not names.isdisjoint(schemas):
-                    begun = Reading(text[:start].strip(), [*calls, ReadCall(error.name, error=str(error))])
+            calls = self._bare_calls(text, start, schemas)
+            if not calls:
                 continue
-            named = schemas is None or not self._by_name or all(call.name in schemas for call in calls)
-            if named and not text[end:].strip():
-                return Reading(text[:start].strip(), calls)
-        return begun or Reading(text, [])
+            if calls[-1].error is None:
+                yield text[:start]
+                yield from calls
+                return
+            unreadable = unreadable or (start, calls)
+        if unreadable is None:
+            yield text
+            return
+        start, calls = unreadable
+        yield text[:start]
+        yield from calls
+
+    def _bare_calls(self, text: str, start: int, schemas: Schemas | None) -> list[ReadCall]:
+        """The calls that all the text from `start` on is; none where it is something else."""
+        calls: list[ReadCall] = []
+        end = start
+        try:
+            for call, behind in self._calls(text, start, schemas):
+                calls.append(call)
+                end = behind
+        except _Malformed as error:
+            names = {error.name, *(call.name for call in calls)}
+            known = schemas is not None and not names.isdisjoint(schemas)
+            return [*calls, ReadCall(error.name, error=str(error))] if known else []
+        named = schemas is None or not self._by_name or all(call.name in schemas for call in calls)
+        return calls if named and not text[end:].strip() else []
+
+    def _candidates(self, text: str, names: tuple[str, ...]) -> Iterator[int]:
+        """Where calls may begin: at the start of a line, or anywhere with the name of a tool."""
+        patterns = [self.patterns.line_start, *([self.patterns.named(names)] if names else [])]
+        starts = {
+            match.end("before")
+            for pattern in patterns
+            for match in itertools.islice(pattern.finditer(text), MOST_CANDIDATES)
+        }
+        yield from sorted(starts)
 
     @property
     def _by_name(self) -> bool:
         """Whether only the tools' names tell a call from other text: an object may be an answer."""
         return not isinstance(self.format.arguments, TaggedArguments)
 
-    def _candidates(self, text: str, names: tuple[str, ...]) -> Iterator[int]:
-        """Where calls may begin: at the start of a line, or anywhere with the name of a tool."""
-        patterns = [self._line_start, *([self._named(names)] if names else [])]
-        starts = {
-            match.end("before") for pattern in patterns for match in islice(pattern.finditer(text), MOST_CANDIDATES)
-        }
-        yield from sorted(starts)
+    def may_begin(self, text: str, before: str, schemas: Schemas | None, *, whole: bool) -> tuple[int, bool]:
+        """Where in a text calls may begin that nothing announces, and whether that place is one where they are read.
 
-    @cached_property
-    def _line_start(self) -> re.Pattern[str]:
-        first = self.format.begin.strip()
-        if not first:
-            piece = self.format.call[0]
-            first = piece.text.strip() if isinstance(piece, Text) else ""
-        return re.compile(rf"^(?P<before>[ \t]*)(?={re.escape(first[:1])})", re.MULTILINE)
-
-    def _named(self, names: tuple[str, ...]) -> re.Pattern[str]:
-        if names not in self._by_names:
-            if len(self._by_names) == MOST_TOOL_SETS:
-                self._by_names.clear()
-            pieces = self.format.call[: self.format.call.index(Slot.NAME)]
-            alternatives = "|".join(map(re.escape, names))
-            literal = lenient(self.format.begin) + self._pattern(pieces)
-            self._by_names[names] = re.compile(f"(?P<before>){literal.removeprefix(FREE)}(?:{alternatives})(?!{WORD})")
-        return self._by_names[names]
+        Args:
+            text: what came; in front of it they do not begin.
+            before: the sign in front of it, "" where it begins the content.
+            schemas: the tools that may be called.
+            whole: the text will not go on.
+        """
+        patterns, names = self.patterns, tuple(schemas or ())
+        line = patterns.line_start.search(before + text, len(before))
+        places = [line.start() - len(before)] if line is not None else []
+        named = patterns.named(names).search(text) if names else None
+        if named is not None and (whole or named.end() < len(text)):
+            places.append(named.start())
+        at = len(text) if whole else patterns.may_begin(text, names, line_begun=before in ("", "\n"))
+        return (at, False) if all(at < place for place in places) else (min(places), True)
 
     # --- calls
 
-    def _calls(self, text: str, start: int, schemas: Schemas | None) -> Iterator[tuple[ReadCall, int]]:
-        """Each call from `start` on, with where the text goes on behind it."""
-        begun = self._begin.match(text, start)
+    def _calls(
+        self, text: str, start: int, schemas: Schemas | None, *, whole: bool = True, begun: bool = False
+    ) -> Iterator[tuple[ReadCall, int]]:
+        """Each call from `start` on, with where the text goes on behind it.
+
+        With `begun`, a call stands in front of it and what stands between them. What is read of a text that is not
+        `whole` is read in the same way however it goes on.
+        """
+        at = start if begun else self._begun(text, start)
+        while True:
+            call, at = self._one(text, at, schemas, whole)
+            following = self._following(text, at)
+            if following is None:
+                yield call, self._closed(text, at, call, whole)
+                return
+            yield call, following
+            at = following
+
+    def _begun(self, text: str, start: int) -> int:
+        begun = self.patterns.begin.match(text, start)
         if begun is None:
             expected = self.format.begin.strip()[:60]
             raise _Malformed(f"it has to begin with {expected!r}", start)
-        at, count = begun.end(), 0
-        while True:
-            call, at = self._one(text, at, schemas, count)
-            count += 1
-            between = self._between.match(text, at) if self._between is not None else None
-            if between is not None and self._one_begins(text, between.end()):
-                yield call, between.end()
-                at = between.end()
-                continue
-            closed = self._close.match(text, at) or self._unclosed(text, at)
-            if closed is None:
-                missing = self.format.close.strip()
-                raise _Malformed(f"{missing!r} is missing behind it", at, call.name)
-            yield call, closed.end()
-            return
+        return begun.end()
+
+    def _following(self, text: str, at: int) -> int | None:
+        """Where another call begins behind the one that ends at `at`."""
+        if self.patterns.between is None or (self.patterns.close_is_longer and self.patterns.close.match(text, at)):
+            return None
+        between = self.patterns.between.match(text, at)
+        return between.end() if between is not None and self.patterns.head.match(text, between.end()) else None
+
+    def _closed(self, text: str, at: int, call: ReadCall, whole: bool) -> int:
+        """Where the text goes on behind the last call, which ends at `at`."""
+        if not whole and self.patterns.close_may_go_on:
+            raise Undecided
+        closed = self.patterns.close.match(text, at) or (self._unclosed(text, at) if whole else None)
+        if closed is None:
+            raise _Malformed(f"{self.format.close.strip()!r} is missing behind it", at, call.name)
+        return closed.end()
 
     def _unclosed(self, text: str, at: int) -> re.Match[str] | None:
         """The end of the last call of a section that was left open, where the turn ends or a new section begins."""
         # Without a mark of its own, what is cut short is no call that is whole.
-        post = self._post.match(text, at) if self.format.trigger and self.format.post.strip() else None
+        if not self.format.trigger or not self.format.post.strip():
+            return None
+        post = self.patterns.post.match(text, _behind_space(text, at))
         if post is None:
             return None
         behind = _behind_space(text, post.end())
         return post if behind == len(text) or text.startswith(self.format.trigger, behind) else None
 
-    def _one_begins(self, text: str, at: int) -> bool:
-        return self._head.match(text, at) is not None
-
-    def _one(self, text: str, at: int, schemas: Schemas | None, number: int) -> tuple[ReadCall, int]:
+    def _one(self, text: str, at: int, schemas: Schemas | None, whole: bool) -> tuple[ReadCall, int]:
         if self.format.container is not None:
             return self._object(text, at)
-        head = self._head.match(text, at)
+        head = self.patterns.head.match(text, at)
         if head is None:
             raise _Malformed("the name of a tool is missing", at)
         name = head.groupdict().get("name") or ""
         call_id = head.groupdict().get("id")
         schema = (schemas or {}).get(name, {})
         try:
-            arguments, at = self._arguments(text, head.end(), schema)
+            arguments, at = self.patterns.arguments(text, head.end(), schema, whole)
         except Unreadable as error:
             raise _Malformed(str(error), head.end(), name) from None
-        tail = self._tail.match(text, at)
+        tail = self.patterns.tail.match(text, at)
         if tail is None:
-            raise _Malformed(f"{self._tail_text!r} is missing behind its arguments", at, name)
+            raise _Malformed(f"{self.patterns.tail_text!r} is missing behind its arguments", at, name)
         found = {**tail.groupdict(), **{key: value for key, value in head.groupdict().items() if value}}
         return ReadCall(found.get("name") or name, arguments, found.get("id") or call_id), tail.end()
 
@@ -250,93 +347,15 @@ class CallReader:
             raise _Malformed(str(error), end, name) from None
         return ReadCall(name, arguments, call_id if isinstance(call_id, str) else None), end
 
-    # --- patterns
-
-    @cached_property
-    def _by_names(self) -> dict[tuple[str, ...], re.Pattern[str]]:
-        return {}
-
-    @cached_property
-    def _begin(self) -> re.Pattern[str]:
-        return re.compile(lenient(self.format.begin))
-
-    @cached_property
-    def _between(self) -> re.Pattern[str] | None:
-        return None if self.format.between is None else re.compile(lenient(self.format.between))
-
-    @cached_property
-    def _close(self) -> re.Pattern[str]:
-        return re.compile(lenient(self.format.close))
-
-    @cached_property
-    def _post(self) -> re.Pattern[str]:
-        return re.compile(lenient(self.format.post))
-
-    @cached_property
-    def _head(self) -> re.Pattern[str]:
-        """What stands in front of a call's arguments."""
-        if self.format.container is not None:
-            return re.compile(r"\s*\{")
-        pieces = self.format.call[: self.format.call.index(Slot.ARGUMENTS)]
-        form = self.format.arguments
-        following: list[str] = []
-        if isinstance(form, TaggedArguments):
-            without = (
-                [] if form.none is None else [form.none + self.format.close, form.none + (self.format.between or "")]
-            )
-            following = [lenient(each) for each in (form.head, *without) if each]
-        elif not isinstance(pieces[-1], Text) or not pieces[-1].text.strip():
-            following = [r"\s*[{\"\']"]
-        return re.compile(self._pattern(pieces) + (f"(?={'|'.join(following)})" if following else ""))
-
-    @cached_property
-    def _tail(self) -> re.Pattern[str]:
-        return re.compile(self._pattern(self._behind_arguments))
-
-    @property
-    def _behind_arguments(self) -> Sequence[Piece]:
-        return self.format.call[self.format.call.index(Slot.ARGUMENTS) + 1 :]
-
-    @cached_property
-    def _tail_text(self) -> str:
-        return "".join(piece.text for piece in self._behind_arguments if isinstance(piece, Text)).strip()
-
-    def _pattern(self, pieces: Sequence[Piece]) -> str:
-        parts: list[str] = []
-        for piece in pieces:
-            if piece is Slot.ID and self.format.id_pieces:
-                parts.append(f"\\s*(?P<id>{self._pattern(self.format.id_pieces).removeprefix(FREE)})")
-            else:
-                parts.append(lenient(piece.text) if isinstance(piece, Text) else _SLOTS[piece])
-        return "".join(parts)
-
-    @cached_property
-    def _arguments(self) -> Callable[[str, int, Mapping[str, Any]], tuple[Mapping[str, Any], int]]:
-        form = self.format.arguments
-        if not isinstance(form, TaggedArguments):
-            return lambda text, at, schema: read_object(text, at)
-        ends = [lenient(self.format.close)] if self.format.close else [r"\s*\Z"]
-        if self.format.between is not None:
-            ends.append(f"{lenient(self.format.between)}{WORD}+{lenient(form.head)}")
-        return TaggedReader(form, ends).read
-
-
-MOST_TOOL_SETS: Final = 256
-"""Sets of tools whose patterns are kept; a run has a few."""
 
 MOST_CANDIDATES: Final = 50
 """Places of each kind at which a call that nothing announces is looked for; a turn has it near its start."""
 
-_SLOTS: Final = {
-    Slot.NAME: f"(?P<name>{WORD}+?)",
-    Slot.ID: f"(?P<id>{WORD}+?)",
-    Slot.INDEX: r"\d+",
-}
 NEAR: Final = 400
 """How far behind the beginning of a call that cannot be read its name is looked for."""
 
 _NAME_MEMBER: Final = re.compile(r"""["']name["']\s*:\s*["']([^"'\s]+)["']""")
-_SPACE: Final = re.compile(r"\s*")
+_SPACE: Final = re.compile(FREE)
 _ARGUMENTS_KEYS: Final = ("arguments", "parameters")
 
 

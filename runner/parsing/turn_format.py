@@ -1,11 +1,12 @@
-"""Turn formats: how a template writes an assistant's turn, in plain values: literals, slots and notations."""
+"""Turn formats: how a template writes an assistant's turn, as literals, slots and notations. All of it plain values."""
 
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from runner.parsing.notations import Notation, ValueType
 
@@ -138,7 +139,7 @@ class CallFormat:
             (n for n, (a, b) in enumerate(zip(self.between, self.close, strict=False)) if a != b),
             min(len(self.between), len(self.close)),
         )
-        return self.close[:length]
+        return _HALF_TAG.sub("", self.close[:length])
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,9 @@ class TurnFormat:
     """How it writes a thought; None where it shows none."""
     content: ContentFormat
     """What it puts around a content."""
+
+
+_HALF_TAG: Final = re.compile(r"<[^<>\s]*\Z")
 
 
 def merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import html
 import re
 from collections.abc import Mapping, Sequence
@@ -10,17 +9,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from runner.parsing.lenient import behind_key, behind_raw, lenient
+from runner.parsing.lenient import behind_key, behind_raw, compiled, lenient
 from runner.parsing.literals import Unreadable, read_literal
 from runner.parsing.nested_values import read_nested
 from runner.parsing.notations import Cdata, Html, Nested, Notation, Raw, type_of
 from runner.parsing.turn_format import TaggedArguments, ValueStyle
 
-__all__ = ["WORD", "TaggedReader", "as_object", "as_typed", "read_object"]
+__all__ = ["WORD", "TaggedReader", "Undecided", "as_object", "as_typed", "read_object"]
 
 AS_TEXT: Final = (Raw, Html, Cdata)
+_END: Final = r"\s*\Z"
 WORD: Final = r"""[^\s<>{}()\[\]"'`,=|]"""
 """A sign that the name of a tool or of an argument may have."""
+
+
+class Undecided(Exception):
+    """The text ends before it tells what stands there; only for a text that may go on."""
 
 
 @dataclass(frozen=True)  # without slots, since its patterns are kept in it
@@ -32,14 +36,21 @@ class TaggedReader:
     ends: Sequence[str]
     """Patterns of what may stand behind the last value's end: the close of the calls, or the next call."""
 
-    def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+    def read(self, text: str, at: int, schema: Mapping[str, Any], *, whole: bool) -> tuple[Mapping[str, Any], int]:
         """The arguments that begin at `at`, and where the text goes on behind them.
+
+        Args:
+            text: what the model said.
+            at: where they begin.
+            schema: what the tool takes.
+            whole: the text will not go on.
 
         Raises:
             Unreadable: they cannot be read; the message is a clause that says why.
+            Undecided: the end of a value may still come.
         """
         head = self._head.match(text, at)
-        member = None if head is None else self._member(text, head.end(), schema, {})
+        member = None if head is None else self._member(text, head.end(), schema, {}, whole)
         if member is None:
             return self._without(text, at, begun=head is not None)
         arguments: dict[str, Any] = {}
@@ -49,7 +60,7 @@ class TaggedReader:
                 raise Unreadable(f"{name} is given twice")
             arguments[name] = value
             separator = self._separator.match(text, at)
-            member = None if separator is None else self._member(text, separator.end(), schema, arguments)
+            member = None if separator is None else self._member(text, separator.end(), schema, arguments, whole)
             # Python allows a comma behind the last one.
             at = separator.end() if separator is not None and self._typed else at
         tail = self._tail.match(text, at)
@@ -65,14 +76,14 @@ class TaggedReader:
         return {}, none.end()
 
     def _member(
-        self, text: str, at: int, schema: Mapping[str, Any], before: Mapping[str, Any]
+        self, text: str, at: int, schema: Mapping[str, Any], before: Mapping[str, Any], whole: bool
     ) -> tuple[str, Any, int] | None:
         """The name and the value of one argument, and where the text goes on; None where none begins."""
         properties = schema.get("properties", {})
         key = self._key.match(text, at)
         if key is not None:
             name = key["key"]
-            return name, *self._value(text, key.end(), name, properties.get(name), schema)
+            return name, *self._value(text, key.end(), name, properties.get(name), schema, whole)
         if not self._typed:
             return None
         try:
@@ -92,7 +103,9 @@ class TaggedReader:
         """Every value is a literal, so that one can be told without a name in front of it."""
         return not any(isinstance(style.notation, AS_TEXT) for style in self.format.styles.values())
 
-    def _value(self, text: str, at: int, name: str, schema: Any, root: Mapping[str, Any]) -> tuple[Any, int]:
+    def _value(
+        self, text: str, at: int, name: str, schema: Any, root: Mapping[str, Any], whole: bool
+    ) -> tuple[Any, int]:
         """The value behind its key, and where the text goes on behind it."""
         problem: Unreadable | None = None
         for opening, styles in self._openings:
@@ -101,47 +114,50 @@ class TaggedReader:
                 continue
             try:
                 if isinstance(styles[0].notation, AS_TEXT):
-                    return self._raw(styles, text, opened.end(), schema, root)
+                    return self._raw(styles, text, opened.end(), schema, root, whole)
                 return _literal(styles, text, opened.end())
             except Unreadable as error:
                 problem = problem or error
         raise Unreadable(f"the value of {name}: {problem}" if problem else f"the value of {name} is missing")
 
     def _raw(
-        self, styles: Sequence[ValueStyle], text: str, start: int, schema: Any, root: Mapping[str, Any]
+        self, styles: Sequence[ValueStyle], text: str, start: int, schema: Any, root: Mapping[str, Any], whole: bool
     ) -> tuple[Any, int]:
         """A value that stands as it is: it ends where all that may follow does."""
         style = styles[0]
-        end = next(
-            (found.start() for pattern in self._behind[style.close] if (found := pattern.search(text, start))), None
-        )
-        if end is None:
+        followed, alone = self._behind[style.close]
+        found = followed.search(text, start)
+        if found is None and not whole:
+            raise Undecided
+        found = found or alone.search(text, start)
+        if found is None:
             raise Unreadable("it is not closed")
-        closed = _compiled(lenient(style.close)).match(text, end)
+        end = found.start()
+        closed = compiled(lenient(style.close)).match(text, end)
         value = _decoded(style.notation, text[start:end])
         # Where other types open alike, only the schema tells a string from them.
         return (as_typed(value, schema, root) if len(styles) > 1 else value), end if closed is None else closed.end()
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        return _compiled(lenient(self.format.head))
+        return compiled(lenient(self.format.head))
 
     @cached_property
     def _none(self) -> re.Pattern[str] | None:
-        return None if self.format.none is None else _compiled(lenient(self.format.none))
+        return None if self.format.none is None else compiled(lenient(self.format.none))
 
     @cached_property
     def _separator(self) -> re.Pattern[str]:
-        return _compiled(lenient(self.format.separator))
+        return compiled(lenient(self.format.separator))
 
     @cached_property
     def _tail(self) -> re.Pattern[str]:
-        return _compiled(lenient(self.format.tail))
+        return compiled(lenient(self.format.tail))
 
     @cached_property
     def _key(self) -> re.Pattern[str]:
         openings = sorted({lenient(style.open) for style in self.format.styles.values()}, key=len, reverse=True)
-        return _compiled(rf"""\s*(?P<key>{WORD}+?)(?={"|".join(openings)})""")
+        return compiled(rf"""\s*(?P<key>{WORD}+?)(?={"|".join(openings)})""")
 
     @cached_property
     def _openings(self) -> Sequence[tuple[re.Pattern[str], Sequence[ValueStyle]]]:
@@ -153,19 +169,19 @@ class TaggedReader:
         for opening, styles in sorted(grouped.items(), key=lambda item: len(item[0]), reverse=True):
             styles.sort(key=lambda style: not isinstance(style.notation, AS_TEXT))
             raw = isinstance(styles[0].notation, AS_TEXT)
-            result.append((_compiled(behind_key(opening) if raw else lenient(opening)), styles))
+            result.append((compiled(behind_key(opening) if raw else lenient(opening)), styles))
         return result
 
     @cached_property
-    def _behind(self) -> Mapping[str, Sequence[re.Pattern[str]]]:
+    def _behind(self) -> Mapping[str, tuple[re.Pattern[str], re.Pattern[str]]]:
         """By the close of a style, what stands behind a raw value: with all that follows, or only with its own end."""
         form = self.format
-        patterns: dict[str, Sequence[re.Pattern[str]]] = {}
+        patterns: dict[str, tuple[re.Pattern[str], re.Pattern[str]]] = {}
         for close in {style.close for style in form.styles.values() if isinstance(style.notation, AS_TEXT)}:
             another = behind_raw(close + form.separator) + self._key.pattern
             last = [_joined(close + form.tail, end) for end in self.ends]
             own = behind_raw(close + form.tail)
-            patterns[close] = [_compiled("|".join([another, *last])), _compiled(own if own else r"\s*\Z")]
+            patterns[close] = compiled("|".join([another, *last])), compiled(own if own else _END)
         return patterns
 
 
@@ -173,16 +189,11 @@ def _joined(literal: str, pattern: str) -> str:
     return behind_raw(literal) + pattern if literal else pattern.removeprefix(r"\s*")
 
 
-@functools.cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)
-
-
 def _literal(styles: Sequence[ValueStyle], text: str, start: int) -> tuple[Any, int]:
     nested = next((style.notation for style in styles if isinstance(style.notation, Nested)), None)
     value, end = read_nested(nested, text, start) if nested is not None else read_literal(text, start)
     for style in styles:
-        closed = _compiled(lenient(style.close)).match(text, end)
+        closed = compiled(lenient(style.close)).match(text, end)
         if closed is not None:
             return value, closed.end()
     raise Unreadable(f"it is followed by {text[end : end + 10]!r}")
@@ -227,7 +238,7 @@ def _decoded(notation: Notation, text: str) -> str:
 
 
 def as_typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """The value of a raw text: its schema decides, and where that leaves it open, what reads as a literal is one."""
+    """The value of a raw text: the schema decides; where it allows both or is not there, what reads as a literal is."""
     types = schema_types(schema, root)
     if types == {"string"}:
         return text

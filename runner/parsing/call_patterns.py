@@ -1,0 +1,188 @@
+"""The patterns by which calls of one format are read, and what of a text tells that calls may have ended."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+from runner.parsing.lenient import FREE, compiled, lenient, searched, squeezed
+from runner.parsing.marks import Marks
+from runner.parsing.turn_format import CallFormat, Piece, Slot, TaggedArguments, Text
+from runner.parsing.values import AS_TEXT, WORD, TaggedReader, read_object
+
+__all__ = ["CallPatterns"]
+
+
+@dataclass(frozen=True)  # without slots, since they are kept in it
+class CallPatterns:
+    """What `CallReader` looks for, each compiled when it is first asked for."""
+
+    format: CallFormat
+
+    @cached_property
+    def begin(self) -> re.Pattern[str]:
+        return compiled(lenient(self.format.begin))
+
+    @cached_property
+    def between(self) -> re.Pattern[str] | None:
+        return None if self.format.between is None else compiled(lenient(self.format.between))
+
+    @cached_property
+    def close(self) -> re.Pattern[str]:
+        return compiled(lenient(self.format.close))
+
+    @cached_property
+    def post(self) -> re.Pattern[str]:
+        return compiled(searched(self.format.post))
+
+    @cached_property
+    def head(self) -> re.Pattern[str]:
+        """What stands in front of a call's arguments."""
+        if self.format.container is not None:
+            return re.compile(r"\s*\{")
+        pieces = self.format.call[: self.format.call.index(Slot.ARGUMENTS)]
+        following: list[str] = []
+        if isinstance(self.format.arguments, TaggedArguments):
+            following = self._behind_name(self.format.arguments)
+        elif not isinstance(pieces[-1], Text) or not pieces[-1].text.strip():
+            following = [r"\s*[{\"\']"]
+        return compiled(self._pattern(pieces) + (f"(?={'|'.join(following)})" if following else ""))
+
+    def _behind_name(self, form: TaggedArguments) -> list[str]:
+        """Patterns of what stands behind a name: arguments, or that there are none and what follows a call."""
+        ends = () if form.none is None else (self.format.close, self.format.between or "")
+        return [lenient(each) for each in (form.head, *(f"{form.none}{end}" for end in ends)) if each]
+
+    @cached_property
+    def tail(self) -> re.Pattern[str]:
+        return compiled(self._pattern(self._behind_arguments))
+
+    @property
+    def _behind_arguments(self) -> Sequence[Piece]:
+        return self.format.call[self.format.call.index(Slot.ARGUMENTS) + 1 :]
+
+    @cached_property
+    def tail_text(self) -> str:
+        return "".join(piece.text for piece in self._behind_arguments if isinstance(piece, Text)).strip()
+
+    def _pattern(self, pieces: Sequence[Piece]) -> str:
+        parts: list[str] = []
+        for piece in pieces:
+            if piece is Slot.ID and self.format.id_pieces:
+                parts.append(f"\\s*(?P<id>{self._pattern(self.format.id_pieces).removeprefix(FREE)})")
+            else:
+                parts.append(lenient(piece.text) if isinstance(piece, Text) else _SLOTS[piece])
+        return "".join(parts)
+
+    @cached_property
+    def end_marks(self) -> tuple[str, ...]:
+        """The tags that calls end with; none where they end with signs that stand in values too."""
+        cut = Marks()
+        last = [cut.of(end)[-1] for end in (self.format.post.rstrip(), self.format.close.rstrip()) if end]
+        return tuple(dict.fromkeys(mark for mark in last if cut.is_tag(mark)))
+
+    def ends_arguments(self, text: str) -> bool:
+        """The end mark that `text` ends with stands behind the end of an argument, if it is one that ends a call."""
+        form = self.format.arguments
+        if not isinstance(form, TaggedArguments):
+            return True
+        ends = {squeezed(form.tail + self.format.post), squeezed(form.tail + self.format.close)}
+        return "".join(text.split()).endswith(tuple(ends))
+
+    @property
+    def quoted(self) -> bool:
+        """Strings in arguments stand in quotation marks, in which those of the string itself are escaped."""
+        form = self.format.arguments
+        return not isinstance(form, TaggedArguments) or not any(
+            isinstance(style.notation, AS_TEXT) for style in form.styles.values()
+        )
+
+    @cached_property
+    def arguments(self) -> Callable[[str, int, Mapping[str, Any], bool], tuple[Mapping[str, Any], int]]:
+        form = self.format.arguments
+        if not isinstance(form, TaggedArguments):
+            return lambda text, at, schema, whole: read_object(text, at)
+        ends = [lenient(self.format.close)] if self.format.close else [r"\s*\Z"]
+        if self.format.between is not None:
+            ends.append(f"{lenient(self.format.between)}{WORD}+(?:{'|'.join(self._behind_name(form))})")
+        tagged = TaggedReader(form, ends)
+        return lambda text, at, schema, whole: tagged.read(text, at, schema, whole=whole)
+
+    @cached_property
+    def line_start(self) -> re.Pattern[str]:
+        """The white space in front of calls that nothing announces, at the start of a line."""
+        return re.compile(rf"^(?P<before>[ \t]*)(?={re.escape(self._bare_begin[:1])})", re.MULTILINE)
+
+    def named(self, names: tuple[str, ...]) -> re.Pattern[str]:
+        """What begins calls that nothing announces, anywhere in a line, with the name of one of these tools."""
+        if names not in self._by_names:
+            if len(self._by_names) == MOST_TOOL_SETS:
+                self._by_names.clear()
+            pieces = self.format.call[: self.format.call.index(Slot.NAME)]
+            alternatives = "|".join(map(re.escape, names))
+            literal = lenient(self.format.begin) + self._pattern(pieces)
+            self._by_names[names] = compiled(f"(?P<before>){literal.removeprefix(FREE)}(?:{alternatives})(?!{WORD})")
+        return self._by_names[names]
+
+    def may_begin(self, text: str, names: tuple[str, ...], *, line_begun: bool) -> int:
+        """From where on `text` may be what `line_start` or `named` looks for, once it goes on; else its end."""
+        line = text.rfind("\n") + 1
+        blank = (line > 0 or line_begun) and not text[line:].strip(" \t")
+        end = line if blank else len(text)
+        begin = squeezed(self.format.begin + self._before_name)
+        targets = [begin + name for name in names]
+        for first in {target[0] for target in targets}:
+            at = text.find(first, 0, end)
+            while at >= 0:
+                if any(target.startswith("".join(text[at : at + NEAR].split())) for target in targets):
+                    end = at
+                    break
+                at = text.find(first, at + 1, end)
+        return end
+
+    @cached_property
+    def _before_name(self) -> str:
+        before = itertools.takewhile(lambda piece: isinstance(piece, Text), self.format.call)
+        return "".join(piece.text for piece in before if isinstance(piece, Text))
+
+    @cached_property
+    def _by_names(self) -> dict[tuple[str, ...], re.Pattern[str]]:
+        return {}
+
+    @cached_property
+    def _bare_begin(self) -> str:
+        """What stands in front of the first name, where nothing announces calls."""
+        piece = self.format.call[0]
+        return self.format.begin.strip() or (piece.text.strip() if isinstance(piece, Text) else "")
+
+    @cached_property
+    def close_is_longer(self) -> bool:
+        """What stands between two calls also begins what closes them."""
+        close, between = squeezed(self.format.close), squeezed(self.format.between or "")
+        return close != between and close.startswith(between)
+
+    @cached_property
+    def close_may_go_on(self) -> bool:
+        """What closes the calls also begins what stands between two, so that only what follows tells which it is."""
+        if self.format.between is None:
+            return False
+        close, between = squeezed(self.format.close), squeezed(self.format.between)
+        # Where a call with all that is around it follows, the one before was closed in any case.
+        return between.startswith(close) and between != close + squeezed(self.format.begin)
+
+
+NEAR: Final = 400
+"""As long a text as tells whether it begins a call; one with more white space is taken for one."""
+
+MOST_TOOL_SETS: Final = 256
+"""Sets of tools whose patterns are kept; a run has a few."""
+
+_SLOTS: Final = {
+    Slot.NAME: f"(?P<name>{WORD}+?)",
+    Slot.ID: f"(?P<id>{WORD}+?)",
+    Slot.INDEX: r"\d+",
+}

@@ -1,0 +1,261 @@
+"""Reads a turn whose text comes in pieces: the same thought, content and calls as reading the whole of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from runner.parsing.events import Event, TurnEvents, TurnReading
+from runner.parsing.reading import CallReader, ReadCall, Schemas
+from runner.parsing.turn_format import TaggedArguments
+from runner.parsing.turns import TurnReader
+from runner.parsing.watching import Budget, EndWatch, begun_mark
+
+__all__ = ["TurnStream"]
+
+
+class TurnStream:
+    """One turn, read while it is sampled.
+
+    A call is told as soon as nothing that may follow can change it, and never again. One that cannot be read is told at
+    the end of the turn, with what stands behind it, since the text that would mend it may still come. Of thought and
+    content only what may be the begin of a mark is held back, and white space until something stands behind it; so
+    the pieces of the content, joined, are that of `reading`, but for white space at the very begin of a turn that
+    calls something. Where calls have no trigger, what stands from the first place on that may begin one is told at the
+    end; where nothing opens a thought, so is all that is not known to be one by its close.
+    """
+
+    def __init__(self, reader: TurnReader, schemas: Schemas | None = None) -> None:
+        """Begin a turn.
+
+        Args:
+            reader: what reads turns of this format.
+            schemas: the tools that may be called; None where they are not known.
+        """
+        self._reader = reader
+        self._schemas = schemas
+        self._told = TurnEvents()
+        self._held = ""  # what may begin a mark
+        self._ended = False
+        self._state: Callable[[str], str] = self._start
+        self._thought_open, self._thought_close = reader.reasoning.open, reader.reasoning.close
+        self._watch = EndWatch([self._thought_close], quoted=False)
+        self._unsaid: list[str] = []  # a thought, if its close comes
+        self._section: _Section | None = None
+        self._last = ""  # the sign that was told last
+
+    @property
+    def reading(self) -> TurnReading:
+        """What was said so far; behind `finish()` it is what `TurnReader.read` gives for the whole text."""
+        return self._told.reading
+
+    def feed(self, text: str) -> list[Event]:
+        """What is sure now that `text` has come."""
+        while text:
+            text = self._state(text)
+        return self._told.take()
+
+    def finish(self) -> list[Event]:
+        """What was held back, now that nothing comes any more."""
+        self._ended = True
+        text = self._state("")
+        while text:
+            text = self._state(text)
+        if self._state != self._thought:
+            self._told.finish()
+        return self._told.take()
+
+    # --- states: each takes what has come and gives back what is another's
+
+    def _start(self, text: str) -> str:
+        """In front of the thought, if there is one."""
+        text = self._taken(text)
+        start = text.lstrip()
+        opening, closing = self._thought_open, self._thought_close
+        if not self._ended and any(len(start) < len(mark) and mark.startswith(start) for mark in (opening, closing)):
+            self._held = text
+            return ""
+        if opening and start.startswith(opening):
+            self._state = self._thought
+            return start[len(opening) :]
+        if start.startswith(closing):
+            self._state = self._behind_thought
+            return start[len(closing) :]
+        if self._reader.reasoning.opened_by_prompt:
+            self._state = self._thought
+        else:
+            self._state = self._before_content if opening else self._unopened
+        return text
+
+    def _unopened(self, text: str) -> str:
+        """In what is a thought if something closes it."""
+        end = None if self._ended else self._watch.feed(text)
+        self._unsaid.append(text[:end])
+        if end is None and not self._ended:
+            return ""
+        said = "".join(self._unsaid)
+        if end is None:
+            self._state = self._before_content
+            return said
+        self._told.think(said[: -len(self._thought_close)])
+        self._state = self._behind_thought
+        return text[end:]
+
+    def _thought(self, text: str) -> str:
+        text = self._taken(text)
+        at = text.find(self._thought_close)
+        if at >= 0:
+            self._told.think(text[:at])
+            self._state = self._behind_thought
+            return text[at + len(self._thought_close) :]
+        self._hold(text, self._thought_close, self._told.think)
+        return ""
+
+    def _behind_thought(self, text: str) -> str:
+        self._told.end_part()
+        text = text.lstrip()
+        if text:
+            self._state = self._before_content
+        return text
+
+    def _before_content(self, text: str) -> str:
+        """In front of the content's own mark, if it has one."""
+        opening = self._reader.content_open
+        if opening:
+            text = self._taken(text).lstrip()
+            if not self._ended and len(text) < len(opening) and opening.startswith(text):
+                self._held = text
+                return ""
+            text = text.removeprefix(opening)
+        self._state = self._lines if self._reader.bare else self._content
+        return text
+
+    def _content(self, text: str) -> str:
+        text = self._taken(text)
+        trigger = self._reader.trigger
+        at = text.find(trigger) if trigger else -1
+        if at < 0:
+            self._hold(text, trigger, self._told.say)
+            return ""
+        self._told.say(text[:at])
+        self._begin_calls()
+        return text[at:]
+
+    def _lines(self, text: str) -> str:
+        """In content, where the calls have no mark of their own."""
+        assert self._reader.calls is not None
+        text = self._taken(text)
+        at, begun = self._reader.calls.may_begin(text, self._last, self._schemas, whole=self._ended)
+        self._told.say(text[:at])
+        self._last = text[at - 1 : at] or self._last
+        if not begun:
+            self._held = text[at:]
+            return ""
+        self._begin_calls()
+        return text[at:]
+
+    def _begin_calls(self) -> None:
+        assert self._reader.calls is not None
+        in_line = self._reader.bare and self._last not in ("", "\n")
+        self._section = _Section(self._reader.calls, self._schemas, in_line=in_line)
+        self._state = self._calls
+
+    def _calls(self, text: str) -> str:
+        assert self._section is not None
+        if self._ended:
+            self._section.finish(text, self._told)
+            self._state = self._content
+            return ""
+        rest = self._section.feed(text, self._told)
+        if rest is None:
+            return ""
+        self._state = self._content
+        return rest
+
+    def _hold(self, text: str, mark: str, tell: Callable[[str], None]) -> None:
+        """Tell `text` but for an end that may begin the mark."""
+        begun = 0 if self._ended or not mark else begun_mark(text, (mark,))
+        self._held = text[len(text) - begun :]
+        tell(text[: len(text) - begun])
+
+    def _taken(self, text: str) -> str:
+        text, self._held = self._held + text, ""
+        return text
+
+
+ENOUGH: Final = 300
+"""As long a text as ends a call, white space in it included."""
+IN_LINE: Final = "."
+"""What stands for the text in front of a call that does not begin its line."""
+
+
+class _Section:
+    """The calls behind one trigger, kept until they can be read."""
+
+    def __init__(self, reader: CallReader, schemas: Schemas | None, *, in_line: bool) -> None:
+        self._reader = reader
+        self._before = IN_LINE if in_line else ""
+        self._schemas = schemas
+        self._parts: list[str] = []
+        self._length = 0
+        self._begun = False
+        self._budget = Budget()
+        marks, quoted = reader.patterns.end_marks, reader.patterns.quoted
+        closed = bool(reader.format.close) or not isinstance(reader.format.arguments, TaggedArguments)
+        watched = bool(reader.format.trigger) and closed and (quoted or bool(marks))
+        self._watch = EndWatch(marks, quoted=quoted) if watched else None
+
+    def feed(self, text: str, told: TurnEvents) -> str | None:
+        """Tell the calls that are sure by now; what stands behind them where they are closed, else None."""
+        while text:
+            end = None if self._watch is None else self._watch.feed(text)
+            self._keep(text[:end])
+            if end is None:
+                return None
+            text = text[end:]
+            behind = self._read(told)
+            if behind is not None:
+                return behind + text
+        return None
+
+    def finish(self, text: str, told: TurnEvents) -> None:
+        """Tell all that is left."""
+        self._keep(text)
+        text = self._before + "".join(self._parts)
+        for part in self._reader.parts(text, self._schemas, begun=self._begun):
+            if isinstance(part, ReadCall):
+                told.call(part)
+            else:
+                told.say(part.removeprefix(self._before))
+                self._before = ""
+
+    def _last_signs(self) -> str:
+        """The end of what is kept, long enough for what ends a call."""
+        signs = ""
+        for part in reversed(self._parts):
+            signs = part[-ENOUGH:] + signs
+            if len(signs) >= ENOUGH:
+                break
+        return signs
+
+    def _keep(self, text: str) -> None:
+        self._parts.append(text)
+        self._length += len(text)
+
+    def _read(self, told: TurnEvents) -> str | None:
+        if not self._budget.allows(self._length, likely=self._reader.patterns.ends_arguments(self._last_signs())):
+            return None
+        text = "".join(self._parts)
+        decided = self._reader.decided(text, self._schemas, begun=self._begun)
+        for call in decided.calls:
+            told.call(call)
+        if decided.closed:
+            return text[decided.end :]
+        if decided.calls:
+            self._begun = True
+            self._budget.renew()
+        else:
+            self._budget.spend(len(text))
+        self._parts = [text[decided.end :]]
+        self._length = len(self._parts[0])
+        return None

@@ -1,0 +1,271 @@
+"""Turns read while they are sampled: the same as reading the whole, and nothing that was not said."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.parsing.events import ContentPiece, Event, FinishedCall, ReasoningPiece
+from runner.parsing.notations import Json, Raw
+from runner.parsing.reading import CallReader, Decided, ReadCall
+from runner.parsing.streaming import TurnStream
+from runner.parsing.turn_format import (
+    CallFormat,
+    ContentFormat,
+    ReasoningFormat,
+    Slot,
+    TaggedArguments,
+    TurnFormat,
+    ValueStyle,
+    WholeArguments,
+)
+from runner.parsing.turns import TurnReader
+from tests import sweeps
+from tests.parsing.written_turns import WrittenTurn, formats, schemas_of, turns, write_turn
+
+ONE_IN = 12
+FORMATS = formats(ONE_IN)
+every_format = pytest.mark.parametrize("name", FORMATS)
+
+
+def pieces(text: str, seed: int, longest: int = 7) -> Iterator[str]:
+    source = random.Random(seed)
+    at = 0
+    while at < len(text):
+        length = source.randint(1, longest)
+        yield text[at : at + length]
+        at += length
+
+
+def told(stream: TurnStream, deltas: Sequence[str]) -> list[Event]:
+    return [event for delta in deltas for event in stream.feed(delta)]
+
+
+def calls_of(events: Sequence[Event]) -> list[ReadCall]:
+    return [event.call for event in events if isinstance(event, FinishedCall)]
+
+
+def joined(events: Sequence[Event], kind: type[ContentPiece] | type[ReasoningPiece]) -> str:
+    return "".join(event.text for event in events if isinstance(event, kind))
+
+
+def spoilt(text: str, form: TurnFormat, how: int, seed: int) -> str:
+    """`text`, cut somewhere, or with something wrong in it."""
+    source = random.Random(seed)
+    at = source.randrange(len(text) + 1)
+    assert form.calls is not None
+    marks = ["", '"', "}", "]", "\n", "  ", form.calls.trigger, form.calls.close, form.calls.post, "<", "</think>"]
+    match how:
+        case 1:
+            return text[:at]
+        case 2:
+            return text[:at] + source.choice(marks) + text[at:]
+        case 3:
+            return text[:at] + source.choice(marks) + text[at + source.randint(1, 3) :]
+        case _:
+            return text
+
+
+@every_format
+@settings(max_examples=sweeps.times(200, 30), deadline=None)
+@given(turn=turns, opened=st.booleans(), how=st.integers(0, 3), known=st.booleans(), seed=st.integers(0, 2**32))
+def test_any_cutting_tells_what_reading_the_whole_gives(
+    name: str, turn: WrittenTurn, opened: bool, how: int, known: bool, seed: int
+) -> None:
+    form = FORMATS[name]
+    reader = TurnReader(form)
+    text = spoilt(write_turn(form, turn, opened=opened), form, how, seed)
+    schemas = schemas_of(turn) if known else None
+    whole = reader.read(text, schemas, opened=opened)
+
+    stream = TurnStream(reader, schemas, opened=opened)
+    events = told(stream, list(pieces(text, seed))) + stream.finish()
+
+    assert stream.reading == whole
+    assert calls_of(events) == whole.calls
+    assert joined(events, ReasoningPiece) == whole.reasoning
+    content = joined(events, ContentPiece)
+    assert (content.lstrip() if whole.calls else content) == (whole.content.lstrip() if whole.calls else whole.content)
+
+
+@every_format
+@settings(max_examples=sweeps.times(50, 8), deadline=None)
+@given(turn=turns)
+def test_no_cut_of_a_turn_tells_a_call_that_was_not_said(name: str, turn: WrittenTurn) -> None:
+    form = FORMATS[name]
+    reader, schemas = TurnReader(form), schemas_of(turn)
+    text = write_turn(form, turn)
+    said = reader.read(text, schemas).calls
+    stream, calls = TurnStream(reader, schemas), list[ReadCall]()
+    for at, sign in enumerate(text, 1):
+        calls += calls_of(stream.feed(sign))
+        assert calls == said[: len(calls)]
+        ended = [call for call in reader.read(text[:at], schemas).calls if call.error is None]
+        assert ended == said[: len(ended)]
+
+
+TOOL_CALL = CallFormat(
+    begin="<tool_call>\n",
+    call=(Slot.NAME, Slot.ARGUMENTS),
+    between="\n</tool_call>\n<tool_call>\n",
+    close="\n</tool_call>",
+    arguments=WholeArguments(Json()),
+    container=None,
+    trigger="<tool_call>",
+    after_content="\n",
+    before_content=None,
+    id_pieces=None,
+    stop="",
+)
+TAGGED = TaggedArguments(
+    head=">\n<parameter=",
+    separator="</parameter>\n<parameter=",
+    tail="</parameter>",
+    none=">",
+    styles={"string": ValueStyle(">", Raw(), ""), "integer": ValueStyle(">", Json(), "")},
+)
+THINK = ReasoningFormat("<think>", "</think>", opened_by_prompt=False)
+
+
+def stream_of(calls: CallFormat | None = TOOL_CALL, *, opened: bool = False, **more: Any) -> TurnStream:
+    form = TurnFormat(calls, more.get("reasoning", THINK), more.get("content", ContentFormat("", "")))
+    return TurnStream(TurnReader(form), {"f": {}}, opened=opened)
+
+
+def test_only_what_may_begin_a_mark_is_held_back() -> None:
+    stream = stream_of()
+    assert stream.feed("I look <tool") == [ContentPiece("I look")]
+    assert stream.feed("s up, a <") == [ContentPiece(" <tools up, a")]
+    assert stream.feed(" b") == [ContentPiece(" < b")]
+
+
+def test_a_call_is_told_when_its_close_comes() -> None:
+    stream = stream_of()
+    assert stream.feed('so\n<tool_call>\nf{"a": 1}\n</tool_call') == [ContentPiece("so")]
+    assert stream.feed(">") == [FinishedCall(ReadCall("f", {"a": 1}))]
+    assert stream.feed("\nand") == [ContentPiece("\nand")]
+    assert stream.finish() == []
+    assert stream.reading.content == "so\nand"
+
+
+def test_a_call_that_a_close_in_a_string_seems_to_end_goes_on() -> None:
+    stream = stream_of()
+    assert stream.feed('<tool_call>\nf{"a": "</tool_call>') == []
+    assert stream.feed(' b"}\n</tool_call>') == [FinishedCall(ReadCall("f", {"a": "</tool_call> b"}))]
+
+
+def test_a_call_that_cannot_be_read_is_told_at_the_end() -> None:
+    stream = stream_of()
+    assert stream.feed("<tool_call>\nf{a</tool_call> so") == []
+    told_then = stream.finish()
+    assert [call.name for call in calls_of(told_then)] == ["f"]
+    assert calls_of(told_then)[0].error is not None
+    assert joined(told_then, ContentPiece) == "so"
+
+
+def test_a_turn_that_is_cut_in_its_call_tells_that_it_cannot_be_read() -> None:
+    stream = stream_of()
+    assert stream.feed('<tool_call>\nf{"a": ') == []
+    (call,) = calls_of(stream.finish())
+    assert call.error is not None
+
+
+def test_a_thought_is_told_piece_by_piece_without_its_marks() -> None:
+    stream = stream_of()
+    assert stream.feed("\n<thi") == []
+    assert stream.feed("nk>\nhm, ") == [ReasoningPiece("hm,")]
+    assert stream.feed("so</th") == [ReasoningPiece(" so")]
+    assert stream.feed("ink>\n\n") == []
+    assert stream.feed("yes ") == [ContentPiece("yes")]
+    assert stream.finish() == [ContentPiece(" ")]
+
+
+def test_a_thought_that_the_prompt_opened_needs_no_mark() -> None:
+    assert stream_of(opened=True).feed("hm</think>yes") == [ReasoningPiece("hm"), ContentPiece("yes")]
+
+
+def test_a_call_inside_a_thought_is_none() -> None:
+    stream = stream_of(opened=True)
+    events = [*stream.feed('hm <tool_call>\nf{"a": 1}\n</tool_call>'), *stream.finish()]
+    assert calls_of(events) == []
+
+
+def test_a_close_that_nothing_opened_is_dropped() -> None:
+    assert stream_of().feed("</think>\n\nyes") == [ContentPiece("yes")]
+
+
+def test_the_marks_around_a_content_are_no_part_of_it() -> None:
+    stream = stream_of(content=ContentFormat("<|START|>", "<|END|>"))
+    assert stream.feed("<think>hm</think><|STA") == [ReasoningPiece("hm")]
+    assert stream.feed("RT|>yes<|E") == [ContentPiece("yes")]
+    assert stream.feed("ND|>") == []
+    assert stream.finish() == []
+
+
+BARE = CallFormat(
+    begin="",
+    call=(Slot.NAME, Slot.ARGUMENTS),
+    between=None,
+    close="",
+    arguments=WholeArguments(Json()),
+    container=None,
+    trigger="",
+    after_content=None,
+    before_content=None,
+    id_pieces=None,
+    stop="",
+)
+
+
+def test_calls_that_nothing_announces_are_told_at_the_end() -> None:
+    stream = stream_of(BARE, reasoning=None)
+    assert stream.feed('f{"a": 1}') == []
+    assert stream.finish() == [FinishedCall(ReadCall("f", {"a": 1}))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unit"),
+    [
+        (WholeArguments(Json()), '</tool_call> {["\\" </b> '),
+        (TAGGED, "</tool_call> <b>{[\"' </function>\n</tool_call>\n<parameter=x> "),
+    ],
+    ids=["JSON", "raw"],
+)
+def test_a_long_argument_full_of_marks_is_read_in_linear_time(
+    arguments: WholeArguments | TaggedArguments, unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tagged = isinstance(arguments, TaggedArguments)
+    form = CallFormat(
+        begin="<tool_call>\n",
+        call=(Slot.NAME, Slot.ARGUMENTS),
+        between="\n</tool_call>\n<tool_call>\n",
+        close="\n</tool_call>",
+        arguments=arguments,
+        container=None,
+        trigger="<tool_call>",
+        after_content="\n",
+        before_content=None,
+        id_pieces=None,
+        stop="",
+    )
+    value = unit * (64_000 // len(unit))
+    body = f">\n<parameter=a>{value}</parameter>" if tagged else Json().encode({"a": value})
+    text = f"<tool_call>\nf{body}\n</tool_call>"
+    read: list[int] = []
+    decided = CallReader.decided
+
+    def counted(self: CallReader, text: str, *rest: Any, **more: Any) -> Decided:
+        read.append(len(text))
+        return decided(self, text, *rest, **more)
+
+    monkeypatch.setattr(CallReader, "decided", counted)
+    stream = stream_of(form)
+    events = told(stream, list(pieces(text, 0)))
+
+    assert calls_of(events) == [ReadCall("f", {"a": value})]
+    assert sum(read) < 2 * len(text)

@@ -1,0 +1,97 @@
+"""Formats that templates of the corpus write turns in, and turns written in them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from runner.parsing.learning.turn import LearntTurn, learn_turn
+from runner.parsing.turn_format import TurnFormat
+from runner.parsing.writing import Unwritable, WrittenCall, id_for, write_calls
+from runner.tokens.tool_support import missing_tool_property
+from tests import sweeps
+from tests.conformance.corpus import Entry, corpus
+
+__all__ = ["WrittenTurn", "formats", "learnt", "schemas_of", "tool_entries", "turns", "write_turn"]
+
+
+@functools.cache
+def tool_entries(one_in: int) -> tuple[Entry, ...]:
+    """Templates that show calls: all of them in a whole sweep, else every n-th of the corpus."""
+    return tuple(entry for entry in sweeps.part(corpus(), one_in) if missing_tool_property(entry.renderer()) is None)
+
+
+@functools.cache
+def learnt(entry: Entry) -> LearntTurn:
+    return learn_turn(entry.renderer())
+
+
+@functools.cache
+def formats(one_in: int) -> Mapping[str, TurnFormat]:
+    """The distinct formats of those templates whose calls can be read, by the name of the first that has it."""
+    found: dict[str, TurnFormat] = {}
+    for entry in tool_entries(one_in):
+        form = learnt(entry).format
+        if form.calls is not None and form not in found.values():
+            found[entry.name] = form
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTurn:
+    """What an assistant says."""
+
+    calls: tuple[tuple[str, Mapping[str, Any]], ...]
+    content: str = ""
+    thought: str | None = None
+
+
+WORDS = st.sampled_from(["look_up", "refresh", "ns.tool", "get-weather"])
+KEYS = st.sampled_from(["query", "limit", "zone", "c-d"])
+MARKS = ["<", "</", "{", "}", "[", "]", '"', "'", "\\", "\n", " ", ",", "=", "|>", "a", "b c", "<b>", "</think", "é"]
+TEXTS = st.lists(st.sampled_from(MARKS), max_size=8).map("".join)
+VALUES = st.one_of(TEXTS, TEXTS, st.integers(-5, 10**6), st.booleans(), st.none(), st.lists(TEXTS, max_size=2))
+CALLS = st.lists(st.tuples(WORDS, st.dictionaries(KEYS, VALUES, max_size=3)), max_size=3)
+turns = st.builds(
+    lambda calls, content, thought: WrittenTurn(tuple(calls), content, thought),
+    CALLS,
+    st.sampled_from(["", "I look it up.", "First < this.\n\nThen <that", "\n  so "]),
+    st.sampled_from([None, "", "Well.", "\n a <b \n\n</thin k"]),
+)
+
+
+def write_turn(form: TurnFormat, turn: WrittenTurn, *, opened: bool = False) -> str:
+    """The text of a turn, without what its format cannot write."""
+    thought = ""
+    if form.reasoning is not None and (opened or turn.thought is not None):
+        thought = f"{'' if opened else form.reasoning.open}{turn.thought or ''}{form.reasoning.close}\n\n"
+    calls = form.calls
+    assert calls is not None
+    said = turn.calls if calls.between is not None else turn.calls[:1]
+    written = [
+        WrittenCall(name, arguments, id_for(calls, name, n) or f"call0000{n}")
+        for n, (name, arguments) in enumerate(said)
+    ]
+    try:
+        text = write_calls(calls, written) if written else ""
+    except Unwritable:
+        text = ""
+    content = f"{form.content.open}{turn.content}" if turn.content else ""
+    if not text or not content:
+        return thought + content + text
+    if calls.before_content is not None:
+        return thought + text + calls.before_content + content
+    return thought + content + (calls.after_content or "") + text
+
+
+def schemas_of(turn: WrittenTurn) -> dict[str, Any]:
+    """What the tools of a turn take: each key what it was given."""
+    schemas: dict[str, Any] = {}
+    for name, arguments in turn.calls:
+        properties = schemas.setdefault(name, {"type": "object", "properties": {}})["properties"]
+        properties |= {key: {"type": "string"} if isinstance(value, str) else {} for key, value in arguments.items()}
+    return schemas
