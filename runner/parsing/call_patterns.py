@@ -29,7 +29,11 @@ class CallPatterns:
 
     @cached_property
     def between(self) -> re.Pattern[str] | None:
-        return None if self.format.between is None else compiled(lenient(self.format.between))
+        """What stands between two calls; None where each has a begin and a close of its own."""
+        between = self.format.between
+        if between is None or squeezed(between) == squeezed(self.format.close + self.format.begin):
+            return None
+        return compiled(lenient(between))
 
     @cached_property
     def close(self) -> re.Pattern[str]:
@@ -168,11 +172,7 @@ class CallPatterns:
     @cached_property
     def close_may_go_on(self) -> bool:
         """What closes the calls also begins what stands between two, so that only what follows tells which it is."""
-        if self.format.between is None:
-            return False
-        close, between = squeezed(self.format.close), squeezed(self.format.between)
-        # Where a call with all that is around it follows, the one before was closed in any case.
-        return between.startswith(close) and between != close + squeezed(self.format.begin)
+        return self.between is not None and squeezed(self.format.between or "").startswith(squeezed(self.format.close))
 
 
 NEAR: Final = 400

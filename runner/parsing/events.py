@@ -51,8 +51,9 @@ class TurnEvents:
     not count.
     """
 
-    def __init__(self) -> None:
-        """Nothing was said yet."""
+    def __init__(self, *, stripped: bool = False) -> None:
+        """Nothing was said yet; the content is `stripped` also where it stands alone."""
+        self._stripped = stripped
         self._events: list[Event] = []
         self._thought: list[str] = []
         self._content: list[str] = []
@@ -73,20 +74,22 @@ class TurnEvents:
 
     def think(self, text: str) -> None:
         """The thought goes on."""
-        text = self._trimmed(text if self._inside else text.lstrip())
+        if not self._inside:
+            text = text.lstrip()
+            self._blank = "\n" if self._thought else ""
+        text = self._trimmed(text)
         if text:
             self._inside = True
             self._thought.append(text)
             self._events.append(ReasoningPiece(text))
 
-    def end_thought(self, between: str = "") -> None:
-        """No part of the thought is open any more; where another comes, `between` stands in front of it."""
-        self._blank = between if self._thought else ""
-        self._inside = False
+    def end_part(self) -> None:
+        """The thought, or a part of it or of the content, has ended."""
+        self._blank, self._inside = "", False
 
     def say(self, text: str) -> None:
         """The content goes on."""
-        if self._calls and not self._inside:
+        if not self._inside and (self._calls or self._stripped):
             text = text.lstrip()
             self._blank = "\n" if self._content else ""
         text = self._trimmed(text)
@@ -97,13 +100,13 @@ class TurnEvents:
 
     def call(self, call: ReadCall) -> None:
         """A call was read."""
-        self._blank, self._inside = "", False
+        self.end_part()
         self._calls.append(call)
         self._events.append(FinishedCall(call))
 
     def finish(self) -> None:
-        """The turn ended in its content; where it has no call, its last white space is part of that."""
-        if self._blank and not self._calls:
+        """The turn has ended; where it has no call, the white space behind its content is part of that."""
+        if self._blank and not (self._calls or self._stripped):
             self._content.append(self._blank)
             self._events.append(ContentPiece(self._blank))
         self._blank = ""

@@ -273,10 +273,11 @@ class CallReader:
 
     def _following(self, text: str, at: int) -> int | None:
         """Where another call begins behind the one that ends at `at`."""
-        if self.patterns.between is None or (self.patterns.close_is_longer and self.patterns.close.match(text, at)):
+        patterns = self.patterns
+        if patterns.between is None or (patterns.close_is_longer and patterns.close.match(text, at)):
             return None
-        between = self.patterns.between.match(text, at)
-        return between.end() if between is not None and self.patterns.head.match(text, between.end()) else None
+        between = patterns.between.match(text, at)
+        return between.end() if between is not None and patterns.head.match(text, between.end()) else None
 
     def _closed(self, text: str, at: int, call: ReadCall, whole: bool) -> int:
         """Where the text goes on behind the last call, which ends at `at`."""

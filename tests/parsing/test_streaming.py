@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from runner.parsing.turn_format import (
     ReasoningFormat,
     Slot,
     TaggedArguments,
+    Text,
     TurnFormat,
     ValueStyle,
     WholeArguments,
@@ -72,7 +74,7 @@ def spoilt(text: str, form: TurnFormat, how: int, seed: int) -> str:
 
 
 @every_format
-@settings(max_examples=sweeps.times(200, 30), deadline=None)
+@settings(max_examples=sweeps.times(60, 30), deadline=None)
 @given(turn=turns, opened=st.booleans(), how=st.integers(0, 3), known=st.booleans(), seed=st.integers(0, 2**32))
 def test_any_cutting_tells_what_reading_the_whole_gives(
     name: str, turn: WrittenTurn, opened: bool, how: int, known: bool, seed: int
@@ -94,7 +96,7 @@ def test_any_cutting_tells_what_reading_the_whole_gives(
 
 
 @every_format
-@settings(max_examples=sweeps.times(50, 8), deadline=None)
+@settings(max_examples=sweeps.times(15, 8), deadline=None)
 @given(turn=turns)
 def test_no_cut_of_a_turn_tells_a_call_that_was_not_said(name: str, turn: WrittenTurn) -> None:
     form = FORMATS[name]
@@ -107,6 +109,21 @@ def test_no_cut_of_a_turn_tells_a_call_that_was_not_said(name: str, turn: Writte
         assert calls == said[: len(calls)]
         ended = [call for call in reader.read(text[:at], schemas).calls if call.error is None]
         assert ended == said[: len(ended)]
+
+
+def test_white_space_in_a_trigger_is_read_alike_in_pieces() -> None:
+    form = dataclasses.replace(
+        TOOL_CALL,
+        begin='<call of="',
+        call=(Slot.NAME, Text('">'), Slot.ARGUMENTS),
+        between='</call>\n<call of="',
+        close="</call>",
+        trigger='<call of="',
+    )
+    text = '<call of="f">{}</call>\n<call   of="g">{}</call>'
+    stream = stream_of(form)
+    assert calls_of(told(stream, list(text)) + stream.finish()) == [ReadCall("f", {})]
+    assert stream.reading == TurnReader(TurnFormat(form, THINK, ContentFormat("", ""))).read(text)
 
 
 TOOL_CALL = CallFormat(
@@ -240,19 +257,7 @@ def test_a_long_argument_full_of_marks_is_read_in_linear_time(
     arguments: WholeArguments | TaggedArguments, unit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tagged = isinstance(arguments, TaggedArguments)
-    form = CallFormat(
-        begin="<tool_call>\n",
-        call=(Slot.NAME, Slot.ARGUMENTS),
-        between="\n</tool_call>\n<tool_call>\n",
-        close="\n</tool_call>",
-        arguments=arguments,
-        container=None,
-        trigger="<tool_call>",
-        after_content="\n",
-        before_content=None,
-        id_pieces=None,
-        stop="",
-    )
+    form = dataclasses.replace(TOOL_CALL, arguments=arguments)
     value = unit * (64_000 // len(unit))
     body = f">\n<parameter=a>{value}</parameter>" if tagged else Json().encode({"a": value})
     text = f"<tool_call>\nf{body}\n</tool_call>"

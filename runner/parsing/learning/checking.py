@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
+from runner.parsing.events import TurnReading
 from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
 from runner.parsing.notations import Cdata, Html, Raw
-from runner.parsing.reading import CallReader, Reading
-from runner.parsing.traits import CallTrait
+from runner.parsing.reading import CallReader, Reading, Schemas
 from runner.parsing.turn_format import CallFormat, TaggedArguments
 from runner.parsing.writing import Unwritable, WrittenCall, write_calls
 
@@ -34,13 +35,17 @@ class Difference:
     text: str
 
 
-def check_calls(asker: Asker, form: CallFormat) -> frozenset[CallTrait]:
+ReadText: TypeAlias = Callable[[str, Schemas], Reading | TurnReading]
+"""How a turn's text is read, beside the reader of its format."""
+
+
+def check_calls(asker: Asker, form: CallFormat, read: ReadText | None = None) -> frozenset[CallTrait]:
     """What the format cannot do.
 
     Raises:
         Unlearnt: it reads or writes something else than the template does, and no trait says why.
     """
-    wrong = differences(asker, form)
+    wrong = differences(asker, form, read)
     traits = frozenset(_traits(form, wrong))
     left = [each for each in wrong if not _explained(each, traits)]
     if left:
@@ -48,9 +53,9 @@ def check_calls(asker: Asker, form: CallFormat) -> frozenset[CallTrait]:
     return traits
 
 
-def differences(asker: Asker, form: CallFormat) -> list[Difference]:
+def differences(asker: Asker, form: CallFormat, read: ReadText | None = None) -> list[Difference]:
     """Every case of the battery in which what is written is not in the render, or what is read is not what was said."""
-    reader = CallReader(form)
+    read = read or CallReader(form).read
     found: list[Difference] = []
     for case in _battery(form):
         if len(case.calls) > 1 and form.between is None:
@@ -61,11 +66,11 @@ def differences(asker: Asker, form: CallFormat) -> list[Difference]:
         if text is None:
             found.append(Difference(case, REFUSED, ""))
             continue
-        found += _difference(asker, form, reader, case, text)
+        found += _difference(asker, form, read, case, text)
     return found
 
 
-def _difference(asker: Asker, form: CallFormat, reader: CallReader, case: Case, text: str) -> Iterator[Difference]:
+def _difference(asker: Asker, form: CallFormat, read: ReadText, case: Case, text: str) -> Iterator[Difference]:
     calls = [WrittenCall(said.name, said.arguments, asker.id_of(said, n)) for n, said in enumerate(case.calls)]
     try:
         written = write_calls(form, calls)
@@ -78,13 +83,13 @@ def _difference(asker: Asker, form: CallFormat, reader: CallReader, case: Case, 
         return
     before = f"{case.content}{form.after_content}" if case.content and form.after_content is not None else ""
     behind = f"{form.before_content}{case.content}" if case.content and form.before_content is not None else ""
-    reading = reader.read(before + written + behind, _schemas(case.calls))
+    reading = read(before + written + behind, _schemas(case.calls))
     wrong = _misread(reading, case)
     if wrong:
         yield Difference(case, wrong, text)
 
 
-def _misread(reading: Reading, case: Case) -> str:
+def _misread(reading: Reading | TurnReading, case: Case) -> str:
     if len(reading.calls) != len(case.calls):
         return f"{len(reading.calls)} calls are read"
     for call, said in zip(reading.calls, case.calls, strict=True):
