@@ -17,6 +17,7 @@ from runner.parsing.reading import CallReader, Decided, ReadCall
 from runner.parsing.streaming import TurnStream
 from runner.parsing.turn_format import (
     CallFormat,
+    Container,
     ContentFormat,
     ReasoningFormat,
     Slot,
@@ -28,11 +29,10 @@ from runner.parsing.turn_format import (
 )
 from runner.parsing.turns import TurnReader
 from tests import sweeps
-from tests.parsing.written_turns import WrittenTurn, formats, schemas_of, turns, write_turn
+from tests.parsing.learnt import CLASSES
+from tests.parsing.written_turns import WrittenTurn, format_of, formats, schemas_of, turns, write_turn
 
-ONE_IN = 12
-FORMATS = formats(ONE_IN)
-every_format = pytest.mark.parametrize("name", FORMATS)
+every_class = pytest.mark.parametrize("name", CLASSES.values(), ids=CLASSES)
 
 
 def pieces(text: str, seed: int, longest: int = 7) -> Iterator[str]:
@@ -73,19 +73,15 @@ def spoilt(text: str, form: TurnFormat, how: int, seed: int) -> str:
             return text
 
 
-@every_format
-@settings(max_examples=sweeps.times(60, 30), deadline=None)
-@given(turn=turns, opened=st.booleans(), how=st.integers(0, 3), known=st.booleans(), seed=st.integers(0, 2**32))
-def test_any_cutting_tells_what_reading_the_whole_gives(
-    name: str, turn: WrittenTurn, opened: bool, how: int, known: bool, seed: int
-) -> None:
-    form = FORMATS[name]
+def assert_told_as_read(form: TurnFormat, turn: WrittenTurn, how: int, known: bool, seed: int) -> None:
+    if form.reasoning is not None:
+        form = dataclasses.replace(form, reasoning=dataclasses.replace(form.reasoning, opened_by_prompt=bool(seed % 2)))
     reader = TurnReader(form)
-    text = spoilt(write_turn(form, turn, opened=opened), form, how, seed)
+    text = spoilt(write_turn(form, turn), form, how, seed)
     schemas = schemas_of(turn) if known else None
-    whole = reader.read(text, schemas, opened=opened)
+    whole = reader.read(text, schemas)
 
-    stream = TurnStream(reader, schemas, opened=opened)
+    stream = TurnStream(reader, schemas)
     events = told(stream, list(pieces(text, seed))) + stream.finish()
 
     assert stream.reading == whole
@@ -95,11 +91,32 @@ def test_any_cutting_tells_what_reading_the_whole_gives(
     assert (content.lstrip() if whole.calls else content) == (whole.content.lstrip() if whole.calls else whole.content)
 
 
-@every_format
+any_turn = given(turn=turns, how=st.integers(0, 3), known=st.booleans(), seed=st.integers(0, 2**32))
+
+
+@every_class
+@settings(max_examples=sweeps.times(200, 30), deadline=None)
+@any_turn
+def test_any_cutting_tells_what_reading_the_whole_gives(
+    name: str, turn: WrittenTurn, how: int, known: bool, seed: int
+) -> None:
+    assert_told_as_read(format_of(name), turn, how, known, seed)
+
+
+@settings(max_examples=sweeps.times(60, 30), deadline=None)
+@any_turn
+def test_any_cutting_tells_the_same_in_the_formats_of_the_corpus(
+    turn: WrittenTurn, how: int, known: bool, seed: int
+) -> None:
+    for form in formats(one_in=12).values():
+        assert_told_as_read(form, turn, how, known, seed)
+
+
+@every_class
 @settings(max_examples=sweeps.times(15, 8), deadline=None)
 @given(turn=turns)
 def test_no_cut_of_a_turn_tells_a_call_that_was_not_said(name: str, turn: WrittenTurn) -> None:
-    form = FORMATS[name]
+    form = format_of(name)
     reader, schemas = TurnReader(form), schemas_of(turn)
     text = write_turn(form, turn)
     said = reader.read(text, schemas).calls
@@ -149,9 +166,13 @@ TAGGED = TaggedArguments(
 THINK = ReasoningFormat("<think>", "</think>", opened_by_prompt=False)
 
 
-def stream_of(calls: CallFormat | None = TOOL_CALL, *, opened: bool = False, **more: Any) -> TurnStream:
-    form = TurnFormat(calls, more.get("reasoning", THINK), more.get("content", ContentFormat("", "")))
-    return TurnStream(TurnReader(form), {"f": {}}, opened=opened)
+OPENED = dataclasses.replace(THINK, opened_by_prompt=True)
+
+
+def stream_of(
+    calls: CallFormat | None = TOOL_CALL, *, reasoning: ReasoningFormat = THINK, content_open: str = ""
+) -> TurnStream:
+    return TurnStream(TurnReader(TurnFormat(calls, reasoning, ContentFormat(content_open, ""))), {"f": {}})
 
 
 def test_only_what_may_begin_a_mark_is_held_back() -> None:
@@ -203,11 +224,11 @@ def test_a_thought_is_told_piece_by_piece_without_its_marks() -> None:
 
 
 def test_a_thought_that_the_prompt_opened_needs_no_mark() -> None:
-    assert stream_of(opened=True).feed("hm</think>yes") == [ReasoningPiece("hm"), ContentPiece("yes")]
+    assert stream_of(reasoning=OPENED).feed("hm</think>yes") == [ReasoningPiece("hm"), ContentPiece("yes")]
 
 
 def test_a_call_inside_a_thought_is_none() -> None:
-    stream = stream_of(opened=True)
+    stream = stream_of(reasoning=OPENED)
     events = [*stream.feed('hm <tool_call>\nf{"a": 1}\n</tool_call>'), *stream.finish()]
     assert calls_of(events) == []
 
@@ -216,33 +237,47 @@ def test_a_close_that_nothing_opened_is_dropped() -> None:
     assert stream_of().feed("</think>\n\nyes") == [ContentPiece("yes")]
 
 
-def test_the_marks_around_a_content_are_no_part_of_it() -> None:
-    stream = stream_of(content=ContentFormat("<|START|>", "<|END|>"))
+def test_the_mark_in_front_of_a_content_is_no_part_of_it() -> None:
+    stream = stream_of(content_open="<|START|>")
     assert stream.feed("<think>hm</think><|STA") == [ReasoningPiece("hm")]
-    assert stream.feed("RT|>yes<|E") == [ContentPiece("yes")]
-    assert stream.feed("ND|>") == []
-    assert stream.finish() == []
+    assert stream.feed("RT|>yes") == [ContentPiece("yes")]
 
 
-BARE = CallFormat(
-    begin="",
-    call=(Slot.NAME, Slot.ARGUMENTS),
-    between=None,
-    close="",
-    arguments=WholeArguments(Json()),
-    container=None,
+def test_where_nothing_opens_a_thought_its_close_tells_that_it_was_one() -> None:
+    closed = ReasoningFormat("", "[BEGIN]", opened_by_prompt=False)
+    stream = stream_of(reasoning=closed)
+    assert stream.feed("hm [BEG") == []
+    assert stream.feed("IN]yes") == [ReasoningPiece("hm"), ContentPiece("yes")]
+    stream = stream_of(reasoning=closed)
+    assert stream.feed("yes [BEG") == []
+    assert stream.finish() == [ContentPiece("yes [BEG")]
+
+
+BARE = dataclasses.replace(
+    TOOL_CALL,
+    begin="[",
+    call=(Text('{"name": "'), Slot.NAME, Text('", "arguments": '), Slot.ARGUMENTS, Text("}")),
+    between=", ",
+    close="]",
+    container=Container(("name",), ("arguments",), None),
     trigger="",
-    after_content=None,
-    before_content=None,
-    id_pieces=None,
-    stop="",
 )
+BARE_CALL = '[{"name": "f", "arguments": {"a": 1}}]'
 
 
 def test_calls_that_nothing_announces_are_told_at_the_end() -> None:
-    stream = stream_of(BARE, reasoning=None)
-    assert stream.feed('f{"a": 1}') == []
+    stream = stream_of(BARE)
+    assert stream.feed("so\n" + BARE_CALL) == [ContentPiece("so")]
     assert stream.finish() == [FinishedCall(ReadCall("f", {"a": 1}))]
+
+
+def test_a_tool_that_is_named_in_a_line_may_begin_calls_that_nothing_announces() -> None:
+    stream = stream_of(BARE)
+    assert stream.feed("so [1] [ {") == [ContentPiece("so [1]")]
+    assert stream.feed('"name": "fo') == [ContentPiece(' [ {"name": "fo')]
+    assert stream.feed(" " + BARE_CALL) == []
+    assert stream.finish() == [FinishedCall(ReadCall("f", {"a": 1}))]
+    assert stream.reading.content == 'so [1] [ {"name": "fo'
 
 
 @pytest.mark.parametrize(

@@ -9,35 +9,32 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from runner.parsing.learning.turn import LearntTurn, learn_turn
+from runner.parsing.learning.turn import learn_turn
+from runner.parsing.thoughts import USUAL
 from runner.parsing.turn_format import TurnFormat
 from runner.parsing.writing import Unwritable, WrittenCall, id_for, write_calls
 from runner.tokens.tool_support import missing_tool_property
 from tests import sweeps
-from tests.conformance.corpus import Entry, corpus
+from tests.conformance.corpus import corpus
 
-__all__ = ["WrittenTurn", "formats", "learnt", "schemas_of", "tool_entries", "turns", "write_turn"]
-
-
-@functools.cache
-def tool_entries(one_in: int) -> tuple[Entry, ...]:
-    """Templates that show calls: all of them in a whole sweep, else every n-th of the corpus."""
-    return tuple(entry for entry in sweeps.part(corpus(), one_in) if missing_tool_property(entry.renderer()) is None)
+__all__ = ["WrittenTurn", "format_of", "formats", "schemas_of", "turns", "write_turn"]
 
 
 @functools.cache
-def learnt(entry: Entry) -> LearntTurn:
-    return learn_turn(entry.renderer())
+def format_of(name: str) -> TurnFormat:
+    """What the template of that name writes."""
+    return learn_turn(next(entry for entry in corpus() if entry.name == name).renderer()).format
 
 
 @functools.cache
 def formats(one_in: int) -> Mapping[str, TurnFormat]:
-    """The distinct formats of those templates whose calls can be read, by the name of the first that has it."""
+    """The distinct formats whose calls can be read, by template: of every n-th, or of all in a whole sweep."""
     found: dict[str, TurnFormat] = {}
-    for entry in tool_entries(one_in):
-        form = learnt(entry).format
-        if form.calls is not None and form not in found.values():
-            found[entry.name] = form
+    for entry in sweeps.part(corpus(), one_in):
+        if missing_tool_property(entry.renderer()) is None:
+            form = format_of(entry.name)
+            if form.calls is not None and form not in found.values():
+                found[entry.name] = form
     return found
 
 
@@ -64,11 +61,11 @@ turns = st.builds(
 )
 
 
-def write_turn(form: TurnFormat, turn: WrittenTurn, *, opened: bool = False) -> str:
+def write_turn(form: TurnFormat, turn: WrittenTurn) -> str:
     """The text of a turn, without what its format cannot write."""
-    thought = ""
-    if form.reasoning is not None and (opened or turn.thought is not None):
-        thought = f"{'' if opened else form.reasoning.open}{turn.thought or ''}{form.reasoning.close}\n\n"
+    thought, marks = "", form.reasoning or USUAL
+    if marks.opened_by_prompt or turn.thought is not None:
+        thought = f"{'' if marks.opened_by_prompt else marks.open}{turn.thought or ''}{marks.close}\n\n"
     calls = form.calls
     assert calls is not None
     said = turn.calls if calls.between is not None else turn.calls[:1]
