@@ -9,7 +9,7 @@ import sys
 
 from tests.benchmarks.figures import Figure, show
 
-NAMES = ("start", "parts", "fixup", "masks", "kit", "scripted", "turns", "live", "streams", "parity")
+NAMES = ("start", "parts", "fixup", "deltas", "masks", "kit", "scripted", "turns", "live", "streams", "parity")
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "parts": {"ROUNDS": 1, "TIMES": 2},
     "fixup": {"ROUNDS": 1, "TIMES": 1, "EPISODES": 2, "LENGTHS": {"1k": 1_000, "10k": 1_500, "125k": 2_000}},
     "masks": {"ROUNDS": 1, "LINES": 1, "FORMATS": ("raw strings",)},
+    "deltas": {"ROUNDS": 1, "TIMES": 1, "LONG": 1_000, "FORMATS": ("JSON object", "raw strings")},
     "kit": {"ROUNDS": 1},
     "scripted": {"ROUNDS": 1, "TURNS": 1},
     "turns": {"ROUNDS": 1, "EPISODES": 4},
