@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 
 import pytest
+import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.parsing.checking import STRINGS, CallTrait, check_calls, differences
 from runner.parsing.events import ContentPiece, Event, FinishedCall, ReasoningPiece, TurnReading
-from runner.parsing.harmony import CALLS, HarmonyStream, learn_harmony, read_harmony
+from runner.parsing.harmony import CALLS, HarmonyStream, harmony_constraint, learn_harmony, read_harmony
 from runner.parsing.learning.asking import Asker, Said
 from runner.parsing.marks import Marks
 from runner.parsing.reading import ReadCall, Schemas
 from runner.parsing.writing import Unwritable, WrittenCall, write_calls
+from runner.tools.tool import Tool
 from tests import sweeps
 from tests.conformance.corpus import Entry, corpus
 from tests.parsing.written_turns import VALUES
@@ -199,7 +201,7 @@ def test_any_cutting_tells_what_reading_the_whole_gives(text: str, cut: float, s
 @given(arguments=st.dictionaries(st.sampled_from(["a", "b"]), VALUES))
 def test_no_cut_of_a_turn_tells_a_call_that_was_not_said(arguments: dict[str, object]) -> None:
     call = write_calls(CALLS, [WrittenCall("f", arguments, "")])
-    text = f"<|channel|>analysis<|message|>hm<|end|>{START}{call}<|call|>"
+    text = f"{THOUGHT}{call}<|call|>"
     stream, told = HarmonyStream(), list[Event]()
     for at, sign in enumerate(text, 1):
         told += stream.feed(sign)
@@ -214,6 +216,36 @@ def test_a_call_is_told_when_its_end_comes() -> None:
     assert stream.feed(f"so<|end|>{START} to=functions.f<|mess") == [ReasoningPiece(" so")]
     assert stream.feed('age|>{"a": 1}<|call') == []
     assert stream.feed("|>") == [FinishedCall(CALL[0])]
+
+
+THOUGHT = f"<|channel|>analysis<|message|>hm<|end|>{START}"
+
+
+def add(a: int, b: int = 0) -> int:
+    """Add two integers."""
+    return a + b
+
+
+@pytest.mark.parametrize(
+    ("text", "accepted"),
+    [
+        (THOUGHT + write_calls(CALLS, [WrittenCall("add", {"a": 1}, "")]), True),
+        (THOUGHT + write_calls(CALLS, [WrittenCall("sub", {"a": 1}, "")]), False),
+        (THOUGHT + write_calls(CALLS, [WrittenCall("add", {}, "")]), False),
+        (THOUGHT + "<|channel|>final<|message|>no", False),
+        ("<|channel|>final<|message|>no", False),
+    ],
+)
+def test_a_call_behind_a_thought_is_enforced(text: str, accepted: bool) -> None:
+    enforced = harmony_constraint(CALLS, [Tool(add)], "required")
+    assert enforced is not None
+    stop = 256
+    vocabulary = xgrammar.TokenizerInfo(
+        [*(bytes([byte]) for byte in range(stop)), b""], vocab_size=stop + 1, stop_token_ids=[stop]
+    )
+    grammar = xgrammar.GrammarCompiler(vocabulary, max_threads=1).compile_grammar(enforced.value)
+    matcher = xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True)
+    assert (matcher.accept_string(text) and matcher.is_terminated()) == accepted
 
 
 def test_a_turn_has_one_call_to_be_written() -> None:
