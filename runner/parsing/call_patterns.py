@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from runner.parsing.lenient import FREE, compiled, lenient, searched, squeezed
+from runner.parsing.lenient import FREE, compiled, free_once, lenient, searched, squeezed
 from runner.parsing.marks import Marks
 from runner.parsing.turn_format import CallFormat, Piece, Slot, TaggedArguments, Text
 from runner.parsing.values import AS_TEXT, WORD, TaggedReader, read_object
@@ -129,7 +129,8 @@ class CallPatterns:
             pieces = self.format.call[: self.format.call.index(Slot.NAME)]
             alternatives = "|".join(map(re.escape, names))
             literal = lenient(self.format.begin) + self._pattern(pieces)
-            self._by_names[names] = compiled(f"(?P<before>){literal.removeprefix(FREE)}(?:{alternatives})(?!{WORD})")
+            pattern = free_once(f"{literal}(?:{alternatives})(?!{WORD})").removeprefix(FREE)
+            self._by_names[names] = re.compile(f"(?P<before>){pattern}")
         return self._by_names[names]
 
     def may_begin(self, text: str, names: tuple[str, ...], *, line_begun: bool) -> int:
@@ -137,21 +138,27 @@ class CallPatterns:
         line = text.rfind("\n") + 1
         blank = (line > 0 or line_begun) and not text[line:].strip(" \t")
         end = line if blank else len(text)
-        begin = squeezed(self.format.begin + self._before_name)
-        targets = [begin + name for name in names]
-        for first in {target[0] for target in targets}:
+        for first in {self._before_name[0]} if self._before_name else {name[0] for name in names}:
             at = text.find(first, 0, end)
             while at >= 0:
-                if any(target.startswith("".join(text[at : at + NEAR].split())) for target in targets):
+                if self._may_name("".join(text[at : at + NEAR].split()), names):
                     end = at
                     break
                 at = text.find(first, at + 1, end)
         return end
 
+    def _may_name(self, begun: str, names: tuple[str, ...]) -> bool:
+        """A text without white space may become what begins calls and one of these names."""
+        before = self._before_name
+        if len(begun) <= len(before):
+            return before.startswith(begun)
+        name = begun.removeprefix(before)
+        return begun.startswith(before) and any(each.startswith(name) for each in names)
+
     @cached_property
     def _before_name(self) -> str:
         before = itertools.takewhile(lambda piece: isinstance(piece, Text), self.format.call)
-        return "".join(piece.text for piece in before if isinstance(piece, Text))
+        return squeezed(self.format.begin + "".join(piece.text for piece in before if isinstance(piece, Text)))
 
     @cached_property
     def _by_names(self) -> dict[tuple[str, ...], re.Pattern[str]]:

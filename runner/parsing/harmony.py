@@ -18,14 +18,14 @@ from runner.parsing.events import Event, TurnEvents, TurnReading
 from runner.parsing.literals import Unreadable
 from runner.parsing.notations import Json, object_notations
 from runner.parsing.reading import ReadCall
-from runner.parsing.turn_format import CallFormat, Slot, Text, WholeArguments
+from runner.parsing.turn_format import CallFormat, ReasoningFormat, Slot, Text, WholeArguments
 from runner.parsing.values import read_object
 from runner.parsing.watching import Budget, EndWatch, begun_mark
 from runner.tokens.probe_messages import KEY, QUESTION, TOOL, TOOLS, VALUE, calling, result
 from runner.tokens.template import Renderer, TemplateRaised
 from runner.tools.tool import Tool
 
-__all__ = ["CALLS", "HarmonyStream", "harmony_constraint", "learn_harmony", "read_harmony"]
+__all__ = ["CALLS", "THOUGHT", "HarmonyStream", "harmony_constraint", "learn_harmony", "read_harmony"]
 
 START: Final = "<|start|>"
 MESSAGE: Final = "<|message|>"
@@ -47,9 +47,14 @@ CALLS: Final = CallFormat(
     after_content=None,
     before_content=None,
     id_pieces=None,
+    minted_id="call_{number}",
     stop=CALL,
 )
 """How gpt-oss's own template writes a call: one in a turn, and no content beside it."""
+
+
+THOUGHT: Final = ReasoningFormat(f"<|channel|>analysis{MESSAGE}", "<|end|>", opened_by_prompt=False)
+"""How it writes a thought."""
 
 
 def learn_harmony(renderer: Renderer) -> CallFormat | None:

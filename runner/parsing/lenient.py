@@ -6,7 +6,7 @@ import functools
 import re
 from typing import Final
 
-__all__ = ["FREE", "behind_key", "behind_raw", "compiled", "lenient", "searched", "squeezed"]
+__all__ = ["FREE", "behind_key", "behind_raw", "compiled", "free_once", "lenient", "searched", "squeezed"]
 
 _PARTS: Final = re.compile(r"<[^<>\s]*>?|\s+|\w+|[^\w\s]")
 FREE: Final = r"\s*"
@@ -32,8 +32,13 @@ def searched(literal: str) -> str:
 
 @functools.cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The pattern, with what is free several times made free once, since it is tried in every way of sharing it out."""
-    return re.compile(_FREE_TWICE.sub(lambda _: FREE, pattern))
+    """The pattern, as `free_once` has it, for those that a format has."""
+    return re.compile(free_once(pattern))
+
+
+def free_once(pattern: str) -> str:
+    """What is free several times made free once, since it is tried in every way of sharing it out."""
+    return _FREE_TWICE.sub(lambda _: FREE, pattern)
 
 
 @functools.cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from typing import Any, Final
 
 __all__ = ["Unreadable", "read_literal"]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from runner.messages import ToolCall
 from runner.options import Constraint, ToolChoice
 from runner.parsing.enforcing import constraint
-from runner.parsing.reading import CallReader, ReadCall
-from runner.parsing.thoughts import USUAL, ends_in_thought, split_thought
+from runner.parsing.events import TurnReading
+from runner.parsing.harmony import harmony_constraint, read_harmony
+from runner.parsing.reading import ReadCall
+from runner.parsing.thoughts import USUAL, ends_in_thought
 from runner.parsing.turn_format import ReasoningFormat, TurnFormat
+from runner.parsing.turns import TurnReader
 from runner.parsing.writing import WrittenCall, id_for, write_calls
 from runner.tools.tool import Tool
 
@@ -67,20 +70,24 @@ class TurnParser:
             before: how many calls the conversation had before; a call without an id of its own is numbered from there.
             triggers: where in `text` calls are announced by a control token; None where only the text tells.
         """
-        thought, said = split_thought(text, self.reasoning)
-        content = self._unwrapped(said)
-        if self._reader is None or not tools or tool_choice == "none":
-            return ParsedText(content, thought, [])
-        shift = len(text) - len(content)  # calls stand at the end, where nothing was cut off
-        inside = None if triggers is None else {at - shift for at in triggers}
-        reading = self._reader.read(content, {tool.name: tool.parameters for tool in tools}, triggers=inside)
+        reading = self._read(text, tools if tool_choice != "none" else (), triggers)
         taken: set[str] = set()
         calls = [self._numbered(_writable(call), before + index, taken) for index, call in enumerate(reading.calls)]
-        return ParsedText(reading.content, thought, calls)
+        return ParsedText(reading.content, reading.reasoning, calls)
+
+    def _read(self, text: str, tools: Sequence[Tool], triggers: Collection[int] | None) -> TurnReading:
+        if self.format.harmony:
+            reading = read_harmony(text)
+            return reading if tools else replace(reading, calls=[])
+        if not tools:
+            return self._without_calls.read(text)
+        return self._reader.read(text, {tool.name: tool.parameters for tool in tools}, triggers=triggers)
 
     def ends_in_thought(self, text: str) -> bool:
         """Whether a turn's text ends before its thought does."""
-        return ends_in_thought(text, self.reasoning)
+        # A later message of a turn on channels may be a thought as well as the first.
+        said = text.rpartition(self.reasoning.close)[2] if self.format.harmony else text
+        return ends_in_thought(said.removeprefix("<|start|>assistant") if self.format.harmony else said, self.reasoning)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         """The calls as the template writes them.
@@ -102,16 +109,18 @@ class TurnParser:
         form = self.format.calls
         if form is None or (tool_choice == "auto" and not any(tool.strict for tool in tools)):
             return None
+        if self.format.harmony:
+            return harmony_constraint(form, tools, tool_choice)
         open_thought = self.reasoning.close if self.reasoning.opened_by_prompt else None
         return constraint(form, tools, tool_choice, parallel=parallel, thought_close=open_thought)
 
     @cached_property
-    def _reader(self) -> CallReader | None:
-        return None if self.format.calls is None else CallReader(self.format.calls)
+    def _reader(self) -> TurnReader:
+        return TurnReader(self.format)
 
-    def _unwrapped(self, said: str) -> str:
-        wrapper = self.format.content
-        return said.lstrip().removeprefix(wrapper.open).removesuffix(wrapper.close) if wrapper.open else said
+    @cached_property
+    def _without_calls(self) -> TurnReader:
+        return TurnReader(replace(self.format, calls=None))
 
     def _numbered(self, call: ReadCall, number: int, taken: set[str]) -> ToolCall:
         """The call with the id that the model gave it, where it gave one, since results quote it."""

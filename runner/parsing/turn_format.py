@@ -172,6 +172,8 @@ class TurnFormat:
     """How it writes a thought; None where it shows none."""
     content: ContentFormat
     """What it puts around a content."""
+    harmony: bool = False
+    """Whether a turn is a sequence of messages on channels, as gpt-oss writes it, which is read in a way of its own."""
 
 
 _HALF_TAG: Final = re.compile(r"<[^<>\s]*\Z")

@@ -9,12 +9,13 @@ import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.parsing.checking import STRINGS, CallTrait, check_calls, differences
 from runner.parsing.events import ContentPiece, Event, FinishedCall, ReasoningPiece, TurnReading
 from runner.parsing.harmony import CALLS, HarmonyStream, harmony_constraint, learn_harmony, read_harmony
 from runner.parsing.learning.asking import Asker, Said
+from runner.parsing.learning.checking import STRINGS, check_calls, differences
 from runner.parsing.marks import Marks
 from runner.parsing.reading import ReadCall, Schemas
+from runner.parsing.traits import CallTrait
 from runner.parsing.writing import Unwritable, WrittenCall, write_calls
 from runner.tools.tool import Tool
 from tests import sweeps

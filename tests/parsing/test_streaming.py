@@ -175,6 +175,7 @@ TOOL_CALL = CallFormat(
     after_content="\n",
     before_content=None,
     id_pieces=None,
+    minted_id="call_{number}",
     stop="",
 )
 TAGGED = TaggedArguments(

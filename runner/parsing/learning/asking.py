@@ -123,29 +123,35 @@ class Asker:
         return self._known[key]
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[Said], asking: bool) -> str | None:
-        self.renders += 1
-        if self.renders > MOST_RENDERS:
-            raise Unlearnt(
-                FormatProperty.BOUNDED, f"more than {MOST_RENDERS} renders did not tell how calls are written"
-            )
-        try:
-            text = self.renderer.render([QUESTION, *messages], tools=_tools(calls), generation_prompt=asking)
-        except TemplateRaised:
-            return None
-        before, _, behind = text.rpartition(ASKED)
-        return behind if before or behind else None
+        # Some templates raise on types that they cannot describe, and are right with them in a call.
+        for typed in (True, False):
+            self.renders += 1
+            if self.renders > MOST_RENDERS:
+                why = f"more than {MOST_RENDERS} renders did not tell how calls are written"
+                raise Unlearnt(FormatProperty.BOUNDED, why)
+            tools = _tools(calls, typed=typed)
+            try:
+                text = self.renderer.render([QUESTION, *messages], tools=tools, generation_prompt=asking)
+            except TemplateRaised:
+                continue
+            before, _, behind = text.rpartition(ASKED)
+            return behind if before or behind else None
+        return None
 
 
 _RESULT: Final = "zqreturnedz"
 _NO_CALL: Final = Said("zqtoolz", {"zqkeyz": "zqvaluez"})
 
 
-def _tools(calls: Sequence[Said]) -> list[dict[str, Any]]:
-    """Schemas under which the calls are right: a template may look up what it writes."""
+def _tools(calls: Sequence[Said], *, typed: bool) -> list[dict[str, Any]]:
+    """Schemas under which the calls are right, as a template may look up what it writes; or all of strings."""
     properties: dict[str, dict[str, Any]] = {}
     for said in calls or [_NO_CALL]:
         declared = properties.setdefault(said.name, {})
-        declared |= {key: {"type": type_of(value), "description": "A key."} for key, value in said.arguments.items()}
+        declared |= {
+            key: {"type": type_of(value) if typed else "string", "description": "A key."}
+            for key, value in said.arguments.items()
+        }
     return [
         {
             "type": "function",

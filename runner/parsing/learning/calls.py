@@ -150,8 +150,11 @@ def _several(asker: Asker, shape: _Shape, one: Span) -> tuple[tuple[Piece, ...],
         return one.pieces, None
     spans: list[Span] = []
     for number, said in enumerate(shape.probes):
-        start = spans[-1].end if spans else 0
-        spans.append(_found(shape, text, said, asker, number, start))
+        span = shape.find(text, said, asker.id_of(said, number), spans[-1].end if spans else 0)
+        if span is None:
+            # The names may stand elsewhere, as in a list of what can be called.
+            return one.pieces, None
+        spans.append(span)
     between = {text[a.end : b.start] for a, b in itertools.pairwise(spans)}
     # Some templates forget what belongs between later calls; one call at a time is right with them.
     return (_counted(spans), between.pop()) if len(between) == 1 else (one.pieces, None)

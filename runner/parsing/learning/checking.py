@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -11,6 +10,7 @@ from runner.parsing.events import TurnReading
 from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
 from runner.parsing.notations import Cdata, Html, Raw
 from runner.parsing.reading import CallReader, Reading, Schemas
+from runner.parsing.traits import CallTrait
 from runner.parsing.turn_format import CallFormat, TaggedArguments
 from runner.parsing.writing import Unwritable, WrittenCall, write_calls
 

@@ -10,13 +10,14 @@ from typing import Any, Self
 
 import orjson
 
+from runner.parsing.harmony import THOUGHT, learn_harmony, read_harmony
 from runner.parsing.learning.asking import Asker, FormatProperty, Unlearnt
 from runner.parsing.learning.calls import learn_calls
 from runner.parsing.learning.checking import check_calls
 from runner.parsing.learning.reasoning import learn_content, learn_reasoning
 from runner.parsing.marks import Marks
 from runner.parsing.traits import CallTrait
-from runner.parsing.turn_format import TurnFormat
+from runner.parsing.turn_format import ContentFormat, TurnFormat
 from runner.tokens.control_text import special_tokens, tag_tokens
 from runner.tokens.template import Renderer
 
@@ -77,11 +78,15 @@ def learn_turn(renderer: Renderer) -> LearntTurn:
     written = renderer.written()
     special = frozenset(special_tokens(written))
     asker = Asker(renderer, Marks(special | {*tag_tokens(written)}), special)
-    calls, traits, missing, why = None, frozenset[CallTrait](), None, ""
+    harmony = learn_harmony(renderer)
+    if harmony is not None:
+        form = TurnFormat(harmony, THOUGHT, ContentFormat("", ""), harmony=True)
+        traits = check_calls(asker, harmony, lambda text, schemas: read_harmony(text))
+        return LearntTurn(form, tuple(sorted(traits)), None, "", asker.renders)
     reasoning, content = learn_reasoning(asker), learn_content(asker)
     try:
         calls = learn_calls(asker)
         traits = check_calls(asker, calls)
     except Unlearnt as error:
-        calls, missing, why = None, error.property, str(error)
-    return LearntTurn(TurnFormat(calls, reasoning, content), tuple(sorted(traits)), missing, why, asker.renders)
+        return LearntTurn(TurnFormat(None, reasoning, content), (), error.property, str(error), asker.renders)
+    return LearntTurn(TurnFormat(calls, reasoning, content), tuple(sorted(traits)), None, "", asker.renders)
