@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from runner.parsing.enforcing import enforceable
-from runner.parsing.learning.turn import LearntTurn, Verdict, learn_turn
+from runner.parsing.learning.turn import Verdict, learn_turn
 from runner.parsing.traits import SENTENCES
 from runner.tokens.tool_support import missing_tool_property
 from tests.conformance.corpus import Entry, corpus
@@ -102,9 +102,9 @@ def page(rows: Sequence[Row]) -> str:
         "Written by `python -m tests.conformance --formats --write`; tests compare it with a fresh run.",
         "",
         f"{_count(rows, models)} show tools, calls and results.",
-        "How each writes a call and a thought is learnt from its renders and checked against it with other words: every",
-        "type of value, awkward strings, names with signs, no arguments, one to three calls, content beside them. What is",
-        "written has to stand in the render, character for character.",
+        "How each writes a call and a thought is learnt from its renders, and checked against it with other words: every",
+        "type of value, awkward strings, names with signs, no arguments, one to three calls, content beside them.",
+        "What is written has to stand in the render, character for character.",
         "",
         f"{_count(usable, models)} can be used with tools.",
         f"{_count([row for row in rows if row.enforced], models)} can be made to call a tool.",
@@ -167,8 +167,3 @@ def _count(rows: Sequence[Row], models: dict[str, int]) -> str:
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
-
-
-def learnt_of(template: str) -> LearntTurn:
-    """What is learnt of one template by name."""
-    return learn_turn(next(entry for entry in corpus() if entry.name == template).renderer())
