@@ -103,7 +103,7 @@ def page(rows: Sequence[Row]) -> str:
         "",
         f"{_count(rows, models)} show tools, calls and results.",
         "How each writes a call and a thought is learnt from its renders, and checked against it with other words:",
-        "every type of value, awkward strings, names with signs, no arguments, one to three calls, content beside them.",
+        "every type of value, awkward strings, names with signs, no arguments, several calls, content beside them.",
         "What is written has to stand in the render, character for character.",
         "",
         f"{_count(usable, models)} can be used with tools.",

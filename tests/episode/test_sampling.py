@@ -13,8 +13,8 @@ import pytest
 from runner import BadOption, Conversation, Limits, Outcome, Run, RunFile, Sampling
 from runner.engines.base import FinishReason
 from runner.testing import Fault, Latency, Reply, ScriptedEngine, assert_exact
-from tests.histories import Twice, talked
-from tests.playing import Plain, play, recording
+from tests.histories import Twice
+from tests.playing import Plain, play, recording, talked
 from tests.verifying import verdict
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
