@@ -22,6 +22,8 @@ from runner.transcript import printable, printable_line
 __all__ = ["lag_lines", "make_console", "own_command", "quoted", "summary_table"]
 
 FAULTS = 3
+SUSPECT_CALLS = 3
+SUSPECT_SHARE = 0.2
 NOTABLE_SECONDS = 1.0
 PIPED_WIDTH = 200
 
@@ -79,6 +81,8 @@ def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, Rende
         yield f"  {printable_line(name)} (metric)", Text(_mean(mean))
     yield "outcomes", Text(" · ".join(f"{name} {count} of {episodes}" for name, count in summary["outcomes"].items()))
     yield "turns", Text(" · ".join([str(summary["turns"]), *(f"{n} {c}" for n, c in summary["finishes"].items())]))
+    if summary.get("calls"):
+        yield "tool calls", _calls(summary["calls"], summary["malformed_calls"])
     yield "tokens", Text(_tokens(summary["tokens"]))
     if summary["junctions"]:
         yield "junctions", Text("\n".join(_junctions(summary["junctions"])))
@@ -107,6 +111,17 @@ def _mean(mean: Mapping[str, Any]) -> str:
         return "none was scored"
     error = mean["standard_error"]
     return f"{mean['mean']:.3f}" + (f" ± {error:.3f}" if error is not None else "") + f"  (of {mean['count']})"
+
+
+def _calls(calls: int, malformed: int) -> Text:
+    text = Text(f"{calls}, {malformed} of them could not be read" if malformed else str(calls))
+    # A model slips now and then; one that does so often was trained with another template.
+    if malformed >= SUSPECT_CALLS and malformed > calls * SUSPECT_SHARE:
+        advice = (
+            "the model seems to write calls otherwise than its template: compare check-template with show, and give "
+        )
+        text.append(f"\n{advice}the template that it was trained with (--template)", "yellow")
+    return text
 
 
 def _tokens(tokens: Mapping[str, int]) -> str:

@@ -106,6 +106,12 @@ class Summary:
     finishes: Counter[str] = field(default_factory=Counter)
     """How many turns finished for each reason."""
 
+    calls: int = 0
+    """The tool calls of all agents."""
+
+    malformed_calls: int = 0
+    """Calls that were begun and could not be read: of many, the model writes otherwise than its template."""
+
     times: dict[str, float] = field(default_factory=dict)
     """Seconds of all turns together, as `queued`, `first_token`, `decode` and `environment`."""
 
@@ -227,6 +233,8 @@ class Summary:
             "pass_at": {str(k): self.pass_at(k) for k in (1 << power for power in range(self.group_size.bit_length()))},
             "turns": self.turns,
             "finishes": dict(sorted(self.finishes.items())),
+            "calls": self.calls,
+            "malformed_calls": self.malformed_calls,
             "tokens": asdict(self.tokens),
             "junctions": {"/".join(key): count for key, count in sorted(self.junctions.items())},
             "junction_causes": dict(sorted(self.junction_causes.items())),
@@ -246,6 +254,8 @@ class Summary:
         self.tokens.cached += turn.cached_tokens or 0
         self.tokens.sampled += turn.end - turn.start
         self.resampled += turn.resampled
+        self.calls += len(turn.tool_calls)
+        self.malformed_calls += sum(call.error is not None for call in turn.tool_calls)
         for name in ("queued", "first_token", "decode", "environment"):
             self.times[name] = self.times.get(name, 0.0) + getattr(turn.timings, name)
         junction = turn.junction

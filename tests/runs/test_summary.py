@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from runner import Conversation, Run, RunFile, reward, run
+from runner import Conversation, Run, RunFile, reward, run, tool
 from runner.cli.display import live_view
 from runner.cli.report import summary_table
 from runner.runs.figures import Gauge, in_words
@@ -112,3 +112,21 @@ async def test_replacing_the_prompt_before_the_first_turn_is_no_fork() -> None:
     first, second = (turn.junction for turn in trajectory.turns)
     assert (first, second is not None) == (None, True)
     assert sum(foreign.summary.junctions.values()) == foreign.summary.junction_causes["environment"] == 1
+
+
+class Adding(Plain):
+    @tool
+    def add(self, a: int, b: int) -> int:
+        """Add two integers."""
+        return a + b
+
+
+def test_calls_that_cannot_be_read_are_counted_and_many_of_them_are_said_to_be_the_templates() -> None:
+    replies = ["[add(a=1, b=", "[add(a=1, ", "[add(a=1, b=2)]", "[add(", "Done."]
+    summary = run(Adding, ScriptedEngine(replies))
+    assert (summary.calls, summary.malformed_calls) == (4, 3)
+    assert "4, 3 of them could not be read" in printed(summary_table(summary.as_dict()))
+    assert "(--template)" in printed(summary_table(summary.as_dict()))
+    few = run(Adding, ScriptedEngine(["[add(a=1, b=", "[add(a=1, b=2)]", "Done."]))
+    assert "2, 1 of them could not be read" in printed(summary_table(few.as_dict()))
+    assert "(--template)" not in printed(summary_table(few.as_dict()))
