@@ -72,7 +72,9 @@ class TurnParser:
         """
         reading = self._read(text, tools if tool_choice != "none" else (), triggers)
         taken: set[str] = set()
-        calls = [self._numbered(_writable(call), before + index, taken) for index, call in enumerate(reading.calls)]
+        # Only an escape can make half of a surrogate pair: what is decoded from ids has whole characters.
+        read = map(_writable, reading.calls) if "\\" in text else reading.calls
+        calls = [self._numbered(call, before + index, taken) for index, call in enumerate(read)]
         return ParsedText(reading.content, reading.reasoning, calls)
 
     def _read(self, text: str, tools: Sequence[Tool], triggers: Collection[int] | None) -> TurnReading:
