@@ -29,9 +29,9 @@ class CallPatterns:
 
     @cached_property
     def between(self) -> re.Pattern[str] | None:
-        """What stands between two calls; None where each has a begin and a close of its own."""
-        between = self.format.between
-        if between is None or squeezed(between) == squeezed(self.format.close + self.format.begin):
+        """What stands between two calls; None where each is announced, with a begin and a close of its own."""
+        between, own = self.format.between, squeezed(self.format.close + self.format.begin)
+        if between is None or (self.format.trigger and squeezed(between) == own):
             return None
         return compiled(lenient(between))
 

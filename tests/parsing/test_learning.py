@@ -1,0 +1,160 @@
+"""How a template writes calls is learnt from its renders alone, the same each time, and what it cannot do is proven."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.parsing.learning.asking import MOST_RENDERS, Asker, FormatProperty, Said
+from runner.parsing.learning.turn import LearntTurn, Verdict, learn_turn
+from runner.parsing.marks import Marks
+from runner.parsing.reading import CallReader
+from runner.parsing.traits import CallTrait
+from runner.parsing.turn_format import CallFormat, TaggedArguments
+from runner.parsing.writing import WrittenCall, write_calls
+from runner.tokens.template import ChatTemplate, Renderer
+from tests import sweeps
+from tests.conformance import turn_formats
+from tests.conformance.corpus import corpus
+
+ROWS = turn_formats.recorded()
+LEARNT = [row.template for row in ROWS if row.verdict != Verdict.REFUSED and "<|channel|>" not in row.thought]
+EXACT = [row.template for row in ROWS if row.verdict == Verdict.EXACT]
+
+
+@functools.cache
+def renderer_of(name: str) -> Renderer:
+    return next(entry for entry in corpus() if entry.name == name).renderer()
+
+
+@functools.cache
+def learnt_of(name: str) -> LearntTurn:
+    return learn_turn(renderer_of(name))
+
+
+def calls_of(name: str) -> CallFormat:
+    calls = learnt_of(name).format.calls
+    assert calls is not None
+    return calls
+
+
+def asker_of(name: str) -> Asker:
+    calls = calls_of(name)
+    return Asker(renderer_of(name), Marks(), named_ids=calls.id_pieces is not None)
+
+
+@pytest.mark.parametrize("name", sweeps.part(LEARNT, 12))
+def test_no_word_that_a_template_was_asked_with_stands_in_what_was_learnt(name: str) -> None:
+    assert "zq" not in json.dumps(learnt_of(name).as_json()["format"])
+
+
+@pytest.mark.parametrize("name", sweeps.part(LEARNT, 12))
+def test_learning_again_gives_the_same_and_takes_no_more_renders_than_it_may(name: str) -> None:
+    again = learn_turn(renderer_of(name))
+    assert again == learnt_of(name)
+    assert again.renders <= MOST_RENDERS
+    assert LearntTurn.from_json(again.as_json()) == again
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(-1e6, 1e6).map(lambda value: round(value, 3))
+    | st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@pytest.mark.parametrize("name", sweeps.part(EXACT, 16))
+@settings(max_examples=sweeps.times(100, 20))
+@given(arguments=st.lists(st.dictionaries(st.sampled_from(["key", "an_other", "x"]), VALUES), min_size=1, max_size=2))
+def test_what_an_exact_template_renders_is_read_as_what_was_said(name: str, arguments: list[dict[str, Any]]) -> None:
+    form, asker = calls_of(name), asker_of(name)
+    said = [Said("look_up", each) for each in arguments[: None if form.between is not None else 1]]
+    text = asker.turn(*said)
+    written = write_calls(
+        form, [WrittenCall(each.name, each.arguments, asker.id_of(each, n)) for n, each in enumerate(said)]
+    )
+    assert text is not None
+    assert written in text
+    read = CallReader(form).read(written, {"look_up": {}})
+    assert [(call.name, call.arguments) for call in read.calls] == [(each.name, each.arguments) for each in said]
+    assert read.content == ""
+
+
+UNTYPED = [row.template for row in ROWS if CallTrait.UNTYPED in row.traits]
+
+
+@pytest.mark.parametrize("name", sweeps.part(UNTYPED, 8))
+def test_where_nothing_tells_types_two_inputs_have_one_render(name: str) -> None:
+    number, text = (asker_of(name).turn(Said("look_up", {"query": value})) for value in (5, "5"))
+    assert number == text != None  # noqa: E711  # one comparison says both
+
+
+CLOSING = [row.template for row in ROWS if CallTrait.CLOSING_IN_STRING in row.traits]
+SEVERAL = [row.template for row in ROWS if row.template in CLOSING and CallTrait.ONE_CALL not in row.traits]
+
+
+@pytest.mark.parametrize("name", sweeps.part(SEVERAL, 8))
+def test_where_a_string_may_hold_what_ends_calls_two_inputs_have_one_render(name: str) -> None:
+    form = calls_of(name)
+    one, other = Said("look_up", {"query": "a"}), Said("look_up", {"query": "b"})
+    both = asker_of(name).turn(one, other)
+    assert both is not None
+    assert isinstance(form.arguments, TaggedArguments)
+    opened = f"query{form.arguments.styles['string'].open}"
+    within = both[both.index(f"{opened}a") + len(opened) : both.rindex(f"{opened}b") + len(opened) + 1]
+    assert asker_of(name).turn(Said("look_up", {"query": within})) == both
+
+
+def test_a_format_is_that_of_a_templates_options() -> None:
+    text = (
+        "{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{%- if m.tool_calls %}{% for c in m.tool_calls %}"
+        "{% if quick %}[[{{ c.function.name }}:{{ c.function.arguments | tojson }}]]"
+        "{% else %}<call>{{ c.function | tojson }}</call>{% endif %}{% endfor %}{% endif %}<|end|>{% endfor %}"
+        "{%- if add_generation_prompt %}<|assistant|>{{ '<think></think>' if quick else '<think>' }}{% endif %}"
+    )
+    template = ChatTemplate(text, name="by options")
+    slow, quick = (learn_turn(template.renderer(options=options)).format for options in ({}, {"quick": True}))
+    assert slow.calls is not None
+    assert quick.calls is not None
+    assert (slow.calls.trigger, quick.calls.begin) == ("<call>", "[[")
+    assert slow.reasoning is not None
+    assert slow.reasoning.opened_by_prompt
+    assert quick.reasoning is None or not quick.reasoning.opened_by_prompt
+
+
+LOOP = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}BODY{% endfor %}{% endfor %}"
+)
+REFUSED = {
+    "nothing of a call": ("", FormatProperty.SHOWN),
+    "only the name": ("<call>{{ c.function.name }}</call>", FormatProperty.SHOWN),
+    "strings end nowhere": (
+        "<c>{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }} {{ v }} {% endfor %})</c>",
+        FormatProperty.INVERTED,
+    ),
+    "values backwards": (
+        "<call>{{ c.function.name }} {% for k, v in c.function.arguments.items() %}<{{ k }}>{{ v | string | reverse }}"
+        "</{{ k }}>{% endfor %}</call>",
+        FormatProperty.SHOWN,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_learnt_is_refused_by_the_property_that_is_missing(what: str) -> None:
+    body, missing = REFUSED[what]
+    learnt = learn_turn(ChatTemplate(LOOP.replace("BODY", body), name=what).renderer())
+    assert learnt.verdict is Verdict.REFUSED
+    assert learnt.missing is missing
+    assert learnt.why
