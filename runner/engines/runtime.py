@@ -165,16 +165,19 @@ class EngineRuntime(ABC, Generic[RequestT]):
     # --- what cannot be now, each refused by the name of the call
 
     def require_running(self, call: str) -> None:
+        """Return if the engine is running."""
         if self.state is not EngineState.RUNNING:
             raise BadControl(f"{call}: the engine is {self.state.value} already.{self._way_out()}")
 
     def require_paused(self, call: str) -> None:
+        """Return if the engine is paused and has weights to go on with."""
         if self.state is not EngineState.PAUSED:
             raise BadControl(f"{call}: the engine is {self.state.value}, not paused.{self._way_out()}")
         if self.weights_discarded:
             raise BadControl(f"{call}: sleep(2) discarded the weights: update_weights(...) first.")
 
     def require_weights_awake(self, call: str) -> None:
+        """Return if the memory of the weights is not given up."""
         if "weights" in self.asleep:
             raise BadControl(f"{call}: the memory of the weights is asleep: wake(['weights']) first.")
 

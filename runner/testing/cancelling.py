@@ -36,6 +36,7 @@ __all__ = ["cancel_everywhere", "play_cancelled"]
 __tracebackhide__ = True
 
 Check: TypeAlias = Callable[[Any], object]
+"""Gets the environment that played, and raises if something is left behind."""
 
 _SLOWLY: Final = Latency(first=1, between=1)
 """A tick before every delta, so that a turn has suspension points of its own."""
