@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -215,3 +216,32 @@ def is_documented(thing: griffe.Class, name: str) -> bool:
     """Whether the class, or one that it inherits from, says what its member is."""
     owners = [owner for owner in (thing, *thing.mro()) if name in owner.members]
     return any(owner.members[name].docstring is not None for owner in owners)
+
+
+# --- the architecture
+
+
+def rows_of_the_architecture() -> list[tuple[list[str], list[str]]]:
+    """The rows of its table: the packages and single modules of each, and the modules that it names in them."""
+    table = (DOCS / "architecture.md").read_text(encoding="utf-8").split("| row | what is there |\n|---|---|\n")[1]
+    rows = [row.split(" | ", maxsplit=1) for row in table.split("\n\n")[0].splitlines()]
+    return [(re.findall(r"`([\w/]+)`", first), re.findall(r"`(\w+)`", second)) for first, second in rows]
+
+
+def test_the_rows_of_the_architecture_are_those_that_lint_imports_checks() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    (layers,) = (contract["layers"] for contract in contracts if contract.get("containers") == ["runner"])
+    rows = [[name.removesuffix("/") for name in names] for names, _ in rows_of_the_architecture()]
+    assert [names for names in rows if "/" not in names[0]] == [layer.split(" : ") for layer in layers]
+
+
+def test_the_architecture_names_every_module_once() -> None:
+    for names, named in rows_of_the_architecture():
+        packages = [ROOT / "runner" / name for name in names if name.endswith("/")]
+        there = [module.stem for package in packages for module in package.glob("*.py") if module.stem != "__init__"]
+        assert sorted(named) == sorted(there), f"the row of {', '.join(names)} in docs/architecture.md"
+    folders = {f"{file.parent.relative_to(ROOT / 'runner')}/" for file in (ROOT / "runner").rglob("__init__.py")}
+    listed = [name for names, _ in rows_of_the_architecture() for name in names if name.endswith("/")]
+    assert sorted(listed) == sorted(folders - {"./"})
