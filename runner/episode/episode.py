@@ -34,7 +34,7 @@ class Episode:
         self.seed: int = state.seed
         """The seed of the episode's sampling; it differs within a group."""
         self.reason: str = ""
-        """What `end` was given."""
+        """The reason that `end(reason)` was called with; "" before, or where it was given none."""
         self.conversations: dict[str, Conversation] = {}
         """The conversations that are open, by agent."""
         self._state = state

@@ -47,7 +47,7 @@ class Play(EpisodeState):
     def __init__(self, context: RunContext, key: EpisodeKey) -> None:
         super().__init__(key, context, self._leave)
         self.phase = Phase.SETUP
-        """Where it stands."""
+        """The phase of its life that the episode is in."""
         self.began = anyio.current_time()
         """When it was made, in the event loop's time."""
         self.faults: list[str] = []

@@ -60,7 +60,7 @@ class EpisodeLimits:
         self.tokens = 0
         """Tokens sampled so far in trained conversations."""
         self.clock = Clock(counts_sampling=True)
-        """The clock over the play; leaving the play is cancelling its scope."""
+        """The clock over the play; whoever ends the play cancels the scope of this clock."""
         self.last_turn: Turn | None = None
         """The last turn of a trained conversation."""
         self.ending: Ending | None = None

@@ -52,7 +52,7 @@ class EpisodeState:
         self.activity = ""
         """What the episode waits for, for people."""
         self.since = 0.0
-        """When it began to, in the event loop's time."""
+        """When the episode began to wait for that, in the event loop's time."""
         self._limits_of_setup: Limits | None = None
         self.report_activity("setup")
 
@@ -98,7 +98,7 @@ class ConversationState:
         self.name = name
         """The agent."""
         self.train = train
-        """Its sampled tokens become a trajectory to be trained on."""
+        """Whether the conversation becomes a trajectory whose sampled ids are trained on."""
         self.episode = episode
         """The episode it speaks in."""
         self.chat = episode.context.chat_of(name)
@@ -112,14 +112,14 @@ class ConversationState:
         self.segment: Segment | None = None
         """The segment that the next prompt extends; None where that prompt is to be rendered from the start."""
         self.cause = "start"
-        """Why the next segment begins, where one does."""
+        """The reason that the next segment is given if the next prompt begins one."""
         self.retry: Retry | None = None
         """The turn that the next segment plays again."""
         check_answers(messages)
         self.queued = list(messages)
         """Messages that were added and not put before the model yet."""
         self.plain = True
-        """So far no message holds what a template might look back at when others do not."""
+        """Whether every message so far is plain, and gives a template nothing special to look back at (`is_plain`)."""
         self.calls = 0
         """How many calls it made, for the ids of the next ones."""
         # Of the assistant message that was sampled last. A turn that goes on with a cut one is read from there again.
