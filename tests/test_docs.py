@@ -35,6 +35,12 @@ def test_every_outcome_is_explained() -> None:
         assert f"`{outcome.value}`" in PAGE
 
 
+@pytest.mark.parametrize("start", [ROOT / "README.md", DOCS / "index.md"], ids=["README", "site"])
+def test_every_guide_is_linked_from_the_start(start: Path) -> None:
+    linked = {(start.parent / link).resolve() for link in re.findall(r"\]\(([\w/-]+\.md)\)", start.read_text())}
+    assert set(DOCS.glob("*.md")) - {DOCS / "index.md"} <= linked
+
+
 @pytest.mark.anyio
 async def test_the_first_environment_of_the_page_plays(tmp_path: Path) -> None:
     source = tmp_path / "calculator.py"
