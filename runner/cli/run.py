@@ -30,7 +30,7 @@ from runner.environment.checks import check_playable
 from runner.environment.environment import Environment
 from runner.environment.loading import construct, find_environment, short_name
 from runner.environment.task_feed import Tasks, own_tasks
-from runner.environment.task_selection import at_once, select
+from runner.environment.task_selection import read_now, select
 from runner.errors import BadOption, DeltarunnerError, TooManyFailures
 from runner.options import UNSET, Concurrency, Sampling
 from runner.runs.describe import describe_configuration
@@ -179,7 +179,7 @@ def _tasks(settings: RunSettings, environment: Environment[Any]) -> tuple[Tasks,
     source: Any = settings.tasks if settings.tasks is not None else own_tasks(environment)
     each = 1 if settings.index is not None else size
     if settings.task is not None:
-        return at_once(select(source, environment.task_class(), only=settings.task), source, environment), each
+        return read_now(select(source, environment.task_class(), only=settings.task), source, environment), each
     if settings.episodes is None:
         known = len(source) * each if hasattr(source, "__len__") else None
         return select(source, environment.task_class()), known
@@ -188,7 +188,7 @@ def _tasks(settings: RunSettings, environment: Environment[Any]) -> tuple[Tasks,
             f"--episodes {settings.episodes} is no multiple of --group-size {size}; groups are played whole."
         )
     chosen = select(source, environment.task_class(), most=settings.episodes // each)
-    return at_once(chosen, source, environment) if settings.tasks is not None else chosen, settings.episodes
+    return read_now(chosen, source, environment) if settings.tasks is not None else chosen, settings.episodes
 
 
 class ShownRun(Reporter):

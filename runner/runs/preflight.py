@@ -19,10 +19,10 @@ from runner.tokens.bridging.refusal import Property
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate
 
-__all__ = ["check_adapter", "check_appends", "check_templates"]
+__all__ = ["check_appends", "check_templates", "require_adapter"]
 
 
-def check_adapter(engine: Engine, sampling: Sampling) -> None:
+def require_adapter(engine: Engine, sampling: Sampling) -> None:
     """Refuse a run whose every turn would ask for an adapter that the engine has not."""
     if sampling.adapter and sampling.adapter not in engine.adapters:
         there = ", ".join(map(repr, engine.adapters)) or "none"

@@ -28,7 +28,7 @@ from runner.episode.model import ChatModel
 from runner.errors import unwrapped
 from runner.runs.describe import describe_run
 from runner.runs.options import RunKeywords, RunOptions, check_engine
-from runner.runs.preflight import check_adapter, check_appends, check_templates
+from runner.runs.preflight import check_appends, check_templates, require_adapter
 from runner.runs.results import Results
 from runner.runs.staleness import Staleness
 from runner.runs.started import StartedRun
@@ -127,7 +127,7 @@ class Run:
             for engine in self.engines:
                 await exit_stack.enter_async_context(running(engine))
             staleness = Staleness(self.engine, self.options.max_version_lag)
-            check_adapter(self.engine, self.options.sampling.over(self.environment.sampling))
+            require_adapter(self.engine, self.options.sampling.over(self.environment.sampling))
             await exit_stack.enter_async_context(self.lag)
             writer = await exit_stack.enter_async_context(await self._make_writer())
             # A resumed run goes on with the clock that its templates saw first.
