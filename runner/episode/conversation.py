@@ -41,8 +41,9 @@ def open_conversation(
     messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
     messages += as_messages(prompt)
     state = ConversationState(name, episode, train=train, tools=tools, messages=messages, sampling=sampling)
-    episode.conversations[name] = state
-    return Conversation(state)
+    conversation = state.conversation = Conversation(state)
+    episode.states[name] = state
+    return conversation
 
 
 class Conversation:

@@ -35,8 +35,6 @@ class Episode:
         """The seed of the episode's sampling; it differs within a group."""
         self.reason: str = ""
         """The reason that `end(reason)` was called with; "" before, or where it was given none."""
-        self.conversations: dict[str, Conversation] = {}
-        """The conversations that are open, by agent."""
         self._state = state
         self._rng: random.Random | None = None
 
@@ -49,9 +47,14 @@ class Episode:
         return self._rng
 
     @property
+    def conversations(self) -> dict[str, Conversation]:
+        """The conversations that are open, by agent."""
+        return {name: state.conversation for name, state in self._state.states.items()}
+
+    @property
     def turns(self) -> list[Turn]:
         """The turns of `main`, in order."""
-        main = self.conversations.get(MAIN)
+        main = self._state.states.get(MAIN)
         return main.turns if main else []
 
     @property
@@ -112,14 +115,14 @@ class Episode:
             BadOption: an agent on an engine of its own cannot be trained.
             RuntimeError: `main` is not open yet; it is after `prompt()`.
         """
-        if name in self.conversations:
-            return self.conversations[name]
+        if name in self._state.states:
+            opened: Conversation = self._state.states[name].conversation
+            return opened
         if name == MAIN:
             raise RuntimeError("agent 'main' is opened after prompt(), by the runner; name another one before that.")
-        conversation = self.conversations[name] = open_conversation(
+        return open_conversation(
             self._state, name, system_prompt=system_prompt, prompt=prompt, tools=tools, train=train, sampling=sampling
         )
-        return conversation
 
     async def answer(self, turn: Turn) -> list[Message] | None:
         """Answer a turn: run its calls, or ask `step(turn)` where it makes none.
@@ -134,7 +137,8 @@ class Episode:
         began = anyio.current_time()
         try:
             if turn.tool_calls:
-                return await self.conversations[turn.agent].call_tools(turn)
+                answers: list[Message] = await self._state.states[turn.agent].conversation.call_tools(turn)
+                return answers
             return await self._step(turn)
         finally:
             turn.timings.environment += anyio.current_time() - began

@@ -21,10 +21,10 @@ def judge(episode: EpisodeState, error: BaseException | None) -> Ending:
     if abandoned:
         text = f"{abandoned} did not come back in time; its thread was left behind and may still write"
         return Ending(Outcome.ENV_ERROR, _limit_of(error) or "seconds", error=text)
-    if limits.ending is not None and limits.ending.outcome is not Outcome.COMPLETED:
-        return limits.ending
+    if limits.silenced_by is not None and limits.silenced_by.outcome is not Outcome.COMPLETED:
+        return limits.silenced_by
     # After an ending, whoever asks for a turn has the clock's scope cancelled: then it is not the clock that fired.
-    if limits.clock.fired and limits.ending is None:
+    if limits.clock.fired and limits.silenced_by is None:
         return Ending(Outcome.TIME_LIMIT, "seconds")
     if limits.context_full is not None:
         return limits.context_full

@@ -7,14 +7,15 @@ are what the author sees of it, and `Play` in `lifecycle` is the state that play
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import anyio
 
-from runner.concurrency.exit_stack import EpisodeExitStack, Leave
-from runner.concurrency.user_code import AuthorCode
+from runner.concurrency.clocks import Waiting
+from runner.concurrency.exit_stack import EpisodeExitStack
+from runner.concurrency.user_code import AuthorCode, TooSlow
 from runner.episode.context import RunContext
 from runner.episode.key import EpisodeKey
 from runner.episode.limits import EpisodeLimits
@@ -30,7 +31,7 @@ __all__ = ["ConversationState", "EpisodeState", "Retry", "checked_tools"]
 class EpisodeState:
     """The state of one attempt, which `Episode` and its conversations share; `Play` adds the life cycle."""
 
-    def __init__(self, key: EpisodeKey, context: RunContext, leave: Leave) -> None:
+    def __init__(self, key: EpisodeKey, context: RunContext) -> None:
         self.key = key
         """Which play of which task this is."""
         self.seed = key.seed(context.seed)
@@ -43,9 +44,11 @@ class EpisodeState:
         """What the episode may still use, and how it ended."""
         self.author_code = AuthorCode(context.workers)
         """Calls the author's hooks and tools."""
-        self.conversations: dict[str, ConversationState] = {}
+        self.states: dict[str, ConversationState] = {}
         """The conversations so far, by agent, in the order in which they were opened."""
-        self.exit_stack = EpisodeExitStack(leave, f"episode {key.id} of {type(context.environment).__name__}")
+        self.faults: list[str] = []
+        """What went wrong without changing the outcome, such as a `close()` or a metric that raised."""
+        self.exit_stack = EpisodeExitStack(self._leave, f"episode {key.id} of {type(context.environment).__name__}")
         """What `setup()` entered."""
         self.exit_stack_open = False
         """`setup()` is running, so something may be entered."""
@@ -75,11 +78,25 @@ class EpisodeState:
                 "to the class or the run."
             )
 
+    async def _leave(self, leaving: Callable[[], bool | None], name: str) -> bool | None:
+        """Leave one thing of the exit stack in a thread; one that takes too long is left behind, and the next goes on.
+
+        The clock over the whole unwinding stands still, and a cancellation waits: each exit has its own limit.
+        """
+        seconds = self.limits.configured.close_seconds
+        with Waiting(), anyio.CancelScope(shield=True):
+            try:
+                swallowed: bool | None = await self.author_code.call(leaving, name=name, seconds=seconds)
+            except TooSlow as error:
+                self.faults.append(f"exit_stack: {error}; its thread was left behind")
+                return None
+        return swallowed
+
     def was_said(self, message: Message) -> bool:
         """Tell whether an agent of this episode said what this assistant message does."""
         if message["role"] != "assistant" or not (message["content"] or message.get("tool_calls")):
             return False
-        return any(_says(turn, message) for agent in self.conversations.values() for turn in agent.turns)
+        return any(_says(turn, message) for state in self.states.values() for turn in state.turns)
 
 
 class ConversationState:
@@ -101,6 +118,8 @@ class ConversationState:
         """Whether the conversation becomes a trajectory whose sampled ids are trained on."""
         self.episode = episode
         """The episode it speaks in."""
+        self.conversation: Any = None
+        """The same as the author sees it: a `Conversation`, which stands above this module and has no type here."""
         self.chat = episode.context.chat_of(name)
         """The model that speaks for it."""
         self.tools = checked_tools(tools)
@@ -129,7 +148,7 @@ class ConversationState:
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
         # Only an episode's very first request waits behind those of episodes under way; a second agent's does not.
-        self.session = self.chat.engine.session(late=bool(episode.conversations))
+        self.session = self.chat.engine.session(late=bool(episode.states))
         """What the engine keeps of this conversation between turns."""
 
     @property
