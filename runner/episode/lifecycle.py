@@ -11,13 +11,13 @@ import anyio
 from runner.concurrency.cancellation import cancellation_is_asked_for, forget_native_cancellation
 from runner.concurrency.clocks import Clock
 from runner.concurrency.user_code import describe_error
-from runner.episode.context import RunContext
 from runner.episode.conversation import Conversation, open_conversation
 from runner.episode.episode import Episode
 from runner.episode.hooks import check_system_prompts
 from runner.episode.key import MAIN, EpisodeKey
 from runner.episode.limits import Ending
 from runner.episode.outcome import failure, judge
+from runner.episode.shared import RunShared
 from runner.episode.state import EpisodeState
 from runner.messages import as_messages
 from runner.scoring import Score, ScorerKind, as_metrics, scores_by_agent, weighted_sum
@@ -44,8 +44,8 @@ class Play(EpisodeState):
     What its conversations and the author's `Episode` may know of it is in `EpisodeState`.
     """
 
-    def __init__(self, context: RunContext, key: EpisodeKey) -> None:
-        super().__init__(key, context)
+    def __init__(self, shared: RunShared, key: EpisodeKey) -> None:
+        super().__init__(key, shared)
         self.phase = Phase.SETUP
         """The phase of its life that the episode is in."""
         self.began = anyio.current_time()
@@ -63,13 +63,13 @@ class Play(EpisodeState):
     def _make_environment(self) -> None:
         """Make the environment that plays. Where none can be made, nothing is played and no hook is called."""
         try:
-            environment = self.context.environment.fresh()
+            environment = self.shared.environment.fresh()
             task = own_copy(self.key.task)
         except (Exception, SystemExit) as error:
             self._ending = failure(error)
             return
         environment.task = task
-        environment.shared = self.context.shared
+        environment.shared = self.shared.resources
         environment.tools = environment.bound_tools()
         environment.episode = self.episode
         self.environment = environment
@@ -181,7 +181,7 @@ class Play(EpisodeState):
             system_prompt=environment.system_prompt,
             prompt=messages,
             tools=environment.tools,
-            train=MAIN not in self.context.other_models,
+            train=MAIN not in self.shared.other_models,
         )
 
     # --- the play
@@ -218,7 +218,7 @@ class Play(EpisodeState):
         seconds = self.limits.configured.reward_seconds
         with self._scoring as clock:
             clock.start(seconds)
-            for scorer in self.context.scorers:
+            for scorer in self.shared.scorers:
                 if scorer.kind != ScorerKind.GROUP_REWARD:
                     await self._score_one(scorer.name, scorer.kind, ending)
         if clock.fired or self.author_code.abandoned:
@@ -307,7 +307,7 @@ class Play(EpisodeState):
             seed=self.seed,
             visit=key.visit,
             attempt=key.attempt,
-            trained=agent == MAIN and MAIN not in self.context.other_models,
+            trained=agent == MAIN and MAIN not in self.shared.other_models,
             outcome=ending.outcome,
             limit=ending.limit,
             limit_agent=ending.agent,
@@ -326,10 +326,10 @@ class Play(EpisodeState):
         if not ending.outcome.scored or not trajectory.turns:
             return trajectory
         trajectory.rewards = self._rewards.get(agent, {})
-        grouped = any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self.context.scorers)
+        grouped = any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self.shared.scorers)
         # With group rewards the sum waits for them: until then there is none.
         if not grouped:
-            trajectory.reward = weighted_sum(trajectory.rewards, self.context.scorers)
+            trajectory.reward = weighted_sum(trajectory.rewards, self.shared.scorers)
         return trajectory
 
     def _enter(self, phase: Phase) -> None:

@@ -3,6 +3,9 @@
 What is here decides little: `prompting` makes prompts of it, `turn` samples and records, `Conversation` and `Episode`
 are what the author sees of it, and `Play` in `lifecycle` is the state that plays itself. A `Conversation` is not its
 `ConversationState` in the same way, since authors would see on it what is no business of theirs.
+
+In this package `play` is an `EpisodeState` and `state` a `ConversationState`; `episode` and `conversation` are the
+objects of the author.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ import anyio
 from runner.concurrency.clocks import Waiting
 from runner.concurrency.exit_stack import EpisodeExitStack
 from runner.concurrency.user_code import AuthorCode, TooSlow
-from runner.episode.context import RunContext
 from runner.episode.key import EpisodeKey
 from runner.episode.limits import EpisodeLimits
+from runner.episode.shared import RunShared
 from runner.errors import BadOption
 from runner.messages import Message, check_answers
 from runner.options import Limits, Sampling
@@ -31,24 +34,24 @@ __all__ = ["ConversationState", "EpisodeState", "Retry", "checked_tools"]
 class EpisodeState:
     """The state of one attempt, which `Episode` and its conversations share; `Play` adds the life cycle."""
 
-    def __init__(self, key: EpisodeKey, context: RunContext) -> None:
+    def __init__(self, key: EpisodeKey, shared: RunShared) -> None:
         self.key = key
         """Which play of which task this is."""
-        self.seed = key.seed(context.seed)
+        self.seed = key.seed(shared.seed)
         """The seed of the episode's sampling."""
-        self.context = context
+        self.shared = shared
         """What the episodes of the run share."""
-        self.environment = context.environment
+        self.environment = shared.environment
         """The environment that plays; the shared one until a fresh one is made."""
-        self.limits = EpisodeLimits(context.limits)
+        self.limits = EpisodeLimits(shared.limits)
         """What the episode may still use, and how it ended."""
-        self.author_code = AuthorCode(context.workers)
+        self.author_code = AuthorCode(shared.workers)
         """Calls the author's hooks and tools."""
         self.states: dict[str, ConversationState] = {}
         """The conversations so far, by agent, in the order in which they were opened."""
         self.faults: list[str] = []
         """What went wrong without changing the outcome, such as a `close()` or a metric that raised."""
-        self.exit_stack = EpisodeExitStack(self._leave, f"episode {key.id} of {type(context.environment).__name__}")
+        self.exit_stack = EpisodeExitStack(self._leave, f"episode {key.id} of {type(shared.environment).__name__}")
         """What `setup()` entered."""
         self.exit_stack_open = False
         """`setup()` is running, so something may be entered."""
@@ -67,7 +70,7 @@ class EpisodeState:
     def take_limits(self) -> None:
         """Take over the limits that `setup()` may have given its episode."""
         self._limits_of_setup = self.environment.limits
-        self.limits.configured = self.context.limits_of(self._limits_of_setup)
+        self.limits.configured = self.shared.limits_of(self._limits_of_setup)
 
     def check_limits(self) -> None:
         """Refuse limits that were assigned when they had been read."""
@@ -105,7 +108,7 @@ class ConversationState:
     def __init__(
         self,
         name: str,
-        episode: EpisodeState,
+        play: EpisodeState,
         *,
         train: bool,
         tools: Sequence[Tool],
@@ -116,11 +119,11 @@ class ConversationState:
         """The agent."""
         self.train = train
         """Whether the conversation becomes a trajectory whose sampled ids are trained on."""
-        self.episode = episode
+        self.play = play
         """The episode it speaks in."""
         self.conversation: Any = None
         """The same as the author sees it: a `Conversation`, which stands above this module and has no type here."""
-        self.chat = episode.context.chat_of(name)
+        self.chat = play.shared.chat_of(name)
         """The model that speaks for it."""
         self.tools = checked_tools(tools)
         """What it may call now."""
@@ -148,13 +151,13 @@ class ConversationState:
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
         # Only an episode's very first request waits behind those of episodes under way; a second agent's does not.
-        self.session = self.chat.engine.session(late=bool(episode.states))
+        self.session = self.chat.engine.session(late=bool(play.states))
         """What the engine keeps of this conversation between turns."""
 
     @property
     def context(self) -> int:
         """How many tokens this conversation may hold."""
-        limit = self.episode.limits.configured.context
+        limit = self.play.limits.configured.context
         engine = self.chat.engine.context
         return engine if limit is None else min(limit, engine)
 
@@ -164,16 +167,16 @@ class ConversationState:
 
     def sampling(self) -> Sampling:
         """The sampling of the next turn, every field set; the environment's may have been assigned since the last."""
-        episode = self.episode
-        given = episode.environment.sampling
+        play = self.play
+        given = play.environment.sampling
         if given is not self._environment_sampling:
             if not isinstance(given, Sampling):
                 raise BadOption(f"self.sampling = {given!r:.60}: give Sampling(...).")
-            self._sampling = episode.context.sampling_of(
+            self._sampling = play.shared.sampling_of(
                 train=self.train, conversation=self._own_sampling, environment=given
             )
             self._environment_sampling = given
-        episode.check_limits()
+        play.check_limits()
         return self._sampling
 
     def into_trajectory(self, trajectory: Trajectory) -> None:

@@ -21,10 +21,10 @@ from runner.environment.checks import as_environment, check_playable, check_tool
 from runner.environment.environment import Environment
 from runner.environment.lifespan import lifespan_of
 from runner.environment.task_feed import TaskFeed, Tasks, own_tasks
-from runner.episode.context import RunContext
 from runner.episode.key import MAIN
 from runner.episode.lifecycle import Play
 from runner.episode.model import ChatModel
+from runner.episode.shared import RunShared
 from runner.errors import unwrapped
 from runner.runs.describe import describe_run
 from runner.runs.options import RunKeywords, RunOptions, check_engine
@@ -131,14 +131,14 @@ class Run:
             await exit_stack.enter_async_context(self.lag)
             writer = await exit_stack.enter_async_context(await self._make_writer())
             # A resumed run goes on with the clock that its templates saw first.
-            context = await self._make_context(writer.header.clock)
-            lifespan = lifespan_of(self.environment, self.workers, close_seconds=context.limits.close_seconds)
-            context.shared = await exit_stack.enter_async_context(lifespan)
+            shared = await self._make_shared(writer.header.clock)
+            lifespan = lifespan_of(self.environment, self.workers, close_seconds=shared.limits.close_seconds)
+            shared.resources = await exit_stack.enter_async_context(lifespan)
             feed = await self._make_feed()  # after lifespan(), whose resources tasks() may read
             exit_stack.push_async_callback(feed.aclose)
             started = StartedRun(
                 options=self.options,
-                context=context,
+                shared=shared,
                 writer=writer,
                 feed=feed,
                 state=self._state,
@@ -178,7 +178,7 @@ class Run:
         task_class, retry_failed = self.environment.task_class(), self.options.retry_failed
         return RunWriter(self.file, header, task_class=task_class, retry_failed=retry_failed)
 
-    async def _make_context(self, now: datetime) -> RunContext:
+    async def _make_shared(self, now: datetime) -> RunShared:
         """What all episodes share; templates that cannot serve them are refused before anything is sampled."""
         environment, options = self.environment, self.options
         await check_templates([each.template for each in self.engines], options.template_options, now)
@@ -190,7 +190,7 @@ class Run:
         tools = bool(environment.bound_tools())
         system = getattr(type(environment), "system_prompt", None) is not None
         self.summary.faults.extend(await check_appends(main, now, self.workers, tools=tools, system=system))
-        return RunContext(
+        return RunShared(
             environment=environment,
             chat=chat,
             other_models=other_models,

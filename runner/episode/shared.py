@@ -16,11 +16,11 @@ from runner.errors import BadOption
 from runner.options import Limits, Sampling
 from runner.scoring import Scorer
 
-__all__ = ["RunContext"]
+__all__ = ["RunShared"]
 
 
 @dataclass(slots=True, kw_only=True)
-class RunContext:
+class RunShared:
     """What the episodes of one run share. Nothing of it is global: two runs on one loop share an engine at most."""
 
     environment: Hooks
@@ -41,7 +41,7 @@ class RunContext:
     """The run's seed."""
     workers: Workers
     """The threads in which the run's synchronous code is called."""
-    shared: Any = None
+    resources: Any = None
     """What `lifespan()` yielded."""
     _asked: set[str] = field(default_factory=set)
     _limiters: dict[str, anyio.CapacityLimiter] = field(default_factory=dict)
