@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from runner.engines.base import FinishReason, GenerationRequest
 from runner.episode.key import MAIN
@@ -25,29 +26,20 @@ async def take_turn(
     state: ConversationState, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None
 ) -> Turn:
     """Let the agent of a conversation speak once."""
-    play, chat = state.play, state.chat
-    await play.limits.admit(state.name, trained=state.train)
+    limits = state.play.limits
+    await limits.admit(state.name, trained=state.train)
     prompt = await next_prompt(state)
     _refuse_too_long(state, prompt)
     request = _request(state, prompt, sampling, tool_choice)
     sampled, turn = Sample(prompt.segment.log), None
     try:
-        play.report_activity(f"{state.name}: engine")
-        await sample(
-            sampled,
-            chat.engine,
-            request.generation,
-            new_ids=prompt.new_ids,
-            source=prompt.source,
-            tokenizer=chat.tokenizer,
-            stall_seconds=play.limits.configured.stall_seconds,
-        )
+        await _sampling(state, prompt, request, sampled)
     finally:
         # Cancelled or failed, what the model saw and said is kept all the same: the engine had it from admission on.
         if sampled.admitted:
             turn = _record(state, prompt, request, sampled)
             _parse(state, prompt, turn, sampled.text)
-            play.limits.count(turn, trained=state.train)
+            limits.count(turn, trained=state.train)
     if sampled.error is not None:
         _end_by(state, sampled.error)
     assert turn is not None  # an engine that did not fail has admitted the request
@@ -146,6 +138,22 @@ def _unconstrained(settings: Sampling) -> Sampling:
     if settings.schema is None and settings.regex is None and settings.choice is None:
         return settings
     return replace(settings, schema=None, regex=None, choice=None)
+
+
+def _sampling(
+    state: ConversationState, prompt: PreparedPrompt, request: _Request, into: Sample
+) -> Coroutine[Any, Any, None]:
+    # No coroutine of its own: each delta would go through one frame more.
+    state.play.report_activity(f"{state.name}: engine")
+    return sample(
+        into,
+        state.chat.engine,
+        request.generation,
+        new_ids=prompt.new_ids,
+        source=prompt.source,
+        tokenizer=state.chat.tokenizer,
+        stall_seconds=state.play.limits.configured.stall_seconds,
+    )
 
 
 # --- what came of it
