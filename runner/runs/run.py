@@ -81,7 +81,7 @@ class Run:
         check_engine("engine", engine)
         self.engine = engine
         """The engine of every agent that has none of its own."""
-        self.options = RunOptions.of(tasks, options)
+        self.options = RunOptions(tasks=tasks, **options)  # type: ignore[arg-type]  # it settles None and names
         """The options, checked, with their defaults."""
         self.limits = self.options.limits_of(self.environment)
         """What every episode may use: the run's limits over the environment's over the defaults."""
