@@ -9,7 +9,6 @@ from typing import Any
 import anyio
 
 from runner.concurrency.threads import Workers
-from runner.engines.base import Engine
 from runner.episode.hooks import Hooks
 from runner.episode.model import ChatModel
 from runner.errors import BadOption
@@ -48,11 +47,6 @@ class RunShared:
     # By `train`, for conversations without sampling of their own. Nearly all episodes ask for one of these two, and
     # merging the layers for each of them costs a good part of a turn.
     _sampling: dict[bool, Sampling] = field(default_factory=dict)
-
-    @property
-    def engines(self) -> list[Engine]:
-        """All engines of the run, each once; that of agents without one of their own comes first."""
-        return list(dict.fromkeys(chat.engine for chat in (self.chat, *self.other_models.values())))
 
     def chat_of(self, agent: str) -> ChatModel:
         """The model that speaks for an agent."""

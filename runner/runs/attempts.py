@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import anyio
 
+from runner.engines.base import Engine
 from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.shared import RunShared
@@ -27,6 +29,9 @@ class Attempts:
 
     state: RunState
     """Is told what is in flight and how often something was played again."""
+
+    engines: Sequence[Engine]
+    """Are asked whether they can answer again."""
 
     shared: RunShared
     """What every episode gets."""
@@ -76,7 +81,7 @@ class Attempts:
         if trajectory.outcome is not Outcome.ENGINE_ERROR or self.state.failure is not None:
             return False
         try:
-            for engine in self.shared.engines:
+            for engine in self.engines:
                 await engine.health()
         except EngineDead as error:
             self.state.engine_died(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import attrgetter
@@ -10,6 +11,7 @@ from typing import Final
 import anyio
 
 from runner.concurrency.threads import Job
+from runner.engines.base import Engine
 from runner.environment.task_feed import TaskFeed
 from runner.episode.key import EpisodeKey
 from runner.episode.shared import RunShared
@@ -41,6 +43,7 @@ class StartedRun:
     """
 
     options: RunOptions
+    engines: Sequence[Engine]
     shared: RunShared
     writer: RunWriter
     feed: TaskFeed
@@ -50,11 +53,12 @@ class StartedRun:
     def __post_init__(self) -> None:
         options, state, shared, writer = self.options, self.state, self.shared, self.writer
         # Twice as many as the engine takes: while some wait for tools or their environment, others are sampled.
-        width = options.concurrency.episodes or 2 * shared.engines[0].places
+        width = options.concurrency.episodes or 2 * self.engines[0].places
         self._breaker = Breaker(options.breaker)
         self._scoring = scoring = GroupScoring(shared, writer, state.summary, group_size=options.group_size)
         self._attempts = Attempts(
             state=state,
+            engines=self.engines,
             shared=shared,
             writer=writer,
             staleness=self.staleness,
@@ -136,8 +140,8 @@ class StartedRun:
 
     def _progress(self) -> tuple[object, ...]:
         # While an engine stands still for its trainer, nothing can happen, and nothing is stuck.
-        moved = [object() if engine.standstill.on else engine.stats().sampled_tokens for engine in self.shared.engines]
+        moved = [object() if engine.standstill.on else engine.stats().sampled_tokens for engine in self.engines]
         return (self.state.summary.episodes, *moved)
 
     async def _watch_engines(self) -> None:
-        self.state.engine_died(await until_dead(self.shared.engines))
+        self.state.engine_died(await until_dead(self.engines))
