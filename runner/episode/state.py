@@ -17,7 +17,7 @@ from typing import Any
 import anyio
 
 from runner.concurrency.clocks import Waiting
-from runner.concurrency.exit_stack import EpisodeExitStack
+from runner.concurrency.exit_stack import ThreadedExitStack
 from runner.concurrency.user_code import AuthorCode, TooSlow
 from runner.episode.key import EpisodeKey
 from runner.episode.limits import EpisodeLimits
@@ -51,7 +51,7 @@ class EpisodeState:
         """The conversations so far, by agent, in the order in which they were opened."""
         self.faults: list[str] = []
         """What went wrong without changing the outcome, such as a `close()` or a metric that raised."""
-        self.exit_stack = EpisodeExitStack(self._leave, f"episode {key.id} of {type(shared.environment).__name__}")
+        self.exit_stack = ThreadedExitStack(self._leave, f"episode {key.id} of {type(shared.environment).__name__}")
         """What `setup()` entered."""
         self.exit_stack_open = False
         """`setup()` is running, so something may be entered."""
