@@ -86,11 +86,7 @@ class RunShared:
         return self.own_limits.over(environment).over(Limits.defaults())
 
     def limiter(self, name: str, limit: int) -> anyio.CapacityLimiter:
-        """The run's limiter of that name.
-
-        Raises:
-            BadOption: it was made with another limit.
-        """
+        """The run's limiter of that name, for `Episode.limiter`."""
         if limit < 1:
             raise BadOption(f"limiter({name!r}, {limit}): at least one must get in.")
         limiter = self._limiters.get(name)
