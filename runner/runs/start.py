@@ -23,7 +23,7 @@ from runner.episode.shared import RunShared
 from runner.options import Limits
 from runner.runs.describe import describe_run
 from runner.runs.options import RunOptions
-from runner.runs.preflight import require_adapter, check_appends, check_templates
+from runner.runs.preflight import check_appends, check_templates, require_adapter
 from runner.runs.staleness import Staleness
 from runner.runs.started import StartedRun
 from runner.runs.state import RunState
