@@ -24,9 +24,9 @@ import anyio
 import anyio.to_thread
 
 from runner.engines.vllm.ending import expected_end, release, shared_memory_of
+from runner.engines.vllm.scheduler_count import SchedulerCount
 from runner.engines.vllm.settings import VllmSettings, choose_settings
 from runner.engines.vllm.worker import parent_watch, waiting
-from runner.engines.vllm.worker.scheduler_count import SchedulerCount
 from runner.errors import BadInput, BadModel, BadOption, one_line
 from runner.models import ResolvedModel
 

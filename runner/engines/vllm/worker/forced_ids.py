@@ -1,4 +1,4 @@
-"""The logits processor that vLLM's processes load to sample the ids a request names; nothing else imports it."""
+"""Runs inside vLLM's processes, which load it by name: the logits processor that samples the ids a request names."""
 
 from __future__ import annotations
 
