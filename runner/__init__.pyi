@@ -3,9 +3,9 @@
 from .engines.base import Engine as Engine
 from .engines.base import EngineStats as EngineStats
 from .engines.base import FinishReason as FinishReason
-from .engines.control import EngineState as EngineState
-from .engines.control import PauseMode as PauseMode
-from .engines.control import WeightUpdate as WeightUpdate
+from .engines.state import EngineState as EngineState
+from .engines.state import PauseMode as PauseMode
+from .engines.state import WeightUpdate as WeightUpdate
 from .engines.vllm.engine import VllmEngine as VllmEngine
 from .engines.weights import LocalTransfer as LocalTransfer
 from .engines.weights import WeightTransfer as WeightTransfer

@@ -15,9 +15,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from runner.engines.control import EngineState
 from runner.engines.controllable import Controllable
 from runner.engines.gate import Session
+from runner.engines.state import EngineState
 from runner.options import Constraint, Sampling
 from runner.tokens.log import VersionSpan
 from runner.tokens.template import ChatTemplate

@@ -14,8 +14,8 @@ from anyio.lowlevel import checkpoint
 
 from runner import BadControl, BadOption, Conversation, Limits, Outcome, Run
 from runner.engines.base import Engine, FinishReason
-from runner.engines.control import EngineState, PauseMode
 from runner.engines.scripted.script import Latency
+from runner.engines.state import EngineState, PauseMode
 from runner.testing import ScriptedEngine, assert_exact
 from runner.tokens.log import VersionSpan
 from tests.engines.controlling import MODES, TEXT, NotOurs, a_while, ask, saying, slow
@@ -268,7 +268,7 @@ async def test_an_update_under_a_turn_leaves_exact_spans_and_tells_who_listens()
             await engine.update_weights(None, version="new")
         update = await engine.update_weights(None)
         _, finish = await ask(engine)
-        lags = [engine.runtime.lag(version) for version in ("scripted", "new", "2", "never there")]
+        lags = [engine.lag(version) for version in ("scripted", "new", "2", "never there")]
     assert said.ids == undisturbed
     assert said.finish is not None
     old, new = said.finish.versions

@@ -13,8 +13,8 @@ from anyio.lowlevel import checkpoint
 
 from runner import EngineDead, Outcome, Run, Trajectory
 from runner.engines.base import Engine
-from runner.engines.control import EngineState, PauseMode
 from runner.engines.scripted.runtime import ScriptedRuntime
+from runner.engines.state import EngineState, PauseMode
 from runner.errors import EngineError
 from runner.testing import ScriptedEngine, cancel_everywhere
 from tests.engines.controlling import ask, runs_as, saying, slow

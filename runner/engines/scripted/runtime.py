@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import anyio
 
 from runner.engines.adapters import Adapters
-from runner.engines.control import PauseMode
 from runner.engines.gate import AdmissionGate
 from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.scripted.delivery import Planner
 from runner.engines.scripted.ticker import Ticker
+from runner.engines.state import PauseMode
 from runner.errors import BadControl, EngineDead
 
 __all__ = ["ScriptedRequest", "ScriptedRuntime"]

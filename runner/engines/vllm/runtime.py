@@ -12,9 +12,9 @@ from anyio.lowlevel import checkpoint_if_cancelled
 
 from runner.engines.adapters import AdapterVersion
 from runner.engines.base import GenerationRequest
-from runner.engines.control import PauseMode
 from runner.engines.gate import AdmissionGate
 from runner.engines.runtime import EngineRuntime, OpenRequest
+from runner.engines.state import PauseMode
 from runner.engines.vllm.adapters import VllmAdapters
 from runner.engines.vllm.start import VllmProcess
 from runner.engines.vllm.weight_loading import VllmWeights

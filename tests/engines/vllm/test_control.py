@@ -17,7 +17,7 @@ import pytest
 
 from runner import BadControl, Conversation, EngineDead, Limits, Outcome, Run, Sampling, Trajectory
 from runner.engines.base import Finish, FinishReason, GenerationRequest
-from runner.engines.control import EngineState, PauseMode
+from runner.engines.state import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.weight_loading import CheckedWeights
 from runner.testing import assert_exact, cancel_everywhere
