@@ -123,30 +123,6 @@ def test_keep_stands_still_and_changes_no_id_even_if_the_cache_is_forgotten(on_e
     on_engine(scenario)
 
 
-def test_wait_lets_turns_end_and_abort_cuts_them(on_engine: Any) -> None:
-    async def scenario(engine: VllmEngine) -> None:
-        undisturbed, _ = await ask(engine, 24)
-        async with anyio.create_task_group() as group:
-            async with controlling.saying(engine, request(24)) as said:
-                await engine.pause("wait")
-                assert (engine.stats().open, engine.vllm.sent_all) == (0, True)
-            assert said.ids == undisturbed
-            group.start_soon(ask, engine, 3)
-            await stands_still(engine)
-            assert (engine.stats().open, engine.stats().waiting) == (0, 1)
-            await engine.resume()
-        async with controlling.saying(engine, request(2000)) as said:
-            await engine.pause("abort")
-            assert engine.stats().open == 0
-        await engine.resume()
-        assert said.finish is not None
-        assert said.finish.reason is FinishReason.ABORT
-        assert said.ids[:24] == undisturbed[: len(said.ids)]
-        assert [(span.start, span.end) for span in said.finish.versions] == [(0, len(said.ids))]
-
-    on_engine(scenario)
-
-
 def test_a_pause_cancelled_at_any_point_leaves_the_engine_going(on_engine: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
         async def pause() -> None:
