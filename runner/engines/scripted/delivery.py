@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest
-from runner.engines.scripted.replies import EncodedReply, ScriptedModel
+from runner.engines.scripted.model import EncodedReply, ScriptedModel
 from runner.engines.scripted.script import Chunks, Fault, FaultKind, Faults, Latency, ModelCall, Reply, cut_points
 from runner.errors import RequestRejected
 from runner.tokens.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from anyio.lowlevel import checkpoint_if_cancelled
 
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest, Session
 from runner.engines.scripted.delivery import Delivery
-from runner.engines.scripted.replies import EncodedReply
+from runner.engines.scripted.model import EncodedReply
 from runner.engines.scripted.runtime import ScriptedRuntime
 from runner.engines.scripted.script import Fault, FaultKind
 from runner.engines.stream import GatedStream
