@@ -104,7 +104,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What the engine is doing now, by its scheduler's own count after its last step, all its cores together."""
+    """What the engine is doing now, by its scheduler's own count after its last step, all its engine cores together."""
 
     open: int
     """Requests that the engine has and has not finished."""
@@ -119,7 +119,7 @@ class EngineStats:
     live_sessions: int = 0
     """Conversations that hold room in the cache."""
     kv_usage: float | None = None
-    """The fraction of the KV cache in use, of the fullest core; None where the engine does not say."""
+    """The fraction of the KV cache in use, of the fullest engine core; None where the engine does not say."""
     prefix_queries: int = 0
     """Ids of prompts that were looked up in the prefix cache since the engine started."""
     prefix_hits: int = 0

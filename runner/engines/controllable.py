@@ -106,7 +106,7 @@ class Controllable:
             await runtime.resume_by_caller()
 
     async def update_weights(
-        self, source: Any, *, version: str | None = None, mode: PauseMode | str = PauseMode.KEEP
+        self, given: Any, *, version: str | None = None, mode: PauseMode | str = PauseMode.KEEP
     ) -> WeightUpdate:
         """Exchange the weights under running episodes; every id says which version sampled it.
 
@@ -114,7 +114,7 @@ class Controllable:
         engine stays paused.
 
         Args:
-            source: a folder of safetensors, a state dict, a `WeightTransfer` or a `LocalTransfer`; a scripted engine
+            given: a folder of safetensors, a state dict, a `WeightTransfer` or a `LocalTransfer`; a scripted engine
                 takes anything.
             version: names the new weights; by default they are counted: "1", "2", ...
             mode: what becomes of the turns that are being sampled; with `keep` one turn may be of two versions.
@@ -130,7 +130,7 @@ class Controllable:
             runtime.require_weights_awake("update_weights()")
             new = runtime.new_version(version)
             began = time.monotonic()
-            checked = await runtime.check_weights(source)
+            checked = await runtime.check_weights(given)
             compared = time.monotonic()
             if runtime.state is EngineState.RUNNING:
                 await runtime.halt(mode)
@@ -139,15 +139,15 @@ class Controllable:
             done = time.monotonic()
         return WeightUpdate(new, compared - began, halted - compared, done - halted)
 
-    async def add_adapter(self, name: str, source: Any, *, config: Mapping[str, Any] | None = None) -> str:
+    async def add_adapter(self, name: str, given: Any, *, config: Mapping[str, Any] | None = None) -> str:
         """Add a LoRA adapter, or a new version of one that is there; what does not fit changes nothing.
 
         Turns in flight go on with the version that they began with, later ones are sampled with the new one.
 
         Args:
             name: what `Sampling(adapter=name)` asks for.
-            source: a folder as PEFT saves it, or its tensors by name; copied.
-            config: what adapter_config.json would hold; given where `source` is tensors.
+            given: a folder as PEFT saves it, or its tensors by name; copied.
+            config: what adapter_config.json would hold; needed where tensors are given.
 
         Returns:
             What the weight versions of ids that it samples end with, after a "+": "poet@2".
@@ -160,7 +160,7 @@ class Controllable:
         runtime = self._controlled()
         async with runtime.lock:
             runtime.require_weights_awake("add_adapter()")
-            label = await runtime.adapters.add(name, source, config=config)
+            label = await runtime.adapters.add(name, given, config=config)
         runtime.tell()
         return label
 

@@ -248,7 +248,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """Go on; also after a `pause` that failed or was cancelled half way."""
 
     @abstractmethod
-    async def check_weights(self, source: Any) -> Any:
+    async def check_weights(self, given: Any) -> Any:
         """Compare new weights with the model while the engine goes on; gives what `load_weights` needs of them.
 
         Raises:

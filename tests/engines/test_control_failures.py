@@ -46,8 +46,8 @@ class Careful(ScriptedRuntime):
     async def resume(self) -> None:
         await self._do("resume", super().resume)
 
-    async def check_weights(self, source: Any) -> None:
-        await self._do("check", super().check_weights, source)
+    async def check_weights(self, given: Any) -> None:
+        await self._do("check", super().check_weights, given)
 
     async def load_weights(self, checked: Any, version: str) -> None:
         await self._do("load", super().load_weights, checked, version)

@@ -372,8 +372,8 @@ def test_a_failure_past_the_check_ends_the_engine_and_every_episode_with_one_cau
         weights = engine.vllm.weights
         check = weights.check
 
-        async def check_too_early(source: Any) -> CheckedWeights:
-            checked: CheckedWeights = await check(source)
+        async def check_too_early(given: Any) -> CheckedWeights:
+            checked: CheckedWeights = await check(given)
             save_file({**tensors, NORM: tensors[NORM][:-1]}, saved)
             return checked
 
