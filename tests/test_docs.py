@@ -116,7 +116,7 @@ MODULES = (
 UNSAID = ("Exporter", "PARQUET_COLUMNS", "RunKeywords", "check_engine", "tree_attention")
 """Names of those that only the library itself imports."""
 WITHIN = (
-    "runner.engines.scripted.replies.RecordedRun",
+    "runner.engines.scripted.run_files.RecordedRun",
     "runner.episode.lifecycle.Play",
     "runner.episode.state.ConversationState",
     "runner.episode.state.EpisodeState",
