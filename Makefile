@@ -9,9 +9,10 @@ BIN := .venv/bin
 
 help:
 	@echo "make run     play 64 episodes of the calculator environment on the demo model"
-	@echo "make test-quick  the quick tests, without a model: for while one works, some minutes"
+	@echo "make check   format, lint, layers and types: some seconds"
+	@echo "make test-quick  the quick tests, without an engine: for while one works, some minutes"
 	@echo "make test    format, lint, layers, types and tests, with the real engine: some 12 minutes on two cores"
-	@echo "make test-all  the same with whole sweeps, both event loops and wheels: before a release"
+	@echo "make test-all  the same with whole sweeps, both event loops, wheels and the site: before a release"
 	@echo "make train   watch the demo model learn to use the calculator, some 7 minutes; train-proof does it thrice"
 	@echo "make bench   the benchmarks; prints figures"
 	@echo "make docs    guides and reference as a site, in build/docs"
@@ -33,10 +34,10 @@ check: setup
 	@$(BIN)/lint-imports --no-logo >.venv/layers.log || { cat .venv/layers.log; exit 1; }
 	@$(BIN)/mypy
 
-# Three processes on two cores, since many tests wait; those with the real engine are together in one (tests/lanes.py).
 test-quick: setup
 	@$(BIN)/python -m pytest -q -n 2 -m "not engine and not slow"
 
+# Three processes on two cores, since many tests wait; those with the real engine are together in one (tests/lanes.py).
 test: check
 	@$(BIN)/python -m pytest -n 3 --durations=25
 

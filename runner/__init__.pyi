@@ -3,9 +3,10 @@
 from .engines.base import Engine as Engine
 from .engines.base import EngineStats as EngineStats
 from .engines.base import FinishReason as FinishReason
-from .engines.control import EngineState as EngineState
-from .engines.control import PauseMode as PauseMode
-from .engines.control import WeightUpdate as WeightUpdate
+from .engines.scripted.engine import ScriptedEngine as ScriptedEngine
+from .engines.state import EngineState as EngineState
+from .engines.state import PauseMode as PauseMode
+from .engines.state import WeightUpdate as WeightUpdate
 from .engines.vllm.engine import VllmEngine as VllmEngine
 from .engines.weights import LocalTransfer as LocalTransfer
 from .engines.weights import WeightTransfer as WeightTransfer
@@ -54,7 +55,6 @@ from .scoring import group_reward as group_reward
 from .scoring import metric as metric
 from .scoring import reward as reward
 from .store.reader import RunFile as RunFile
-from .store.recorded_replies import ScriptedEngine as ScriptedEngine
 from .tasks import Task as Task
 from .tokens.prefix_replacement import PrefixReplacement as PrefixReplacement
 from .tokens.prefix_replacement import PrefixResult as PrefixResult

@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+"""Who speaks in a message."""
 
 
 class FunctionCall(TypedDict):

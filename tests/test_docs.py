@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ def test_the_default_rollout_is_in_the_docs_word_for_word() -> None:
 def test_every_outcome_is_explained() -> None:
     for outcome in Outcome:
         assert f"`{outcome.value}`" in PAGE
+
+
+@pytest.mark.parametrize("start", [ROOT / "README.md", DOCS / "index.md"], ids=["README", "site"])
+def test_every_guide_is_linked_from_the_start(start: Path) -> None:
+    linked = {(start.parent / link).resolve() for link in re.findall(r"\]\(([\w/-]+\.md)\)", start.read_text())}
+    assert set(DOCS.glob("*.md")) - {DOCS / "index.md"} <= linked
 
 
 @pytest.mark.anyio
@@ -108,6 +115,19 @@ MODULES = (
 """Modules whose names users import from there: what `Run` takes by name, and what needs torch or hypothesis."""
 UNSAID = ("Exporter", "PARQUET_COLUMNS", "RunKeywords", "check_engine", "tree_attention")
 """Names of those that only the library itself imports."""
+WITHIN = (
+    "runner.engines.scripted.run_files.RecordedRun",
+    "runner.episode.lifecycle.Play",
+    "runner.episode.state.ConversationState",
+    "runner.episode.state.EpisodeState",
+    "runner.generation.formats.Batch",
+    "runner.generation.rows.RunningRows",
+    "runner.runs.options.RunKeywords",
+)
+"""What annotations name and nobody outside meets: what the library gives its own classes, the `RunOptions` by name, and
+a run file as engines know it."""
+ROWS = ("runner.store.reader.EpisodeRow",)
+"""Whose fields the table of columns explains, and so docs/run-file.md."""
 REFERENCE = DOCS / "reference"
 
 
@@ -117,29 +137,83 @@ def in_the_reference() -> list[str]:
     return [name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page, flags=re.MULTILINE)]
 
 
-def test_the_reference_has_every_public_name_once_and_no_other() -> None:
-    public = [f"{package}.{name}" for package in PACKAGES for name in importlib.import_module(package).__all__]
-    for module in MODULES:
-        public += [f"{module}.{name}" for name in importlib.import_module(module).__all__ if name not in UNSAID]
-    assert sorted(in_the_reference()) == sorted(public)
-
-
 @pytest.fixture(scope="module")
-def documented() -> griffe.Object | griffe.Alias:
+def documented() -> griffe.Module:
     """The package as the reference is made from it: read, not imported."""
     loaded = griffe.load("runner", search_paths=[str(ROOT)], docstring_parser="google")
     assert isinstance(loaded, griffe.Module)
     return loaded
 
 
-def test_every_public_name_and_member_says_what_it_is(documented: griffe.Module) -> None:
+def test_the_reference_has_every_public_name_and_what_their_annotations_name_and_no_other(
+    documented: griffe.Module,
+) -> None:
+    public = [f"{package}.{name}" for package in PACKAGES for name in importlib.import_module(package).__all__]
+    for module in MODULES:
+        public += [f"{module}.{name}" for name in importlib.import_module(module).__all__ if name not in UNSAID]
+    there = in_the_reference()
+    assert len(there) == len(set(there))
+    assert set(public) <= set(there)
+    on_pages = {defined_as(documented, name).path: defined_as(documented, name) for name in there}
+    named = [defined_as(documented, name) for thing in on_pages.values() for name in held_by(thing)]
+    held = {thing.path: thing for thing in named}
+    assert set(there) - set(public) <= set(held), "nobody who reads the reference comes to it"
+    missing = [path for path, thing in held.items() if path not in on_pages and not is_said(thing, set(on_pages))]
+    assert sorted(missing) == sorted(WITHIN)
+
+
+def defined_as(documented: griffe.Module, name: str) -> griffe.Object:
+    """What a name of the package stands for, where it is defined."""
+    named = documented[name.removeprefix("runner.")]
+    assert isinstance(named, griffe.Object | griffe.Alias)
+    return named.final_target if isinstance(named, griffe.Alias) else named
+
+
+def is_said(thing: griffe.Object, on_pages: set[str]) -> bool:
+    """Whether a reader need not look for it: it is private, a type variable, or a kind of something on a page."""
+    if isinstance(thing, griffe.Attribute):
+        return thing.name.startswith("_") or str(thing.value).startswith("TypeVar(")
+    return isinstance(thing, griffe.Class) and any(base.path in on_pages for base in thing.mro())
+
+
+def held_by(thing: griffe.Object) -> Iterator[str]:
+    """The names of the package that stand in its annotations, and in those of its public members, inherited or not."""
+    parts: list[griffe.Object | griffe.Alias] = [thing]
+    if isinstance(thing, griffe.Class):
+        inner = thing.all_members.values()
+        parts += [part for part in inner if part.is_public or part.name in ("__init__", "__iter__", "__anext__")]
+    for part in parts:
+        for annotation in annotated(part):
+            if isinstance(annotation, griffe.Expr):
+                named = (one for one in annotation.iterate(flat=True) if isinstance(one, griffe.ExprName))
+                yield from (one.canonical_path for one in named if one.canonical_path.startswith("runner."))
+
+
+def annotated(part: griffe.Object | griffe.Alias) -> Iterator[str | griffe.Expr | None]:
+    """The annotations of one function or attribute, and what an alias of types stands for."""
+    if part.is_function:
+        yield part.returns
+        yield from (parameter.annotation for parameter in part.parameters)
+    elif part.is_attribute:
+        yield part.annotation
+        if part.annotation is not None and str(part.annotation) == "TypeAlias":
+            yield part.value
+
+
+def members(thing: griffe.Object | griffe.Alias) -> Iterator[griffe.Object | griffe.Alias]:
+    """The public members of a class, its errors' and enums' included."""
+    for member in thing.members.values():
+        if not member.name.startswith("_") and not member.is_alias:
+            yield member
+
+
+def test_every_name_of_the_reference_and_each_member_says_what_it_is(documented: griffe.Module) -> None:
     silent = []
     for name in in_the_reference():
-        named = documented[name.removeprefix("runner.")]
-        thing = named.final_target if isinstance(named, griffe.Alias) else named
+        thing = defined_as(documented, name)
         if thing.docstring is None:
             silent.append(name)
-        if thing.is_class:
+        if isinstance(thing, griffe.Class) and name not in ROWS:
             silent += [f"{name}.{each.name}" for each in members(thing) if not is_documented(thing, each.name)]
     assert silent == []
 
@@ -148,13 +222,6 @@ def is_documented(thing: griffe.Class, name: str) -> bool:
     """Whether the class, or one that it inherits from, says what its member is."""
     owners = [owner for owner in (thing, *thing.mro()) if name in owner.members]
     return any(owner.members[name].docstring is not None for owner in owners)
-
-
-def members(thing: griffe.Object | griffe.Alias) -> Iterator[griffe.Object | griffe.Alias]:
-    """The public members of a class, its errors' and enums' included."""
-    for member in thing.members.values():
-        if not member.name.startswith("_") and not member.is_alias:
-            yield member
 
 
 # --- sampling
@@ -183,3 +250,32 @@ async def test_the_environment_of_the_page_on_sampling_plays() -> None:
         (trajectory,) = [trajectory async for trajectory in run]
     assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
     assert re.match(r"9 ids, .* log-probability -\d\.\d\d$", trajectory.reason)
+
+
+# --- the architecture
+
+
+def rows_of_the_architecture() -> list[tuple[list[str], list[str]]]:
+    """The rows of its table: the packages and single modules of each, and the modules that it names in them."""
+    table = (DOCS / "architecture.md").read_text(encoding="utf-8").split("| row | what is there |\n|---|---|\n")[1]
+    rows = [row.split(" | ", maxsplit=1) for row in table.split("\n\n")[0].splitlines()]
+    return [(re.findall(r"`([\w/]+)`", first), re.findall(r"`(\w+)`", second)) for first, second in rows]
+
+
+def test_the_rows_of_the_architecture_are_those_that_lint_imports_checks() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    (layers,) = (contract["layers"] for contract in contracts if contract.get("containers") == ["runner"])
+    rows = [[name.removesuffix("/") for name in names] for names, _ in rows_of_the_architecture()]
+    assert [names for names in rows if "/" not in names[0]] == [layer.split(" : ") for layer in layers]
+
+
+def test_the_architecture_names_every_module_once() -> None:
+    for names, named in rows_of_the_architecture():
+        packages = [ROOT / "runner" / name for name in names if name.endswith("/")]
+        there = [module.stem for package in packages for module in package.glob("*.py") if module.stem != "__init__"]
+        assert sorted(named) == sorted(there), f"the row of {', '.join(names)} in docs/architecture.md"
+    folders = {f"{file.parent.relative_to(ROOT / 'runner')}/" for file in (ROOT / "runner").rglob("__init__.py")}
+    listed = [name for names, _ in rows_of_the_architecture() for name in names if name.endswith("/")]
+    assert sorted(listed) == sorted(folders - {"./"})

@@ -32,10 +32,10 @@ from runner.transcript import printable
 __all__ = ["check_template_command"]
 
 SECONDS = 30.0
-"""For the template and for the vocabulary, which takes a second or two to load."""
+"""The time that the probes have, the second or two included in which the vocabulary is loaded."""
 
 STAND_INS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-"""For a file, which does not say how its vocabulary calls these."""
+"""The control tokens that a template in a file is given, since the file does not say what its vocabulary calls them."""
 
 VALUE_SHOWN = 60
 STYLES = {"prompt": "dim", "sampled": "bold green", "bridge": "yellow"}

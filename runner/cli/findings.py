@@ -32,10 +32,10 @@ __all__ = [
 _CONTAINERS: Final = (list, dict, set, bytearray)
 _PLAIN: Final = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 _LONGEST: Final = 10_000
-"""Of longer containers only the length is looked at."""
+"""A container of more items is compared by its length alone."""
 
 _DEEPEST: Final = 8
-"""Containers within containers are looked into so far."""
+"""Containers that are nested deeper are not looked into."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,16 @@ from runner.testing.watchdog import LoopWatchdog
 __all__ = ["TemporaryFiles", "unawaited", "watched"]
 
 LISTED: Final = 3
-"""So many of the same kind are named; of the rest there is a number."""
+"""The number of leftovers that are named; the rest are only counted."""
 
 SETTLE: Final = 5.0
-"""Seconds that threads and processes which are about to end get to do so."""
+"""The seconds in which threads and processes may still end before they count as left."""
 
 _BRIEF: Final = 0.005
+"""The seconds from one look at the event loop to the next: a run looks less often and misses code that is so brief."""
+
 _OFTEN: Final = 0.1
-"""What holds up the loop again and again, too briefly to be noticed by a run, is found from so many seconds on."""
+"""The seconds by which brief code must have held up the event loop, all its calls together, to be a finding."""
 
 
 def watched(play: Callable[[], Awaitable[None]], environments: Sequence[Environment[Any]]) -> list[Finding]:

@@ -30,11 +30,11 @@ from runner.environment.checks import check_playable
 from runner.environment.environment import Environment
 from runner.environment.loading import construct, find_environment, short_name
 from runner.environment.task_feed import Tasks, own_tasks
-from runner.environment.task_selection import at_once, select
+from runner.environment.task_selection import read_now, select
 from runner.errors import BadOption, DeltarunnerError, TooManyFailures
 from runner.options import UNSET, Concurrency, Sampling
 from runner.runs.describe import describe_configuration
-from runner.runs.options import RunKeywords, RunOptions
+from runner.runs.options import RunOptions
 from runner.runs.process import on_event_loop, supervise
 from runner.runs.reporter import Reporter, discard
 from runner.runs.run import Run
@@ -132,8 +132,8 @@ class Plan:
     settings: RunSettings
     environment: Environment[Any]
     engine: Engine
-    tasks: Tasks
-    options: RunKeywords
+    options: RunOptions
+    """All but the file, which is named by the header of the run, and what follows from there being one."""
     total: int | None
     """How many episodes that makes, where it is known."""
 
@@ -144,28 +144,38 @@ class Plan:
         check_playable(environment)
         if settings.template is not None:
             ChatTemplate.load(settings.template)
-        limits = limits_of(settings.limits)
-        tasks, total = _tasks(settings, environment)
-        options: RunKeywords = {
-            "group_size": settings.group_size,
-            "indices": None if settings.index is None else (settings.index,),
-            "sampling": _sampling(settings),
-            "limits": limits.over(limits.defaults()).lifted() if settings.debug else limits,
-            "concurrency": Concurrency(episodes=settings.concurrency or (1 if settings.debug else None)),
-            "seed": settings.seed,
-            "history": settings.history,
-            "template_options": plain_values(settings.template_options, "--template-option"),
-        }
+        options = _options(settings)
+        tasks, total = _tasks(settings, environment, options.group_size)
+        options = replace(options, tasks=tasks)
         if settings.file is not None:
             # Now: a run of another configuration is refused before an engine takes its time to start.
-            given = RunOptions.of(tasks, options)
-            _check_resumable(settings.file, environment, given, model=settings.model)
-        engine = make_engine(settings)
-        return cls(settings=settings, environment=environment, engine=engine, tasks=tasks, options=options, total=total)
+            _check_resumable(settings.file, environment, options, model=settings.model)
+        return cls(
+            settings=settings, environment=environment, engine=make_engine(settings), options=options, total=total
+        )
 
     @property
     def title(self) -> str:
         return f"{short_name(self.settings.environment)} on {self.settings.model}"
+
+
+def _options(settings: RunSettings) -> RunOptions:
+    """The options of the run, but for its tasks and its file."""
+    limits = limits_of(settings.limits)
+    given: dict[str, Any] = {name: getattr(settings, name) for name in ("group_size", "seed", "history")}
+    options = RunOptions(
+        **{name: value for name, value in given.items() if value is not None},
+        sampling=_sampling(settings),
+        limits=limits.over(limits.defaults()).lifted() if settings.debug else limits,
+        concurrency=Concurrency(episodes=settings.concurrency or (1 if settings.debug else None)),
+        template_options=plain_values(settings.template_options, "--template-option"),
+    )
+    if settings.index is None:
+        return options
+    size = options.group_size
+    if settings.index >= size:
+        raise BadOption(f"--index {settings.index}: a group has the episodes 0 to {size - 1} (--group-size {size}).")
+    return replace(options, indices=(settings.index,))
 
 
 def _sampling(settings: RunSettings) -> Sampling:
@@ -175,17 +185,14 @@ def _sampling(settings: RunSettings) -> Sampling:
     return Sampling(**{name: UNSET if value is None else value for name, value in given.items()})
 
 
-def _tasks(settings: RunSettings, environment: Environment[Any]) -> tuple[Tasks, int | None]:
-    """The tasks, and how many episodes that makes where it is known."""
-    size = settings.group_size
+def _tasks(settings: RunSettings, environment: Environment[Any], size: int) -> tuple[Tasks, int | None]:
+    """The tasks, in groups of `size` episodes, and how many episodes that makes where it is known."""
     if settings.retry_failed and settings.task is not None and settings.file is None:
         raise BadOption("--retry-failed --task: a single task is kept only where --file names a file; give one.")
-    if settings.index is not None and settings.index >= size:
-        raise BadOption(f"--index {settings.index}: a group has the episodes 0 to {size - 1} (--group-size {size}).")
     source: Any = settings.tasks if settings.tasks is not None else own_tasks(environment)
     each = 1 if settings.index is not None else size
     if settings.task is not None:
-        return at_once(select(source, environment.task_class(), only=settings.task), source, environment), each
+        return read_now(select(source, environment.task_class(), only=settings.task), source, environment), each
     if settings.episodes is None:
         known = len(source) * each if hasattr(source, "__len__") else None
         return select(source, environment.task_class()), known
@@ -194,7 +201,7 @@ def _tasks(settings: RunSettings, environment: Environment[Any]) -> tuple[Tasks,
             f"--episodes {settings.episodes} is no multiple of --group-size {size}; groups are played whole."
         )
     chosen = select(source, environment.task_class(), most=settings.episodes // each)
-    return at_once(chosen, source, environment) if settings.tasks is not None else chosen, settings.episodes
+    return read_now(chosen, source, environment) if settings.tasks is not None else chosen, settings.episodes
 
 
 class ShownRun(Reporter):
@@ -248,8 +255,8 @@ class ShownRun(Reporter):
             plan, again = self._plan, self._settings.retry_failed
             # A single task is played to look at it: it is kept only where a file was named.
             kept = self._settings.task is None or self._settings.file is not None
-            options: RunKeywords = {**plan.options, "file": self._name_file if kept else None, "retry_failed": again}
-            self.run = Run(plan.environment, plan.engine, tasks=plan.tasks, **options)
+            options = replace(plan.options, file=self._name_file if kept else None, retry_failed=again)
+            self.run = Run(plan.environment, plan.engine, **options.by_name())
             return await supervise(self.run, self)
 
     async def watch(self, run: Run) -> None:
@@ -257,7 +264,7 @@ class ShownRun(Reporter):
 
     def finished(self, trajectory: Trajectory) -> None:
         """Keep it, if it is one of those that are shown at the end."""
-        wanted = self._settings.show or (self._settings.group_size if self._settings.task is not None else 0)
+        wanted = self._settings.show or (self._plan.options.group_size if self._settings.task is not None else 0)
         # By id and not by time: the first to finish are the shortest, which are not typical.
         self._kept = sorted([*self._kept, trajectory], key=_by_id)[:wanted]
         self._display.finished(trajectory)

@@ -30,7 +30,10 @@ JSON = typer.Option("--json", help="One line of JSON on stdout, everything else 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What `deltarunner run` was told on the command line, not yet checked beyond its types."""
+    """What `deltarunner run` was told on the command line, not yet checked beyond its types.
+
+    What was not given is None: `RunOptions` has the defaults, and takes too long to import for `--help`.
+    """
 
     environment: Annotated[str, ENVIRONMENT]
     episodes: Annotated[
@@ -47,8 +50,8 @@ class RunSettings:
     ] = None
     settings: Annotated[list[str] | None, SETTINGS] = None
     tasks: Annotated[Path | None, typer.Option(help="Tasks from a JSONL file instead of the environment's own.")] = None
-    group_size: Annotated[int, typer.Option(min=1, help="Episodes of each task.")] = 1
-    seed: Annotated[int, typer.Option(help="All random numbers follow from it.")] = 0
+    group_size: Annotated[int | None, typer.Option(min=1, help="Episodes of each task; default 1.")] = None
+    seed: Annotated[int | None, typer.Option(help="All random numbers follow from it; default 0.")] = None
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None
     max_tokens: Annotated[int | None, typer.Option(help="The most tokens of one turn.")] = None
     min_tokens: Annotated[int | None, typer.Option(help="Nothing stops a turn before it has so many tokens.")] = None
@@ -79,9 +82,9 @@ class RunSettings:
         list[str] | None,
         typer.Option("--limit", metavar="NAME=VALUE", help="A limit of an episode (turns=8, seconds=60)."),
     ] = None
-    history: Annotated[str, typer.Option(help="Where the chat template rewrites the past: append, fork or refuse.")] = (
-        "append"
-    )
+    history: Annotated[
+        str | None, typer.Option(help="Where the chat template rewrites the past: append (default), fork or refuse.")
+    ] = None
     concurrency: Annotated[int | None, typer.Option(min=1, help="Episodes alive at once.")] = None
     file: Annotated[Path | None, typer.Option(help="The run file; default runs/ENV-NNN.db.")] = None
     retry_failed: Annotated[

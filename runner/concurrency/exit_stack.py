@@ -1,4 +1,4 @@
-"""The exit stack of an episode: what a synchronous `setup()` entered is left in a worker thread."""
+"""An exit stack of two kinds of threads: what was entered in a worker thread is left in one, not on the event loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["EpisodeExitStack", "Leave", "exit_arguments"]
+__all__ = ["Leave", "ThreadedExitStack", "exit_arguments"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -18,22 +18,22 @@ Leave = Callable[[Callable[[], bool | None], str], Awaitable[bool | None]]
 """Calls a synchronous exit of that name elsewhere than on the event loop, and tells whether it swallowed the error."""
 
 
-class EpisodeExitStack(AsyncExitStack):
+class ThreadedExitStack(AsyncExitStack):
     """An exit stack whose synchronous exits do not hold up the event loop.
 
-    What was entered in a worker thread, as by a synchronous `setup()`, is left by `leave`. What was entered on the
+    What was entered in a worker thread, as by an author's synchronous code, is left by `leave`. What was entered on the
     event loop is left there, as cancel scopes and whatever belongs to one thread must be.
 
     Args:
         leave: leaves what was entered in a thread; without it everything is left on the event loop.
-        owner: the episode whose stack it is, as people read its name.
+        owner: whose stack it is, for people.
     """
 
     def __init__(self, leave: Leave | None = None, owner: str = "") -> None:
         super().__init__()
         self.owner = owner
         self._leave = leave
-        self._loop_thread = threading.get_ident()  # an episode's stack is made on its event loop
+        self._loop_thread = threading.get_ident()  # a stack is made on its event loop
 
     def enter_context(self, cm: AbstractContextManager[T, bool | None]) -> T:
         if self._on_the_loop():
@@ -60,7 +60,7 @@ class EpisodeExitStack(AsyncExitStack):
         self._push_apart(single, f"{_name_of(callback)}()")
         return callback
 
-    def pop_all(self) -> EpisodeExitStack:
+    def pop_all(self) -> ThreadedExitStack:
         popped = super().pop_all()  # made as `type(self)()`, which is why both arguments have defaults
         popped.owner, popped._leave = self.owner, self._leave
         return popped

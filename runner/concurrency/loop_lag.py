@@ -14,7 +14,7 @@ from typing import Self
 import anyio
 from anyio.abc import TaskGroup
 
-from runner.concurrency.exit_stack import EpisodeExitStack
+from runner.concurrency.exit_stack import ThreadedExitStack
 from runner.concurrency.threads import Workers
 from runner.concurrency.user_code import is_foreign
 
@@ -174,16 +174,16 @@ def _author_frame(innermost: FrameType | None) -> FrameType | None:
     return None
 
 
-def _unwound(innermost: FrameType | None) -> EpisodeExitStack | None:
+def _unwound(innermost: FrameType | None) -> ThreadedExitStack | None:
     """The exit stack that is being unwound in this frame or around it."""
     for frame in _outwards(innermost):
-        if frame.f_code is EpisodeExitStack.unwind.__code__:
-            stack: EpisodeExitStack = frame.f_locals["self"]
+        if frame.f_code is ThreadedExitStack.unwind.__code__:
+            stack: ThreadedExitStack = frame.f_locals["self"]
             return stack
     return None
 
 
-def _describe(frame: FrameType | None, stack: EpisodeExitStack | None = None) -> str:
+def _describe(frame: FrameType | None, stack: ThreadedExitStack | None = None) -> str:
     code = frame.f_code if frame is not None else None
     where = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})" if code else "an unknown place"
     return where if stack is None else f"{where}, the exit_stack of {stack.owner}"

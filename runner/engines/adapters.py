@@ -28,7 +28,7 @@ class AdapterVersion:
     """Counts the additions under this name from 1; no number is given twice."""
     key: int
     """Counts the additions of all names from 1."""
-    source: Path | None
+    given: Path | None
     """The folder that was given; None where tensors were."""
     folder: Path | None = None
     """A copy of our own, which nobody writes over; None where the engine keeps none."""
@@ -60,7 +60,7 @@ class Adapters:
     @property
     def folders(self) -> Mapping[str, Path | None]:
         """The adapters that can be asked for, and the folder that each was given as; None where tensors were."""
-        return {name: version.source for name, version in self._current.items()}
+        return {name: version.given for name, version in self._current.items()}
 
     # --- for requests
 
@@ -94,10 +94,10 @@ class Adapters:
 
     # --- for the engine's control
 
-    async def add(self, name: str, source: Any, *, config: Mapping[str, Any] | None = None) -> str:
+    async def add(self, name: str, given: Any, *, config: Mapping[str, Any] | None = None) -> str:
         """Add an adapter, or a new version of it; gives its label."""
-        version = AdapterVersion(_checked(name), self._newest.get(name, 0) + 1, next(self._keys), _folder(source))
-        await self.load(version, source, config)
+        version = AdapterVersion(_checked(name), self._newest.get(name, 0) + 1, next(self._keys), _folder(given))
+        await self.load(version, given, config)
         self._retire(name)
         self._current[name], self._newest[name] = version, version.number
         await self._unload_old()
@@ -130,7 +130,7 @@ class Adapters:
 
     # --- how an engine does it
 
-    async def load(self, version: AdapterVersion, source: Any, config: Mapping[str, Any] | None) -> None:
+    async def load(self, version: AdapterVersion, given: Any, config: Mapping[str, Any] | None) -> None:
         """Bring an adapter into the engine; where it fails, nothing has changed."""
 
     async def unload(self, version: AdapterVersion) -> None:
@@ -148,8 +148,8 @@ def _checked(name: str) -> str:
     return name
 
 
-def _folder(source: Any) -> Path | None:
-    return Path(source).expanduser().absolute() if isinstance(source, str | os.PathLike) else None
+def _folder(given: Any) -> Path | None:
+    return Path(given).expanduser().absolute() if isinstance(given, str | os.PathLike) else None
 
 
 def base_and_adapter(version: str) -> tuple[str, str, int]:

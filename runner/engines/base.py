@@ -15,9 +15,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from runner.engines.control import EngineState
 from runner.engines.controllable import Controllable
 from runner.engines.gate import Session
+from runner.engines.state import EngineState
 from runner.options import Constraint, Sampling
 from runner.tokens.log import VersionSpan
 from runner.tokens.template import ChatTemplate
@@ -109,7 +109,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What the engine is doing now, by its scheduler's own count after its last step, all its cores together."""
+    """What the engine is doing now, by its scheduler's own count after its last step, all its engine cores together."""
 
     open: int
     """Requests that the engine has and has not finished."""
@@ -124,7 +124,7 @@ class EngineStats:
     live_sessions: int = 0
     """Conversations that hold room in the cache."""
     kv_usage: float | None = None
-    """The fraction of the KV cache in use, of the fullest core; None where the engine does not say."""
+    """The fraction of the KV cache in use, of the fullest engine core; None where the engine does not say."""
     prefix_queries: int = 0
     """Ids of prompts that were looked up in the prefix cache since the engine started."""
     prefix_hits: int = 0

@@ -1,22 +1,21 @@
 """The calls of an engine for its trainer: pause, new weights, adapters, sleep; `Engine` has them.
 
-What every kind of engine does alike in such a call is here, in the one order that is right; what only one kind can do
-is a method of its runtime.
+Here is what a call takes, refuses and gives back. What it does to the engine's state is done by the runtime.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from anyio.lowlevel import current_token
 
-from runner.concurrency.cancellation import to_its_end
 from runner.concurrency.clocks import Standstill
-from runner.engines.control import SLEEP_TAGS, EngineState, PauseMode, WeightUpdate
 from runner.engines.runtime import EngineRuntime
+from runner.engines.state import SLEEP_TAGS, EngineState, PauseMode, WeightUpdate
 from runner.errors import BadControl, BadOption
 
 __all__ = ["Controllable"]
@@ -55,6 +54,31 @@ class Controllable:
         """LoRA adapters that `Sampling(adapter=)` can name, and the folder of each; None where tensors were given."""
         return self.runtime.adapters.folders if self.runtime is not None else {}
 
+    @property
+    def is_controlled(self) -> bool:
+        """Whether the engine runs, or ran, and its weights are ours to exchange."""
+        return self.runtime is not None
+
+    def lag(self, version: str) -> int:
+        """How many updates the weights are ahead of this version; 0 for one that the engine never had.
+
+        For ids that an adapter sampled, its later additions count too.
+        """
+        return self.runtime.lag(version) if self.runtime is not None else 0
+
+    @contextmanager
+    def telling(self, listener: Callable[[], None]) -> Iterator[None]:
+        """While the block lasts, call `listener` after each update of the weights and each adapter that was added."""
+        runtime = self.runtime
+        if runtime is None:
+            yield
+            return
+        runtime.listeners.add(listener)
+        try:
+            yield
+        finally:
+            runtime.listeners.discard(listener)
+
     async def pause(self, mode: PauseMode | str = PauseMode.WAIT) -> None:
         """Stand still until `resume`: no further turn is begun, every clock of the episodes that wait stops.
 
@@ -68,8 +92,7 @@ class Controllable:
         runtime, mode = self._controlled(), PauseMode.of(mode)
         async with runtime.lock:
             runtime.require_running("pause()")
-            await runtime.halt(mode)
-            runtime.paused_by_caller = True
+            await runtime.pause_by_caller(mode)
 
     async def resume(self) -> None:
         """Go on after `pause`.
@@ -80,11 +103,10 @@ class Controllable:
         runtime = self._controlled()
         async with runtime.lock:
             runtime.require_paused("resume()")
-            runtime.paused_by_caller = False
-            await to_its_end(runtime.go_on)
+            await runtime.resume_by_caller()
 
     async def update_weights(
-        self, source: Any, *, version: str | None = None, mode: PauseMode | str = PauseMode.KEEP
+        self, given: Any, *, version: str | None = None, mode: PauseMode | str = PauseMode.KEEP
     ) -> WeightUpdate:
         """Exchange the weights under running episodes; every id says which version sampled it.
 
@@ -92,7 +114,7 @@ class Controllable:
         engine stays paused.
 
         Args:
-            source: a folder of safetensors, a state dict, a `WeightTransfer` or a `LocalTransfer`; a scripted engine
+            given: a folder of safetensors, a state dict, a `WeightTransfer` or a `LocalTransfer`; a scripted engine
                 takes anything.
             version: names the new weights; by default they are counted: "1", "2", ...
             mode: what becomes of the turns that are being sampled; with `keep` one turn may be of two versions.
@@ -108,36 +130,24 @@ class Controllable:
             runtime.require_weights_awake("update_weights()")
             new = runtime.new_version(version)
             began = time.monotonic()
-            checked = await runtime.check_weights(source)
+            checked = await runtime.check_weights(given)
             compared = time.monotonic()
             if runtime.state is EngineState.RUNNING:
                 await runtime.halt(mode)
             halted = time.monotonic()
-
-            async def exchange() -> None:
-                before, runtime.state = runtime.state, EngineState.UPDATING
-                try:
-                    await runtime.load_weights(checked, new)
-                    runtime.add_version(new)
-                finally:
-                    runtime.state = before
-                await runtime.go_on_unless_paused()
-                runtime.tell()
-
-            # To its end: weights that were exchanged by half could neither be used nor be put back.
-            await to_its_end(exchange)
+            await runtime.exchange(checked, new)
             done = time.monotonic()
         return WeightUpdate(new, compared - began, halted - compared, done - halted)
 
-    async def add_adapter(self, name: str, source: Any, *, config: Mapping[str, Any] | None = None) -> str:
+    async def add_adapter(self, name: str, given: Any, *, config: Mapping[str, Any] | None = None) -> str:
         """Add a LoRA adapter, or a new version of one that is there; what does not fit changes nothing.
 
         Turns in flight go on with the version that they began with, later ones are sampled with the new one.
 
         Args:
             name: what `Sampling(adapter=name)` asks for.
-            source: a folder as PEFT saves it, or its tensors by name; copied.
-            config: what adapter_config.json would hold; given where `source` is tensors.
+            given: a folder as PEFT saves it, or its tensors by name; copied.
+            config: what adapter_config.json would hold; needed where tensors are given.
 
         Returns:
             What the weight versions of ids that it samples end with, after a "+": "poet@2".
@@ -150,7 +160,7 @@ class Controllable:
         runtime = self._controlled()
         async with runtime.lock:
             runtime.require_weights_awake("add_adapter()")
-            label = await runtime.adapters.add(name, source, config=config)
+            label = await runtime.adapters.add(name, given, config=config)
         runtime.tell()
         return label
 
@@ -190,18 +200,7 @@ class Controllable:
             if level == 2 and self.adapters:
                 raise BadControl("sleep(2) would discard the adapters: remove_adapter(...) each, add it when awake.")
             runtime.check_sleep(level)
-            if runtime.state is EngineState.RUNNING:
-                await runtime.halt(PauseMode.ABORT)
-
-            async def fall_asleep() -> None:
-                runtime.cuts += 1  # also of turns that an earlier pause kept
-                await runtime.sleep(level)
-                runtime.asleep = frozenset(SLEEP_TAGS)
-                runtime.weights_discarded = runtime.weights_discarded or level == 2
-                runtime.state = EngineState.ASLEEP
-
-            # To its end: memory given up by half could not be taken back.
-            await to_its_end(fall_asleep)
+            await runtime.fall_asleep(level)
         return True
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
@@ -225,18 +224,10 @@ class Controllable:
         parts = frozenset(SLEEP_TAGS if tags is None else tags)
         if not parts <= set(SLEEP_TAGS) or isinstance(tags, str):
             raise BadOption(f"wake(tags={tags!r}): give a list of {' and '.join(SLEEP_TAGS)}, or nothing for both.")
-
-        async def wake_up() -> None:
-            await runtime.wake(sorted(parts & runtime.asleep))
-            runtime.asleep -= parts
-            if not runtime.asleep:
-                runtime.state = EngineState.PAUSED
-                await runtime.go_on_unless_paused()
-
         async with runtime.lock:
             if runtime.state is not EngineState.ASLEEP:
                 return False
-            await to_its_end(wake_up)
+            await runtime.wake_up(parts)
         return True
 
     async def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:

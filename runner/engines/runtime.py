@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from functools import partial
 from itertools import count
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -12,8 +13,8 @@ import anyio
 from runner.concurrency.cancellation import to_its_end
 from runner.concurrency.clocks import Standstill
 from runner.engines.adapters import Adapters, base_and_adapter
-from runner.engines.control import EngineState, PauseMode
 from runner.engines.gate import AdmissionGate
+from runner.engines.state import SLEEP_TAGS, EngineState, PauseMode
 from runner.errors import BadControl, BadOption
 
 __all__ = ["EngineRuntime", "OpenRequest"]
@@ -33,8 +34,9 @@ RequestT = TypeVar("RequestT", bound=OpenRequest)
 class EngineRuntime(ABC, Generic[RequestT]):
     """What an engine and its streams share while it runs; an engine that is entered again has another one.
 
-    The state is kept here for every kind of engine; `Controllable` has the calls that change it. A subclass does what
-    only its kind can: it pauses, loads weights, gives memory up. Those are called one at a time, by who holds `lock`.
+    The state is kept here for every kind of engine, and nobody else changes it; `Controllable` has the calls that ask
+    for a change. A subclass does what only its kind can: it pauses, loads weights, gives memory up. All of it is called
+    one at a time, by who holds `lock`.
     """
 
     def __init__(self, gate: AdmissionGate, adapters: Adapters, *, context: int, version: str) -> None:
@@ -114,7 +116,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
             raise BadOption(f"update_weights(version={version!r}): these weights were there before; give a new name.")
         return version
 
-    def add_version(self, version: str) -> None:
+    def _add_version(self, version: str) -> None:
         """Take note of weights that are loaded: what is sampled from now on is of this version."""
         for request in self.requests:
             request.stamp(version)
@@ -127,7 +129,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         for listener in list(self.listeners):
             listener()
 
-    # --- standing still and going on
+    # --- from state to state
 
     async def halt(self, mode: PauseMode) -> None:
         """From running to paused; undone where it fails or is cancelled."""
@@ -157,7 +159,57 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.standstill.end()
         self.gate.release()
 
-    async def go_on_unless_paused(self) -> None:
+    async def pause_by_caller(self, mode: PauseMode) -> None:
+        """From running to paused, until the trainer resumes it."""
+        await self.halt(mode)
+        self.paused_by_caller = True
+
+    async def resume_by_caller(self) -> None:
+        """From paused to running, since the trainer says so."""
+        self.paused_by_caller = False
+        await to_its_end(self.go_on)
+
+    async def exchange(self, checked: Any, version: str) -> None:
+        """Through updating to what the engine was, or to running if it stood still for the new weights alone."""
+        # To its end: weights that were exchanged by half could neither be used nor be put back.
+        await to_its_end(partial(self._exchange, checked, version))
+
+    async def _exchange(self, checked: Any, version: str) -> None:
+        before, self.state = self.state, EngineState.UPDATING
+        try:
+            await self.load_weights(checked, version)
+            self._add_version(version)
+        finally:
+            self.state = before
+        await self._go_on_unless_paused()
+        self.tell()
+
+    async def fall_asleep(self, level: int) -> None:
+        """From running or paused to asleep; what was being sampled is cut."""
+        if self.state is EngineState.RUNNING:
+            await self.halt(PauseMode.ABORT)
+        # To its end: memory given up by half could not be taken back.
+        await to_its_end(partial(self._fall_asleep, level))
+
+    async def _fall_asleep(self, level: int) -> None:
+        self.cuts += 1  # also of turns that an earlier pause kept
+        await self.sleep(level)
+        self.asleep = frozenset(SLEEP_TAGS)
+        self.weights_discarded = self.weights_discarded or level == 2
+        self.state = EngineState.ASLEEP
+
+    async def wake_up(self, parts: frozenset[str]) -> None:
+        """From asleep to what the engine was before, once the last part of its memory is there."""
+        await to_its_end(partial(self._wake_up, parts))
+
+    async def _wake_up(self, parts: frozenset[str]) -> None:
+        await self.wake(sorted(parts & self.asleep))
+        self.asleep -= parts
+        if not self.asleep:
+            self.state = EngineState.PAUSED
+            await self._go_on_unless_paused()
+
+    async def _go_on_unless_paused(self) -> None:
         """Go on, unless the trainer paused the engine or some of what it needs is missing."""
         if not self.paused_by_caller and not self.weights_discarded and not self.asleep:
             await self.go_on()
@@ -165,16 +217,19 @@ class EngineRuntime(ABC, Generic[RequestT]):
     # --- what cannot be now, each refused by the name of the call
 
     def require_running(self, call: str) -> None:
+        """Return if the engine is running."""
         if self.state is not EngineState.RUNNING:
             raise BadControl(f"{call}: the engine is {self.state.value} already.{self._way_out()}")
 
     def require_paused(self, call: str) -> None:
+        """Return if the engine is paused and has weights to go on with."""
         if self.state is not EngineState.PAUSED:
             raise BadControl(f"{call}: the engine is {self.state.value}, not paused.{self._way_out()}")
         if self.weights_discarded:
             raise BadControl(f"{call}: sleep(2) discarded the weights: update_weights(...) first.")
 
     def require_weights_awake(self, call: str) -> None:
+        """Return if the memory of the weights is not given up."""
         if "weights" in self.asleep:
             raise BadControl(f"{call}: the memory of the weights is asleep: wake(['weights']) first.")
 
@@ -193,7 +248,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """Go on; also after a `pause` that failed or was cancelled half way."""
 
     @abstractmethod
-    async def check_weights(self, source: Any) -> Any:
+    async def check_weights(self, given: Any) -> Any:
         """Compare new weights with the model while the engine goes on; gives what `load_weights` needs of them.
 
         Raises:

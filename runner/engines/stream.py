@@ -58,12 +58,14 @@ class GatedStream(DeltaStream, Generic[RuntimeT, SessionT]):
         self._session = session
         self._stamps = Stamps(runtime.version)
         self._adapter: AdapterVersion | None = None
+        self._inside = False
 
     async def __aenter__(self) -> Self:
         runtime, request = self._runtime, self.request
         self._check()
         await runtime.gate.enter(self._session, self._room(len(request.prompt)))
         runtime.requests[self] = None
+        self._inside = True
         try:
             # Only now: weights and adapters may have changed while it waited at the gate.
             self._adapter = runtime.adapters.take(request.name, request.sampling.adapter)
@@ -94,6 +96,8 @@ class GatedStream(DeltaStream, Generic[RuntimeT, SessionT]):
         """Have the request sampled, once it was let in."""
 
     def _leave(self) -> None:
+        """Give back what the request took."""
+        self._inside = False
         runtime, request = self._runtime, self.request
         runtime.close(self)
         runtime.adapters.leave(self._adapter)

@@ -14,7 +14,7 @@ from runner.environment.task_feed import Tasks, read_tasks
 from runner.errors import BadTask, DeltarunnerError
 from runner.tasks import Task
 
-__all__ = ["at_once", "select"]
+__all__ = ["read_now", "select"]
 
 
 def select(source: Tasks, task_class: type[Task], *, most: int | None = None, only: str | None = None) -> Tasks:
@@ -37,7 +37,7 @@ def select(source: Tasks, task_class: type[Task], *, most: int | None = None, on
     return chosen  # type: ignore[no-any-return]  # one of the two
 
 
-def at_once(chosen: Tasks, source: Tasks, environment: Environment[Any]) -> Tasks:
+def read_now(chosen: Tasks, source: Tasks, environment: Environment[Any]) -> Tasks:
     """What was chosen of `source`, looked up now where it can be: what is wrong is better said before the start.
 
     An async source, one that hears of results, and a generator that may read what `lifespan()` yields have to wait.

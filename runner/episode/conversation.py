@@ -26,7 +26,7 @@ DRAIN_SECONDS = 10.0
 
 
 def open_conversation(
-    episode: EpisodeState,
+    play: EpisodeState,
     name: str,
     *,
     system_prompt: str | None,
@@ -36,13 +36,14 @@ def open_conversation(
     sampling: Sampling | None = None,
 ) -> Conversation:
     """Open the conversation of an agent that has none; `Episode.conversation` says what the arguments mean."""
-    if train and name in episode.context.other_models:
+    if train and name in play.shared.other_models:
         raise BadOption(f"agent {name!r} plays on an engine of its own (engines={{{name!r}: ...}}): it is not trained.")
     messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
     messages += as_messages(prompt)
-    state = ConversationState(name, episode, train=train, tools=tools, messages=messages, sampling=sampling)
-    episode.conversations[name] = state
-    return Conversation(state)
+    state = ConversationState(name, play, train=train, tools=tools, messages=messages, sampling=sampling)
+    conversation = state.conversation = Conversation(state)
+    play.states[name] = state
+    return conversation
 
 
 class Conversation:
@@ -125,14 +126,14 @@ class Conversation:
 
         A call that does not parse is answered by a user message after the tool messages.
         """
-        episode = self._state.episode
+        play = self._state.play
         try:
             return await answer_calls(
                 turn,
                 self.tools,
-                author_code=episode.author_code,
-                seconds=episode.limits.configured.tool_seconds,
-                report_activity=episode.report_activity,
+                author_code=play.author_code,
+                seconds=play.limits.configured.tool_seconds,
+                report_activity=play.report_activity,
             )
         except Exception as error:
             if not self.train:
@@ -174,7 +175,7 @@ class Conversation:
         check_answers(history)
         if tools is not None:
             state.tools = checked_tools(tools)
-        state.episode.limits.context_rewritten(state.name)
+        state.play.limits.context_rewritten(state.name)
         state.retry = None
         segment = state.segment
         if segment is not None and same_tools(segment.tools, state.schemas()):
@@ -222,7 +223,7 @@ class Conversation:
             self._speech = None
 
     def _is_over(self) -> EpisodeOver:
-        return EpisodeOver(f"{self._state.episode.key.id} is over, and with it the conversation of {self.name!r}")
+        return EpisodeOver(f"{self._state.play.key.id} is over, and with it the conversation of {self.name!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,32 +26,35 @@ class Episode:
     turn: Turn
     """The turn that is being answered, or that was answered last."""
 
-    def __init__(self, state: EpisodeState) -> None:
-        self.id: str = state.key.id
+    def __init__(self, play: EpisodeState) -> None:
+        self.id: str = play.key.id
         """The task's id and the number of the episode within its group, as in "task#0"."""
-        self.index: int = state.key.index
+        self.index: int = play.key.index
         """The number of the episode within its task's group."""
-        self.seed: int = state.seed
+        self.seed: int = play.seed
         """The seed of the episode's sampling; it differs within a group."""
         self.reason: str = ""
-        """What `end` was given."""
-        self.conversations: dict[str, Conversation] = {}
-        """The conversations that are open, by agent."""
-        self._state = state
+        """The reason that `end(reason)` was called with; "" before, or where it was given none."""
+        self._play = play
         self._rng: random.Random | None = None
 
     @property
     def rng(self) -> random.Random:
         """Random numbers of the task: the same for every episode of its group."""
         if self._rng is None:
-            key = self._state.key
-            self._rng = task_rng(self._state.context.seed, key.task.id, key.visit)
+            key = self._play.key
+            self._rng = task_rng(self._play.shared.seed, key.task.id, key.visit)
         return self._rng
+
+    @property
+    def conversations(self) -> dict[str, Conversation]:
+        """The conversations that are open, by agent."""
+        return {name: state.conversation for name, state in self._play.states.items()}
 
     @property
     def turns(self) -> list[Turn]:
         """The turns of `main`, in order."""
-        main = self.conversations.get(MAIN)
+        main = self._play.states.get(MAIN)
         return main.turns if main else []
 
     @property
@@ -62,7 +65,7 @@ class Episode:
     @property
     def ended(self) -> bool:
         """Whether `end` was called."""
-        return self._state.limits.ended_by_author
+        return self._play.limits.ended_by_author
 
     @property
     def exit_stack(self) -> AsyncExitStack:
@@ -72,12 +75,12 @@ class Episode:
         within `Limits.close_seconds`; what an asynchronous one entered is left on the event loop, in the episode's own
         task.
         """
-        if not self._state.exit_stack_open:
+        if not self._play.exit_stack_open:
             raise RuntimeError(
                 "episode.exit_stack can be entered in setup() only: what is opened later, in a tool for one, belongs "
                 "to another task; open it with `async with` where it is used."
             )
-        return self._state.exit_stack
+        return self._play.exit_stack
 
     def end(self, reason: str = "") -> None:
         """End the episode: what is being answered is answered, there is no further turn, and it is scored.
@@ -85,7 +88,7 @@ class Episode:
         Args:
             reason: kept as the trajectory's `reason`.
         """
-        self._state.limits.ended_by_author = True
+        self._play.limits.ended_by_author = True
         self.reason = reason or self.reason
 
     def conversation(
@@ -112,14 +115,14 @@ class Episode:
             BadOption: an agent on an engine of its own cannot be trained.
             RuntimeError: `main` is not open yet; it is after `prompt()`.
         """
-        if name in self.conversations:
-            return self.conversations[name]
+        if name in self._play.states:
+            opened: Conversation = self._play.states[name].conversation
+            return opened
         if name == MAIN:
             raise RuntimeError("agent 'main' is opened after prompt(), by the runner; name another one before that.")
-        conversation = self.conversations[name] = open_conversation(
-            self._state, name, system_prompt=system_prompt, prompt=prompt, tools=tools, train=train, sampling=sampling
+        return open_conversation(
+            self._play, name, system_prompt=system_prompt, prompt=prompt, tools=tools, train=train, sampling=sampling
         )
-        return conversation
 
     async def answer(self, turn: Turn) -> list[Message] | None:
         """Answer a turn: run its calls, or ask `step(turn)` where it makes none.
@@ -134,18 +137,19 @@ class Episode:
         began = anyio.current_time()
         try:
             if turn.tool_calls:
-                return await self.conversations[turn.agent].call_tools(turn)
+                answers: list[Message] = await self._play.states[turn.agent].conversation.call_tools(turn)
+                return answers
             return await self._step(turn)
         finally:
             turn.timings.environment += anyio.current_time() - began
 
     async def _step(self, turn: Turn) -> list[Message] | None:
-        state = self._state
-        if not state.environment.overrides("step"):
+        play = self._play
+        if not play.environment.overrides("step"):
             return None
-        state.report_activity("step")
-        seconds = state.limits.configured.step_seconds
-        reply = await state.author_code.call(state.environment.step, turn, name="step()", seconds=seconds)
+        play.report_activity("step")
+        seconds = play.limits.configured.step_seconds
+        reply = await play.author_code.call(play.environment.step, turn, name="step()", seconds=seconds)
         if reply is None:
             return None
         messages = as_messages(reply)
@@ -166,11 +170,11 @@ class Episode:
         Raises:
             BadOption: the limit is below 1, or another one than before.
         """
-        limiter = self._state.context.limiter(name, limit)
+        limiter = self._play.shared.limiter(name, limit)
         # On behalf of this block, not of the task: the limiter refuses a task that enters a second one.
         owner = object()
         with Waiting():
-            self._state.report_activity(f"limiter {name!r}")
+            self._play.report_activity(f"limiter {name!r}")
             await limiter.acquire_on_behalf_of(owner)
         try:
             yield

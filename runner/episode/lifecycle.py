@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import anyio
 
 from runner.concurrency.cancellation import cancellation_is_asked_for, forget_native_cancellation
-from runner.concurrency.clocks import Clock, Waiting
-from runner.concurrency.user_code import TooSlow, describe_error
-from runner.episode.context import RunContext
-from runner.episode.conversation import open_conversation
+from runner.concurrency.clocks import Clock
+from runner.concurrency.user_code import describe_error
+from runner.episode.conversation import Conversation, open_conversation
 from runner.episode.episode import Episode
 from runner.episode.hooks import check_system_prompts
 from runner.episode.key import MAIN, EpisodeKey
 from runner.episode.limits import Ending
 from runner.episode.outcome import failure, judge
+from runner.episode.shared import RunShared
 from runner.episode.state import EpisodeState
 from runner.messages import as_messages
 from runner.scoring import Score, ScorerKind, as_metrics, scores_by_agent, weighted_sum
@@ -44,20 +44,18 @@ class Play(EpisodeState):
     What its conversations and the author's `Episode` may know of it is in `EpisodeState`.
     """
 
-    def __init__(self, context: RunContext, key: EpisodeKey) -> None:
-        super().__init__(key, context, self._leave)
+    def __init__(self, shared: RunShared, key: EpisodeKey) -> None:
+        super().__init__(key, shared)
         self.phase = Phase.SETUP
-        """Where it stands."""
+        """The phase of its life that the episode is in."""
         self.began = anyio.current_time()
         """When it was made, in the event loop's time."""
-        self.faults: list[str] = []
-        """What went wrong without changing the outcome, such as a `close()` or a metric that raised."""
         self.episode = Episode(self)
         """The same as the author sees it."""
         self._outer = Clock()
         self._scoring = Clock()
-        self._cut: Ending | None = None
         self._ending: Ending | None = None
+        self._was_cut = False
         self._rewards: dict[str, dict[str, Score]] = {}
         self._metrics: dict[str, float] = {}
         self._make_environment()
@@ -65,13 +63,13 @@ class Play(EpisodeState):
     def _make_environment(self) -> None:
         """Make the environment that plays. Where none can be made, nothing is played and no hook is called."""
         try:
-            environment = self.context.environment.fresh()
+            environment = self.shared.environment.fresh()
             task = own_copy(self.key.task)
         except (Exception, SystemExit) as error:
             self._ending = failure(error)
             return
         environment.task = task
-        environment.shared = self.context.shared
+        environment.shared = self.shared.resources
         environment.tools = environment.bound_tools()
         environment.episode = self.episode
         self.environment = environment
@@ -83,16 +81,16 @@ class Play(EpisodeState):
 
     def trained_logs(self) -> Iterator[TokenLog]:
         """The token logs so far of the agents that are trained."""
-        for conversation in self.conversations.values():
-            if conversation.train:
-                yield from (segment.log for segment in conversation.segments)
+        for state in self.states.values():
+            if state.train:
+                yield from (segment.log for segment in state.segments)
 
     def cancel(self, ending: Ending | None = None) -> None:
         """Cut the play where it stands; it is closed and kept, as partial unless another ending is given."""
         # What closes is not cut: it has a limit of its own, and must not leave open what the author opened.
         scopes = {Phase.SETUP: self._outer, Phase.PLAYING: self.limits.clock, Phase.SCORING: self._scoring}
-        if self.phase in scopes and self._cut is None:
-            self._cut = ending or Ending(Outcome.CANCELLED)
+        if self.phase in scopes and not self._was_cut:
+            self._was_cut, self._ending = True, ending or Ending(Outcome.CANCELLED)
             scopes[self.phase].scope.cancel()
 
     async def run(self) -> list[Trajectory]:
@@ -138,7 +136,7 @@ class Play(EpisodeState):
             return
         try:
             ending = await self._play()
-            if ending.outcome.scored and any(agent.turns for agent in self.conversations.values()):
+            if ending.outcome.scored and any(state.turns for state in self.states.values()):
                 await self._score(ending)
         finally:
             self._enter(Phase.CLOSING)
@@ -165,11 +163,11 @@ class Play(EpisodeState):
         return True
 
     def _blame_setup(self) -> None:
-        if self._outer.fired and self._cut is None:
+        if self._outer.fired and self._ending is None:
             seconds = self.limits.configured.setup_seconds
             self._ending = Ending(Outcome.ENV_ERROR, "setup_seconds", error=f"setup took longer than {seconds:g} s")
 
-    async def _open_main(self) -> None:
+    async def _open_main(self) -> Conversation:
         environment, task = self.environment, self.environment.task
         self.report_activity("prompt")
         prompt = task.prompt
@@ -177,13 +175,13 @@ class Play(EpisodeState):
             prompt = await self.author_code.call(environment.prompt, name="prompt()")
         messages = as_messages(prompt)
         check_system_prompts(environment, environment.system_prompt, self.key.task, messages)
-        self.episode.conversations[MAIN] = open_conversation(
+        return open_conversation(
             self,
             MAIN,
             system_prompt=environment.system_prompt,
             prompt=messages,
             tools=environment.tools,
-            train=MAIN not in self.context.other_models,
+            train=MAIN not in self.shared.other_models,
         )
 
     # --- the play
@@ -191,7 +189,7 @@ class Play(EpisodeState):
     async def _play(self) -> Ending:
         error: BaseException | None = None
         try:
-            await self._open_main()
+            main = await self._open_main()
         except Exception as raised:
             self._ending = failure(raised)
             return self._ending
@@ -200,18 +198,17 @@ class Play(EpisodeState):
             raise
         if self._outer.fired:  # and whoever was cancelled went on as if nothing were
             self._blame_setup()
-            return self._ending or self._cut or Ending(Outcome.CANCELLED)
+            return self._ending or Ending(Outcome.CANCELLED)
         self._outer.lift()
         self._enter(Phase.PLAYING)
         with self.limits.clock as clock:
             clock.start(self.limits.configured.seconds)
             try:
-                main = self.episode.conversations[MAIN]
                 await self.author_code.call(self.environment.rollout, main, name="rollout()")
                 self.check_limits()
             except (Exception, BaseExceptionGroup) as raised:
                 error = raised
-        self._ending = self._cut or judge(self, error)
+        self._ending = self._ending or judge(self, error)
         return self._ending
 
     # --- after the last turn
@@ -221,14 +218,12 @@ class Play(EpisodeState):
         seconds = self.limits.configured.reward_seconds
         with self._scoring as clock:
             clock.start(seconds)
-            for scorer in self.context.scorers:
+            for scorer in self.shared.scorers:
                 if scorer.kind != ScorerKind.GROUP_REWARD:
                     await self._score_one(scorer.name, scorer.kind, ending)
-        if self._cut is not None:
-            self._ending = self._cut
-        elif clock.fired or self.author_code.abandoned:
+        if clock.fired or self.author_code.abandoned:
             text = f"rewards took longer than {seconds:g} s (in {self.activity})"
-            self._ending = Ending(Outcome.ENV_ERROR, "reward_seconds", error=text)
+            self._fail_scoring(Ending(Outcome.ENV_ERROR, "reward_seconds", error=text))
 
     async def _score_one(self, name: str, kind: str, ending: Ending) -> None:
         self.report_activity(f"{kind} {name}()")
@@ -245,19 +240,23 @@ class Play(EpisodeState):
             self._blame_reward(f"reward {name}(): {describe_error(error)}", ending)
 
     def _blame_reward(self, error: str, ending: Ending) -> None:
-        failed = self.limits.ending
+        failed = self.limits.silenced_by
         if failed is not None and failed.outcome is Outcome.ENGINE_ERROR:
-            self._ending = failed
+            self._fail_scoring(failed)
         elif ending.outcome is Outcome.COMPLETED:
-            self._ending = Ending(Outcome.ENV_ERROR, error=error)
+            self._fail_scoring(Ending(Outcome.ENV_ERROR, error=error))
         else:
             self.faults.append(error)
+
+    def _fail_scoring(self, ending: Ending) -> None:
+        if not self._was_cut:  # else what a reward says of that is no fault of its own
+            self._ending = ending
 
     def _keep_score(self, name: str, kind: str, value: Any) -> None:
         if kind == ScorerKind.METRIC:
             self._metrics.update(as_metrics(value, name))
             return
-        trained = [agent.name for agent in self.conversations.values() if agent.train] or [MAIN]
+        trained = [state.name for state in self.states.values() if state.train] or [MAIN]
         for agent, score in scores_by_agent(value, name, trained).items():
             self._rewards.setdefault(agent, {})[name] = score
 
@@ -268,20 +267,6 @@ class Play(EpisodeState):
                 await self.author_code.call(self.environment.close, name="close()", seconds=seconds)
         except (Exception, BaseExceptionGroup) as error:
             self.faults.append(f"close(): {describe_error(error)}")
-
-    async def _leave(self, leaving: Callable[[], bool | None], name: str) -> bool | None:
-        """Leave one thing of the exit stack in a thread; one that takes too long is left behind, and the next goes on.
-
-        The clock over the whole unwinding stands still, and a cancellation waits: each exit has its own limit.
-        """
-        seconds = self.limits.configured.close_seconds
-        with Waiting(), anyio.CancelScope(shield=True):
-            try:
-                swallowed: bool | None = await self.author_code.call(leaving, name=name, seconds=seconds)
-            except TooSlow as error:
-                self.faults.append(f"exit_stack: {error}; its thread was left behind")
-                return None
-        return swallowed
 
     async def _unwind(self, passing: BaseException | None) -> None:
         """Leave what `setup()` entered. What is passing goes through it: a task group that died cancelled its host."""
@@ -301,19 +286,15 @@ class Play(EpisodeState):
 
     def trajectories(self) -> list[Trajectory]:
         """What each agent that spoke saw and did; `main` first, also silent where no trained one spoke."""
-        ending = self._ending or self._cut or Ending(Outcome.CANCELLED)
+        ending = self._ending or Ending(Outcome.CANCELLED)
         seconds = anyio.current_time() - self.began
-        spoke = {name: agent for name, agent in self.conversations.items() if agent.turns}
+        spoke = {name: state for name, state in self.states.items() if state.turns}
         others = [self._trajectory(name, ending, seconds) for name in spoke if name != MAIN]
         # Where nobody is there to be trained on, something must still say how the episode ended.
-        if MAIN not in spoke and any(agent.train for agent in spoke.values()):
+        if MAIN not in spoke and any(state.train for state in spoke.values()):
             return others
         # An agent that spoke in setup() was opened before `main`; and where setup() failed there is no `main` yet.
-        main = (
-            self._trajectory(MAIN, ending, seconds)
-            if MAIN in self.conversations
-            else self._empty(MAIN, ending, seconds)
-        )
+        main = self._trajectory(MAIN, ending, seconds) if MAIN in self.states else self._empty(MAIN, ending, seconds)
         return [main, *others]
 
     def _empty(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
@@ -326,7 +307,7 @@ class Play(EpisodeState):
             seed=self.seed,
             visit=key.visit,
             attempt=key.attempt,
-            trained=agent == MAIN and MAIN not in self.context.other_models,
+            trained=agent == MAIN and MAIN not in self.shared.other_models,
             outcome=ending.outcome,
             limit=ending.limit,
             limit_agent=ending.agent,
@@ -336,19 +317,19 @@ class Play(EpisodeState):
         )
 
     def _trajectory(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
-        conversation = self.conversations[agent]
+        state = self.states[agent]
         trajectory = self._empty(agent, ending, seconds)
-        trajectory.trained = conversation.train
-        conversation.into_trajectory(trajectory)
+        trajectory.trained = state.train
+        state.into_trajectory(trajectory)
         trajectory.waited = sum(turn.timings.queued for turn in trajectory.turns)
         trajectory.metrics = dict(self._metrics)
         if not ending.outcome.scored or not trajectory.turns:
             return trajectory
         trajectory.rewards = self._rewards.get(agent, {})
-        grouped = any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self.context.scorers)
+        grouped = any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self.shared.scorers)
         # With group rewards the sum waits for them: until then there is none.
         if not grouped:
-            trajectory.reward = weighted_sum(trajectory.rewards, self.context.scorers)
+            trajectory.reward = weighted_sum(trajectory.rewards, self.shared.scorers)
         return trajectory
 
     def _enter(self, phase: Phase) -> None:

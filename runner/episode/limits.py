@@ -46,9 +46,9 @@ class Ending:
 
 
 class EpisodeLimits:
-    """What the conversations of one episode share: turns, sampled tokens and one ending.
+    """What the conversations of one episode share: turns, sampled tokens, and why there are no more of them.
 
-    The first ending stays. Who asks for a turn after it has the whole play cancelled, so that nobody can swallow it by
+    The first reason stays. Who asks for a turn after it has the whole play cancelled, so that nobody can swallow it by
     accident.
     """
 
@@ -60,11 +60,11 @@ class EpisodeLimits:
         self.tokens = 0
         """Tokens sampled so far in trained conversations."""
         self.clock = Clock(counts_sampling=True)
-        """The clock over the play; leaving the play is cancelling its scope."""
+        """The clock over the play; whoever ends the play cancels the scope of this clock."""
         self.last_turn: Turn | None = None
         """The last turn of a trained conversation."""
-        self.ending: Ending | None = None
-        """How the episode ended, once it did."""
+        self.silenced_by: Ending | None = None
+        """Why nobody may speak any more; how the episode ends is judged when its `rollout` is over."""
         self.ended_by_author = False
         """`Episode.end()` was called."""
         self.context_full: Ending | None = None
@@ -90,11 +90,11 @@ class EpisodeLimits:
                     f"Ask another agent: self.episode.conversation('judge')."
                 )
             return
-        if self.ending is not None:
+        if self.silenced_by is not None:
             self.clock.scope.cancel()
             await anyio.lowlevel.checkpoint()
             # Outside of the play, as in `close()`, there was nothing left to cancel.
-            raise EpisodeOver(str(self.ending))
+            raise EpisodeOver(str(self.silenced_by))
         if self.ended_by_author:
             self.end_episode(Ending(Outcome.COMPLETED, error="the environment ended the episode"))
         if not trained:
@@ -115,7 +115,7 @@ class EpisodeLimits:
 
     def end_episode(self, ending: Ending) -> NoReturn:
         """Keep this ending, unless there is one already, and raise it to the rollout."""
-        self.ending = self.ending or ending
+        self.silenced_by = self.silenced_by or ending
         raise EpisodeOver(str(ending))
 
     def refuse_prompt(self, agent: str, error: str, *, trained: bool) -> NoReturn:
@@ -141,5 +141,5 @@ class EpisodeLimits:
     def begin_scoring(self) -> None:
         """Let agents that are not trained speak again, however the play ended: they may judge it."""
         self._scoring = True
-        self.ending = None
+        self.silenced_by = None
         self._agents_without_room.clear()

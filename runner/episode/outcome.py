@@ -11,20 +11,20 @@ from runner.trajectory import Outcome
 __all__ = ["failure", "judge"]
 
 
-def judge(episode: EpisodeState, error: BaseException | None) -> Ending:
+def judge(play: EpisodeState, error: BaseException | None) -> Ending:
     """How a play ended that nobody cut from outside, and that `error` came out of.
 
     A limit that fired comes before what the author raised after it.
     """
-    limits, abandoned = episode.limits, episode.author_code.abandoned
+    limits, abandoned = play.limits, play.author_code.abandoned
     # A thread that was left behind may still change the world that the rewards would look at.
     if abandoned:
         text = f"{abandoned} did not come back in time; its thread was left behind and may still write"
         return Ending(Outcome.ENV_ERROR, _limit_of(error) or "seconds", error=text)
-    if limits.ending is not None and limits.ending.outcome is not Outcome.COMPLETED:
-        return limits.ending
+    if limits.silenced_by is not None and limits.silenced_by.outcome is not Outcome.COMPLETED:
+        return limits.silenced_by
     # After an ending, whoever asks for a turn has the clock's scope cancelled: then it is not the clock that fired.
-    if limits.clock.fired and limits.ending is None:
+    if limits.clock.fired and limits.silenced_by is None:
         return Ending(Outcome.TIME_LIMIT, "seconds")
     if limits.context_full is not None:
         return limits.context_full

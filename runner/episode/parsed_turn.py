@@ -54,9 +54,9 @@ class ParsedTurn:
     """What a turn said."""
 
     text: str
-    """What it said beside reasoning and calls."""
+    """The text of the turn without its reasoning and its calls."""
     reasoning: str
-    """What it thought, or ""."""
+    """The reasoning of the turn, or ""."""
     tool_calls: list[ToolCall]
     """Its calls, in order; one that did not parse has `error` set."""
 

@@ -71,48 +71,48 @@ class PreparedPrompt:
     """The log whose last turn is played again."""
 
 
-async def next_prompt(conversation: ConversationState) -> PreparedPrompt:
+async def next_prompt(state: ConversationState) -> PreparedPrompt:
     """The prompt of the next turn, of the queued messages and what was seen before.
 
     Raises:
         EpisodeOver: it cannot fit the context, or there is none that is exact.
         RuntimeError: nothing was added that could be answered.
     """
-    _refuse_oversized(conversation)
+    _refuse_oversized(state)
     # A copy: while a template renders in a thread, the author may add what only the turn after this one will see.
-    queued = list(conversation.queued)
+    queued = list(state.queued)
     try:
-        prompt = await _prompt_of(conversation, queued)
+        prompt = await _prompt_of(state, queued)
     except Unbridgeable as missing:
-        _end_without_prompt(conversation, missing)
+        _end_without_prompt(state, missing)
     prompt.queued = len(queued)
     return prompt
 
 
-async def _prompt_of(conversation: ConversationState, queued: list[Message]) -> PreparedPrompt:
-    segment, retry = conversation.segment, conversation.retry
+async def _prompt_of(state: ConversationState, queued: list[Message]) -> PreparedPrompt:
+    segment, retry = state.segment, state.retry
     if segment is not None and queued:
-        return await _answering(conversation, segment, queued)
+        return await _answering(state, segment, queued)
     if segment is not None:
-        if conversation.turns[-1].finish is FinishReason.STOP:
+        if state.turns[-1].finish is FinishReason.STOP:
             raise RuntimeError(
-                f"nothing was added to conversation {conversation.name!r} since its last turn: add() an answer."
+                f"nothing was added to conversation {state.name!r} since its last turn: add() an answer."
             )
         return PreparedPrompt(segment, segment.log.ids, (), Source.BRIDGE, continued=True)
     if not queued:
-        raise RuntimeError(f"conversation {conversation.name!r} has no message yet: add() one, or give it a prompt.")
+        raise RuntimeError(f"conversation {state.name!r} has no message yet: add() one, or give it a prompt.")
     if retry is not None and queued == retry.messages:
         return _retried(retry, queued)
-    return _first(conversation, queued)
+    return _first(state, queued)
 
 
-def _first(conversation: ConversationState, messages: Sequence[Message]) -> PreparedPrompt:
+def _first(state: ConversationState, messages: Sequence[Message]) -> PreparedPrompt:
     """The first prompt of a segment, rendered from the start."""
-    conversation.plain = conversation.plain and all(map(is_plain, messages))
-    again = not conversation.segments and any(map(conversation.episode.was_said, messages))
-    cause = REENCODED if again else conversation.cause
-    tools = conversation.schemas()
-    ids = conversation.chat.bridger.first_prompt(messages, tools)
+    state.plain = state.plain and all(map(is_plain, messages))
+    again = not state.segments and any(map(state.play.was_said, messages))
+    cause = REENCODED if again else state.cause
+    tools = state.schemas()
+    ids = state.chat.bridger.first_prompt(messages, tools)
     junction = forked_junction(cause) if cause != "start" else None
     return PreparedPrompt(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages, junction=junction)
 
@@ -125,22 +125,22 @@ def _retried(retry: Retry, messages: Sequence[Message]) -> PreparedPrompt:
     return PreparedPrompt(again, ids, ids, Source.PROMPT, messages, junction=forked_junction(RETRY), taken_back=log)
 
 
-async def _answering(conversation: ConversationState, segment: Segment, new: Sequence[Message]) -> PreparedPrompt:
+async def _answering(state: ConversationState, segment: Segment, new: Sequence[Message]) -> PreparedPrompt:
     """The prompt after a turn that is answered, by the run's policy."""
-    conversation.plain = conversation.plain and all(map(is_plain, new))
-    last, history, tools = conversation.turns[-1], conversation.chat.history, conversation.schemas()
+    state.plain = state.plain and all(map(is_plain, new))
+    last, history, tools = state.turns[-1], state.chat.history, state.schemas()
     if tools != segment.tools:
-        return await _forked(conversation, segment, new, tools, "environment")
+        return await _forked(state, segment, new, tools, "environment")
     if last.thinking and not history.close_reasoning:
         raise Unbridgeable(Property.REASONING_CLOSED, "the turn was cut inside its reasoning")
     if history.policy is HistoryPolicy.FORK:
-        return await _followed(conversation, segment, new, tools)
+        return await _followed(state, segment, new, tools)
     try:
-        bridge = await _bridge(conversation, segment, new, tools)
+        bridge = await _bridge(state, segment, new, tools)
     except Unbridgeable as missing:
         if missing.property in _NO_FORK_HELPS or history.policy is HistoryPolicy.REFUSE:
             raise
-        return await _forked(conversation, segment, new, tools, missing.property.value)
+        return await _forked(state, segment, new, tools, missing.property.value)
     junction = bridge.junction
     if last.dropped:
         junction = replace(junction, dropped=last.dropped, cause="stop_string")
@@ -148,77 +148,77 @@ async def _answering(conversation: ConversationState, segment: Segment, new: Seq
     return PreparedPrompt(segment, ids, bridge.ids, Source.BRIDGE, new, junction=junction)
 
 
-async def _bridge(conversation: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas) -> Bridge:
-    bridger, last = conversation.chat.bridger, conversation.turns[-1]
-    answered = AnsweredTurn(segment.messages, new, tools, last.number, conversation.plain)
+async def _bridge(state: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas) -> Bridge:
+    bridger, last = state.chat.bridger, state.turns[-1]
+    answered = AnsweredTurn(segment.messages, new, tools, last.number, state.plain)
     tail = bridger.locality.tail_at_once(answered)
     if tail is None:
-        tail = await _in_thread(conversation, partial(bridger.tail, answered))
-    return conversation.chat.bridge(last, tail)
+        tail = await _in_thread(state, partial(bridger.tail, answered))
+    return state.chat.bridge(last, tail)
 
 
 async def _forked(
-    conversation: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas, cause: str
+    state: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas, cause: str
 ) -> PreparedPrompt:
     """A new segment with everything rendered anew, loss mask 0 throughout."""
-    bridger, messages = conversation.chat.bridger, [*segment.messages, *new]
-    text = await _in_thread(conversation, partial(bridger.prompt_text, messages, tools))
+    bridger, messages = state.chat.bridger, [*segment.messages, *new]
+    text = await _in_thread(state, partial(bridger.prompt_text, messages, tools))
     ids = bridger.prompt_ids(text)
     again, junction = Segment(cause=cause, tools=tools), forked_junction(cause)
     return PreparedPrompt(again, ids, ids, Source.PROMPT, messages, junction=junction)
 
 
 async def _followed(
-    conversation: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas
+    state: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas
 ) -> PreparedPrompt:
     """What the template makes of everything: an append where it leaves the past as it was, else a fork."""
-    fork = await _forked(conversation, segment, new, tools, "template")
+    fork = await _forked(state, segment, new, tools, "template")
     before = len(segment.log)
     unsampled = any(message["role"] == "assistant" for message in new)
     if unsampled or fork.ids[:before] != segment.log.ids:
         return fork
     added = fork.ids[before:]
-    junction = followed_junction(conversation.chat, fork.ids, conversation.turns[-1], len(added))
+    junction = followed_junction(state.chat, fork.ids, state.turns[-1], len(added))
     return PreparedPrompt(segment, fork.ids, added, Source.BRIDGE, new, junction=junction)
 
 
-async def _in_thread(conversation: ConversationState, render: Callable[[], T]) -> T:
+async def _in_thread(state: ConversationState, render: Callable[[], T]) -> T:
     """Render where it does not hold up the event loop.
 
     It is no work of the episode's: its clocks stand still, as while it waits for a place in the engine.
     """
     with Waiting():
-        made: T = await conversation.episode.context.workers.call(Job(render, "chat template"))
+        made: T = await state.play.shared.workers.call(Job(render, "chat template"))
         return made
 
 
 # --- where there is none
 
 
-def oversized(conversation: ConversationState) -> int:
+def oversized(state: ConversationState) -> int:
     """Characters of the queued messages where they are too many for the context in any case, else 0."""
-    size = sum(len(message["content"]) for message in conversation.queued)
-    return size if size > conversation.context * conversation.chat.tokenizer.longest_token else 0
+    size = sum(len(message["content"]) for message in state.queued)
+    return size if size > state.context * state.chat.tokenizer.longest_token else 0
 
 
-def _refuse_oversized(conversation: ConversationState) -> None:
+def _refuse_oversized(state: ConversationState) -> None:
     # Before it is encoded: that takes its time on a huge text, on the event loop.
-    size = oversized(conversation)
+    size = oversized(state)
     if size:
-        episode = conversation.episode
-        text = f"{episode.key.id}: {size} characters cannot fit the context of {conversation.context} ids"
-        episode.limits.refuse_prompt(conversation.name, text, trained=conversation.train)
+        play = state.play
+        text = f"{play.key.id}: {size} characters cannot fit the context of {state.context} ids"
+        play.limits.refuse_prompt(state.name, text, trained=state.train)
 
 
-def _end_without_prompt(conversation: ConversationState, missing: Unbridgeable) -> NoReturn:
+def _end_without_prompt(state: ConversationState, missing: Unbridgeable) -> NoReturn:
     """End the episode: whose fault it is depends on who spoke, and on what cut the turn that cannot be answered."""
-    name = conversation.name
+    name = state.name
     ending: Ending | None = None
-    if not conversation.train:
+    if not state.train:
         ending = Ending(Outcome.ENV_ERROR, agent=name, error=f"agent {name!r}: {missing}")
     elif missing.property is Property.REASONING_CLOSED:
-        ending = Ending.of_cut_turn(conversation.turns[-1], str(missing))
-    conversation.episode.limits.end_episode(ending or Ending(Outcome.TOKEN_ERROR, agent=name, error=str(missing)))
+        ending = Ending.of_cut_turn(state.turns[-1], str(missing))
+    state.play.limits.end_episode(ending or Ending(Outcome.TOKEN_ERROR, agent=name, error=str(missing)))
 
 
 # --- records of how it was made, also for verification

@@ -36,7 +36,7 @@ class Sample:
     finish: FinishReason = FinishReason.ABORT
     """Why it ended."""
     stop: int | str | None = None
-    """The stop id or string behind it."""
+    """The stop id or stop string that ended the turn, or the text of an error."""
     text: str | None = None
     """The text before a stop string, where one was found."""
     dropped: int = 0

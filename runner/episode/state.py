@@ -3,21 +3,25 @@
 What is here decides little: `prompting` makes prompts of it, `turn` samples and records, `Conversation` and `Episode`
 are what the author sees of it, and `Play` in `lifecycle` is the state that plays itself. A `Conversation` is not its
 `ConversationState` in the same way, since authors would see on it what is no business of theirs.
+
+In this package `play` is an `EpisodeState` and `state` a `ConversationState`; `episode` and `conversation` are the
+objects of the author.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import anyio
 
-from runner.concurrency.exit_stack import EpisodeExitStack, Leave
-from runner.concurrency.user_code import AuthorCode
-from runner.episode.context import RunContext
+from runner.concurrency.clocks import Waiting
+from runner.concurrency.exit_stack import ThreadedExitStack
+from runner.concurrency.user_code import AuthorCode, TooSlow
 from runner.episode.key import EpisodeKey
 from runner.episode.limits import EpisodeLimits
+from runner.episode.shared import RunShared
 from runner.errors import BadOption
 from runner.messages import Message, check_answers
 from runner.options import Limits, Sampling
@@ -30,29 +34,31 @@ __all__ = ["ConversationState", "EpisodeState", "Retry", "checked_tools"]
 class EpisodeState:
     """The state of one attempt, which `Episode` and its conversations share; `Play` adds the life cycle."""
 
-    def __init__(self, key: EpisodeKey, context: RunContext, leave: Leave) -> None:
+    def __init__(self, key: EpisodeKey, shared: RunShared) -> None:
         self.key = key
         """Which play of which task this is."""
-        self.seed = key.seed(context.seed)
+        self.seed = key.seed(shared.seed)
         """The seed of the episode's sampling."""
-        self.context = context
+        self.shared = shared
         """What the episodes of the run share."""
-        self.environment = context.environment
+        self.environment = shared.environment
         """The environment that plays; the shared one until a fresh one is made."""
-        self.limits = EpisodeLimits(context.limits)
+        self.limits = EpisodeLimits(shared.limits)
         """What the episode may still use, and how it ended."""
-        self.author_code = AuthorCode(context.workers)
+        self.author_code = AuthorCode(shared.workers)
         """Calls the author's hooks and tools."""
-        self.conversations: dict[str, ConversationState] = {}
+        self.states: dict[str, ConversationState] = {}
         """The conversations so far, by agent, in the order in which they were opened."""
-        self.exit_stack = EpisodeExitStack(leave, f"episode {key.id} of {type(context.environment).__name__}")
+        self.faults: list[str] = []
+        """What went wrong without changing the outcome, such as a `close()` or a metric that raised."""
+        self.exit_stack = ThreadedExitStack(self._leave, f"episode {key.id} of {type(shared.environment).__name__}")
         """What `setup()` entered."""
         self.exit_stack_open = False
         """`setup()` is running, so something may be entered."""
         self.activity = ""
         """What the episode waits for, for people."""
         self.since = 0.0
-        """When it began to, in the event loop's time."""
+        """When the episode began to wait for that, in the event loop's time."""
         self._limits_of_setup: Limits | None = None
         self.report_activity("setup")
 
@@ -64,7 +70,7 @@ class EpisodeState:
     def take_limits(self) -> None:
         """Take over the limits that `setup()` may have given its episode."""
         self._limits_of_setup = self.environment.limits
-        self.limits.configured = self.context.limits_of(self._limits_of_setup)
+        self.limits.configured = self.shared.limits_of(self._limits_of_setup)
 
     def check_limits(self) -> None:
         """Refuse limits that were assigned when they had been read."""
@@ -75,11 +81,25 @@ class EpisodeState:
                 "to the class or the run."
             )
 
+    async def _leave(self, leaving: Callable[[], bool | None], name: str) -> bool | None:
+        """Leave one thing of the exit stack in a thread; one that takes too long is left behind, and the next goes on.
+
+        The clock over the whole unwinding stands still, and a cancellation waits: each exit has its own limit.
+        """
+        seconds = self.limits.configured.close_seconds
+        with Waiting(), anyio.CancelScope(shield=True):
+            try:
+                swallowed: bool | None = await self.author_code.call(leaving, name=name, seconds=seconds)
+            except TooSlow as error:
+                self.faults.append(f"exit_stack: {error}; its thread was left behind")
+                return None
+        return swallowed
+
     def was_said(self, message: Message) -> bool:
         """Tell whether an agent of this episode said what this assistant message does."""
         if message["role"] != "assistant" or not (message["content"] or message.get("tool_calls")):
             return False
-        return any(_says(turn, message) for agent in self.conversations.values() for turn in agent.turns)
+        return any(_says(turn, message) for state in self.states.values() for turn in state.turns)
 
 
 class ConversationState:
@@ -88,7 +108,7 @@ class ConversationState:
     def __init__(
         self,
         name: str,
-        episode: EpisodeState,
+        play: EpisodeState,
         *,
         train: bool,
         tools: Sequence[Tool],
@@ -98,10 +118,12 @@ class ConversationState:
         self.name = name
         """The agent."""
         self.train = train
-        """Its sampled tokens become a trajectory to be trained on."""
-        self.episode = episode
+        """Whether the conversation becomes a trajectory whose sampled ids are trained on."""
+        self.play = play
         """The episode it speaks in."""
-        self.chat = episode.context.chat_of(name)
+        self.conversation: Any = None
+        """The same as the author sees it: a `Conversation`, which stands above this module and has no type here."""
+        self.chat = play.shared.chat_of(name)
         """The model that speaks for it."""
         self.tools = checked_tools(tools)
         """What it may call now."""
@@ -112,14 +134,14 @@ class ConversationState:
         self.segment: Segment | None = None
         """The segment that the next prompt extends; None where that prompt is to be rendered from the start."""
         self.cause = "start"
-        """Why the next segment begins, where one does."""
+        """The reason that the next segment is given if the next prompt begins one."""
         self.retry: Retry | None = None
         """The turn that the next segment plays again."""
         check_answers(messages)
         self.queued = list(messages)
         """Messages that were added and not put before the model yet."""
         self.plain = True
-        """So far no message holds what a template might look back at when others do not."""
+        """Whether every message so far is plain, and gives a template nothing special to look back at (`is_plain`)."""
         self.calls = 0
         """How many calls it made, for the ids of the next ones."""
         # Of the assistant message that was sampled last. A turn that goes on with a cut one is read from there again.
@@ -129,13 +151,13 @@ class ConversationState:
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
         # Only an episode's very first request waits behind those of episodes under way; a second agent's does not.
-        self.session = self.chat.engine.session(late=bool(episode.conversations))
+        self.session = self.chat.engine.session(late=bool(play.states))
         """What the engine keeps of this conversation between turns."""
 
     @property
     def context(self) -> int:
         """How many tokens this conversation may hold."""
-        limit = self.episode.limits.configured.context
+        limit = self.play.limits.configured.context
         engine = self.chat.engine.context
         return engine if limit is None else min(limit, engine)
 
@@ -145,16 +167,16 @@ class ConversationState:
 
     def sampling(self) -> Sampling:
         """The sampling of the next turn, every field set; the environment's may have been assigned since the last."""
-        episode = self.episode
-        given = episode.environment.sampling
+        play = self.play
+        given = play.environment.sampling
         if given is not self._environment_sampling:
             if not isinstance(given, Sampling):
                 raise BadOption(f"self.sampling = {given!r:.60}: give Sampling(...).")
-            self._sampling = episode.context.sampling_of(
+            self._sampling = play.shared.sampling_of(
                 train=self.train, conversation=self._own_sampling, environment=given
             )
             self._environment_sampling = given
-        episode.check_limits()
+        play.check_limits()
         return self._sampling
 
     def into_trajectory(self, trajectory: Trajectory) -> None:

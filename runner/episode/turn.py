@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from runner.engines.base import FinishReason, GenerationRequest, vocabulary_size
 from runner.episode.key import MAIN
@@ -22,50 +23,41 @@ __all__ = ["take_turn"]
 
 
 async def take_turn(
-    conversation: ConversationState, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None
+    state: ConversationState, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None
 ) -> Turn:
     """Let the agent of a conversation speak once."""
-    episode, chat = conversation.episode, conversation.chat
-    await episode.limits.admit(conversation.name, trained=conversation.train)
-    prompt = await next_prompt(conversation)
-    _refuse_too_long(conversation, prompt)
-    request = _request(conversation, prompt, sampling, tool_choice)
+    limits = state.play.limits
+    await limits.admit(state.name, trained=state.train)
+    prompt = await next_prompt(state)
+    _refuse_too_long(state, prompt)
+    request = _request(state, prompt, sampling, tool_choice)
     sampled, turn = Sample(prompt.segment.log), None
     try:
-        episode.report_activity(f"{conversation.name}: engine")
-        await sample(
-            sampled,
-            chat.engine,
-            request.generation,
-            new_ids=prompt.new_ids,
-            source=prompt.source,
-            tokenizer=chat.tokenizer,
-            stall_seconds=episode.limits.configured.stall_seconds,
-        )
+        await _sampling(state, prompt, request, sampled)
     finally:
         # Cancelled or failed, what the model saw and said is kept all the same: the engine had it from admission on.
         if sampled.admitted:
-            turn = _record(conversation, prompt, request, sampled)
-            _parse(conversation, prompt, turn, sampled.text)
-            episode.limits.count(turn, trained=conversation.train)
+            turn = _record(state, prompt, request, sampled)
+            _parse(state, prompt, turn, sampled.text)
+            limits.count(turn, trained=state.train)
     if sampled.error is not None:
-        _end_by(conversation, sampled.error)
+        _end_by(state, sampled.error)
     assert turn is not None  # an engine that did not fail has admitted the request
     return turn
 
 
-def _refuse_too_long(conversation: ConversationState, prompt: PreparedPrompt) -> None:
-    if len(prompt.ids) >= conversation.context:
-        episode = conversation.episode
-        text = f"{episode.key.id}: {len(prompt.ids)} ids do not fit the context of {conversation.context}"
-        episode.limits.refuse_prompt(conversation.name, text, trained=conversation.train)
+def _refuse_too_long(state: ConversationState, prompt: PreparedPrompt) -> None:
+    if len(prompt.ids) >= state.context:
+        play = state.play
+        text = f"{play.key.id}: {len(prompt.ids)} ids do not fit the context of {state.context}"
+        play.limits.refuse_prompt(state.name, text, trained=state.train)
 
 
-def _end_by(conversation: ConversationState, error: EngineError) -> NoReturn:
+def _end_by(state: ConversationState, error: EngineError) -> NoReturn:
     # A request that the engine refuses is refused again: the same seeds make the same request.
     rejected = isinstance(error, RequestRejected)
-    ending = Ending(Outcome.ENGINE_ERROR, agent=conversation.name, error=str(error), permanent=rejected)
-    conversation.episode.limits.end_episode(ending)
+    ending = Ending(Outcome.ENGINE_ERROR, agent=state.name, error=str(error), permanent=rejected)
+    state.play.limits.end_episode(ending)
 
 
 # --- the request
@@ -84,46 +76,46 @@ class _Request:
 
 
 def _request(
-    conversation: ConversationState, prompt: PreparedPrompt, sampling: Sampling | None, tool_choice: ToolChoice | None
+    state: ConversationState, prompt: PreparedPrompt, sampling: Sampling | None, tool_choice: ToolChoice | None
 ) -> _Request:
-    episode, chat, number = conversation.episode, conversation.chat, len(conversation.turns)
-    own = conversation.sampling()
+    play, chat, number = state.play, state.chat, len(state.turns)
+    own = state.sampling()
     settings = own if sampling is None else sampling.over(own)
     settings.check_vocabulary(vocabulary_size(chat.engine))
-    choice = _tool_choice(conversation, tool_choice)
-    ceilings = {"max_tokens": settings.max_tokens, "context": conversation.context - len(prompt.ids)}
-    left = episode.limits.tokens_left() if conversation.train else None
+    choice = _tool_choice(state, tool_choice)
+    ceilings = {"max_tokens": settings.max_tokens, "context": state.context - len(prompt.ids)}
+    left = play.limits.tokens_left() if state.train else None
     if left is not None:
         ceilings["tokens"] = left
     ceiling = min(ceilings, key=ceilings.__getitem__)
     generation = GenerationRequest(
-        name=f"{episode.key.id}/{conversation.name}/{number}",
+        name=f"{play.key.id}/{state.name}/{number}",
         prompt=prompt.ids,
         sampling=settings if ceiling == "max_tokens" else settings.shortened(ceilings[ceiling]),
         stop_ids=settings.all_stop_ids(chat.stop_ids),
-        seed=derive_seed(episode.seed, conversation.name, number),
-        session=conversation.session,
-        constraint=_constraint(conversation, settings, choice),
+        seed=derive_seed(play.seed, state.name, number),
+        session=state.session,
+        constraint=_constraint(state, settings, choice),
         # We look for stop strings in the deltas as they come, and what was sampled past one is thrown away.
         acts_on_deltas=bool(settings.stop),
     )
     return _Request(generation, _unconstrained(settings), choice, ceiling)
 
 
-def _tool_choice(conversation: ConversationState, given: ToolChoice | None) -> ToolChoice:
-    if not conversation.tools:
+def _tool_choice(state: ConversationState, given: ToolChoice | None) -> ToolChoice:
+    if not state.tools:
         return "none"
     if given is not None:
         return given
     # The environment's is meant for `main`: another agent may not have the tool that it names.
-    choice = conversation.episode.environment.tool_choice
-    known = ("auto", "none", *(tool.name for tool in conversation.tools))
-    return choice if conversation.name == MAIN or choice in known else "auto"
+    choice = state.play.environment.tool_choice
+    known = ("auto", "none", *(tool.name for tool in state.tools))
+    return choice if state.name == MAIN or choice in known else "auto"
 
 
-def _constraint(conversation: ConversationState, settings: Sampling, tool_choice: ToolChoice) -> Constraint | None:
-    tools = conversation.tools
-    enforced = conversation.chat.parser.constraint(tools, tool_choice) if tools else None
+def _constraint(state: ConversationState, settings: Sampling, tool_choice: ToolChoice) -> Constraint | None:
+    tools = state.tools
+    enforced = state.chat.parser.constraint(tools, tool_choice) if tools else None
     given = _given_constraint(settings)
     if enforced and given:
         raise BadOption(
@@ -149,30 +141,46 @@ def _unconstrained(settings: Sampling) -> Sampling:
     return replace(settings, schema=None, regex=None, choice=None)
 
 
+def _sampling(
+    state: ConversationState, prompt: PreparedPrompt, request: _Request, into: Sample
+) -> Coroutine[Any, Any, None]:
+    # No coroutine of its own: each delta would go through one frame more.
+    state.play.report_activity(f"{state.name}: engine")
+    return sample(
+        into,
+        state.chat.engine,
+        request.generation,
+        new_ids=prompt.new_ids,
+        source=prompt.source,
+        tokenizer=state.chat.tokenizer,
+        stall_seconds=state.play.limits.configured.stall_seconds,
+    )
+
+
 # --- what came of it
 
 
-def _record(conversation: ConversationState, prompt: PreparedPrompt, request: _Request, sampled: Sample) -> Turn:
+def _record(state: ConversationState, prompt: PreparedPrompt, request: _Request, sampled: Sample) -> Turn:
     """Put the prompt and the turn into the conversation; what the turn says is not read yet."""
     segment = prompt.segment
-    if conversation.segment is not segment:
-        conversation.segment = segment
-        conversation.segments.append(segment)
+    if state.segment is not segment:
+        state.segment = segment
+        state.segments.append(segment)
     if prompt.taken_back is not None:
         prompt.taken_back.take_back(sampled.start)
-        conversation.retry = None
+        state.retry = None
     segment.messages.extend(prompt.messages)
     # Only now, since a prompt that the engine never got stays queued; what was added meanwhile stays too.
-    del conversation.queued[: prompt.queued]
+    del state.queued[: prompt.queued]
     turn = Turn(
-        agent=conversation.name,
-        number=len(conversation.turns),
+        agent=state.name,
+        number=len(state.turns),
         log=segment.log,
         start=sampled.start,
         end=sampled.end,
         finish=sampled.finish,
         stop=sampled.stop,
-        segment=len(conversation.segments) - 1,
+        segment=len(state.segments) - 1,
         seed=request.generation.seed,
         sampling=request.sampling,
         constraint=request.generation.constraint,
@@ -188,30 +196,30 @@ def _record(conversation: ConversationState, prompt: PreparedPrompt, request: _R
         # An engine knows one number only; which limit it stands for is known here.
         if request.ceiling == "context":
             turn.finish = FinishReason.CONTEXT
-    conversation.turns.append(turn)
+    state.turns.append(turn)
     return turn
 
 
-def _parse(conversation: ConversationState, prompt: PreparedPrompt, turn: Turn, text: str | None) -> None:
+def _parse(state: ConversationState, prompt: PreparedPrompt, turn: Turn, text: str | None) -> None:
     """Fill in what the sampled ids say, as text, reasoning and calls, and add it to the messages.
 
     Where a stop string was found, `text` is what stands before it; None reads the ids.
     """
-    chat, ids, messages = conversation.chat, turn.log.ids, prompt.segment.messages
+    chat, ids, messages = state.chat, turn.log.ids, prompt.segment.messages
     if prompt.continued:
         # A call may be cut in two, so the message is read again from its first turn on.
         messages.pop()
         if text is not None:
-            text = chat.tokenizer.decode(ids[conversation.message_start : turn.start]) + text
+            text = chat.tokenizer.decode(ids[state.message_start : turn.start]) + text
     else:
-        conversation.message_start, conversation.calls_before_message = turn.start, conversation.calls
-    spoken = ids[conversation.message_start : turn.end]
+        state.message_start, state.calls_before_message = turn.start, state.calls
+    spoken = ids[state.message_start : turn.end]
     if text is None:
         stopped = turn.finish is FinishReason.STOP and isinstance(turn.stop, int)
         text = text_of(spoken, chat, stopped=stopped)
-    before = conversation.calls_before_message
-    said = ParsedTurn.of(text, spoken, chat, conversation.tools, before=before, tool_choice=turn.tool_choice)
+    before = state.calls_before_message
+    said = ParsedTurn.of(text, spoken, chat, state.tools, before=before, tool_choice=turn.tool_choice)
     turn.text, turn.reasoning, turn.tool_calls = said.text, said.reasoning, said.tool_calls
     turn.thinking = cut_in_reasoning(turn, text, chat)
-    conversation.calls = before + len(said.tool_calls)
+    state.calls = before + len(said.tool_calls)
     messages.append(said.as_message())

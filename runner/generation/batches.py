@@ -11,8 +11,8 @@ from anyio.abc import TaskGroup
 
 from runner import checked
 from runner.engines.base import Engine, vocabulary_size
-from runner.engines.control import EngineState
 from runner.engines.sharing import running
+from runner.engines.state import EngineState
 from runner.errors import BadControl, BadOption
 from runner.generation.config import (
     GenerationConfig,

@@ -31,7 +31,7 @@ class ColocationConfig(TypedDict, total=False):
     """Whether generation and training share their accelerators."""
 
     enabled: bool
-    """Whether they do, so that the engine sleeps while the trainer works; default False."""
+    """Whether the accelerators are shared, so that the engine sleeps while the trainer works; default False."""
     resources: Any
     """Read by the trainer only."""
 
@@ -43,7 +43,7 @@ class GenerationConfig(TypedDict, total=False):
     """
 
     backend: str
-    """"vllm", or left out: the engine is the one that is given."""
+    """The kind of engine: "vllm", or left out, since the engine is given as an object."""
     max_new_tokens: int
     """The most ids that a row may get; default 1024."""
     temperature: float

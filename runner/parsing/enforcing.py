@@ -15,10 +15,11 @@ from runner.messages import canonical_json
 from runner.options import Constraint, ConstraintKind, ToolChoice
 from runner.parsing.argument_rules import ArgumentRules, Inexpressible
 from runner.parsing.ebnf import Rules, either, literal, text_without
+from runner.parsing.harmony import NEXT_MESSAGE
 from runner.parsing.turn_format import CallFormat, Piece, Slot, Text
 from runner.tools.tool import Tool
 
-__all__ = ["constraint", "enforceable"]
+__all__ = ["constraint", "enforceable", "harmony_constraint"]
 
 Signatures: TypeAlias = tuple[tuple[str, str], ...]
 """(name, JSON schema of the parameters as text) of each tool that may be called."""
@@ -66,6 +67,15 @@ def constraint(
         return Constraint(ConstraintKind.GRAMMAR, _grammar(keyed, signatures, many, thought_close))
     except Inexpressible as error:
         raise BadOption(f"tool_choice={tool_choice!r}: {error}") from None
+
+
+def harmony_constraint(form: CallFormat, tools: Sequence[Tool], tool_choice: ToolChoice) -> Constraint | None:
+    """What enforces `tool_choice`: one message of any text, as a model begins with its thought, and behind it the call.
+
+    Raises:
+        BadOption: a call is required and there is no tool, or none of that name.
+    """
+    return constraint(form, tools, tool_choice, parallel=False, thought_close=NEXT_MESSAGE)
 
 
 def enforceable(form: CallFormat) -> str | None:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from runner.options import Constraint, ToolChoice
-from runner.parsing.enforcing import constraint
 from runner.parsing.events import Event, TurnEvents, TurnReading
 from runner.parsing.literals import Unreadable
 from runner.parsing.notations import Json, object_notations
@@ -23,9 +21,8 @@ from runner.parsing.values import read_object
 from runner.parsing.watching import Budget, EndWatch, begun_mark
 from runner.tokens.probe_messages import KEY, QUESTION, TOOL, TOOLS, VALUE, calling, result
 from runner.tokens.template import Renderer, TemplateRaised
-from runner.tools.tool import Tool
 
-__all__ = ["CALLS", "THOUGHT", "HarmonyStream", "harmony_constraint", "learn_harmony", "read_harmony"]
+__all__ = ["CALLS", "NEXT_MESSAGE", "THOUGHT", "HarmonyStream", "learn_harmony", "read_harmony"]
 
 START: Final = "<|start|>"
 MESSAGE: Final = "<|message|>"
@@ -73,15 +70,6 @@ def learn_harmony(renderer: Renderer) -> CallFormat | None:
                 begin, arguments = written["before"], WholeArguments(notation)
                 return dataclasses.replace(CALLS, begin=begin, trigger=begin, call=call, arguments=arguments)
     return None
-
-
-def harmony_constraint(form: CallFormat, tools: Sequence[Tool], tool_choice: ToolChoice) -> Constraint | None:
-    """What enforces `tool_choice`: one message of any text, as a model begins with its thought, and behind it the call.
-
-    Raises:
-        BadOption: a call is required and there is no tool, or none of that name.
-    """
-    return constraint(form, tools, tool_choice, parallel=False, thought_close=NEXT_MESSAGE)
 
 
 def read_harmony(text: str) -> TurnReading:

@@ -10,9 +10,9 @@ from typing import Any
 
 from runner.messages import ToolCall
 from runner.options import Constraint, ToolChoice
-from runner.parsing.enforcing import constraint
+from runner.parsing.enforcing import constraint, harmony_constraint
 from runner.parsing.events import TurnReading
-from runner.parsing.harmony import harmony_constraint, read_harmony
+from runner.parsing.harmony import read_harmony
 from runner.parsing.reading import ReadCall
 from runner.parsing.thoughts import USUAL, ends_in_thought
 from runner.parsing.turn_format import ReasoningFormat, TurnFormat

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import anyio
 
-from runner.episode.context import RunContext
+from runner.engines.base import Engine
 from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
+from runner.episode.shared import RunShared
 from runner.errors import EngineDead
 from runner.runs.staleness import Staleness
 from runner.runs.state import RunState
@@ -28,7 +30,10 @@ class Attempts:
     state: RunState
     """Is told what is in flight and how often something was played again."""
 
-    context: RunContext
+    engines: Sequence[Engine]
+    """Are asked whether they can answer again."""
+
+    shared: RunShared
     """What every episode gets."""
 
     writer: RunWriter
@@ -44,7 +49,7 @@ class Attempts:
         """The trajectories of the last attempt, not yet committed; earlier ones are."""
         failed = 0
         while True:
-            play = Play(self.context, key)
+            play = Play(self.shared, key)
             trajectories = await self._played(play)
             if self.staleness.drop_stale(trajectories):
                 self.state.summary.stale += 1
@@ -76,7 +81,7 @@ class Attempts:
         if trajectory.outcome is not Outcome.ENGINE_ERROR or self.state.failure is not None:
             return False
         try:
-            for engine in self.context.engines:
+            for engine in self.engines:
                 await engine.health()
         except EngineDead as error:
             self.state.engine_died(error)

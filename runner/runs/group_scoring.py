@@ -9,8 +9,8 @@ from operator import attrgetter
 from typing import Any
 
 from runner.concurrency.user_code import AuthorCode, describe_error
-from runner.episode.context import RunContext
 from runner.episode.key import MAIN
+from runner.episode.shared import RunShared
 from runner.runs.groups import OpenGroup, by_agent
 from runner.runs.summary import Summary
 from runner.scoring import Score, ScorerKind, as_score, weighted_sum
@@ -24,12 +24,12 @@ __all__ = ["GroupScoring"]
 class GroupScoring:
     """Decides when the rewards of an episode are final, and gives those that compare the episodes of a task."""
 
-    def __init__(self, context: RunContext, writer: RunWriter, summary: Summary, *, group_size: int) -> None:
-        self._context = context
+    def __init__(self, shared: RunShared, writer: RunWriter, summary: Summary, *, group_size: int) -> None:
+        self._shared = shared
         self._writer = writer
         self._summary = summary
         self._group_size = group_size
-        self._rewards = [scorer.name for scorer in context.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
+        self._rewards = [scorer.name for scorer in shared.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
         self._open: dict[tuple[str, int], OpenGroup] = {}
 
     @property
@@ -79,7 +79,7 @@ class GroupScoring:
         return self._by_agent(members)
 
     def _by_agent(self, members: Iterable[Trajectory]) -> list[Group]:
-        return by_agent(members, seed=self._context.seed, group_size=self._group_size)
+        return by_agent(members, seed=self._shared.seed, group_size=self._group_size)
 
     async def score_stored(self, task: Task, visit: int) -> None:
         """Score a group whose last run ended between an episode's commit and the group's rewards."""
@@ -97,7 +97,7 @@ class GroupScoring:
         members = [trajectory for group in groups for trajectory in group.trajectories]
         # Asked before the rewards are given: an earlier run may have counted some of the members already.
         counted = [each for each in _by_episode(members) if each[0] in new or not self.is_final(each)]
-        await _give_rewards(self._context, groups, self._summary.faults.append)
+        await _give_rewards(self._shared, groups, self._summary.faults.append)
         await self._writer.commit_group_rewards(members)
         for trajectories in counted:
             self._summary.add_rewards(trajectories)
@@ -112,29 +112,29 @@ class GroupScoring:
         return not self.has_rewards or all(any(name in each.rewards for name in self._rewards) for each in waiting)
 
 
-async def _give_rewards(context: RunContext, groups: Sequence[Group], fault: Callable[[str], None]) -> None:
+async def _give_rewards(shared: RunShared, groups: Sequence[Group], fault: Callable[[str], None]) -> None:
     """Give every scored trajectory its group rewards and its new sum, in place.
 
     The author's method gets these only: a failed one has nothing to compare. A group reward that raises leaves the
     reward None; that is a fault of the environment, told to `fault`.
     """
-    scorers = [scorer for scorer in context.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
-    author = AuthorCode(context.workers)
+    scorers = [scorer for scorer in shared.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
+    author = AuthorCode(shared.workers)
     for group in map(_scored, groups):
         if not group.trajectories:
             continue
         for scorer in scorers:
-            method = getattr(context.environment, scorer.name)
+            method = getattr(shared.environment, scorer.name)
             name = f"group_reward {scorer.name}()"
             try:
-                values = await author.call(method, group, name=name, seconds=context.limits.reward_seconds)
+                values = await author.call(method, group, name=name, seconds=shared.limits.reward_seconds)
                 scores = _one_each(values, group, scorer.name)
             except Exception as error:
                 fault(f"{name} of task {group.task.id!r}: {describe_error(error)}")
                 scores = [None] * len(group.trajectories)
             for trajectory, score in zip(group.trajectories, scores, strict=True):
                 trajectory.rewards[scorer.name] = score
-                trajectory.reward = weighted_sum(trajectory.rewards, context.scorers)
+                trajectory.reward = weighted_sum(trajectory.rewards, shared.scorers)
 
 
 def _scored(group: Group) -> Group:

@@ -16,10 +16,10 @@ class OpenGroup:
     """The episodes of a task that came so far."""
 
     missing: int
-    """How many of them this run plays."""
+    """The number of the group's episodes that this run plays."""
 
     played: int = 0
-    """How many of those are there."""
+    """The number of those episodes that have been played."""
 
     trajectories: list[Trajectory] = field(default_factory=list)
     """What their agents saw and did, as far as it is kept."""

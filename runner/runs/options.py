@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, Self, TypedDict
+from typing import Any, Final, TypedDict
 
 from runner import checked
 from runner.engines.base import Engine
@@ -127,10 +127,9 @@ class RunOptions:
             )
         self._settle()
 
-    @classmethod
-    def of(cls, tasks: Tasks | None, by_name: Mapping[str, Any]) -> Self:
-        """Options as they are given to a run: the tasks, and the others by name."""
-        return cls(tasks=tasks, **by_name)
+    def by_name(self) -> dict[str, Any]:
+        """The options as they are given to a run."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def _settle(self) -> None:
         """Replace what stands for something else: None for a default, a policy's name for a `History`."""

@@ -19,10 +19,10 @@ from runner.tokens.bridging.refusal import Property
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate
 
-__all__ = ["check_appends", "check_sampling", "check_templates"]
+__all__ = ["check_appends", "check_templates", "require_sampling"]
 
 
-def check_sampling(engine: Engine, sampling: Sampling) -> None:
+def require_sampling(engine: Engine, sampling: Sampling) -> None:
     """Refuse a run whose every turn would ask for an adapter or an id that the engine has not."""
     sampling.check_vocabulary(vocabulary_size(engine))
     if sampling.adapter and sampling.adapter not in engine.adapters:

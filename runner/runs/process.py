@@ -1,4 +1,4 @@
-"""The edge of the library: where a run meets a process, its event loop, its garbage collector and its signals."""
+"""A run and its process: the event loop that it is played on, the garbage collector, and signals such as Ctrl-C."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Set
 from contextlib import AsyncExitStack
-from datetime import datetime
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,28 +12,20 @@ import anyio
 from typing_extensions import Unpack
 
 from runner.concurrency.loop_lag import LagMonitor
-from runner.concurrency.threads import Job, Workers
+from runner.concurrency.threads import Workers
 from runner.engines.base import Engine
-from runner.engines.sharing import running
-from runner.environment.checks import as_environment, check_playable, check_tools
+from runner.environment.checks import as_environment, check_playable
 from runner.environment.environment import Environment
-from runner.environment.lifespan import lifespan_of
-from runner.environment.task_feed import TaskFeed, Tasks, own_tasks
-from runner.episode.context import RunContext
-from runner.episode.key import MAIN
+from runner.environment.task_feed import Tasks
 from runner.episode.lifecycle import Play
-from runner.episode.model import ChatModel
 from runner.errors import unwrapped
-from runner.runs.describe import describe_run
 from runner.runs.options import RunKeywords, RunOptions, check_engine
-from runner.runs.preflight import check_appends, check_sampling, check_templates
 from runner.runs.results import Results
-from runner.runs.staleness import Staleness
+from runner.runs.start import Start
 from runner.runs.started import StartedRun
 from runner.runs.state import RunState
 from runner.runs.summary import Summary
 from runner.scoring import with_weights
-from runner.store.writer import RunWriter
 from runner.trajectory import Group, Trajectory
 
 __all__ = ["Run"]
@@ -81,7 +71,7 @@ class Run:
         check_engine("engine", engine)
         self.engine = engine
         """The engine of every agent that has none of its own."""
-        self.options = RunOptions.of(tasks, options)
+        self.options = RunOptions(tasks=tasks, **options)  # type: ignore[arg-type]  # it settles None and names
         """The options, checked, with their defaults."""
         self.limits = self.options.limits_of(self.environment)
         """What every episode may use: the run's limits over the environment's over the defaults."""
@@ -89,13 +79,13 @@ class Run:
         """The rewards and metrics of the environment, with the run's weights."""
         self.summary = Summary(group_size=self.options.group_size)
         """What came of the run so far; it may be read at any time."""
-        self.file = self.options.file if isinstance(self.options.file, Path) else None
-        """The path of the run file; None where there is none, or none is named yet."""
         self.workers = Workers(self.options.concurrency.threads)
         """The threads in which the author's synchronous code runs."""
         self.lag = LagMonitor(self.workers)
         """How late the event loop is, and whose code makes it so."""
         self._state = RunState(self.summary)
+        if isinstance(self.options.file, Path):
+            self._state.file = self.options.file
         self._started: StartedRun | None = None
         self._entered = False
         self._exit = AsyncExitStack()
@@ -104,6 +94,11 @@ class Run:
     def engines(self) -> list[Engine]:
         """All engines of the run, each once; the one of the trained agents comes first."""
         return list(dict.fromkeys((self.engine, *self.options.engines.values())))
+
+    @property
+    def file(self) -> Path | None:
+        """The path of the run file; None where there is none, or none is named yet."""
+        return self._state.file
 
     @property
     def plays(self) -> Set[Play]:
@@ -121,31 +116,18 @@ class Run:
         if self._entered:
             raise RuntimeError("a run is entered once: make another Run(...) to play again")
         self._entered = True
+        start = Start(
+            environment=self.environment,
+            engines=self.engines,
+            options=self.options,
+            limits=self.limits,
+            scorers=self.scorers,
+            workers=self.workers,
+            lag=self.lag,
+            state=self._state,
+        )
         async with AsyncExitStack() as exit_stack:
-            exit_stack.callback(self.workers.close)
-            # Engines before all else: what the header says, and which adapters there are, only a running one knows.
-            for engine in self.engines:
-                await exit_stack.enter_async_context(running(engine))
-            staleness = Staleness(self.engine, self.options.max_version_lag)
-            check_sampling(self.engine, self.options.sampling.over(self.environment.sampling))
-            await exit_stack.enter_async_context(self.lag)
-            writer = await exit_stack.enter_async_context(await self._make_writer())
-            # A resumed run goes on with the clock that its templates saw first.
-            context = await self._make_context(writer.header.clock)
-            lifespan = lifespan_of(self.environment, self.workers, close_seconds=context.limits.close_seconds)
-            context.shared = await exit_stack.enter_async_context(lifespan)
-            feed = await self._make_feed()  # after lifespan(), whose resources tasks() may read
-            exit_stack.push_async_callback(feed.aclose)
-            started = StartedRun(
-                options=self.options,
-                context=context,
-                writer=writer,
-                feed=feed,
-                state=self._state,
-                staleness=staleness,
-            )
-            exit_stack.enter_context(staleness.cutting(self.plays))
-            self._started = started
+            self._started = started = await start.enter(exit_stack)
             self.summary.start()
             group = await exit_stack.enter_async_context(anyio.create_task_group())
             group.start_soon(started.play_all, name="deltarunner feed")
@@ -168,45 +150,6 @@ class Run:
             if single is error:
                 return False
             raise single from single.__cause__
-
-    async def _make_writer(self) -> RunWriter:
-        describe = partial(describe_run, self.environment, self.engine, self.options, now=datetime.now().astimezone())
-        # In a thread where a file is kept: only then git is asked, which takes some milliseconds.
-        header = describe() if self.options.file is None else await self.workers.call(Job(describe, "run header"))
-        if callable(self.options.file):
-            self.file = self.options.file(header)
-        task_class, retry_failed = self.environment.task_class(), self.options.retry_failed
-        return RunWriter(self.file, header, task_class=task_class, retry_failed=retry_failed)
-
-    async def _make_context(self, now: datetime) -> RunContext:
-        """What all episodes share; templates that cannot serve them are refused before anything is sampled."""
-        environment, options = self.environment, self.options
-        await check_templates([each.template for each in self.engines], options.template_options, now)
-        chat_of = partial(ChatModel, options=options.template_options, now=now, history=options.history)
-        chat = chat_of(self.engine)
-        other_models = {name: chat_of(engine) for name, engine in options.engines.items()}
-        main = other_models.get(MAIN, chat)
-        check_tools(environment, main)
-        tools = bool(environment.bound_tools())
-        system = getattr(type(environment), "system_prompt", None) is not None
-        self.summary.faults.extend(await check_appends(main, now, self.workers, tools=tools, system=system))
-        return RunContext(
-            environment=environment,
-            chat=chat,
-            other_models=other_models,
-            sampling=options.sampling,
-            limits=self.limits,
-            own_limits=options.limits,
-            scorers=self.scorers,
-            seed=options.seed,
-            workers=self.workers,
-        )
-
-    async def _make_feed(self) -> TaskFeed:
-        tasks = self.options.tasks
-        if tasks is None:  # in a thread, since it may load them all
-            tasks = await self.workers.call(Job(partial(own_tasks, self.environment), "tasks()"))
-        return TaskFeed(tasks, task_class=self.environment.task_class(), workers=self.workers)
 
     def drain(self) -> None:
         """Begin no further episode; those in flight are played to their end."""

@@ -20,7 +20,7 @@ class Staleness:
     """How many updates old the weights behind an episode may be; any number where `max_lag` is None."""
 
     def __init__(self, engine: Engine, max_lag: int | None) -> None:
-        if max_lag is not None and engine.runtime is None:
+        if max_lag is not None and not engine.is_controlled:
             kind = type(engine).__name__
             raise BadOption(f"max_version_lag={max_lag}: {kind} has no weights of ours; leave it out.")
         self._engine = engine
@@ -29,17 +29,8 @@ class Staleness:
     @contextmanager
     def cutting(self, plays: Collection[Play]) -> Iterator[None]:
         """After each update of the weights, cut those of `plays` that are too old."""
-        runtime = self._engine.runtime
-        if runtime is None:
+        with self._engine.telling(partial(self._cut_stale, plays)):
             yield
-            return
-
-        cut = partial(self._cut_stale, plays)
-        runtime.listeners.add(cut)
-        try:
-            yield
-        finally:
-            runtime.listeners.discard(cut)
 
     def _cut_stale(self, plays: Iterable[Play]) -> None:
         """Cut the episodes that are too old already: the rest of them would be played in vain."""
@@ -60,13 +51,13 @@ class Staleness:
 
     def _why_too_old(self, logs: Iterable[TokenLog]) -> str:
         """What makes the episode with these logs too old, for people; "" where nothing does."""
-        runtime = self._engine.runtime
-        if self._max_lag is None or runtime is None:
+        if self._max_lag is None:
             return ""
-        lag, version = max(((runtime.lag(version), version) for version in _versions(logs)), default=(0, ""))
+        engine = self._engine
+        lag, version = max(((engine.lag(version), version) for version in _versions(logs)), default=(0, ""))
         if lag <= self._max_lag:
             return ""
-        return f"too old: weights {version!r} are {lag} updates behind {runtime.version!r} (max_version_lag)"
+        return f"too old: weights {version!r} are {lag} updates behind {engine.weight_version!r} (max_version_lag)"
 
 
 def _versions(logs: Iterable[TokenLog]) -> Iterator[str]:

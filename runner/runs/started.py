@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import attrgetter
@@ -10,9 +11,10 @@ from typing import Final
 import anyio
 
 from runner.concurrency.threads import Job
+from runner.engines.base import Engine
 from runner.environment.task_feed import TaskFeed
-from runner.episode.context import RunContext
 from runner.episode.key import EpisodeKey
+from runner.episode.shared import RunShared
 from runner.errors import DeltarunnerError
 from runner.runs.attempts import Attempts
 from runner.runs.group_scoring import GroupScoring
@@ -41,28 +43,30 @@ class StartedRun:
     """
 
     options: RunOptions
-    context: RunContext
+    engines: Sequence[Engine]
+    shared: RunShared
     writer: RunWriter
     feed: TaskFeed
     state: RunState
     staleness: Staleness
 
     def __post_init__(self) -> None:
-        options, state, context, writer = self.options, self.state, self.context, self.writer
+        options, state, shared, writer = self.options, self.state, self.shared, self.writer
         # Twice as many as the engine takes: while some wait for tools or their environment, others are sampled.
-        width = options.concurrency.episodes or 2 * context.engines[0].places
+        width = options.concurrency.episodes or 2 * self.engines[0].places
         self._breaker = Breaker(options.breaker)
-        self._scoring = scoring = GroupScoring(context, writer, state.summary, group_size=options.group_size)
+        self._scoring = scoring = GroupScoring(shared, writer, state.summary, group_size=options.group_size)
         self._attempts = Attempts(
             state=state,
-            context=context,
+            engines=self.engines,
+            shared=shared,
             writer=writer,
             staleness=self.staleness,
             retries=options.retries,
         )
         self._feeder = TaskFeeder(
             feed=self.feed,
-            context=context,
+            shared=shared,
             writer=writer,
             scoring=scoring,
             state=state,
@@ -97,7 +101,7 @@ class StartedRun:
                 all_begun = True
         for missing, trajectories in self._scoring.unfinished():
             await self.results.announce(trajectories, missing)
-        summary.faults.extend(f"engines: no agent {name!r} ever spoke" for name in self.context.unused())
+        summary.faults.extend(f"engines: no agent {name!r} ever spoke" for name in self.shared.unused())
         summary.stop()
         complete = all_begun and state.failure is None and not summary.cut_short
         await self.writer.finish(summary.as_dict(), complete=complete)
@@ -124,7 +128,7 @@ class StartedRun:
             return
         stored = (list(agents) for _, agents in groupby(self.writer.stored(), key=_EPISODE))
         # In a thread, some at a time: a large file must not hold up the loop.
-        while some := await self.context.workers.call(Job(lambda: list(islice(stored, RECALLED_AT_ONCE)), "run file")):
+        while some := await self.shared.workers.call(Job(lambda: list(islice(stored, RECALLED_AT_ONCE)), "run file")):
             for trajectories in some:
                 if not trajectories[0].outcome.cut_short:
                     self.state.summary.recall(trajectories, final=self._scoring.is_final(trajectories))
@@ -136,8 +140,8 @@ class StartedRun:
 
     def _progress(self) -> tuple[object, ...]:
         # While an engine stands still for its trainer, nothing can happen, and nothing is stuck.
-        moved = [object() if engine.standstill.on else engine.stats().sampled_tokens for engine in self.context.engines]
+        moved = [object() if engine.standstill.on else engine.stats().sampled_tokens for engine in self.engines]
         return (self.state.summary.episodes, *moved)
 
     async def _watch_engines(self) -> None:
-        self.state.engine_died(await until_dead(self.context.engines))
+        self.state.engine_died(await until_dead(self.engines))

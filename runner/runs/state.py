@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import anyio
 
@@ -21,6 +22,9 @@ class RunState:
 
     summary: Summary
     """What came of the episodes so far."""
+
+    file: Path | None = None
+    """The path of the run file; None where there is none, or none is named yet."""
 
     plays: set[Play] = field(default_factory=set)
     """The episodes in flight."""

@@ -134,7 +134,7 @@ class Summary:
     """What went wrong without changing an outcome: the latest of it."""
 
     solved: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """How many groups had so many (episodes, solved ones), for pass@k."""
+    """The number of groups by (how many episodes each had, how many of them were solved), for pass@k."""
 
     seconds: float = 0.0
     """How long the run played, once it is over; `elapsed` also tells before."""

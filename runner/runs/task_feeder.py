@@ -12,9 +12,9 @@ from runner.concurrency.threads import Job
 from runner.concurrency.user_code import describe_error
 from runner.environment.checks import common_system_prompt
 from runner.environment.task_feed import TaskFeed
-from runner.episode.context import RunContext
 from runner.episode.hooks import check_system_prompts
 from runner.episode.key import EpisodeKey
+from runner.episode.shared import RunShared
 from runner.errors import BadTask, DeltarunnerError
 from runner.messages import as_messages
 from runner.runs.group_scoring import GroupScoring
@@ -31,7 +31,7 @@ class TaskFeeder:
     """Begins the episodes of a run, so many at once as there are slots."""
 
     feed: TaskFeed
-    context: RunContext
+    shared: RunShared
     writer: RunWriter
     scoring: GroupScoring
     state: RunState
@@ -95,7 +95,7 @@ class TaskFeeder:
             return self.writer.claim(task, position, repeatable=repeatable)
         # Only what an earlier run left has to be read from the file, which may make the loop wait.
         job = Job(lambda: self.writer.claim(task, position, repeatable=repeatable), "run file")
-        claimed: Claimed = await self.context.workers.call(job)
+        claimed: Claimed = await self.shared.workers.call(job)
         return claimed
 
     async def _score_stored(self, task: Task, visit: int) -> None:
@@ -106,7 +106,7 @@ class TaskFeeder:
 
     def _check_system_prompt(self, task: Task) -> None:
         """Refuse a second system prompt before anything is sampled, where that can be known without an episode."""
-        environment = self.context.environment
+        environment = self.shared.environment
         system_prompt = common_system_prompt(environment)
         if system_prompt is not None and not environment.overrides("prompt"):
             check_system_prompts(environment, system_prompt, task, as_messages(task.prompt))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from runner.engines.scripted.engine import ScriptedEngine
 from runner.engines.scripted.replies import Replies
 from runner.engines.scripted.script import Fault, Latency, ModelCall, Reply, call
 from runner.engines.scripted.stream import RecordedCall
-from runner.store.recorded_replies import ScriptedEngine
 from runner.testing.assertions import assert_exact
 from runner.testing.cancelling import cancel_everywhere, play_cancelled
 from runner.testing.chunking import inside

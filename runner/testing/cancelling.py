@@ -19,10 +19,10 @@ from runner.engines.scripted.engine import ScriptedEngine
 from runner.engines.scripted.script import Latency
 from runner.environment.checks import as_environment, check_playable
 from runner.environment.lifespan import lifespan_of
-from runner.episode.context import RunContext
 from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.model import ChatModel
+from runner.episode.shared import RunShared
 from runner.errors import BadOption
 from runner.options import Concurrency, Limits, Sampling
 from runner.tasks import Task
@@ -36,6 +36,7 @@ __all__ = ["cancel_everywhere", "play_cancelled"]
 __tracebackhide__ = True
 
 Check: TypeAlias = Callable[[Any], object]
+"""Gets the environment that played, and raises if something is left behind."""
 
 _SLOWLY: Final = Latency(first=1, between=1)
 """A tick before every delta, so that a turn has suspension points of its own."""
@@ -298,7 +299,7 @@ async def _everywhere(
     check_playable(made)
     async with AsyncExitStack() as opened:
         await opened.enter_async_context(engine)
-        shared = RunContext(
+        shared = RunShared(
             environment=made,
             chat=ChatModel(engine, options={}, now=datetime.now(UTC)),
             sampling=Sampling(),
@@ -308,7 +309,7 @@ async def _everywhere(
             workers=Workers(Concurrency().threads),
         )
         lifespan = lifespan_of(made, shared.workers, close_seconds=shared.limits.close_seconds)
-        shared.shared = await opened.enter_async_context(lifespan)
+        shared.resources = await opened.enter_async_context(lifespan)
         last: list[Play] = []
 
         async def episode() -> None:

@@ -20,7 +20,7 @@ from runner.errors import BadOption, RequestRejected
 
 __all__ = ["FORCING", "ForcedEngine", "ForcedScript", "ForcedTurn", "force"]
 
-_PROCESSOR: Final = "runner.testing.forced_ids:ForcedIds"
+_PROCESSOR: Final = "runner.engines.vllm.worker.forced_ids:ForcedIds"
 
 FORCING: Final[Mapping[str, Any]] = {"logits_processors": [_PROCESSOR], "logprobs_mode": "raw_logprobs"}
 """What a `VllmEngine` must be started with so that its ids can be forced: `VllmEngine(model, **FORCING)`."""

@@ -46,6 +46,7 @@ __tracebackhide__ = True
 T = TypeVar("T")
 
 Played: TypeAlias = Environment[Any] | type[Environment[Any]]
+"""What is played: an environment, or its class where that needs no arguments."""
 
 Said: TypeAlias = Engine | Replies | Sequence[Saying]
 """What speaks: an engine; or what a scripted engine is to say."""

@@ -1,4 +1,4 @@
-"""Added tokens: which control text stands in a text, and encoding in which user and tool content forms none.
+"""Encoding in which content of users and tools forms no control token, whatever is written in it.
 
 A tokenizer looks for its added tokens in the raw text, wherever it came from. Here they are looked for with the
 content masked out, by the library itself, so that its rules hold (longest first, white space swallowed, single words,

@@ -31,8 +31,11 @@ class VersionSpan:
     """Ids `start` to `end` (exclusive) were sampled with weights `version`."""
 
     version: str
+    """The weight version."""
     start: int
+    """The index of the first id."""
     end: int
+    """One past the last."""
 
 
 @dataclass(slots=True, repr=False)

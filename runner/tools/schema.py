@@ -21,6 +21,7 @@ from runner.tools.problems import schema_problems, typed_problems
 __all__ = ["Check", "FunctionSchema", "JsonSchema", "check_by_schema", "explicit_schema", "function_schema"]
 
 JsonSchema: TypeAlias = dict[str, Any]
+"""A JSON schema, as an object that JSON can hold."""
 
 Check: TypeAlias = Callable[[Mapping[str, Any]], "dict[str, Any] | list[str]"]
 """Arguments as a model gave them -> arguments to call with, or what is wrong with them, one clause per problem."""

@@ -20,7 +20,9 @@ class Layout:
     """Where rows of different lengths stand in arrays of shape [sequences, length]; none is cut or wraps around."""
 
     sequences: int
+    """How many sequences there are."""
     length: int
+    """The length of each of them, in ids."""
     lengths: NDArray[np.int64]
     """The lengths of the rows, in the order they were given, shape [rows], int64."""
     starts: NDArray[np.int64]

@@ -23,6 +23,7 @@ class TrainingRow:
     """One segment. Every array is aligned with `ids`: position p tells of `ids[p]` given `ids[:p]`."""
 
     trajectory: Trajectory
+    """The trajectory that the segment is of."""
     segment: int
     """The index of the segment in the trajectory."""
     ids: NDArray[np.int32]

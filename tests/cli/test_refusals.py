@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from runner import BadTask, ConfigurationChanged, RunFile, RunFileError, ScriptedEngine
+from runner import BadOption, BadTask, ConfigurationChanged, RunFile, RunFileError, ScriptedEngine
 from runner.cli.app import app
 from runner.cli.run import run_command
 from runner.cli.settings import RunSettings
@@ -198,6 +198,25 @@ def test_what_can_be_refused_is_refused_before_an_engine_is_made(
     with pytest.raises(error, match=said):
         run_command(settings, make_engine)
     assert made == []
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"history": "rewrite"}, "rewrite.*give one of append, fork, refuse"),
+        ({"template_options": ["messages=1"]}, "messages.*only the template reads"),
+        ({"index": 1}, "a group has the episodes 0 to 0"),
+    ],
+)
+def test_an_option_of_the_run_is_refused_before_an_engine_is_made_also_where_no_file_was_named(
+    folder: Path, options: dict[str, Any], said: str, debug: bool
+) -> None:
+    def make_engine(settings: RunSettings) -> ScriptedEngine:
+        raise AssertionError("an engine was made")
+
+    with pytest.raises(BadOption, match=said):
+        run_command(RunSettings(environment="mine.py:Greeting", debug=debug, **options), make_engine)
 
 
 def test_the_same_configuration_goes_on_with_its_file(run_file: Path) -> None:

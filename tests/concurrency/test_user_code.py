@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import runner
 from runner.concurrency.user_code import describe_error
 
 
@@ -38,3 +40,9 @@ def test_an_error_in_a_library_names_the_authors_line_first_and_the_librarys_bes
 def test_an_error_of_an_installed_environment_still_has_a_place() -> None:
     error = failing("/venv/lib/python3.12/site-packages/chess_envs/chess.py", "def fail():\n    1 / 0\n")
     assert describe_error(error) == "ZeroDivisionError: division by zero (raised in fail, chess_envs/chess.py:2)"
+
+
+def test_a_folder_whose_name_begins_like_ours_is_the_authors() -> None:
+    file = f"{Path(runner.__file__).parent}_envs/game.py"
+    error = failing(file, "def fail():\n    raise ValueError('lost')\n")
+    assert describe_error(error) == f"ValueError: lost (in fail, {file}:2)"

@@ -13,9 +13,9 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from runner.engines.base import Engine, Finish, GenerationRequest
-from runner.engines.control import PauseMode
 from runner.engines.scripted.runtime import ScriptedRuntime
 from runner.engines.scripted.script import Latency
+from runner.engines.state import PauseMode
 from runner.engines.wrapping import WrappedEngine
 from runner.options import Sampling
 from runner.testing import ScriptedEngine

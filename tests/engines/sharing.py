@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import anyio
 
 from runner.engines.base import GenerationRequest
-from runner.engines.control import EngineState
+from runner.engines.state import EngineState
 from runner.options import Sampling
 
 __all__ = ["as_it_was"]

@@ -178,7 +178,7 @@ async def test_lag_counts_updates_of_the_weights_and_later_additions_of_the_adap
         await engine.add_adapter("poet", "anywhere")
         await engine.remove_adapter("poet")
         lags = {
-            version: engine.runtime.lag(version)
+            version: engine.lag(version)
             for version in (
                 "scripted",
                 "a+b",

@@ -1,4 +1,4 @@
-"""Engine control: one state, one change at a time, and whoever waits meanwhile loses nothing."""
+"""Engine control beyond the contract of every engine: one change at a time, and who waits meanwhile loses nothing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import trio.testing
 from anyio.lowlevel import checkpoint
 
 from runner import BadControl, BadOption, Conversation, Limits, Outcome, Run
-from runner.engines.base import Engine, FinishReason
-from runner.engines.control import EngineState, PauseMode
+from runner.engines.base import Engine
 from runner.engines.scripted.script import Latency
+from runner.engines.state import EngineState, PauseMode
 from runner.testing import ScriptedEngine, assert_exact
 from runner.tokens.log import VersionSpan
 from tests.engines.controlling import MODES, TEXT, NotOurs, a_while, ask, saying, slow
@@ -103,54 +103,6 @@ def test_an_engine_of_another_event_loop_is_left_alone() -> None:
 
 
 # --- the turns that are being sampled
-
-
-async def test_keep_stands_still_and_goes_on_from_where_it_was() -> None:
-    async with slow() as engine:
-        undisturbed, _ = await ask(engine)
-        async with saying(engine) as said:
-            await engine.pause("keep")
-            await a_while()  # what had left the engine is read
-            before = list(said.ids)
-            await a_while()
-            assert said.ids == before
-            assert len(before) < len(undisturbed)
-            assert engine.stats().state is EngineState.PAUSED
-            assert engine.is_alive()
-            await engine.health()
-            await engine.resume()
-        assert said.ids == undisturbed
-        assert said.finish is not None
-        assert said.finish.reason is FinishReason.STOP
-
-
-async def test_wait_lets_them_end_first_and_nobody_else_begin() -> None:
-    async with slow() as engine, anyio.create_task_group() as group:
-        undisturbed, _ = await ask(engine)
-        async with saying(engine) as said:
-            await engine.pause("wait")
-            assert not engine.stats().open
-            await a_while()
-            assert said.ids == undisturbed
-        group.start_soon(ask, engine)
-        await a_while()
-        assert (engine.stats().open, engine.stats().waiting) == (0, 1)
-        await engine.resume()
-    assert engine.stats().open == engine.stats().waiting == 0
-    assert len(engine.calls) == 3
-
-
-async def test_abort_cuts_them_with_what_they_had() -> None:
-    async with slow() as engine:
-        undisturbed, _ = await ask(engine)
-        async with saying(engine) as said:
-            await engine.pause("abort")
-            assert not engine.stats().open
-        assert said.finish is not None
-        assert said.finish.reason is FinishReason.ABORT
-        assert said.ids == undisturbed[: len(said.ids)] != undisturbed
-        await engine.resume()
-        assert (await ask(engine))[0] == undisturbed
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -268,7 +220,7 @@ async def test_an_update_under_a_turn_leaves_exact_spans_and_tells_who_listens()
             await engine.update_weights(None, version="new")
         update = await engine.update_weights(None)
         _, finish = await ask(engine)
-        lags = [engine.runtime.lag(version) for version in ("scripted", "new", "2", "never there")]
+        lags = [engine.lag(version) for version in ("scripted", "new", "2", "never there")]
     assert said.ids == undisturbed
     assert said.finish is not None
     old, new = said.finish.versions

@@ -11,8 +11,8 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from runner.concurrency.cancellation import to_its_end
-from runner.engines.control import EngineState, PauseMode
 from runner.engines.scripted.runtime import ScriptedRuntime
+from runner.engines.state import EngineState, PauseMode
 from runner.testing import ScriptedEngine
 from tests.engines.controlling import runs_as
 from tests.playing import recording

@@ -13,8 +13,8 @@ from anyio.lowlevel import checkpoint
 
 from runner import EngineDead, Outcome, Run, Trajectory
 from runner.engines.base import Engine
-from runner.engines.control import EngineState, PauseMode
 from runner.engines.scripted.runtime import ScriptedRuntime
+from runner.engines.state import EngineState, PauseMode
 from runner.errors import EngineError
 from runner.testing import ScriptedEngine, cancel_everywhere
 from tests.engines.controlling import ask, runs_as, saying, slow
@@ -46,8 +46,8 @@ class Careful(ScriptedRuntime):
     async def resume(self) -> None:
         await self._do("resume", super().resume)
 
-    async def check_weights(self, source: Any) -> None:
-        await self._do("check", super().check_weights, source)
+    async def check_weights(self, given: Any) -> None:
+        await self._do("check", super().check_weights, given)
 
     async def load_weights(self, checked: Any, version: str) -> None:
         await self._do("load", super().load_weights, checked, version)

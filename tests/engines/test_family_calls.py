@@ -81,7 +81,7 @@ class Adder(Environment):
         return [Task(f"sum {n}", prompt=f"What is {n} + {n}?") for n in range(2)]
 
     @tool
-    def add(self, a: Literal[1, 25, 300], b: Literal["one", "two \"or\" more"], exact: bool = True) -> str:
+    def add(self, a: Literal[1, 25, 300], b: Literal["one", 'two "or" more'], exact: bool = True) -> str:
         """Add two numbers.
 
         Args:

@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 
-from runner import BadEnvironment, Environment, Limits, Message, Outcome, Run, ScriptedEngine, Task, metric, reward
+from runner import (
+    BadEnvironment,
+    Environment,
+    Limits,
+    Message,
+    Outcome,
+    Run,
+    ScriptedEngine,
+    Task,
+    metric,
+    reward,
+    tool,
+)
 
 
 class Base(Environment):
@@ -149,3 +161,66 @@ def test_what_only_an_episode_has_is_said_where_it_is_asked_for_too_early() -> N
         Sharing().tasks()
     for name in ("task", "episode", "shared", "tools"):
         assert not hasattr(Base(), name)
+
+
+def test_a_constructor_that_raises_is_told_with_its_cause() -> None:
+    class Unmade(Base):
+        def __init__(self) -> None:
+            len(5)  # type: ignore[arg-type]  # that is the point
+
+    with pytest.raises(BadEnvironment, match=r"Unmade\(\) raised TypeError: object of type 'int' has no len"):
+        Run(Unmade, ScriptedEngine("Yes"))
+
+
+def test_a_constructor_that_wants_arguments_is_told_apart() -> None:
+    class Wants(Base):
+        def __init__(self, level: int) -> None:
+            self.level = level
+
+    with pytest.raises(BadEnvironment, match=r"without arguments \(missing .*'level'\): give Wants\(\.\.\.\)"):
+        Run(Wants, ScriptedEngine("Yes"))
+
+
+def hook(self: Any) -> Any:
+    """One that yields."""
+    yield
+
+
+async def colored(self: Any) -> Any:
+    """One that is awaited."""
+
+
+def weigh(self: Any) -> int:
+    """Weigh it."""
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"system_prompt": 5}, "system_prompt = 5: give a string or None"),
+        ({"setup": hook}, "setup yields, so its body would never run"),
+        ({"close": hook}, "close yields"),
+        ({"lifespan": hook}, "lifespan is no context manager: put @contextlib.asynccontextmanager above it"),
+        ({"lifespan": colored}, "lifespan is no context manager"),
+        ({"weigh": property(tool(weigh))}, "weigh is a property: a tool is called"),
+    ],
+)
+def test_a_member_that_cannot_work_is_refused_when_the_class_is_defined(members: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadEnvironment, match=said):
+        type("Wrong", (Base,), members)
+
+
+@pytest.mark.parametrize("function", ["name", property(weigh)])
+def test_a_tool_mark_on_what_is_no_method_is_refused(function: Any) -> None:
+    with pytest.raises(BadEnvironment, match=r"@tool goes on a method, .* @tool\(name=\.\.\.\)"):
+        tool(function)
+
+
+def test_seconds_of_a_tool_that_are_no_number_are_refused() -> None:
+    def slow(self: Any) -> str:
+        """Take long."""
+        return ""
+
+    with pytest.raises(BadEnvironment, match="seconds='5': give a number above 0"):
+        type("Wrong", (Base,), {"slow": tool(seconds="5")(slow)})  # type: ignore[call-overload]  # that is the point

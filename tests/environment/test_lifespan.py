@@ -103,7 +103,7 @@ async def test_what_belongs_to_one_thread_may_be_opened_and_closed_by_a_lifespan
     async with Run(Database, recording("Yes")) as run:
         assert [t.outcome async for t in run] == [Outcome.COMPLETED]
     with pytest.raises(sqlite3.ProgrammingError):
-        run._begun.context.shared.total_changes  # noqa: B018  # it raises
+        run._begun.shared.resources.total_changes  # noqa: B018  # it raises
 
 
 @pytest.mark.parametrize("colour", ["sync", "async"])

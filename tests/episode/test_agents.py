@@ -17,6 +17,7 @@ from runner import (
     Tool,
     Turn,
     reward,
+    tool,
 )
 from runner.testing import Fault, Replies, Reply, ScriptedEngine, assert_exact, call
 from runner.tokens.template import ChatTemplate
@@ -316,3 +317,28 @@ async def test_a_run_file_with_such_a_conversation_proves_itself(tmp_path: Path)
         assert len([t async for t in run]) == 2
     proven = await anyio.to_thread.run_sync(verify, file)
     assert proven.exit_code == 0, proven.output
+
+
+@pytest.mark.both_backends
+@pytest.mark.parametrize("choice", ["look", "required"])
+async def test_the_tool_choice_of_the_class_is_for_main(choice: str) -> None:
+    def weigh(grams: int) -> int:
+        """Weigh it."""
+        return grams
+
+    class Both(Plain):
+        tool_choice = choice
+
+        @tool
+        async def look(self) -> str:
+            """Look."""
+            self.tool_choice = "none"
+            other = self.episode.conversation("other", prompt="x", tools=[Tool(weigh)])
+            self.tool_choice = choice
+            turn = await other.generate()
+            self.tool_choice = "none"
+            return turn.text
+
+    trajectory = await play(Both(), lambda ask: "said" if ask.agent == "other" else [call("look"), "bye"][ask.turn])
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
+    assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == ["said"]

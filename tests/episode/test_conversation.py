@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runner import Conversation, FinishReason, Limits, Outcome, Sampling, Tool
-from runner.testing import Reply
+from runner import (
+    Conversation,
+    EpisodeOver,
+    FinishReason,
+    Limits,
+    Outcome,
+    Run,
+    RunFile,
+    Sampling,
+    ScriptedEngine,
+    Tool,
+    Turn,
+)
+from runner.testing import Latency, Reply
 from runner.tokens.log import Source
 from tests.playing import Plain, play, play_all, recording, talked, tasks
 
@@ -208,3 +222,43 @@ async def test_control_text_in_a_reply_that_was_cut_still_extends() -> None:
     trajectory = await talked(talk, [Reply("né à Paris"), "Done"])
     assert trajectory.turns[1].junction is not None
     assert trajectory.turns[1].junction.close == "masked"
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_turn_that_the_rollout_left_behind_ends_with_its_episode(tmp_path: Path, anyio_backend: str) -> None:
+    left: list[asyncio.Task[Turn]] = []
+
+    class Leaves(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            await conversation.generate()
+            conversation.add("And then?")
+            left.append(asyncio.create_task(conversation.generate()))
+            await asyncio.sleep(0.05)
+            assert engine.stats().open == 1
+
+    file = tmp_path / "run.db"
+    async with ScriptedEngine(["Yes", "word " * 50], latency=Latency(between=30), tick=0.01) as engine:
+        async with Run(Leaves, engine, file=file) as run:
+            (trajectory,) = [trajectory async for trajectory in run]
+            assert engine.stats().open == 0
+        with pytest.raises(EpisodeOver, match="t0#0 is over"):
+            await left[0]
+    with RunFile(file) as stored:
+        (row,) = stored
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert row.turns == len(trajectory.turns) == 2
+
+
+@pytest.mark.both_backends
+async def test_a_closed_conversation_refuses_to_speak() -> None:
+    kept: list[Conversation] = []
+
+    class Keeps(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            kept.append(conversation)
+            await conversation.generate()
+            conversation.add("And then?")
+
+    await play(Keeps(), "Yes")
+    with pytest.raises(EpisodeOver, match="'main'"):
+        await kept[0].generate()

@@ -10,10 +10,10 @@ import pytest
 from runner import Concurrency, Environment, Run, ScriptedEngine
 from runner.concurrency.threads import Workers
 from runner.engines.scripted.script import Latency
-from runner.episode.context import RunContext
 from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.model import ChatModel
+from runner.episode.shared import RunShared
 from runner.options import Limits, Sampling
 from runner.testing import cancel_everywhere, no_leaks
 from runner.trajectory import Outcome
@@ -24,8 +24,8 @@ from tests.playing import assert_nothing_open
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends, pytest.mark.slow]
 
 
-def context(environment: Environment, engine: ScriptedEngine) -> RunContext:
-    return RunContext(
+def shared_by(environment: Environment, engine: ScriptedEngine) -> RunShared:
+    return RunShared(
         environment=environment,
         chat=ChatModel(engine, options={}, now=datetime.now(UTC)),
         sampling=Sampling(),
@@ -43,7 +43,7 @@ async def test_cancelling_at_every_suspension_point_of_an_episode_leaves_no_open
     async with ScriptedEngine(
         talk if environment is Crowd else speak, places=1, chunks=4, latency=Latency(first=1, between=1)
     ) as engine:
-        shared = context(environment(), engine)
+        shared = shared_by(environment(), engine)
         task = next(iter(environment().tasks()))  # type: ignore[arg-type]  # both give an iterable
         kept: list[Outcome] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from runner import BadTask, Outcome, Run, RunFile, ScriptedEngine, Task, Trajectory
 from tests.faults.suspects import AsyncPupils, recurses, speak
+from tests.playing import Plain, play_all, tasks, until_end
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
@@ -72,3 +74,32 @@ async def test_a_source_that_fails_ends_the_run_with_one_error_and_keeps_what_wa
         assert {trajectory.id for trajectory in played if trajectory.outcome is Outcome.COMPLETED} <= stored
         assert stored
         assert not run_file.complete
+
+
+async def cancelled() -> None:
+    waiting = asyncio.create_task(asyncio.sleep(9))
+    waiting.cancel()
+    await waiting
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_tasks_that_let_out_a_cancellation_end_the_run_with_its_reason(anyio_backend: str) -> None:
+    class Cut(Plain):
+        async def tasks(self) -> AsyncIterator[Task]:  # type: ignore[override]  # of the other colour
+            yield Task(id="a", prompt="x")
+            await cancelled()
+
+    got: list[Trajectory] = []
+    with pytest.raises(BadTask, match=r"tasks\(\) cancelled"):
+        await until_end(Run(Cut(), ScriptedEngine("Yes")), got)
+    assert [trajectory.task.id for trajectory in got] == ["a"]
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_source_that_lets_out_a_cancellation_when_it_hears_ends_the_run(anyio_backend: str) -> None:
+    class Source(list[Task]):
+        async def finished(self, trajectory: Any) -> None:
+            await cancelled()
+
+    with pytest.raises(BadTask, match=r"finished\(\) .* cancelled"):
+        await play_all(Plain(), "Yes", tasks=Source(tasks(2)))

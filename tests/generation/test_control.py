@@ -11,8 +11,8 @@ import anyio.lowlevel
 import pytest
 
 from runner import BadControl, BadOption, RequestRejected
-from runner.engines.control import EngineState
 from runner.engines.scripted.runtime import ScriptedRuntime
+from runner.engines.state import EngineState
 from runner.generation import Generation
 from runner.testing import Latency, ScriptedEngine
 from runner.tokens.log import VersionSpan

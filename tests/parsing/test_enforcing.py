@@ -137,7 +137,7 @@ SWEEP = sweeps.part([entry.name for entry in corpus()], 16)
 
 
 def test_every_learnt_format_can_be_enforced_and_accepts_what_it_writes() -> None:
-    source = sweeps.source("enforcing")
+    source = sweeps.random_of("enforcing")
     for name in SWEEP:
         form = learnt(name)
         if form is None:

@@ -9,8 +9,9 @@ import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.parsing.enforcing import harmony_constraint
 from runner.parsing.events import ContentPiece, Event, FinishedCall, ReasoningPiece, TurnReading
-from runner.parsing.harmony import CALLS, HarmonyStream, harmony_constraint, learn_harmony, read_harmony
+from runner.parsing.harmony import CALLS, HarmonyStream, learn_harmony, read_harmony
 from runner.parsing.learning.asking import Asker, Said
 from runner.parsing.learning.checking import STRINGS, check_calls, differences
 from runner.parsing.marks import Marks

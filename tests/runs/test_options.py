@@ -81,3 +81,49 @@ def test_an_option_that_there_is_not_is_a_mistake_of_the_call() -> None:
     options: Any = {"groupsize": 4}
     with pytest.raises(TypeError, match="groupsize"):
         Run(Plain, ScriptedEngine("Yes"), **options)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"limits": {"turns": 2}}, r"limits=.*give Limits\(\.\.\.\)"),
+        ({"sampling": {}}, r"sampling=.*give Sampling\(\.\.\.\)"),
+        ({"concurrency": 4}, r"concurrency=4: give Concurrency\(\.\.\.\)"),
+        ({"group_size": "2"}, "group_size='2': give a whole number of at least 1"),
+        ({"group_size": 1.5}, "group_size=1.5: give a whole number"),
+        ({"group_size": True}, "group_size=True: give a whole number"),
+        ({"retries": 1.5}, "retries=1.5: give a whole number of at least 0"),
+        ({"seed": "abc"}, "seed='abc': give a whole number"),
+        ({"seed": 1.5}, "seed=1.5: give a whole number"),
+        ({"breaker": "x"}, "breaker='x': give a share"),
+        ({"engines": {"judge": "b"}}, r"engines\['judge'\]='b' is no engine"),
+        ({"engines": ["b"]}, "engines=.*give a dict"),
+        ({"file": 5}, "file=5: give a path"),
+        ({"template_options": {"messages": []}}, r"template_options=\{'messages'"),
+        ({"template_options": {"tools": []}}, r"template_options=\{'tools'"),
+        ({"template_options": {"add_generation_prompt": True}}, "names that only the template reads"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused_by_name(option: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadOption, match=said):
+        Run(Plain, ScriptedEngine("Yes"), **option)
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"), [("engine", "engine='engine' is no engine"), (ScriptedEngine, r"the class: .*ScriptedEngine\(")]
+)
+def test_what_is_no_engine_is_refused_with_the_fix(engine: Any, said: str) -> None:
+    with pytest.raises(BadOption, match=said):
+        Run(Plain, engine)
+
+
+@pytest.mark.parametrize("width", [{"episodes": 2.5}, {"episodes": True}, {"threads": 1.5}, {"threads": None}])
+def test_a_width_that_is_no_whole_number_is_refused(width: dict[str, Any]) -> None:
+    with pytest.raises(BadOption, match="give a whole number of at least 1"):
+        Concurrency(**width)
+
+
+@pytest.mark.parametrize("regex", ["(", 5])
+def test_what_is_no_regular_expression_is_refused_when_it_is_given(regex: Any) -> None:
+    with pytest.raises(BadOption, match=r"Sampling\(regex=.*no regular expression"):
+        Sampling(regex=regex)

@@ -32,7 +32,7 @@ from runner import (
 )
 from runner.options import Concurrency
 from runner.store.writer import RunWriter
-from runner.testing import Fault, ScriptedEngine, assert_exact, no_leaks
+from runner.testing import Fault, Latency, ScriptedEngine, assert_exact, no_leaks
 from tests.playing import Plain, play, play_all, recording, tasks, until_end
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
@@ -430,3 +430,48 @@ async def test_what_comes_out_is_json_that_can_be_kept() -> None:
     assert summary["reward"] == {"mean": 1.0, "standard_error": 0.0, "count": 8}
     assert summary["pass_at"] == {"1": 1.0, "2": 1.0}
     assert summary["tokens"]["sampled"] == 8 * 4
+
+
+async def test_runs_that_share_an_engine_that_nobody_entered_all_play_to_their_end() -> None:
+    engine = ScriptedEngine("Yes", latency=Latency(between=2), tick=0.001)
+    outcomes: dict[int, list[Outcome]] = {}
+
+    async def one(number: int) -> None:
+        async with Run(Plain(), engine, tasks=tasks(number)) as run:
+            outcomes[number] = [trajectory.outcome async for trajectory in run]
+
+    for _ in range(2):  # it can be entered again after
+        async with anyio.create_task_group() as runs:
+            for number in (1, 20, 5):
+                runs.start_soon(one, number)
+        assert {number: len(played) for number, played in outcomes.items()} == {1: 1, 5: 5, 20: 20}
+        assert {outcome for played in outcomes.values() for outcome in played} == {Outcome.COMPLETED}
+        assert not engine.running
+
+
+async def test_a_run_does_not_close_the_engine_that_somebody_else_entered() -> None:
+    async with ScriptedEngine("Yes") as engine:
+        await play_all(Plain(), engine)
+        assert engine.running
+
+
+async def test_a_request_that_the_engine_refuses_is_not_played_again() -> None:
+    async with Run(Plain(), ScriptedEngine({"judge": ["never"]}), retries=5, breaker=1) as run:
+        (trajectory,) = [trajectory async for trajectory in run]
+    assert trajectory.outcome is Outcome.ENGINE_ERROR
+    assert "no replies for agent 'main'" in trajectory.error
+    assert trajectory.attempt == run.summary.retried == 0
+
+
+async def test_a_run_that_was_left_says_so_when_it_is_iterated() -> None:
+    async with Run(Plain(), ScriptedEngine("Yes")) as run:
+        pass
+    with pytest.raises(RuntimeError, match="the run is over"):
+        await anext(run)
+
+
+async def test_a_run_is_entered_once() -> None:
+    async with Run(Plain(), ScriptedEngine("Yes")) as run:
+        with pytest.raises(RuntimeError, match="entered once"):
+            await run.__aenter__()
+        assert [trajectory.outcome async for trajectory in run] == [Outcome.COMPLETED]

@@ -13,8 +13,8 @@ from anyio.lowlevel import checkpoint
 
 from runner import BadOption, Conversation, FinishReason, Outcome, Run, RunFile, Task, Trajectory, reward
 from runner.engines.base import GenerationRequest
-from runner.engines.control import EngineState, PauseMode
 from runner.engines.scripted.script import Latency, ModelCall, Reply
+from runner.engines.state import EngineState, PauseMode
 from runner.options import Limits, Sampling
 from runner.testing import ScriptedEngine, assert_exact
 from tests.engines.controlling import NotOurs

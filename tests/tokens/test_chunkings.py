@@ -131,7 +131,7 @@ def splits(length: int, name: str) -> list[tuple[int, ...]]:
     """Every way to cut so many ids; where there are too many, seeded ones, whole and one by one among them."""
     if length <= EVERY_SPLIT_UP_TO:
         return [_sizes(cuts) for cuts in itertools.product((False, True), repeat=length - 1)]
-    rng = sweeps.source(name)
+    rng = sweeps.random_of(name)
     ways = dict.fromkeys([(length,), (1,) * length])
     while len(ways) < SPLITS_OF_LONGER:
         share = rng.choice((0.1, 0.3, 0.5, 0.9))

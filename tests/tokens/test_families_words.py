@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import runner.runs.run
+import runner.runs.start
 from runner import Conversation, ScriptedEngine, tool
 from runner.testing import Reply
 from runner.tokens.bridging.bridge import Bridger
@@ -344,7 +344,7 @@ async def test_midnight_changes_no_prompt_of_a_run(name: str, monkeypatch: pytes
         def now(cls, tz: Any = None) -> Clock:
             return cls(2026, 1, cls.days.pop(0), 23, 59, 59)
 
-    monkeypatch.setattr(runner.runs.run, "datetime", Clock)
+    monkeypatch.setattr(runner.runs.start, "datetime", Clock)
     engine = speaking(name, ["42", "84"])
     trajectory = await talked(twice, engine)
     assert bridges(trajectory, engine)[0]

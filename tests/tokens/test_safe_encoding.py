@@ -86,7 +86,7 @@ def every_name(name: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_thousands_of_texts_without_control_text_keep_their_ids(name: str) -> None:
-    tokenizer, rng = named(name), sweeps.source(name)
+    tokenizer, rng = named(name), sweeps.random_of(name)
     seen = 0
     while seen < sweeps.times(2000, 300):
         # Only beginnings and ends of control tokens: whole ones come about where two of them meet.
@@ -98,7 +98,7 @@ def test_thousands_of_texts_without_control_text_keep_their_ids(name: str) -> No
 
 @pytest.mark.parametrize("name", EVERY)
 def test_control_text_in_content_is_ordinary_text(name: str) -> None:
-    tokenizer, rng = named(name), sweeps.source(name)
+    tokenizer, rng = named(name), sweeps.random_of(name)
     ends = every_name(name)
     for _ in range(sweeps.times(1000, 150)):
         parts = conversation(rng, control(name), control(name))
@@ -113,7 +113,7 @@ def test_control_text_in_content_is_ordinary_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stretches_between_control_tokens_are_encoded_as_a_model_without_any_does(name: str) -> None:
-    tokenizer, rng = vocabulary(name), sweeps.source(name)
+    tokenizer, rng = vocabulary(name), sweeps.random_of(name)
     plain = tokenizers.Tokenizer(tokenizer._tokenizer.model)
     plain.normalizer, plain.pre_tokenizer = tokenizer._tokenizer.normalizer, tokenizer._tokenizer.pre_tokenizer
     added = tokenizer._tokenizer.get_added_tokens_decoder()

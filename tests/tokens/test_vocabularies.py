@@ -55,7 +55,7 @@ ORIGINALS: dict[str, Callable[[], Callable[[str], list[int]]]] = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_ids_are_those_of_the_original(name: str) -> None:
-    original, rng = ORIGINALS[name](), sweeps.source(name)
+    original, rng = ORIGINALS[name](), sweeps.random_of(name)
     for _ in range(sweeps.times(1000, 200)):
         text = spoken(rng)
         assert vocabulary(name).encode(text) == original(text), text

@@ -11,7 +11,7 @@ from typing import Final
 
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest
 from runner.engines.scripted.likeliest import given, made_up
-from runner.engines.scripted.replies import EncodedReply, ScriptedModel
+from runner.engines.scripted.model import EncodedReply, ScriptedModel
 from runner.engines.scripted.script import Chunks, Fault, FaultKind, Faults, Latency, ModelCall, Reply, cut_points
 from runner.errors import RequestRejected
 from runner.tokens.tokenizer import Tokenizer

@@ -1,19 +1,17 @@
-"""Where a scripted engine's replies come from: a list, a function, or an agent's own of these.
-
-Others come in by `scripted_model.register`: a recorded run does, which is read by what stands above the engines.
-"""
+"""Where a scripted engine's replies come from: a list, a function, a recorded run, or an agent's own of these."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, singledispatch
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
+from runner.engines.scripted.model import EncodedReply, ScriptedModel
+from runner.engines.scripted.recorded import RecordedReplies
+from runner.engines.scripted.run_files import RecordedRun
 from runner.engines.scripted.script import Answer, ModelCall, Reply, Speaker, as_reply
 from runner.errors import BadOption, RequestRejected
 from runner.parsing.learnt import learnt_turn
@@ -21,30 +19,12 @@ from runner.parsing.parser import TurnParser
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer
 
-__all__ = ["EncodedReply", "Replies", "ReplyEncoder", "ScriptedModel", "scripted_model"]
-
-
-class RecordedRun(Protocol):
-    """A run file, as far as an engine knows it."""
-
-    path: Path
-
-    def trajectory(self, row: Any) -> Any: ...
+__all__ = ["Replies", "ReplyEncoder", "scripted_model"]
 
 
 Replies: TypeAlias = str | Reply | Sequence[Answer] | Speaker | Mapping[str, "Replies"] | Path | RecordedRun
 """What the model says: always the same; a list that every conversation reads from its beginning; a function of the
 turn; any of these for each agent by name; or what it said in a recorded run."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedReply:
-    """A reply and its ids."""
-
-    reply: Reply
-    """The reply as it was given."""
-    ids: list[int]
-    """The ids of its text and calls; not copied, since nobody changes them."""
 
 
 class ReplyEncoder:
@@ -84,26 +64,6 @@ class ReplyEncoder:
         return TurnParser(learnt.format)
 
 
-class ScriptedModel(ABC):
-    """What stands in for a model: it gives the reply to each turn."""
-
-    async def open(self) -> None:  # noqa: B027  # most have nothing to open
-        """Read what must be read before the first turn."""
-
-    @abstractmethod
-    def reply(self, call: ModelCall) -> EncodedReply | Awaitable[EncodedReply]:
-        """What is said in this turn.
-
-        Raises:
-            RequestRejected: nothing is.
-        """
-
-    @abstractmethod
-    def describe(self) -> Any:
-        """What a run's header keeps of it, as JSON."""
-
-
-@singledispatch
 def scripted_model(replies: Any, encoder: ReplyEncoder) -> ScriptedModel:
     """What `replies` stands for.
 
@@ -117,11 +77,10 @@ def scripted_model(replies: Any, encoder: ReplyEncoder) -> ScriptedModel:
             return _ByAgent({agent: scripted_model(own, encoder) for agent, own in replies.items()})
         case Sequence() if replies:
             return _Listed(replies, encoder)
+        case Path() | RecordedRun():
+            return RecordedReplies(replies)
     if callable(replies):
         return _Spoken(replies, encoder)
-    if isinstance(replies, Path):
-        fix = "to read run files, take it by `from runner import ScriptedEngine`"
-        raise BadOption(f"ScriptedEngine({str(replies)!r}): {fix}.")
     raise BadOption(
         f"ScriptedEngine({replies!r:.80}): give a text, a list of replies (not an empty one), a function, "
         "a dict of these by agent, or the path of a run file."

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import anyio
 
 from runner.engines.adapters import Adapters
-from runner.engines.control import PauseMode
 from runner.engines.gate import AdmissionGate
 from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.scripted.delivery import Planner
 from runner.engines.scripted.ticker import Ticker
+from runner.engines.state import PauseMode
 from runner.errors import BadControl, EngineDead
 
 __all__ = ["ScriptedRequest", "ScriptedRuntime"]
@@ -29,7 +29,7 @@ class ScriptedRequest(OpenRequest, Protocol):
 class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
     """A scripted engine while it runs; a request is inside until it was sent its last id.
 
-    It has no weights: any source is taken for new ones, only the version counts.
+    It has no weights: anything is taken for new ones, only the version counts.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
     async def resume(self) -> None:
         self.ticker.release()
 
-    async def check_weights(self, source: Any) -> None:
+    async def check_weights(self, given: Any) -> None:
         """A scripted engine has no weights to compare with."""
 
     async def load_weights(self, checked: Any, version: str) -> None:

@@ -12,7 +12,7 @@ from anyio.lowlevel import checkpoint_if_cancelled
 
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest, Session
 from runner.engines.scripted.delivery import Delivery
-from runner.engines.scripted.replies import EncodedReply
+from runner.engines.scripted.model import EncodedReply
 from runner.engines.scripted.runtime import ScriptedRuntime
 from runner.engines.scripted.script import Fault, FaultKind
 from runner.engines.stream import GatedStream
@@ -73,12 +73,10 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         self._read = 0  # of those
         self._failure: EngineDead | None = None
         self._news: anyio.Event | None = None  # made only by a reader that has to wait
-        self._inside = False
 
     async def _begin(self) -> None:
         self._delivery = await self._plan()
         self._runtime.ticker.schedule(self, self._delivery.first - self._runtime.ticker.now)
-        self._inside = True
 
     async def _plan(self) -> Delivery:
         runtime, request = self._runtime, self.request
@@ -99,7 +97,6 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         # Nothing here waits, so there is nothing to shield.
         if not self._inside:
             return
-        self._inside = False
         self._drain()
         self._leave()
         if self._record is not None and self._delivery is not None:

@@ -46,20 +46,20 @@ class AdapterRules:
     """Gives the rank that a configuration gives a module."""
 
 
-def keep_adapter(source: Any, config: Mapping[str, Any] | None) -> Path:
+def keep_adapter(given: Any, config: Mapping[str, Any] | None) -> Path:
     """A copy of an adapter in a new folder, in memory where there is room. Blocks.
 
     Raises:
         BadOption: tensors without a configuration, or a folder with one.
         BadWeights: there is no such folder, or no adapter in it.
     """
-    if isinstance(source, Mapping):
-        return _keep_tensors(source, config)
-    if not isinstance(source, str | os.PathLike):
-        raise BadWeights(f"give a folder, or a mapping of names to tensors, not {type(source).__name__}.")
+    if isinstance(given, Mapping):
+        return _keep_tensors(given, config)
+    if not isinstance(given, str | os.PathLike):
+        raise BadWeights(f"give a folder, or a mapping of names to tensors, not {type(given).__name__}.")
     if config is not None:
         raise BadOption(f"add_adapter(config=...) goes with tensors; a folder has its own, in {_CONFIG}.")
-    folder = Path(source).expanduser()
+    folder = Path(given).expanduser()
     _check_folder(folder)
     kept = _new_folder((folder / _TENSORS).stat().st_size)
     try:

@@ -22,7 +22,7 @@ __all__ = ["VllmAdapters"]
 
 
 Answers: TypeAlias = Callable[[str, Awaitable[Any]], Awaitable[Any]]
-"""Waits for what vLLM's core answers to a call of that name, or for its death."""
+"""Waits for what vLLM's engine core answers to a call of that name, or for its death."""
 
 
 class VllmAdapters(Adapters):
@@ -50,7 +50,7 @@ class VllmAdapters(Adapters):
 
         return LoRARequest(version.label, version.key, str(version.folder))
 
-    async def load(self, version: AdapterVersion, source: Any, config: Mapping[str, Any] | None) -> None:
+    async def load(self, version: AdapterVersion, given: Any, config: Mapping[str, Any] | None) -> None:
         """Copy the adapter, compare it with the model, and give it to vLLM."""
         if self._llm.vllm_config.lora_config is None:
             raise BadOption(
@@ -58,7 +58,7 @@ class VllmAdapters(Adapters):
                 "VllmEngine(enable_lora=True, max_lora_rank=16), and max_loras= for how many are sampled with at once."
             )
         await self._mask()
-        version.folder = await anyio.to_thread.run_sync(partial(self._prepare, version, source, config))
+        version.folder = await anyio.to_thread.run_sync(partial(self._prepare, version, given, config))
         try:
             await self._add(version)
         except BaseException:
@@ -82,10 +82,10 @@ class VllmAdapters(Adapters):
             raise BadOption("add_adapter(): this vLLM's CPU backend would sample turns without an adapter with one.")
         self._masked = True
 
-    def _prepare(self, version: AdapterVersion, source: Any, config: Mapping[str, Any] | None) -> Path:
-        told = f"the adapter {version.name!r} ({version.source or 'tensors'})"
+    def _prepare(self, version: AdapterVersion, given: Any, config: Mapping[str, Any] | None) -> Path:
+        told = f"the adapter {version.name!r} ({version.given or 'tensors'})"
         try:
-            folder = keep_adapter(source, config)
+            folder = keep_adapter(given, config)
         except BadWeights as error:
             raise BadWeights(f"{told}: {error}") from error
         self._folders.add(folder)
@@ -94,7 +94,7 @@ class VllmAdapters(Adapters):
             check_adapter(folder, self._rules)
         except BadWeights as error:
             self._delete(folder)
-            raise BadWeights(f"{told}: {str(error).replace(str(folder), str(version.source or 'tensors'))}") from error
+            raise BadWeights(f"{told}: {str(error).replace(str(folder), str(version.given or 'tensors'))}") from error
         return folder
 
     async def _add(self, version: AdapterVersion) -> None:

@@ -30,7 +30,7 @@ def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
 
 
 def _unexpected(record: logging.LogRecord) -> bool:
-    """Whether a record tells more than what every ending brings: processes killed, a core that no longer answers."""
+    """Whether a record tells more than what every ending brings: processes killed, a silent engine core."""
     if record.levelno < logging.WARNING:
         return True
     error = record.exc_info[0] if record.exc_info else None

@@ -169,7 +169,7 @@ class VllmEngine(Engine):
         await self.vllm.process.count.until_idle()
 
     def processes(self) -> list[int]:
-        """Process ids of the engine's cores."""
+        """Process ids of the engine cores."""
         return [core.pid for core in self.vllm.process.cores if core.pid is not None]
 
     def is_alive(self) -> bool:

@@ -12,9 +12,9 @@ from anyio.lowlevel import checkpoint_if_cancelled
 
 from runner.engines.adapters import AdapterVersion
 from runner.engines.base import GenerationRequest
-from runner.engines.control import PauseMode
 from runner.engines.gate import AdmissionGate
 from runner.engines.runtime import EngineRuntime, OpenRequest
+from runner.engines.state import PauseMode
 from runner.engines.vllm.adapters import VllmAdapters
 from runner.engines.vllm.start import VllmProcess
 from runner.engines.vllm.weight_loading import VllmWeights
@@ -130,8 +130,8 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
         with anyio.CancelScope(shield=True):
             await self.answered("resume()", self.llm.resume_generation())
 
-    async def check_weights(self, source: Any) -> Any:
-        return await self.answered("update_weights()", self.weights.check(source))
+    async def check_weights(self, given: Any) -> Any:
+        return await self.answered("update_weights()", self.weights.check(given))
 
     async def load_weights(self, checked: Any, version: str) -> None:
         # By half, vLLM has neither the old weights nor the new ones, and would die of that at its next step.

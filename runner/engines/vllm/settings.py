@@ -28,7 +28,7 @@ _EVERYWHERE: dict[str, Any] = {
 }
 # Without these vLLM takes small defaults that depend on a usage context.
 _GPU: dict[str, Any] = {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
-# The fastest that was measured on two cores: the smallest block a CPU takes recomputes least, compiling does not pay.
+# The fastest measured on two CPU cores: the smallest block a CPU takes recomputes least, compiling does not pay.
 _CPU: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "block_size": 32, "enforce_eager": True}
 
 _RESERVED = ("model", "skip_tokenizer_init", "stream_interval")
@@ -72,7 +72,7 @@ def choose_settings(given: Mapping[str, Any], *, cpu: bool, known: frozenset[str
 def _cpu_variables(given: Mapping[str, Any]) -> dict[str, str]:
     variables = {"VLLM_CPU_KVCACHE_SPACE": str(_cache_gigabytes())}
     if all(given.get(name, 1) == 1 for name in _PARALLEL):
-        # By default vLLM leaves a core of each pair idle for serving, which here happens in our process.
+        # By default vLLM leaves a CPU core of each pair idle for serving, which here happens in our process.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     return variables
 

@@ -24,9 +24,9 @@ import anyio
 import anyio.to_thread
 
 from runner.engines.vllm.ending import expected_end, release, shared_memory_of
+from runner.engines.vllm.scheduler_count import SchedulerCount
 from runner.engines.vllm.settings import VllmSettings, choose_settings
 from runner.engines.vllm.worker import parent_watch, waiting
-from runner.engines.vllm.worker.scheduler_count import SchedulerCount
 from runner.errors import BadInput, BadModel, BadOption, one_line
 from runner.models import ResolvedModel
 
@@ -64,10 +64,10 @@ class VllmProcess:
     settings: VllmSettings | None = None
     """What it was started with."""
     cores: list[BaseProcess] = field(default_factory=list)
-    """The processes of the engine's cores."""
+    """The processes of the engine cores."""
     _failures: Path | None = None
     _given_up: bool = False  # set on the event loop, looked at by the thread that starts
-    _others: list[BaseProcess] | None = None  # cores that were there before; set while ours are starting
+    _others: list[BaseProcess] | None = None  # engine cores that were there before; set while ours are starting
 
     async def start(self) -> Any:
         """The `AsyncLLM`, started in a worker thread.
@@ -76,7 +76,7 @@ class VllmProcess:
         """
         try:
             await anyio.to_thread.run_sync(self._start, abandon_on_cancel=True)
-            # Cached by vLLM, which would ask at the first request, and wait for ever if the core died just then.
+            # Cached by vLLM, which would ask at the first request, and wait for ever if an engine core died then.
             await self.llm.get_supported_tasks()
         except BaseException:
             await self.stop()
@@ -93,7 +93,7 @@ class VllmProcess:
                 await asyncio.wait({handler})
 
     def kill(self) -> None:
-        """End the engine's cores at once; vLLM notices, and every request ends with an error."""
+        """End the engine cores at once; vLLM notices, and every request ends with an error."""
         for process in self.cores:
             process.kill()
 

@@ -47,6 +47,8 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         self._collector = await self._runtime.send(self.request, self._adapter)
 
     async def __aexit__(self, *_: object) -> None:
+        if not self._inside:
+            return
         try:
             if self.finish is None:
                 await self._drain()

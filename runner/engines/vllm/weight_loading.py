@@ -66,7 +66,7 @@ class VllmWeights:
         if self._checkpoint is None:
             self._checkpoint = await anyio.to_thread.run_sync(self._read_checkpoint)
 
-    async def check(self, source: Any) -> CheckedWeights:
+    async def check(self, given: Any) -> CheckedWeights:
         """The weights, compared with the model and ready to be loaded; vLLM goes on meanwhile.
 
         A state dict is copied: its tensors must not change before this returns.
@@ -76,22 +76,22 @@ class VllmWeights:
         assert model is not None
         if isinstance(model, BadWeights):
             raise model
-        if isinstance(source, WeightTransfer | LocalTransfer):
-            await self._transfers.check(source, model)
-            return CheckedWeights(transfer=source)
+        if isinstance(given, WeightTransfer | LocalTransfer):
+            await self._transfers.check(given, model)
+            return CheckedWeights(transfer=given)
         check: Callable[[Any, Checkpoint], CheckedWeights]
-        if isinstance(source, str | os.PathLike):
+        if isinstance(given, str | os.PathLike):
             check = self._check_folder
-        elif isinstance(source, Mapping):
+        elif isinstance(given, Mapping):
             check = self._check_tensors
         else:
-            state = " Give model.state_dict()." if hasattr(source, "state_dict") else ""
+            state = " Give model.state_dict()." if hasattr(given, "state_dict") else ""
             raise BadWeights(
-                f"the weights are {type(source).__name__}: give a folder, a mapping of names to tensors (a state "
+                f"the weights are {type(given).__name__}: give a folder, a mapping of names to tensors (a state "
                 f"dict), a WeightTransfer or a LocalTransfer.{state}"
             )
         made: list[CheckedWeights] = []  # an idle thread remembers what it returned last, and with it the memory
-        await anyio.to_thread.run_sync(lambda: made.append(check(source, model)))
+        await anyio.to_thread.run_sync(lambda: made.append(check(given, model)))
         return made.pop()
 
     async def load(self, checked: CheckedWeights) -> None:
@@ -129,25 +129,25 @@ class VllmWeights:
         tied = getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False)
         return Checkpoint(self._name, folder.forms, tied=bool(tied))
 
-    def _check_folder(self, source: str | os.PathLike[str], model: Checkpoint) -> CheckedWeights:
-        found: WeightFolder = read_folder(source)
+    def _check_folder(self, given: str | os.PathLike[str], model: Checkpoint) -> CheckedWeights:
+        found: WeightFolder = read_folder(given)
         compare(found.forms, model, given_as=str(found.folder))
         files = tuple(map(str, found.files))
         # Those that the model computes itself, or has under another name.
         ignored = tuple(name for name in found.forms if name not in model.forms)
         return CheckedWeights(found.folder, files, ignored)
 
-    def _check_tensors(self, source: Mapping[str, Any], model: Checkpoint) -> CheckedWeights:
+    def _check_tensors(self, given: Mapping[str, Any], model: Checkpoint) -> CheckedWeights:
         if not self.extended:
-            given = self._llm.vllm_config.parallel_config.worker_extension_cls
+            extension = self._llm.vllm_config.parallel_config.worker_extension_cls
             raise BadWeights(
                 f"a state dict is loaded by a worker extension of ours, and the engine was started with "
-                f"worker_extension_cls={given!r}: let that class inherit from {_EXTENSION}, or give a folder."
+                f"worker_extension_cls={extension!r}: let that class inherit from {_EXTENSION}, or give a folder."
             )
-        forms = {name: form_of(name, tensor) for name, tensor in source.items()}
+        forms = {name: form_of(name, tensor) for name, tensor in given.items()}
         compare(forms, model, given_as="the state dict")
-        _compare_tied(source, model)
-        loaded = {name: source[name] for name in model.forms if name in source}
+        _compare_tied(given, model)
+        loaded = {name: given[name] for name in model.forms if name in given}
         dtypes = {name: self._written(forms[name], model.forms[name]) for name in loaded}
         memory = WeightMemory.of(loaded, dtypes)
         return CheckedWeights(files=(memory.path,), memory=memory)
@@ -186,15 +186,15 @@ def _model_folder(config: Any) -> Path:
     )
 
 
-def _compare_tied(source: Mapping[str, Any], model: Checkpoint) -> None:
+def _compare_tied(given: Mapping[str, Any], model: Checkpoint) -> None:
     """Refuse an output layer that is not the embedding, in a model where they are one: it would be ignored."""
     import torch
 
-    embedding = next((name for name in source if name.endswith("embed_tokens.weight")), None)
-    for name in source:
+    embedding = next((name for name in given if name.endswith("embed_tokens.weight")), None)
+    for name in given:
         if embedding is None or not model.is_tied(name):
             continue
-        head, wanted = torch.as_tensor(source[name]), torch.as_tensor(source[embedding])
+        head, wanted = torch.as_tensor(given[name]), torch.as_tensor(given[embedding])
         same = head.data_ptr() == wanted.data_ptr()
         if not same and (head.shape != wanted.shape or not torch.equal(head.to(wanted), wanted)):
             raise BadWeights(

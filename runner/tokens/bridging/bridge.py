@@ -33,8 +33,11 @@ __all__ = ["Bridge", "Bridger", "Property", "Unbridgeable"]
 # Episodes of a group begin with the same prompt, and start within a moment of each other.
 PROMPTS_KEPT = 16
 
-WORD, WORDS_KEPT = 40, 4096
-"""Names and ids come again and again: what is known of texts of so many characters is kept."""
+WORD = 40
+"""A text of at most so many characters, such as a name or an id, comes again: what is known of it is kept."""
+
+WORDS_KEPT = 4096
+"""The number of such texts of which it is kept."""
 
 PromptText: TypeAlias = tuple[str, tuple[Span, ...]]
 """A render, and where contents in it hold control text that must not become control ids."""

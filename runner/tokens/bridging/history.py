@@ -28,11 +28,11 @@ class AlignmentKind(enum.StrEnum):
     RETRY = "retry"
     """One step back: it is all that is stored before the last assistant turn, and nothing else."""
     INSERTED = "inserted"
-    """It is everything that is stored, and an assistant turn that nobody sampled is among the new messages."""
+    """New messages follow everything that is stored, and an assistant turn that nobody sampled is among them."""
     EDITED = "edited"
     """A stored message is another one."""
     SHRUNK = "shrunk"
-    """It is a part of what is stored from the start, and not one step back."""
+    """The last stored messages are missing, more or fewer of them than a retry leaves out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,11 @@ from runner.tokens.token_diff import first_mismatch
 
 __all__ = ["PromptRenderer"]
 
-_DOUBLED, _MEANT = 200, 8
-"""Characters at the end of a prompt where an opener is looked for twice, and fewer than which are no opener."""
+_DOUBLED = 200
+"""The number of characters at the end of a prompt among which an opener that stands there twice is looked for."""
+
+_MEANT = 8
+"""An opener has more characters than this: shorter texts stand twice by chance."""
 
 RenderAsking: TypeAlias = Callable[[Sequence[Message], bool], str]
 """The text of messages, with or without the generation prompt."""

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 Value: TypeAlias = Any
-"""A concrete value, which is what it is, or one of the classes below; lists and dicts may hold those."""
+"""A value of jinja's, where all of it is known, or one of the classes below; lists and dicts may hold either."""
 
 
 class NotFollowed(Exception):
@@ -79,7 +79,7 @@ class Symbol(Abstract):
     nonempty: bool = False
     """Whether it is known not to be empty."""
     base: UnknownCount | None = None
-    """What it counts from, where it is a position in the list of messages. As a number it then depends on the past."""
+    """The count that a position among the messages counts from: where there is one, the number depends on the past."""
     may_end: bool = False
     """Whether the end of the turn's words may be in it."""
 
@@ -100,7 +100,7 @@ END: Final = _Mark("END")
 """Where the words of the last turn end. A bridge needs what follows, so what stands before it in a text is not kept."""
 
 MAYBE_END: Final = _Mark("MAYBE_END")
-"""Stands first in a text whose beginning is unknown: the turn's words end in the beginning, later, or not in it."""
+"""The first part of a text of unknown beginning: the end of the turn's words may be anywhere in it, or nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class Function(Abstract):
 
 
 AMBIGUOUS: Final = Function()
-"""One of two macros or namespaces, or none: a template that uses it is not followed."""
+"""A value that may be either of two macros or namespaces, or none: a template that uses it is not followed."""
 
 
 @dataclass(frozen=True, slots=True)

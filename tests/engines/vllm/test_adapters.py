@@ -201,7 +201,7 @@ def test_new_weights_under_a_name_never_meet_the_prompts_that_the_old_ones_cache
     assert first.versions == cached.versions == in_flight.versions == [f"{base}+{label}"]
     assert new.versions == [f"{base}+{newer}"]
     assert home.runtime is not None
-    assert [home.runtime.lag(f"{base}+{each}") for each in (label, newer)] == [1, 0]
+    assert [home.lag(f"{base}+{each}") for each in (label, newer)] == [1, 0]
 
 
 def test_more_adapters_than_vllm_keeps_are_read_again_from_copies_of_ours(

@@ -17,7 +17,7 @@ import pytest
 
 from runner import BadControl, Conversation, EngineDead, Limits, Outcome, Run, Sampling, Trajectory
 from runner.engines.base import Finish, FinishReason, GenerationRequest
-from runner.engines.control import EngineState, PauseMode
+from runner.engines.state import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.weight_loading import CheckedWeights
 from runner.testing import assert_exact, cancel_everywhere
@@ -119,30 +119,6 @@ def test_keep_stands_still_and_changes_no_id_even_if_the_cache_is_forgotten(on_e
             assert [said.ids for said in (one, two, three)] == undisturbed
         with pytest.raises(BadControl, match="running, not paused"):
             await engine.resume()
-
-    on_engine(scenario)
-
-
-def test_wait_lets_turns_end_and_abort_cuts_them(on_engine: Any) -> None:
-    async def scenario(engine: VllmEngine) -> None:
-        undisturbed, _ = await ask(engine, 24)
-        async with anyio.create_task_group() as group:
-            async with controlling.saying(engine, request(24)) as said:
-                await engine.pause("wait")
-                assert (engine.stats().open, engine.vllm.sent_all) == (0, True)
-            assert said.ids == undisturbed
-            group.start_soon(ask, engine, 3)
-            await stands_still(engine)
-            assert (engine.stats().open, engine.stats().waiting) == (0, 1)
-            await engine.resume()
-        async with controlling.saying(engine, request(2000)) as said:
-            await engine.pause("abort")
-            assert engine.stats().open == 0
-        await engine.resume()
-        assert said.finish is not None
-        assert said.finish.reason is FinishReason.ABORT
-        assert said.ids[:24] == undisturbed[: len(said.ids)]
-        assert [(span.start, span.end) for span in said.finish.versions] == [(0, len(said.ids))]
 
     on_engine(scenario)
 
@@ -396,8 +372,8 @@ def test_a_failure_past_the_check_ends_the_engine_and_every_episode_with_one_cau
         weights = engine.vllm.weights
         check = weights.check
 
-        async def check_too_early(source: Any) -> CheckedWeights:
-            checked: CheckedWeights = await check(source)
+        async def check_too_early(given: Any) -> CheckedWeights:
+            checked: CheckedWeights = await check(given)
             save_file({**tensors, NORM: tensors[NORM][:-1]}, saved)
             return checked
 

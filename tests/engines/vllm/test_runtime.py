@@ -12,8 +12,8 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from runner.engines.base import Delta, GenerationRequest
-from runner.engines.control import EngineState, PauseMode
 from runner.engines.gate import AdmissionGate
+from runner.engines.state import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.runtime import VllmRuntime
 from runner.engines.vllm.settings import choose_settings

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from runner.engines.base import EngineStats
-from runner.engines.vllm.worker.scheduler_count import Rate, SchedulerCount
+from runner.engines.vllm.scheduler_count import Rate, SchedulerCount
 
 
 class Clock:

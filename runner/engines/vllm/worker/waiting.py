@@ -1,8 +1,8 @@
-"""Runs inside vLLM's processes on a CPU: whoever waits for another process sleeps, and leaves its core to the model.
+"""Runs inside vLLM's processes on a CPU: whoever waits for another process sleeps, and leaves the model its CPU core.
 
 For a second behind each message vLLM asks its shared memory again and again whether the next one is there. That saves
-some microseconds a step where a GPU computes. Where cores compute, it takes one from them, and from the environments:
-the engine's core waits in this way for as long as the model takes.
+some microseconds a step where a GPU computes. Where CPU cores compute, it takes one from them and from the
+environments: the engine core waits in this way for as long as the model takes.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ async def swallows_everything_for_ever() -> None:
 async def test_whoever_swallows_it_again_and_again_is_named_and_not_waited_for(
     scenario: Callable[[], Coroutine[Any, Any, None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = rf"{scenario.__name__} \(.*test_cancel_everywhere\.py:\d+\) swallowed the cancellation 1000 times over"
+    said = rf"{scenario.__name__} \(.*test_cancelling\.py:\d+\) swallowed the cancellation 1000 times over"
     with anyio.fail_after(60), pytest.raises(AssertionError, match=said):
         await cancel_everywhere(scenario)
     # Python would complain of one that cannot be closed, so it is kept; here it can be.

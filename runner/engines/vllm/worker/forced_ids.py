@@ -1,4 +1,4 @@
-"""The logits processor that vLLM's processes load to sample the ids a request names; nothing else imports it."""
+"""Runs inside vLLM's processes, which load it by name: the logits processor that samples the ids a request names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ForcedIds(AdapterLogitsProcessor):  # type: ignore[misc]  # vLLM is not ty
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Refuse in our process what would raise in the engine's core, which would die of it.
+        """Refuse in our process what would raise in the engine core, which would die of it.
 
         Raises:
             ValueError: what is to be forced is no list of ids.

@@ -1,4 +1,4 @@
-"""What an engine's trainer asks and hears: how turns are paused, what state an engine is in, what an update did."""
+"""The states of an engine, the ways to pause it, and what an update of its weights did."""
 
 from __future__ import annotations
 

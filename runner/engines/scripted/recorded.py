@@ -1,8 +1,4 @@
-"""Replies out of a recorded run: what was said to the same prompt is said again.
-
-A run file stands above the engines, so a scripted engine cannot open one by itself: importing this module teaches it
-to. `ScriptedEngine` of `runner` and of `runner.testing` comes from here.
-"""
+"""Replies out of a recorded run: what was said to the same prompt is said again."""
 
 from __future__ import annotations
 
@@ -16,14 +12,12 @@ from typing import Any
 from anyio import to_thread
 
 from runner.engines.base import FinishReason
-from runner.engines.scripted.engine import ScriptedEngine
-from runner.engines.scripted.replies import EncodedReply, ReplyEncoder, ScriptedModel, scripted_model
+from runner.engines.scripted.model import EncodedReply, ScriptedModel
+from runner.engines.scripted.run_files import RecordedRun, RunFiles
 from runner.engines.scripted.script import ModelCall, Reply, packed
 from runner.errors import RequestRejected
-from runner.store.reader import RunFile
-from runner.trajectory import Turn
 
-__all__ = ["RecordedReplies", "ScriptedEngine"]
+__all__ = ["RecordedReplies"]
 
 
 class RecordedReplies(ScriptedModel):
@@ -33,7 +27,7 @@ class RecordedReplies(ScriptedModel):
         run: the run file, or where it is.
     """
 
-    def __init__(self, run: Path | RunFile) -> None:
+    def __init__(self, run: Path | RecordedRun) -> None:
         self._run = run
         # By a digest of the prompt, which is long: the seed and the reply, whose ids stay packed as they were read.
         self._said: dict[bytes, list[tuple[int | None, Reply]]] = {}
@@ -44,7 +38,7 @@ class RecordedReplies(ScriptedModel):
     def _read(self) -> dict[bytes, list[tuple[int | None, Reply]]]:
         said: dict[bytes, list[tuple[int | None, Reply]]] = {}
         # A file that was given open is its owner's to close.
-        with nullcontext(self._run) if isinstance(self._run, RunFile) else RunFile(self._run) as run:
+        with RunFiles.open(self._run) if isinstance(self._run, Path) else nullcontext(self._run) as run:
             for row in run.rows(trained=None):
                 for turn in run.trajectory(row).turns:
                     said.setdefault(_digest(turn.prompt_ids), []).append((turn.seed, _reply(turn)))
@@ -63,16 +57,11 @@ class RecordedReplies(ScriptedModel):
         return EncodedReply(reply, list(reply.ids or ()))
 
     def describe(self) -> Any:
-        return {"recorded": str(self._run.path if isinstance(self._run, RunFile) else self._run)}
+        return {"recorded": str(self._run if isinstance(self._run, Path) else self._run.path)}
 
 
-@scripted_model.register(Path)
-@scripted_model.register(RunFile)
-def _recorded(run: Path | RunFile, encoder: ReplyEncoder) -> RecordedReplies:
-    return RecordedReplies(run)
-
-
-def _reply(turn: Turn) -> Reply:
+def _reply(turn: Any) -> Reply:
+    """What a turn of a trajectory said, which stands above the engines as well."""
     stop = turn.stop if isinstance(turn.stop, int) else None
     # A turn that we ended ourselves, by a stop string or for want of room, was no end to the engine.
     ours = turn.finish is FinishReason.CONTEXT or (turn.finish is FinishReason.STOP and stop is None)

@@ -1,4 +1,4 @@
-"""The rarer cases in which other systems were met corrupting tokens, on the real templates and vocabularies.
+"""What single templates do of their own, where other systems were met corrupting tokens: gpt-oss, Gemma, DeepSeek, BOS.
 
 Each test says a promise; the comment under it names where the case was met.
 """

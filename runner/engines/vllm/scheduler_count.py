@@ -50,7 +50,7 @@ class Rate:
 
 
 class SchedulerCount:
-    """The schedulers' own counts, of all cores together; the front end's says 0 for a request that leaked in a core."""
+    """The schedulers' own counts, of all engine cores; the front end's says 0 for a request that leaked in one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.prefix_queries = 0
@@ -81,11 +81,11 @@ class SchedulerCount:
 
     @property
     def kv_usage(self) -> float | None:
-        """Fraction of the KV cache in use, of the fullest core."""
+        """Fraction of the KV cache in use, of the fullest engine core."""
         return max(self._usage.values(), default=None)
 
     def record(self, core: int, stats: Any, sampled: int = 0) -> None:
-        """Keep what a core's scheduler said after a step that sampled so many ids."""
+        """Keep what an engine core's scheduler said after a step that sampled so many ids."""
         self._running[core] = stats.num_running_reqs
         self._queued[core] = stats.num_waiting_reqs + getattr(stats, "num_skipped_waiting_reqs", 0)
         self._usage[core] = stats.kv_cache_usage

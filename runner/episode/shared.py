@@ -9,18 +9,17 @@ from typing import Any
 import anyio
 
 from runner.concurrency.threads import Workers
-from runner.engines.base import Engine
 from runner.episode.hooks import Hooks
 from runner.episode.model import ChatModel
 from runner.errors import BadOption
 from runner.options import Limits, Sampling
 from runner.scoring import Scorer
 
-__all__ = ["RunContext"]
+__all__ = ["RunShared"]
 
 
 @dataclass(slots=True, kw_only=True)
-class RunContext:
+class RunShared:
     """What the episodes of one run share. Nothing of it is global: two runs on one loop share an engine at most."""
 
     environment: Hooks
@@ -41,18 +40,13 @@ class RunContext:
     """The run's seed."""
     workers: Workers
     """The threads in which the run's synchronous code is called."""
-    shared: Any = None
+    resources: Any = None
     """What `lifespan()` yielded."""
     _asked: set[str] = field(default_factory=set)
     _limiters: dict[str, anyio.CapacityLimiter] = field(default_factory=dict)
     # By `train`, for conversations without sampling of their own. Nearly all episodes ask for one of these two, and
     # merging the layers for each of them costs a good part of a turn.
     _sampling: dict[bool, Sampling] = field(default_factory=dict)
-
-    @property
-    def engines(self) -> list[Engine]:
-        """All engines of the run, each once; that of agents without one of their own comes first."""
-        return list(dict.fromkeys(chat.engine for chat in (self.chat, *self.other_models.values())))
 
     def chat_of(self, agent: str) -> ChatModel:
         """The model that speaks for an agent."""
@@ -92,11 +86,7 @@ class RunContext:
         return self.own_limits.over(environment).over(Limits.defaults())
 
     def limiter(self, name: str, limit: int) -> anyio.CapacityLimiter:
-        """The run's limiter of that name.
-
-        Raises:
-            BadOption: it was made with another limit.
-        """
+        """The run's limiter of that name, for `Episode.limiter`."""
         if limit < 1:
             raise BadOption(f"limiter({name!r}, {limit}): at least one must get in.")
         limiter = self._limiters.get(name)

@@ -1,0 +1,119 @@
+"""Starts a run: its engines, its file, what its episodes share, and its tasks, each when what it needs is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+from runner.concurrency.loop_lag import LagMonitor
+from runner.concurrency.threads import Job, Workers
+from runner.engines.base import Engine
+from runner.engines.sharing import running
+from runner.environment.checks import check_tools
+from runner.environment.environment import Environment
+from runner.environment.lifespan import lifespan_of
+from runner.environment.task_feed import TaskFeed, own_tasks
+from runner.episode.key import MAIN
+from runner.episode.model import ChatModel
+from runner.episode.shared import RunShared
+from runner.options import Limits
+from runner.runs.describe import describe_run
+from runner.runs.options import RunOptions
+from runner.runs.preflight import check_appends, check_templates, require_sampling
+from runner.runs.staleness import Staleness
+from runner.runs.started import StartedRun
+from runner.runs.state import RunState
+from runner.scoring import Scorer
+from runner.store.writer import RunWriter
+
+__all__ = ["Start"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Start:
+    """What a run is started with."""
+
+    environment: Environment[Any]
+    engines: Sequence[Engine]
+    """All engines of the run, each once; that of agents without one of their own comes first."""
+    options: RunOptions
+    limits: Limits
+    """What every episode may use, every field set."""
+    scorers: tuple[Scorer, ...]
+    workers: Workers
+    lag: LagMonitor
+    state: RunState
+
+    async def enter(self, exit_stack: AsyncExitStack) -> StartedRun:
+        """Enter what has to be left again, and give what plays the run; nothing plays yet."""
+        engine, workers = self.engines[0], self.workers
+        exit_stack.callback(workers.close)
+        # Engines before all else: what the header says, and which adapters there are, only a running one knows.
+        for each in self.engines:
+            await exit_stack.enter_async_context(running(each))
+        staleness = Staleness(engine, self.options.max_version_lag)
+        require_sampling(engine, self.options.sampling.over(self.environment.sampling))
+        await exit_stack.enter_async_context(self.lag)
+        writer = await exit_stack.enter_async_context(await self._writer())
+        # A resumed run goes on with the clock that its templates saw first.
+        shared = await self._shared(writer.header.clock)
+        lifespan = lifespan_of(self.environment, workers, close_seconds=self.limits.close_seconds)
+        shared.resources = await exit_stack.enter_async_context(lifespan)
+        feed = await self._feed()  # after lifespan(), whose resources tasks() may read
+        exit_stack.push_async_callback(feed.aclose)
+        started = StartedRun(
+            options=self.options,
+            engines=self.engines,
+            shared=shared,
+            writer=writer,
+            feed=feed,
+            state=self.state,
+            staleness=staleness,
+        )
+        exit_stack.enter_context(staleness.cutting(self.state.plays))
+        return started
+
+    async def _writer(self) -> RunWriter:
+        options, state = self.options, self.state
+        now = datetime.now().astimezone()
+        describe = partial(describe_run, self.environment, self.engines[0], options, now=now)
+        # In a thread where a file is kept: only then git is asked, which takes some milliseconds.
+        header = describe() if options.file is None else await self.workers.call(Job(describe, "run header"))
+        if callable(options.file):
+            state.file = options.file(header)
+        task_class = self.environment.task_class()
+        return RunWriter(state.file, header, task_class=task_class, retry_failed=options.retry_failed)
+
+    async def _shared(self, now: datetime) -> RunShared:
+        """What all episodes share; templates that cannot serve them are refused before anything is sampled."""
+        environment, options = self.environment, self.options
+        await check_templates([each.template for each in self.engines], options.template_options, now)
+        chat_of = partial(ChatModel, options=options.template_options, now=now, history=options.history)
+        chat = chat_of(self.engines[0])
+        other_models = {name: chat_of(engine) for name, engine in options.engines.items()}
+        main = other_models.get(MAIN, chat)
+        check_tools(environment, main)
+        tools = bool(environment.bound_tools())
+        system = getattr(type(environment), "system_prompt", None) is not None
+        self.state.summary.faults.extend(await check_appends(main, now, self.workers, tools=tools, system=system))
+        return RunShared(
+            environment=environment,
+            chat=chat,
+            other_models=other_models,
+            sampling=options.sampling,
+            limits=self.limits,
+            own_limits=options.limits,
+            scorers=self.scorers,
+            seed=options.seed,
+            workers=self.workers,
+        )
+
+    async def _feed(self) -> TaskFeed:
+        tasks = self.options.tasks
+        if tasks is None:  # in a thread, since it may load them all
+            tasks = await self.workers.call(Job(partial(own_tasks, self.environment), "tasks()"))
+        return TaskFeed(tasks, task_class=self.environment.task_class(), workers=self.workers)

@@ -1,0 +1,46 @@
+"""A group is scored once all of it is there: also when its failed members were played again, which takes a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner import Group, Outcome, Run, RunFile, ScriptedEngine, group_reward
+from runner.testing import Fault
+from tests.playing import Plain, tasks
+
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
+
+
+class Compared(Plain):
+    """Everybody gets the size of the group."""
+
+    @group_reward
+    def size(self, group: Group) -> list[int]:
+        return [len(group.trajectories)] * len(group.trajectories)
+
+
+async def test_a_group_is_scored_once_its_failed_member_was_played_again(tmp_path: Path) -> None:
+    file = tmp_path / "run.db"
+    options: dict[str, Any] = {"tasks": tasks(2), "group_size": 3, "retries": 0, "breaker": 1, "file": file}
+    failing = ScriptedEngine("Yes", faults=lambda ask: Fault.error(at=1) if ask.episode == "t0#1" else None)
+    async with Run(Compared(), failing, **options) as run:
+        first = {trajectory.id: trajectory.reward async for trajectory in run}
+    assert first == {"t0#0": None, "t0#1": None, "t0#2": None, "t1#0": 4, "t1#1": 4, "t1#2": 4}
+    assert run.summary.reward.count == 3
+
+    async with Run(Compared(), ScriptedEngine("Yes"), **options) as run:
+        assert [trajectory.id async for trajectory in run] == ["t0#1"]
+    with RunFile(file) as stored:
+        rewards = [row.reward for row in stored if row.outcome is Outcome.COMPLETED]
+    assert rewards == [4] * 6
+    assert run.summary.reward.as_dict() == {"mean": 4, "standard_error": 0, "count": 6}
+
+
+async def test_without_a_file_a_group_is_scored_as_it_is() -> None:
+    failing = ScriptedEngine("Yes", faults=lambda ask: Fault.error(at=1) if ask.episode == "t0#1" else None)
+    async with Run(Compared(), failing, group_size=3, retries=0, breaker=1) as run:
+        rewards = {trajectory.id: trajectory.reward async for trajectory in run}
+    assert rewards == {"t0#0": 3, "t0#1": None, "t0#2": 3}
