@@ -10,8 +10,8 @@ BIN := .venv/bin
 help:
 	@echo "make run     play 64 episodes of the calculator environment on the demo model"
 	@echo "make check   format, lint, layers and types: some seconds"
-	@echo "make test-quick  the quick tests, without an engine: for while one works, some minutes"
-	@echo "make test    format, lint, layers, types and tests, with the real engine: some 12 minutes on two cores"
+	@echo "make test-quick  the quick tests, without an engine: for while one works, under 3 minutes"
+	@echo "make test    format, lint, layers, types and tests, with the real engine: some 10 minutes on two cores"
 	@echo "make test-all  the same with whole sweeps, both event loops, wheels and the site: before a release"
 	@echo "make train   watch the demo model learn to use the calculator, some 7 minutes; train-proof does it thrice"
 	@echo "make bench   the benchmarks; prints figures"

@@ -6,16 +6,11 @@ Which names there are, and where each is, stands in `__init__.pyi`.
 
 import lazy_loader
 
-from runner.engines.scripted.run_files import RunFiles as _RunFiles
-
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 __all__.remove("__version__")  # `from runner import *` is to give an author's names and no other
 
 
-def _open_run_file(path: object) -> object:  # its types are those of `RunFiles.open`
+def _open_run_file(path: object) -> object:  # here, since a scripted engine may not know what stands above it
     from runner.store.reader import RunFile
 
     return RunFile(path)
-
-
-_RunFiles.open = staticmethod(_open_run_file)  # here, since a scripted engine may not know what stands above it

@@ -77,9 +77,10 @@ def test_a_module_and_a_file_give_the_same_class(name: str, monkeypatch: pytest.
 
 
 def test_a_file_may_import_its_neighbours(folder: Path) -> None:
-    (folder / "neighbour_of_mine.py").write_text("WORD = 'near'")
-    (folder / "mine.py").write_text("import neighbour_of_mine\n" + MINIMAL.format(name="Mine"))
-    assert find_environment("mine.py:Mine").__module__ == "mine"
+    # A name of its own: another test's module of that name may be loaded still.
+    (folder / "neighbour_of_lone.py").write_text("WORD = 'near'")
+    (folder / "lone_environment_file.py").write_text("import neighbour_of_lone\n" + MINIMAL.format(name="Mine"))
+    assert find_environment("lone_environment_file.py:Mine").__module__ == "lone_environment_file"
 
 
 def test_a_file_may_be_called_as_a_module_that_is_loaded(folder: Path) -> None:

@@ -13,7 +13,7 @@ from anyio import to_thread
 
 from runner.engines.base import FinishReason
 from runner.engines.scripted.model import EncodedReply, ScriptedModel
-from runner.engines.scripted.run_files import RecordedRun, RunFiles
+from runner.engines.scripted.run_files import RecordedRun, open_run_file
 from runner.engines.scripted.script import ModelCall, Reply, packed
 from runner.errors import RequestRejected
 
@@ -38,7 +38,7 @@ class RecordedReplies(ScriptedModel):
     def _read(self) -> dict[bytes, list[tuple[int | None, Reply]]]:
         said: dict[bytes, list[tuple[int | None, Reply]]] = {}
         # A file that was given open is its owner's to close.
-        with RunFiles.open(self._run) if isinstance(self._run, Path) else nullcontext(self._run) as run:
+        with open_run_file(self._run) if isinstance(self._run, Path) else nullcontext(self._run) as run:
             for row in run.rows(trained=None):
                 for turn in run.trajectory(row).turns:
                     said.setdefault(_digest(turn.prompt_ids), []).append((turn.seed, _reply(turn)))

@@ -1,16 +1,17 @@
 """Run files, as far as a scripted engine knows them, and what opens one.
 
-Run files stand above the engines. So `runner/__init__.py`, which puts the package together, says what opens one.
+Run files stand above the engines. So `runner/__init__.py`, which puts the package together, opens them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
-__all__ = ["RecordedRun", "RunFiles"]
+__all__ = ["RecordedRun", "open_run_file"]
 
 
 @runtime_checkable
@@ -27,8 +28,8 @@ class RecordedRun(Protocol):
     def trajectory(self, episode: Any, /) -> Any: ...
 
 
-class RunFiles:
-    """How run files are opened."""
-
-    open: Callable[[Path], RecordedRun]
-    """Opens the one at a path."""
+def open_run_file(path: Path) -> RecordedRun:
+    """The run file at a path."""
+    package: Any = sys.modules["runner"]  # loaded, as this module is in it; an import would point up
+    opened: RecordedRun = package._open_run_file(path)
+    return opened
