@@ -75,7 +75,8 @@ class ParsedTurn:
 
         Its calls are numbered from `before` on, how many its conversation had before.
         """
-        announced = triggers(text, ids, chat) if tools else None
+        # Whoever was made to call spelt the mark with letters because the grammar lets it.
+        announced = triggers(text, ids, chat) if tools and tool_choice == "auto" else None
         parsed = chat.parser.parse(text, tools, tool_choice, before=before, triggers=announced)
         names = {tool.name for tool in tools}
         calls = [call if call.name in names else _without_control_text(call, chat) for call in parsed.calls]

@@ -189,7 +189,7 @@ MOST_TOOL_SETS: Final = 256
 """Sets of tools whose patterns are kept; a run has a few."""
 
 _SLOTS: Final = {
-    Slot.NAME: f"(?P<name>{WORD}+?)",
+    Slot.NAME: rf"\s*(?P<name>{WORD}+?)",
     Slot.ID: f"(?P<id>{WORD}+?)",
     Slot.INDEX: r"\d+",
 }

@@ -10,12 +10,13 @@ __all__ = ["FREE", "behind_key", "behind_raw", "compiled", "free_once", "lenient
 
 _PARTS: Final = re.compile(r"<[^<>\s]*>?|\s+|\w+|[^\w\s]")
 FREE: Final = r"\s*"
+_BRACKETS: Final = frozenset("()[]{}")
 _FREE_TWICE: Final = re.compile(r"(?:\\s\*){2,}")
 
 
 @functools.cache
 def lenient(literal: str) -> str:
-    """A pattern for `literal` with free white space in front of it, where it has some, and around tags.
+    """A pattern for `literal` with free white space in front of it, where it has some, around tags and in brackets.
 
     Between two words white space stays, as it is what tells them apart.
     """
@@ -55,7 +56,8 @@ def _body(literal: str) -> str:
             pattern.append(r"\s+" if _is_word(before[-1:]) and _is_word(after[:1]) else FREE)
         else:
             beside_tag = bool(before) and (part.startswith("<") or before.endswith(">")) and not before.isspace()
-            pattern.append((FREE if beside_tag else "") + re.escape(part))
+            brackets = before in _BRACKETS and part in _BRACKETS
+            pattern.append((FREE if beside_tag or brackets else "") + re.escape(part))
     return "".join(pattern)
 
 

@@ -80,7 +80,7 @@ class Adder(Environment):
     def tasks(self) -> list[Task]:
         return [Task(f"sum {n}", prompt=f"What is {n} + {n}?") for n in range(2)]
 
-    @tool
+    @tool(parallel=False)  # a model that does not know what it says would make calls until it is cut
     def add(self, a: Literal[1, 25, 300], b: Literal["one", 'two "or" more'], exact: bool = True) -> str:
         """Add two numbers.
 

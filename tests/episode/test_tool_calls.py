@@ -12,7 +12,8 @@ import pytest
 
 from runner import Conversation, FinishReason, Outcome, Sampling, ToolError, Turn, tool
 from runner.options import ConstraintKind
-from runner.testing import Replies, call
+from runner.testing import Replies, Reply, ScriptedEngine, call
+from runner.tokens.byte_tokenizer import ByteTokenizer
 from tests.playing import Plain, play, recording
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
@@ -309,3 +310,24 @@ async def test_whatever_a_tool_does_wrong_the_error_names_it_and_its_line(name: 
     error = (await play(Fails, [call(name)])).error
     assert error.startswith(kind)
     assert re.search(rf"\b{name}\b.*{re.escape(__file__)}:\d+", error), error
+
+
+SPELT = [ord(sign) for sign in '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>']
+
+
+@pytest.mark.parametrize(("choice", "calls"), [("auto", 0), ("required", 1), ("add", 1)])
+async def test_a_mark_that_is_spelt_with_letters_is_prose_unless_a_call_was_required(choice: str, calls: int) -> None:
+    class Choosing(Plain):
+        @tool
+        def add(self, a: int, b: int) -> int:
+            """Add two integers."""
+            return a + b
+
+        async def rollout(self, conversation: Conversation) -> None:
+            turn = await conversation.generate(tool_choice=choice)
+            assert len(turn.tool_calls) == calls
+
+    tokenizer = ByteTokenizer(added_tokens=["<tool_call>", "</tool_call>"])
+    engine = ScriptedEngine(Reply(ids=SPELT), template="hermes", tokenizer=tokenizer)
+    trajectory = await play(Choosing, engine)
+    assert trajectory.outcome.scored, trajectory.error

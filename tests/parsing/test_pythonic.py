@@ -84,6 +84,11 @@ def test_positional_arguments_get_the_names_of_the_parameters() -> None:
     assert parse("[add(17, b=25)]").calls[0].arguments == {"a": 17, "b": 25}
 
 
+def test_white_space_may_stand_anywhere_but_in_names_and_values() -> None:
+    text = "[ add( a = 1 ,\n b=2 , ) ]"
+    assert parse(text).calls == [ToolCall("call_0", "add", {"a": 1, "b": 2})]
+
+
 def test_a_value_without_a_name_is_that_of_the_first_parameter_that_is_free() -> None:
     assert parse("[add(a=1, 2)]").calls[0].arguments == {"a": 1, "b": 2}
 
