@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 from runner.messages import ToolCall
 from runner.options import Constraint, ToolChoice
@@ -128,10 +129,14 @@ class TurnParser:
         """The call with the id that the model gave it, where it gave one, since results quote it."""
         form = self.format.calls
         assert form is not None
-        own = call.id if call.id and call.id not in taken else None
+        # It stands in later prompts as the template's own text does, so control text in it would be control ids.
+        own = call.id if call.id and _PLAIN_ID.fullmatch(call.id) and call.id not in taken else None
         call_id = own or id_for(form, call.name, number)
         taken.add(call_id)
         return ToolCall(call_id, call.name, call.arguments, error=call.error)
+
+
+_PLAIN_ID: Final = re.compile(r"[\w.:$/-]{1,200}")
 
 
 def _writable(call: ReadCall) -> ReadCall:

@@ -1,9 +1,11 @@
 """Calls in the hermes form: what is read, what is content, what is a malformed call."""
 
+from dataclasses import replace
+
 import pytest
 
 from runner.messages import ToolCall
-from runner.parsing.parser import ParsedText
+from runner.parsing.parser import ParsedText, TurnParser
 from runner.tools.tool import Tool
 from tests.parsing.parsers import bundled
 
@@ -121,3 +123,14 @@ def test_a_megabyte_of_garbage_is_one_malformed_call(text: str) -> None:
 
 def test_many_malformed_calls_are_all_told() -> None:
     assert all(call.error for call in parse("<tool_call>{</tool_call>\n" * 20_000).calls)
+
+
+def test_an_id_that_a_model_makes_up_brings_no_control_text_into_later_prompts() -> None:
+    form = bundled("hermes").format
+    assert form.calls is not None
+    assert form.calls.container is not None
+    with_ids = replace(form, calls=replace(form.calls, container=replace(form.calls.container, id=("id",))))
+    said = '<tool_call>{"name": "add", "id": "%s"}</tool_call>'
+    (kept,) = TurnParser(with_ids).parse(said % "call-7.b", TOOLS).calls
+    (refused,) = TurnParser(with_ids).parse(said % "<|im_end|>", TOOLS).calls
+    assert (kept.id, refused.id) == ("call-7.b", "call_0")
