@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from runner.parsing.events import Event, TurnEvents, TurnReading
-from runner.parsing.literals import Unreadable
+from runner.parsing.literals import Unreadable, behind_space
 from runner.parsing.notations import Json, object_notations
 from runner.parsing.reading import ReadCall
 from runner.parsing.turn_format import CallFormat, ReasoningFormat, Slot, Text, WholeArguments
@@ -242,13 +242,13 @@ def _read_header(text: str, *, foreign: bool) -> _Header:
 
 def _read_call(name: str, text: str) -> tuple[ReadCall, int]:
     """The call whose arguments begin `text`, and where they are ended."""
-    start = _behind_space(text, 0)
+    start = behind_space(text, 0)
     try:
         # A turn that was cut here may have been about to say some.
         arguments, at = ({}, start) if _END.match(text, start) else read_object(text, start)
     except Unreadable as error:
         return ReadCall(name, error=str(error)), _next_end(text, start)
-    at = _behind_space(text, at)
+    at = behind_space(text, at)
     if at < len(text) and _END.match(text, at) is None:
         return ReadCall(name, error=f"{CALL!r} is missing behind its arguments"), _next_end(text, at)
     if not name:
@@ -261,15 +261,10 @@ def _next_end(text: str, at: int) -> int:
     return len(text) if found is None else found.start()
 
 
-def _behind_space(text: str, at: int) -> int:
-    return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text
-
-
 LONGEST_HEADER: Final = 1000
 """What begins as a header and is longer is none."""
 MOST_BEGUN: Final = max(map(len, (MESSAGE, *ENDS)))
 
-_SPACE: Final = re.compile(r"\s*")
 _END: Final = re.compile("|".join(map(re.escape, ENDS)))
 _MARK: Final = re.compile("|".join(map(re.escape, (MESSAGE, *ENDS))))
 # What is between this and the message is read by what is in it.

@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any, Final
 
-__all__ = ["Unreadable", "read_literal"]
+__all__ = ["Unreadable", "behind_space", "read_literal"]
 
 DEEPEST: Final = 200
 """Lists and objects inside each other; Python's own readers end at some depth of their own, by another error."""
@@ -26,7 +26,7 @@ def read_literal(text: str, start: int = 0) -> tuple[Any, int]:
     Raises:
         Unreadable: there is no value.
     """
-    start = _skip(text, start)
+    start = behind_space(text, start)
     try:
         value, end = _SCANNER(text, start)
     except StopIteration:
@@ -59,7 +59,8 @@ def _no_constant(text: str) -> Any:
 
 
 # The standard library's decoder, since orjson turns integers past 64 bits into floats.
-_SCANNER: Final = json.JSONDecoder(parse_float=_finite, parse_int=_integer, parse_constant=_no_constant).scan_once  # type: ignore[attr-defined]
+_DECODER: Final = json.JSONDecoder(parse_float=_finite, parse_int=_integer, parse_constant=_no_constant)
+_SCANNER: Final = _DECODER.scan_once  # type: ignore[attr-defined]  # it is there, and unknown to its type stubs
 _SPACE: Final = re.compile(r"\s*")
 _NUMBER: Final = re.compile(r"[-+]?(?:\d[\d_]*)(\.\d*)?([eE][-+]?\d+)?")
 _WORD: Final = re.compile(r"[A-Za-z_]\w*")
@@ -69,7 +70,8 @@ _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "
 _HEX_DIGITS: Final = {"x": 2, "u": 4, "U": 8}
 
 
-def _skip(text: str, at: int) -> int:
+def behind_space(text: str, at: int) -> int:
+    """Where what is no white space goes on."""
     return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text
 
 
@@ -80,7 +82,7 @@ class _Reader:
         self.text = text
 
     def value(self, at: int, depth: int) -> tuple[Any, int]:
-        at = _skip(self.text, at)
+        at = behind_space(self.text, at)
         sign = self.text[at : at + 1]
         if depth > DEEPEST:
             raise Unreadable("it is nested too deeply")
@@ -134,7 +136,7 @@ class _Reader:
 
     def _object(self, at: int, depth: int) -> tuple[dict[str, Any], int]:
         members: dict[str, Any] = {}
-        at = _skip(self.text, at + 1)
+        at = behind_space(self.text, at + 1)
         while not self.text.startswith("}", at):
             key, at = self._key(at)
             at = self._expect(":", at)
@@ -153,7 +155,7 @@ class _Reader:
     def _list(self, at: int, depth: int) -> tuple[list[Any], int]:
         close = "]" if self.text[at] == "[" else ")"
         items: list[Any] = []
-        at = _skip(self.text, at + 1)
+        at = behind_space(self.text, at + 1)
         while not self.text.startswith(close, at):
             item, at = self.value(at, depth + 1)
             items.append(item)
@@ -162,13 +164,13 @@ class _Reader:
 
     def _comma(self, close: str, at: int) -> int:
         """Behind a comma, or at the close."""
-        at = _skip(self.text, at)
+        at = behind_space(self.text, at)
         if self.text.startswith(close, at):
             return at
-        return _skip(self.text, self._expect(",", at))
+        return behind_space(self.text, self._expect(",", at))
 
     def _expect(self, sign: str, at: int) -> int:
-        at = _skip(self.text, at)
+        at = behind_space(self.text, at)
         if not self.text.startswith(sign, at):
             shown = self.text[at : at + 10].split("\n")[0]
             raise Unreadable(f"{sign!r} is missing before {shown!r}" if shown else f"{sign!r} is missing at the end")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any, Final
+from typing import Any
 
-from runner.parsing.literals import DEEPEST, Unreadable, read_literal
+from runner.parsing.literals import DEEPEST, Unreadable, behind_space, read_literal
 from runner.parsing.notations import Nested
 
 __all__ = ["read_nested"]
-
-_SPACE: Final = re.compile(r"\s*")
 
 
 def read_nested(notation: Nested, text: str, at: int, depth: int = 0) -> tuple[Any, int]:
@@ -19,7 +16,7 @@ def read_nested(notation: Nested, text: str, at: int, depth: int = 0) -> tuple[A
     Raises:
         Unreadable: there is none.
     """
-    at = _skip(text, at)
+    at = behind_space(text, at)
     if depth > DEEPEST:
         raise Unreadable("it is nested too deeply")
     if text.startswith(notation.open_string, at):
@@ -43,7 +40,7 @@ def _string(notation: Nested, text: str, at: int) -> tuple[str, int]:
 
 def _object(notation: Nested, text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
     members: dict[str, Any] = {}
-    at = _skip(text, at)
+    at = behind_space(text, at)
     while not text.startswith(notation.close_object, at):
         at = _expect(text, notation.open_key, at)
         colon = text.find(notation.close_key + notation.colon, at)
@@ -57,7 +54,7 @@ def _object(notation: Nested, text: str, at: int, depth: int) -> tuple[dict[str,
 
 def _list(notation: Nested, text: str, at: int, depth: int) -> tuple[list[Any], int]:
     items: list[Any] = []
-    at = _skip(text, at)
+    at = behind_space(text, at)
     while not text.startswith(notation.close_list, at):
         item, at = read_nested(notation, text, at, depth + 1)
         items.append(item)
@@ -66,15 +63,11 @@ def _list(notation: Nested, text: str, at: int, depth: int) -> tuple[list[Any], 
 
 
 def _more(text: str, separator: str, close: str, at: int) -> int:
-    at = _skip(text, at)
-    return at if text.startswith(close, at) else _skip(text, _expect(text, separator.strip() or separator, at))
+    at = behind_space(text, at)
+    return at if text.startswith(close, at) else behind_space(text, _expect(text, separator.strip() or separator, at))
 
 
 def _expect(text: str, sign: str, at: int) -> int:
     if not text.startswith(sign, at):
         raise Unreadable(f"{sign!r} is missing before {text[at : at + 10]!r}")
     return at + len(sign)
-
-
-def _skip(text: str, at: int) -> int:
-    return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
@@ -191,7 +190,6 @@ SPACINGS: Final = (
     Json(item=", ", key=":"),
     Json(item=",", key=": "),
 )
-_MARGIN: Final = re.compile(r"\n( *)\S[^\n]*\Z")
 
 
 def object_notations(before: str) -> list[Notation]:

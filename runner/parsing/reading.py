@@ -10,8 +10,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from runner.parsing.call_patterns import CallPatterns
-from runner.parsing.lenient import FREE
-from runner.parsing.literals import Unreadable, read_literal
+from runner.parsing.literals import Unreadable, behind_space, read_literal
 from runner.parsing.turn_format import CallFormat, TaggedArguments
 from runner.parsing.values import Undecided, as_object
 
@@ -149,7 +148,7 @@ class CallReader:
         """The last of triggers that follow each other: models say one twice."""
         again = start
         while text.startswith(self.format.trigger, again):
-            start, again = again, _behind_space(text, again + len(self.format.trigger))
+            start, again = again, behind_space(text, again + len(self.format.trigger))
         return start
 
     def _section(
@@ -293,10 +292,10 @@ class CallReader:
         # Without a mark of its own, what is cut short is no call that is whole.
         if not self.format.trigger or not self.format.post.strip():
             return None
-        post = self.patterns.post.match(text, _behind_space(text, at))
+        post = self.patterns.post.match(text, behind_space(text, at))
         if post is None:
             return None
-        behind = _behind_space(text, post.end())
+        behind = behind_space(text, post.end())
         return post if behind == len(text) or text.startswith(self.format.trigger, behind) else None
 
     def _one(self, text: str, at: int, schemas: Schemas | None, whole: bool) -> tuple[ReadCall, int]:
@@ -356,12 +355,7 @@ NEAR: Final = 400
 """How far behind the beginning of a call that cannot be read its name is looked for."""
 
 _NAME_MEMBER: Final = re.compile(r"""["']name["']\s*:\s*["']([^"'\s]+)["']""")
-_SPACE: Final = re.compile(FREE)
 _ARGUMENTS_KEYS: Final = ("arguments", "parameters")
-
-
-def _behind_space(text: str, at: int) -> int:
-    return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text
 
 
 def _at(value: Any, path: Sequence[str]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from runner.messages import canonical_json
 from runner.parsing.marks import Marks
@@ -44,9 +44,6 @@ class Said:
 
     name: str
     arguments: Mapping[str, Any]
-
-
-Behind: TypeAlias = Sequence[str]
 
 
 @dataclass

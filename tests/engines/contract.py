@@ -1,0 +1,166 @@
+"""What the contract of engines is tried with: an entry for each engine, and how a promise is played on it.
+
+A promise asks for nothing that only one kind of engine could do: greedy turns say the same each time they are asked,
+and that is what they are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from runner.engines.base import Delta, DeltaStream, Engine, GenerationRequest
+from runner.engines.vllm.engine import VllmEngine
+from runner.engines.weights import read_folder
+from runner.options import Sampling
+from runner.testing import Latency, ScriptedEngine
+from runner.testing.engine_pool import EngineAtHome
+from tests.engines import controlling
+from tests.engines.lora import adapter_tensors, save_adapter
+
+WATCHDOG = 120.0
+SHORT = 12  # ids
+LONG = 32  # ids: what is asked of the engine meanwhile comes before the last of them
+ENDLESS = 900  # ids: nobody waits for the last of them
+PROMPT = range(60, 100)  # ids of every vocabulary
+TEXT = "".join(chr(33 + 7 * number % 90) for number in range(ENDLESS + 1))
+
+
+# --- the engines
+
+
+async def nothing_to_wait_for() -> None:
+    """The engine's statistics are those of this moment."""
+
+
+@dataclass
+class UnderTest:
+    """An engine, and what the promises must know of it."""
+
+    engine: Engine
+    weights: Any = None
+    """New weights that fit; the engine says the same with them."""
+    adapter: Any = None
+    """A LoRA adapter that fits."""
+    settled: Callable[[], Awaitable[None]] = nothing_to_wait_for
+    """Returns when the engine's statistics know of all that was left."""
+    asked: int = 0
+
+    def request(
+        self, max_tokens: int = ENDLESS, *, prompt: Any = PROMPT, adapter: str | None = None, **fields: Any
+    ) -> GenerationRequest:
+        """A turn of so many ids that come one at a time, unless a stop id ends it."""
+        self.asked += 1
+        return GenerationRequest(
+            name=f"episode/main/{self.asked}",
+            prompt=list(prompt),
+            sampling=replace(Sampling.defaults(), max_tokens=max_tokens, temperature=0.0, adapter=adapter),
+            acts_on_deltas=True,
+            **fields,
+        )
+
+    async def said(self, max_tokens: int) -> list[int]:
+        """What a turn that nobody disturbs says."""
+        return (await controlling.ask(self.engine, self.request(max_tokens)))[0]
+
+    async def quiet(self) -> None:
+        """Return when what had left the engine was read, and it could have sampled more."""
+        for _ in range(20):
+            await self.engine.devices()
+            await checkpoint()
+
+    async def assert_nothing_open(self) -> None:
+        with anyio.fail_after(WATCHDOG):
+            await self.settled()
+        stats = self.engine.stats()
+        assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
+
+
+Promise = Callable[[UnderTest], Awaitable[None]]
+Keep = Callable[[Promise], None]
+"""Plays a promise on an engine, on the event loop that it belongs to."""
+
+
+def scripted(backend: str, **settings: Any) -> Callable[[pytest.FixtureRequest], Keep]:
+    async def main(promise: Promise) -> None:
+        async with ScriptedEngine(TEXT, **{"places": 2, "latency": Latency(between=1), **settings}) as engine:
+            await promise(UnderTest(engine, "any folder", "any folder"))
+
+    return lambda _: lambda promise: anyio.run(main, promise, backend=backend)
+
+
+def vllm(request: pytest.FixtureRequest) -> Keep:
+    """The engine in float32, where greedy ids are the same however requests are batched."""
+    at_home: EngineAtHome = request.getfixturevalue("float32_engine")
+    weights: Path = request.getfixturevalue("small_model_folder")
+    adapter: Path = request.getfixturevalue("tmp_path") / "adapter"
+    shapes = {name: form.shape for name, form in read_folder(weights).forms.items()}
+    save_adapter(adapter, adapter_tensors(shapes, seed=1))
+    engine: Any = at_home.inner
+    assert isinstance(engine, VllmEngine)
+    under_test = UnderTest(engine, weights, adapter)
+
+    async def settled() -> None:
+        # Its scheduler counts as it steps, and where nothing is asked it does not.
+        await under_test.said(1)
+        await engine.idle()
+
+    async def main(promise: Promise) -> None:
+        under_test.settled = settled
+        await promise(under_test)
+
+    return lambda promise: at_home.home.call(main, promise)
+
+
+ENGINES: dict[str, Any] = {
+    "scripted": scripted("asyncio"),
+    "scripted on trio": scripted("trio"),
+    "scripted, finish alone": scripted("asyncio", lone_finish=True),
+    "scripted, slow start": scripted("trio", latency=Latency(first=5, between=3)),
+    "vllm": pytest.param(vllm, marks=pytest.mark.engine("float32_engine")),
+}
+
+
+def promised(promise: Promise) -> Callable[[Keep], None]:
+    """A test that every engine keeps a promise, and has nothing open afterwards."""
+
+    async def main(under_test: UnderTest) -> None:
+        with anyio.fail_after(WATCHDOG):
+            await promise(under_test)
+        await under_test.assert_nothing_open()
+
+    def test(keep: Keep) -> None:
+        keep(main)
+
+    test.__name__, test.__qualname__, test.__doc__ = promise.__name__, promise.__qualname__, promise.__doc__
+    return test
+
+
+# --- reading
+
+
+async def drain(stream: DeltaStream, read: list[Delta], at: int = 10**9) -> None:
+    """Read until `at` ids have come."""
+    async for delta in stream:
+        read.append(delta)
+        if len(ids_of(read)) >= at:
+            return
+
+
+def ids_of(deltas: list[Delta]) -> list[int]:
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+def logprobs_of(deltas: list[Delta]) -> list[float]:
+    return [logprob for delta in deltas for logprob in delta.logprobs or ()]
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():
+        await checkpoint()
