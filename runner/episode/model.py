@@ -10,9 +10,11 @@ from runner.engines.base import Engine, FinishReason
 from runner.options import History
 from runner.parsing.learnt import learnt_turn
 from runner.parsing.parser import TurnParser
+from runner.parsing.turn_format import TurnFormat
 from runner.tokens.bridging.bridge import Bridge, Bridger
 from runner.tokens.bridging.tail import Tail
 from runner.tokens.template import Renderer
+from runner.tokens.tokenizer import Tokenizer
 from runner.trajectory import Turn
 
 __all__ = ["ChatModel"]
@@ -39,11 +41,10 @@ class ChatModel:
         self.tokenizer = self.bridger.tokenizer
         self.learnt = learnt_turn(self.renderer)
         """What was learnt of how its template writes a turn."""
-        self.parser = TurnParser(self.learnt.format)
+        self.parser = TurnParser(self.learnt.format, _control_tokens(self.learnt.format, self.tokenizer))
         """Reads its turns."""
         trigger = self.learnt.format.calls.trigger if self.learnt.format.calls else ""
-        trigger_id = self.tokenizer.token_id(trigger) if trigger else None
-        self.trigger_id = trigger_id if trigger_id in self.tokenizer.control_ids else None
+        self.trigger_id = self.parser.control_tokens.get(trigger)
         """The control token that announces calls; None where it is text, or nothing does."""
 
     def trial_bridger(self) -> Bridger:
@@ -68,3 +69,9 @@ class ChatModel:
     def bridge(self, turn: Turn, tail: Tail) -> Bridge:
         """The bridge from a turn to what answers it."""
         return self.bridger.join(tail, sampled=turn.token_ids, stop=self.closing_stop(turn), thinking=turn.thinking)
+
+
+def _control_tokens(form: TurnFormat, tokenizer: Tokenizer) -> dict[str, int]:
+    """What of a format's texts is one control id each."""
+    ids = {token_id for text in form.texts() for token_id in tokenizer.encode(text)} & tokenizer.control_ids
+    return {tokenizer.decode([token_id]): token_id for token_id in sorted(ids)}

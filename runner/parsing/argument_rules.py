@@ -74,13 +74,13 @@ class _Tagged:
     def expression(self) -> str:
         members = in_order(self.rules, list(self._fields()), self.arguments.separator, self._rest())
         if self.arguments.none is not None:
-            return members.within(self.arguments.head, self.arguments.tail, self.arguments.none)
+            return members.within(self.rules, self.arguments.head, self.arguments.tail, self.arguments.none)
         if members.some is None:
             raise Inexpressible(
                 EnforcingProperty.NONE_WRITTEN,
                 f"{self.tool} takes no arguments, and its chat template has no way to write a call without any",
             )
-        return Sequenced(members.some, False).within(self.arguments.head, self.arguments.tail, "")
+        return Sequenced(members.some, False).within(self.rules, self.arguments.head, self.arguments.tail, "")
 
     def _fields(self) -> Iterator[Field]:
         required = self.schema.get("required", ())
@@ -119,7 +119,10 @@ class _Tagged:
             if isinstance(style.notation, Raw) and "enum" not in each and len(self._ends) == 1:
                 anything.add(around)
             found.setdefault(around, []).append(self._value(style, kind, each))
-        return [f"{literal(opened)} {either(each)} {literal(closed)}" for (opened, closed), each in found.items()]
+        return [
+            f"{self.rules.written(opened)} {either(each)} {self.rules.written(closed)}"
+            for (opened, closed), each in found.items()
+        ]
 
     def _value(self, style: ValueStyle, kind: ValueType, schema: Schema) -> str:
         notation = style.notation
@@ -138,7 +141,8 @@ class _Tagged:
     def _behind(self, style: ValueStyle) -> str:
         """The characters that may stand behind a value; "" where that cannot be told."""
         behind = [style.close + each for each in _behind_values(self.form, self.arguments)]
-        return "".join(text[0] for text in behind) if all(behind) else ""
+        told = all(text and not self.rules.control_token_of(text) for text in behind)
+        return "".join(text[0] for text in behind) if told else ""
 
 
 def ends_of_strings(form: CallFormat) -> tuple[str, ...]:

@@ -45,6 +45,8 @@ class Dialect:
     """How a line break between members is written."""
     sorted_keys: bool = False
     """Whether members stand in the order of their keys."""
+    signs_are_tokens: bool = False
+    """Whether a vocabulary may have control tokens for quotes and brackets."""
 
     def line(self, depth: int) -> str:
         """The line break in front of what stands at this depth; "" where all is on one line."""
@@ -164,16 +166,16 @@ def _python(rules: Rules, behind: str) -> str:
 def _nested(notation: Nested) -> Dialect:
     def string(rules: Rules, behind: str) -> str:
         text = rules.add("text", text_without([notation.close_string]))
-        return f"{literal(notation.open_string)} {text} {literal(notation.close_string)}"
+        return f"{rules.written(notation.open_string)} {text} {rules.written(notation.close_string)}"
 
     def key(rules: Rules, behind: str) -> str:
         signs = "".join(text[:1] for text in (notation.close_key + notation.colon, *_brackets(notation)))
-        return f"{literal(notation.open_key)} {none_of(signs + _SPACE)}+ {literal(notation.close_key)}"
+        return f"{rules.written(notation.open_key)} {none_of(signs + _SPACE)}+ {rules.written(notation.close_key)}"
 
     return Dialect(
         notation.open_object, notation.colon, notation.member, notation.close_object, notation.open_list,
         notation.item, notation.close_list, string, key, lambda value, _: notation.encode(value),
-        sorted_keys=notation.sorted_keys,
+        sorted_keys=notation.sorted_keys, signs_are_tokens=True,
     )  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Final
 
 __all__ = ["NOTHING", "Rules", "any_of", "either", "literal", "none_of", "text_without"]
@@ -45,11 +46,29 @@ def either(choices: Iterable[str]) -> str:
 class Rules:
     """The rules of one grammar; equal ones are written once."""
 
-    def __init__(self) -> None:
+    def __init__(self, control_tokens: Mapping[str, int]) -> None:
+        """In a vocabulary in which these texts are one id each."""
+        self._control_tokens = control_tokens
+        names = "|".join(re.escape(name) for name in sorted(control_tokens, key=len, reverse=True))
+        self._control = re.compile(f"({names})") if names else None
         self._bodies: dict[str, str] = {}
         self._by_body: dict[str, str] = {}
         self._by_key: dict[Hashable, str] = {}
         self._counts = Counter[str]()
+
+    def written(self, text: str) -> str:
+        """An expression for what a template writes: its control tokens as their ids, which nothing else spells."""
+        pieces = self._control.split(text) if self._control else [text]
+        return " ".join(map(self._piece, filter(None, pieces))) or NOTHING
+
+    def control_token_of(self, text: str) -> str | None:
+        """The control token that `text` begins with, if it does."""
+        match = self._control.match(text) if self._control else None
+        return match.group() if match else None
+
+    def _piece(self, text: str) -> str:
+        token_id = self._control_tokens.get(text)
+        return literal(text) if token_id is None else f"Token({token_id})"
 
     def add(self, hint: str, body: str) -> str:
         """The name of a rule with this body."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, Self, TypeAlias
@@ -21,6 +21,9 @@ from runner.tools.tool import Tool
 
 __all__ = ["constraint", "enforceable", "harmony_constraint"]
 
+NO_TOKENS: Final[Mapping[str, int]] = {}
+"""For vocabularies that are not known, or spell everything with letters."""
+
 Signatures: TypeAlias = tuple[tuple[str, str], ...]
 """(name, JSON schema of the parameters as text) of each tool that may be called."""
 
@@ -32,6 +35,7 @@ def constraint(
     *,
     parallel: bool = True,
     thought_close: str | None = None,
+    control_tokens: Mapping[str, int] = NO_TOKENS,
 ) -> Constraint | None:
     """What enforces `tool_choice` in a turn of this format, or None where nothing is or can be enforced.
 
@@ -47,6 +51,8 @@ def constraint(
         tool_choice: what the turn has to do.
         parallel: whether a turn may have several calls.
         thought_close: what ends the thought in which the prompt ends; None where it ends in none.
+        control_tokens: the parts of the format that are one id of the vocabulary each. Nothing else is let through
+            for them, least of all their letters.
 
     Raises:
         BadOption: a call is required and there is no tool, or none of that name, or what the tools take cannot be
@@ -60,7 +66,7 @@ def constraint(
         raise BadOption(f"tool_choice={tool_choice!r}: no such tool may be called here. Tools: {names}.")
     signatures = tuple((tool.name, canonical_json(tool.parameters)) for tool in allowed)
     many = parallel and all(tool.parallel for tool in allowed)
-    keyed = _Format.of(form)
+    keyed = _Format.of(form, control_tokens)
     try:
         if tool_choice == "auto":
             return Constraint(ConstraintKind.STRUCTURAL_TAG, _tag(keyed, signatures, many, thought_close))
@@ -69,19 +75,26 @@ def constraint(
         raise BadOption(f"tool_choice={tool_choice!r}: {error}") from None
 
 
-def harmony_constraint(form: CallFormat, tools: Sequence[Tool], tool_choice: ToolChoice) -> Constraint | None:
+def harmony_constraint(
+    form: CallFormat,
+    tools: Sequence[Tool],
+    tool_choice: ToolChoice,
+    control_tokens: Mapping[str, int] = NO_TOKENS,
+) -> Constraint | None:
     """What enforces `tool_choice`: one message of any text, as a model begins with its thought, and behind it the call.
 
     Raises:
         BadOption: a call is required and there is no tool, or none of that name.
     """
-    return constraint(form, tools, tool_choice, parallel=False, thought_close=NEXT_MESSAGE)
+    return constraint(
+        form, tools, tool_choice, parallel=False, thought_close=NEXT_MESSAGE, control_tokens=control_tokens
+    )
 
 
 def enforceable(form: CallFormat) -> str | None:
     """Why no grammar can be made of this format, or None where one can; what a tool takes may still be unwritable."""
     try:
-        _grammar(_Format.of(form), _STRINGS, True, None)
+        _grammar(_Format.of(form, NO_TOKENS), _STRINGS, True, None)
     except Inexpressible as error:
         return str(error)
     return None
@@ -92,42 +105,51 @@ _STRINGS: Final[Signatures] = (("f", '{"properties": {"a": {"type": "string"}, "
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A format that can be looked up by what it says."""
+    """A format in a vocabulary, which can be looked up by what it says."""
 
     key: bytes
     form: CallFormat = field(compare=False)
+    control_tokens: Mapping[str, int] = field(compare=False)
 
     @classmethod
-    def of(cls, form: CallFormat) -> Self:
-        return cls(orjson.dumps(form), form)
+    def of(cls, form: CallFormat, control_tokens: Mapping[str, int]) -> Self:
+        return cls(orjson.dumps([form, control_tokens]), form, control_tokens)
 
 
 # Every turn of every episode asks for one of the same few grammars.
 @lru_cache(maxsize=256)
 def _grammar(keyed: _Format, signatures: Signatures, many: bool, thought_close: str | None) -> str:
-    rules, form = Rules(), keyed.form
-    calls = f"{literal(form.begin)} {_calls(rules, form, signatures, many)}"
+    rules, form = Rules(keyed.control_tokens), keyed.form
+    calls = f"{rules.written(form.begin)} {_calls(rules, form, signatures, many)}"
     return rules.grammar(calls if thought_close is None else f"{_thought(rules, thought_close)} {calls}")
 
 
 @lru_cache(maxsize=256)
 def _tag(keyed: _Format, signatures: Signatures, many: bool, thought_close: str | None) -> str:
     """A structural tag: free text, in which the trigger begins calls."""
-    rules, form = Rules(), keyed.form
-    behind_trigger = literal(form.begin[len(form.trigger) :])
+    rules, form = Rules(keyed.control_tokens), keyed.form
+    behind_trigger = rules.written(form.begin[len(form.trigger) :])
     grammar = rules.grammar(f"{behind_trigger} {_calls(rules, form, signatures, many)}")
-    turn = _dispatch(form.trigger, {"type": "grammar", "grammar": grammar}, again=many and form.between is not None)
-    if not turn["loop"]:
-        turn = {"type": "sequence", "elements": [turn, {"type": "any_text", "excludes": [form.trigger]}]}
+    tokens, again = keyed.control_tokens, many and form.between is not None
+    turn = _dispatch(form.trigger, {"type": "grammar", "grammar": grammar}, tokens, again=again)
+    if not again:
+        turn = {"type": "sequence", "elements": [turn, _anything_but(form.trigger, tokens)]}
     if thought_close is not None:
         # A trigger inside a thought begins nothing, and a thought may be all that there is.
-        turn = _dispatch(thought_close.strip(), turn, again=False)
+        turn = _dispatch(thought_close.strip(), turn, tokens, again=False)
     return json.dumps({"type": "structural_tag", "format": turn}, ensure_ascii=False)
 
 
-def _dispatch(mark: str, form: dict[str, Any], *, again: bool) -> dict[str, Any]:
+def _dispatch(mark: str, form: dict[str, Any], tokens: Mapping[str, int], *, again: bool) -> dict[str, Any]:
     """Free text until `mark`, behind which `form` must stand, and if `again` all that once more."""
-    return {"type": "dispatch", "rules": [[mark, form]], "loop": again}
+    kind = "token_dispatch" if mark in tokens else "dispatch"
+    return {"type": kind, "rules": [[tokens.get(mark, mark), form]], "loop": again}
+
+
+def _anything_but(mark: str, tokens: Mapping[str, int]) -> dict[str, Any]:
+    if mark in tokens:
+        return {"type": "any_tokens", "exclude_tokens": [tokens[mark]]}
+    return {"type": "any_text", "excludes": [mark]}
 
 
 MOST_SPACE: Final = 4
@@ -136,32 +158,33 @@ MOST_SPACE: Final = 4
 
 def _thought(rules: Rules, close: str) -> str:
     """What is left of a thought, what ends it, and a little white space."""
-    thought = rules.add("thought", text_without([close.strip()]))
-    return f"{thought} {literal(close.strip())} [ \\n]{{0,{MOST_SPACE}}}"
+    close = close.strip()
+    thought = rules.add("thought", text_without([rules.control_token_of(close) or close]))
+    return f"{thought} {rules.written(close)} [ \\n]{{0,{MOST_SPACE}}}"
 
 
 def _calls(rules: Rules, form: CallFormat, signatures: Signatures, many: bool) -> str:
     """What stands behind the begin of a section of calls."""
     arguments = ArgumentRules(rules, form)
-    call = rules.add("call", either(_call(form, arguments, *signature) for signature in signatures))
-    more = f" ({literal(form.between)} {call})*" if many and form.between is not None else ""
-    return f"{call}{more} {literal(form.close)}"
+    call = rules.add("call", either(_call(rules, form, arguments, *signature) for signature in signatures))
+    more = f" ({rules.written(form.between)} {call})*" if many and form.between is not None else ""
+    return f"{call}{more} {rules.written(form.close)}"
 
 
-def _call(form: CallFormat, arguments: ArgumentRules, name: str, parameters: str) -> str:
+def _call(rules: Rules, form: CallFormat, arguments: ArgumentRules, name: str, parameters: str) -> str:
     written = arguments.of(name, json.loads(parameters))
-    return " ".join(written if piece is Slot.ARGUMENTS else _piece(form, piece, name) for piece in form.call)
+    return " ".join(written if piece is Slot.ARGUMENTS else _piece(rules, form, piece, name) for piece in form.call)
 
 
-def _piece(form: CallFormat, piece: Piece, name: str) -> str:
+def _piece(rules: Rules, form: CallFormat, piece: Piece, name: str) -> str:
     match piece:
         case Text(text):
-            return literal(text)
+            return rules.written(text)
         case Slot.NAME:
             return literal(name)
         case Slot.INDEX:
             # Models count on where their templates count the calls of the whole conversation.
-            return "[0-9]+"
+            return "[0-9]{1,4}"
         case _:
             pieces = form.id_pieces or ()
-            return " ".join(_piece(form, each, name) for each in pieces) or r"[0-9A-Za-z_.:\-]+"
+            return " ".join(_piece(rules, form, each, name) for each in pieces) or form.ids.pattern

@@ -16,7 +16,7 @@ from runner.parsing.events import Event, TurnEvents, TurnReading
 from runner.parsing.literals import Unreadable, behind_space
 from runner.parsing.notations import Json, object_notations
 from runner.parsing.reading import ReadCall
-from runner.parsing.turn_format import CallFormat, ReasoningFormat, Slot, Text, WholeArguments
+from runner.parsing.turn_format import CallFormat, IdStyle, ReasoningFormat, Slot, Text, WholeArguments
 from runner.parsing.values import read_object
 from runner.parsing.watching import Budget, EndWatch, begun_mark
 from runner.tokens.probe_messages import KEY, QUESTION, TOOL, TOOLS, VALUE, calling, result
@@ -44,7 +44,7 @@ CALLS: Final = CallFormat(
     after_content=None,
     before_content=None,
     id_pieces=None,
-    minted_id="call_{number}",
+    ids=IdStyle.ANY,
     stop=CALL,
 )
 """How gpt-oss's own template writes a call: one in a turn, and no content beside it."""

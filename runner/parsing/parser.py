@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 from runner.messages import ToolCall
 from runner.options import Constraint, ToolChoice
@@ -42,6 +42,8 @@ class TurnParser:
 
     format: TurnFormat
     """How turns are written."""
+    control_tokens: Mapping[str, int] = field(default_factory=dict)
+    """The parts of the format that are one id of the vocabulary each."""
 
     @property
     def reads_calls(self) -> bool:
@@ -113,9 +115,16 @@ class TurnParser:
         if form is None or (tool_choice == "auto" and not any(tool.strict for tool in tools)):
             return None
         if self.format.harmony:
-            return harmony_constraint(form, tools, tool_choice)
+            return harmony_constraint(form, tools, tool_choice, self.control_tokens)
         open_thought = self.reasoning.close if self.reasoning.opened_by_prompt else None
-        return constraint(form, tools, tool_choice, parallel=parallel, thought_close=open_thought)
+        return constraint(
+            form,
+            tools,
+            tool_choice,
+            parallel=parallel,
+            thought_close=open_thought,
+            control_tokens=self.control_tokens,
+        )
 
     @cached_property
     def _reader(self) -> TurnReader:
@@ -130,13 +139,10 @@ class TurnParser:
         form = self.format.calls
         assert form is not None
         # It stands in later prompts as the template's own text does, so control text in it would be control ids.
-        own = call.id if call.id and _PLAIN_ID.fullmatch(call.id) and call.id not in taken else None
+        own = call.id if call.id and re.fullmatch(form.ids.pattern, call.id) and call.id not in taken else None
         call_id = own or id_for(form, call.name, number)
         taken.add(call_id)
         return ToolCall(call_id, call.name, call.arguments, error=call.error)
-
-
-_PLAIN_ID: Final = re.compile(r"[\w.:$/-]{1,200}")
 
 
 def _writable(call: ReadCall) -> ReadCall:

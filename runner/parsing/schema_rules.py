@@ -61,10 +61,10 @@ class Sequenced:
     """An expression for one field or more; None where there can be none."""
     may_be_empty: bool
 
-    def within(self, opened: str, closed: str, empty: str) -> str:
-        """An expression for the fields between two literals, or for the literal that stands for none of them."""
-        choices = [] if self.some is None else [f"{literal(opened)} {self.some} {literal(closed)}"]
-        return either([*choices, literal(empty)] if self.may_be_empty else choices)
+    def within(self, rules: Rules, opened: str, closed: str, empty: str) -> str:
+        """An expression for the fields between two texts, or for the text that stands for none of them."""
+        choices = [] if self.some is None else [f"{rules.written(opened)} {self.some} {rules.written(closed)}"]
+        return either([*choices, rules.written(empty)] if self.may_be_empty else choices)
 
 
 class SchemaRules:
@@ -119,6 +119,10 @@ class SchemaRules:
             case _:
                 return self._object(schema, depth)
 
+    def _written(self, text: str) -> str:
+        """What somebody named, whose control text is text, within the signs of the dialect, which may be tokens."""
+        return self._rules.written(text) if self._dialect.signs_are_tokens else literal(text)
+
     def _behind_value(self, depth: int) -> str:
         if depth == 0:
             return self._behind
@@ -137,7 +141,7 @@ class SchemaRules:
         return self._rules.recursive(key, "ref", lambda _: self.value(resolved(self._root, reference), depth))
 
     def _enum(self, values: Sequence[Any], depth: int) -> str:
-        return either(literal(self._dialect.encode(value, depth)) for value in values)
+        return either(self._written(self._dialect.encode(value, depth)) for value in values)
 
     def _integer(self, schema: Mapping[str, Any], depth: int) -> str:
         low, high = _integer_bounds(schema)
@@ -150,7 +154,7 @@ class SchemaRules:
     def _array(self, schema: Mapping[str, Any], depth: int) -> str:
         dialect = self._dialect
         if self._too_deep(depth):
-            return literal(dialect.open_list + dialect.close_list)
+            return self._rules.written(dialect.open_list + dialect.close_list)
         first = [self.value(item, depth + 1) for item in schema.get("prefixItems", ())]
         low, high = schema.get("minItems", 0), schema.get("maxItems")
         fields = [(rule, index < low) for index, rule in enumerate(first) if high is None or index < high]
@@ -165,17 +169,20 @@ class SchemaRules:
     def _object(self, schema: Mapping[str, Any], depth: int) -> str:
         dialect = self._dialect
         if self._too_deep(depth):
-            return literal(dialect.open_object + dialect.close_object)
+            return self._rules.written(dialect.open_object + dialect.close_object)
         required = schema.get("required", ())
         properties = schema.get("properties", {})
         fields = [
-            (f"{literal(self._key(name, depth) + dialect.colon)} {self.value(value, depth + 1)}", name in required)
+            (
+                f"{self._written(self._key(name, depth) + dialect.colon)} {self.value(value, depth + 1)}",
+                name in required,
+            )
             for name, value in members_in_order(properties, sorted_keys=dialect.sorted_keys)
         ]
         more = schema.get("additionalProperties", not properties)
         rest = None
         if more is not False:
-            pair = f"{self._any_key(schema, depth)} {literal(dialect.colon)} {self.value(more, depth + 1)}"
+            pair = f"{self._any_key(schema, depth)} {self._rules.written(dialect.colon)} {self.value(more, depth + 1)}"
             # Beside named properties the number of others is left to the check.
             bounds = (0, None) if properties else (schema.get("minProperties", 0), schema.get("maxProperties"))
             rest = Rest(self._rules.add("pair", pair), *bounds)
@@ -184,7 +191,9 @@ class SchemaRules:
 
     def _enclosed(self, inside: Sequenced, opened: str, closed: str, depth: int) -> str:
         dialect = self._dialect
-        body = inside.within(opened + dialect.line(depth + 1), dialect.line(depth) + closed, opened + closed)
+        body = inside.within(
+            self._rules, opened + dialect.line(depth + 1), dialect.line(depth) + closed, opened + closed
+        )
         return self._rules.add("inside", body)
 
     def _key(self, name: str, depth: int) -> str:
@@ -195,7 +204,7 @@ class SchemaRules:
     def _any_key(self, schema: Mapping[str, Any], depth: int) -> str:
         names = schema.get("propertyNames", {})
         if isinstance(names, Mapping) and "enum" in names:
-            return either(literal(self._key(name, depth)) for name in names["enum"])
+            return either(self._written(self._key(name, depth)) for name in names["enum"])
         return self._dialect.key(self._rules, self._dialect.behind_strings)
 
     def _anything(self, depth: int) -> str:
@@ -227,7 +236,7 @@ def in_order(
         left_out = NOTHING if all_before else after
         skipped = [] if required or all_before or some is None else [some]
         some = rules.add("first", either([here, *skipped]))
-        after = rules.add("more", either([f"{literal(separator)} {here}", *([] if required else [left_out])]))
+        after = rules.add("more", either([f"{rules.written(separator)} {here}", *([] if required else [left_out])]))
         may_be_empty = may_be_empty and not required
     return Sequenced(some, may_be_empty)
 
@@ -236,7 +245,7 @@ def _rest(rules: Rules, separator: str, rest: Rest | None) -> tuple[str | None, 
     """Expressions for the rest as the first of a sequence, one item at least, and for it behind other fields."""
     if rest is None or rest.high == 0:
         return None, NOTHING
-    following = f"({literal(separator)} {rest.item})"
+    following = f"({rules.written(separator)} {rest.item})"
     high = None if rest.high is None else rest.high - 1
     some = rules.add("items", f"{rest.item} {following}{_times(max(0, rest.low - 1), high)}")
     return some, rules.add("rest", f"{following}{_times(rest.low, rest.high)}")

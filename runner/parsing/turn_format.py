@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
+
+import orjson
 
 from runner.parsing.notations import Notation, ValueType
 
@@ -15,6 +17,7 @@ __all__ = [
     "CallFormat",
     "Container",
     "ContentFormat",
+    "IdStyle",
     "Piece",
     "ReasoningFormat",
     "Slot",
@@ -101,6 +104,18 @@ class Container:
     """The keys that lead to the call's id, where it has one."""
 
 
+class IdStyle(enum.StrEnum):
+    """What a template takes as the id of a call, as the id that we make up for a call of some number."""
+
+    ANY = "call_{number}"
+    NINE = "call{number:05}"  # nine letters and digits, as Mistral's templates want them
+
+    @property
+    def pattern(self) -> str:
+        """What a model's own ids have to match, as a regular expression that is an EBNF expression too."""
+        return "[0-9A-Za-z]{9}" if self is IdStyle.NINE else "[0-9A-Za-z_.:/$\\-]{1,64}"
+
+
 @dataclass(frozen=True, slots=True)
 class CallFormat:
     """How the calls of a turn are written: `begin`, a call, `between`, a call, `close`."""
@@ -125,8 +140,8 @@ class CallFormat:
     """What stands between calls and the content behind them; None where it stands before them, or nowhere."""
     id_pieces: tuple[Piece, ...] | None
     """What the id of a call has to look like for the template to show its name; None where any will do."""
-    minted_id: str
-    """How an id looks that we make up, with {number} in it; templates of Mistral's want nine letters and digits."""
+    ids: IdStyle
+    """How the ids of calls look."""
     stop: str
     """The control token that ends a turn with calls, where that is not what ends any turn."""
 
@@ -175,8 +190,20 @@ class TurnFormat:
     harmony: bool = False
     """Whether a turn is a sequence of messages on channels, as gpt-oss writes it, which is read in a way of its own."""
 
+    def texts(self) -> frozenset[str]:
+        """All texts that the format is made of."""
+        return frozenset(_strings(orjson.loads(orjson.dumps(self))))
+
 
 _HALF_TAG: Final = re.compile(r"<[^<>\s]*\Z")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _strings(each)
 
 
 def merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:

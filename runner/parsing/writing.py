@@ -38,7 +38,7 @@ def write_calls(form: CallFormat, calls: Sequence[WrittenCall]) -> str:
 def id_for(form: CallFormat, name: str, number: int) -> str:
     """An id for the call of that number in its conversation, where the model gave it none."""
     if form.id_pieces is None:
-        return form.minted_id.format(number=number)
+        return form.ids.format(number=number)
     call = WrittenCall(name, {}, "")
     return "".join(_piece(form, piece, call, number) for piece in form.id_pieces)
 

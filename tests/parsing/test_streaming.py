@@ -20,6 +20,7 @@ from runner.parsing.turn_format import (
     CallFormat,
     Container,
     ContentFormat,
+    IdStyle,
     ReasoningFormat,
     Slot,
     TaggedArguments,
@@ -175,7 +176,7 @@ TOOL_CALL = CallFormat(
     after_content="\n",
     before_content=None,
     id_pieces=None,
-    minted_id="call_{number}",
+    ids=IdStyle.ANY,
     stop="",
 )
 TAGGED = TaggedArguments(

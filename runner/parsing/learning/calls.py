@@ -12,7 +12,17 @@ from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
 from runner.parsing.learning.spans import Span, contained, named
 from runner.parsing.learning.tagged import TaggedLearner
 from runner.parsing.notations import Json, JsonText, Notation, object_notations
-from runner.parsing.turn_format import ArgumentsFormat, CallFormat, Container, Piece, Slot, Text, WholeArguments, merged
+from runner.parsing.turn_format import (
+    ArgumentsFormat,
+    CallFormat,
+    Container,
+    IdStyle,
+    Piece,
+    Slot,
+    Text,
+    WholeArguments,
+    merged,
+)
 from runner.tokens.probe_messages import ANSWERED
 
 __all__ = ["learn_calls"]
@@ -78,16 +88,13 @@ def learn_calls(asker: Asker) -> CallFormat:
         after_content=after_content,
         before_content=before_content,
         id_pieces=(Text("functions."), Slot.NAME, Text(":"), Slot.INDEX) if asker.named_ids else None,
-        minted_id=next((each for each in MINTED if _accepted(asker, first, each)), MINTED[0]),
+        ids=next((each for each in IdStyle if _accepted(asker, first, each)), IdStyle.ANY),
         stop=stop,
     )
 
 
-MINTED: Final = ("call_{number}", "call{number:05}")
-
-
-def _accepted(asker: Asker, said: Said, minted: str) -> bool:
-    text = asker.turn(said, ids=minted, followed=True)
+def _accepted(asker: Asker, said: Said, style: IdStyle) -> bool:
+    text = asker.turn(said, ids=style, followed=True)
     return text is not None and said.name in text
 
 
