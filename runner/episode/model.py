@@ -43,9 +43,6 @@ class ChatModel:
         """What was learnt of how its template writes a turn."""
         self.parser = TurnParser(self.learnt.format, _control_tokens(self.learnt.format, self.tokenizer))
         """Reads its turns."""
-        trigger = self.learnt.format.calls.trigger if self.learnt.format.calls else ""
-        self.trigger_id = self.parser.control_tokens.get(trigger)
-        """The control token that announces calls; None where it is text, or nothing does."""
 
     def trial_bridger(self) -> Bridger:
         """A bridger that has learnt nothing from the run's conversations, to try appends on."""

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+
+import orjson
 
 from runner.messages import ToolCall
 from runner.options import Constraint, ToolChoice
 from runner.parsing.enforcing import constraint, harmony_constraint
 from runner.parsing.events import TurnReading
-from runner.parsing.harmony import read_harmony
+from runner.parsing.harmony import HarmonyStream, read_harmony
 from runner.parsing.reading import ReadCall
+from runner.parsing.streaming import TurnStream
 from runner.parsing.thoughts import USUAL, ends_in_thought
-from runner.parsing.turn_format import ReasoningFormat, TurnFormat
+from runner.parsing.turn_format import CallFormat, ReasoningFormat, TurnFormat
 from runner.parsing.turns import TurnReader
 from runner.parsing.writing import WrittenCall, id_for, write_calls
 from runner.tools.tool import Tool
 
-__all__ = ["ParsedText", "TurnParser"]
+__all__ = ["CallNumbers", "ParsedText", "TurnParser"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,6 @@ class TurnParser:
         tool_choice: ToolChoice = "auto",
         *,
         before: int = 0,
-        triggers: Collection[int] | None = None,
     ) -> ParsedText:
         """The thought, the content and the calls of `text`.
 
@@ -71,22 +73,25 @@ class TurnParser:
             tools: what may be called. With none of them, or a `tool_choice` of "none", nothing is a call.
             tool_choice: what the turn was allowed to do.
             before: how many calls the conversation had before; a call without an id of its own is numbered from there.
-            triggers: where in `text` calls are announced by a control token; None where only the text tells.
         """
-        reading = self._read(text, tools if tool_choice != "none" else (), triggers)
-        taken: set[str] = set()
-        # Only an escape can make half of a surrogate pair: what is decoded from ids has whole characters.
-        read = map(_writable, reading.calls) if "\\" in text else reading.calls
-        calls = [self._numbered(call, before + index, taken) for index, call in enumerate(read)]
-        return ParsedText(reading.content, reading.reasoning, calls)
+        reading = self._read(text, tools if tool_choice != "none" else ())
+        number = CallNumbers(self.format.calls, before)
+        return ParsedText(reading.content, reading.reasoning, [number(call) for call in reading.calls])
 
-    def _read(self, text: str, tools: Sequence[Tool], triggers: Collection[int] | None) -> TurnReading:
+    def stream(self, tools: Sequence[Tool], tool_choice: ToolChoice = "auto") -> TurnStream | HarmonyStream:
+        """What reads a turn while it is sampled, to the same end as `parse`; its calls have no numbers yet."""
+        called = tools if tool_choice != "none" else ()
         if self.format.harmony:
-            reading = read_harmony(text)
-            return reading if tools else replace(reading, calls=[])
+            return HarmonyStream(calls=bool(called))
+        reader = self._reader if called else self._without_calls
+        return TurnStream(reader, {tool.name: tool.parameters for tool in called})
+
+    def _read(self, text: str, tools: Sequence[Tool]) -> TurnReading:
+        if self.format.harmony:
+            return read_harmony(text, calls=bool(tools))
         if not tools:
             return self._without_calls.read(text)
-        return self._reader.read(text, {tool.name: tool.parameters for tool in tools}, triggers=triggers)
+        return self._reader.read(text, {tool.name: tool.parameters for tool in tools})
 
     def ends_in_thought(self, text: str) -> bool:
         """Whether a turn's text ends before its thought does."""
@@ -127,6 +132,15 @@ class TurnParser:
         )
 
     @cached_property
+    def telling_tokens(self) -> Mapping[str, int]:
+        """The control tokens that tell a thought and calls from the rest; inside a call its text decides."""
+        if self.format.harmony:
+            return self.control_tokens
+        trigger = self.format.calls.trigger if self.format.calls else ""
+        marks = (trigger, self.reasoning.open, self.reasoning.close)
+        return {name: each for name, each in self.control_tokens.items() if any(name in mark for mark in marks)}
+
+    @cached_property
     def _reader(self) -> TurnReader:
         return TurnReader(self.format)
 
@@ -134,14 +148,26 @@ class TurnParser:
     def _without_calls(self) -> TurnReader:
         return TurnReader(replace(self.format, calls=None))
 
-    def _numbered(self, call: ReadCall, number: int, taken: set[str]) -> ToolCall:
-        """The call with the id that the model gave it, where it gave one, since results quote it."""
-        form = self.format.calls
-        assert form is not None
+
+class CallNumbers:
+    """Gives the calls of one turn their ids, in order: the model's own where it gave one, since results quote it."""
+
+    def __init__(self, form: CallFormat | None, before: int) -> None:
+        """In a conversation that had as many calls `before`."""
+        self._form = form
+        self._number = before
+        self._taken: set[str] = set()
+
+    def __call__(self, call: ReadCall) -> ToolCall:
+        """The next call of the turn."""
+        assert self._form is not None, "a turn has calls only where they can be read"
+        call = _writable(call)
         # It stands in later prompts as the template's own text does, so control text in it would be control ids.
-        own = call.id if call.id and re.fullmatch(form.ids.pattern, call.id) and call.id not in taken else None
-        call_id = own or id_for(form, call.name, number)
-        taken.add(call_id)
+        plain = call.id is not None and re.fullmatch(self._form.ids.pattern, call.id)
+        own = call.id if plain and call.id not in self._taken else None
+        call_id = own or id_for(self._form, call.name, self._number)
+        self._taken.add(call_id)
+        self._number += 1
         return ToolCall(call_id, call.name, call.arguments, error=call.error)
 
 
@@ -153,6 +179,14 @@ def _writable(call: ReadCall) -> ReadCall:
 
 
 def _is_text(value: Any) -> bool:
+    try:
+        orjson.dumps(value)
+    except TypeError:  # it has no larger integers than 64 bits either
+        return _is_text_however_large(value)
+    return True
+
+
+def _is_text_however_large(value: Any) -> bool:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
