@@ -163,7 +163,7 @@ class CallNumbers:
         assert self._form is not None, "a turn has calls only where they can be read"
         call = _writable(call)
         # It stands in later prompts as the template's own text does, so control text in it would be control ids.
-        plain = call.id is not None and re.fullmatch(self._form.ids.pattern, call.id)
+        plain = call.id is not None and re.fullmatch(self._form.ids.pattern(), call.id)
         own = call.id if plain and call.id not in self._taken else None
         call_id = own or id_for(self._form, call.name, self._number)
         self._taken.add(call_id)
