@@ -97,6 +97,16 @@ class CallPatterns:
         ends = {squeezed(form.tail + self.format.post), squeezed(form.tail + self.format.close)}
         return "".join(text.split()).endswith(tuple(ends))
 
+    @cached_property
+    def own_end(self) -> re.Pattern[str] | None:
+        """What ends one call by itself, in front of all else that closes it; None where only the whole close does."""
+        if not isinstance(self.format.arguments, TaggedArguments):
+            return re.compile("")  # the bracket of its object
+        cut = Marks()
+        first, *others = cut.of(self.format.close.strip()) or [""]
+        ends = bool(others) and (cut.is_tag(first) or first in _CLOSING)
+        return compiled(lenient(first)) if ends else None
+
     @property
     def quoted(self) -> bool:
         """Strings in arguments stand in quotation marks, in which those of the string itself are escaped."""
@@ -187,6 +197,8 @@ NEAR: Final = 400
 
 MOST_TOOL_SETS: Final = 256
 """Sets of tools whose patterns are kept; a run has a few."""
+
+_CLOSING: Final = frozenset(")]}")
 
 _SLOTS: Final = {
     Slot.NAME: rf"\s*(?P<name>{WORD}+?)",

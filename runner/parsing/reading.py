@@ -131,10 +131,10 @@ class CallReader:
     ) -> Iterator[str | ReadCall]:
         at = 0
         if begun:
-            at = yield from self._section(text, 0, schemas, begun=True)
+            at = yield from self._section(text, 0, schemas, triggers, begun=True)
         while (start := self._next_trigger(text, at, triggers)) >= 0:
             yield text[at:start]
-            at = yield from self._section(text, self._last_of_several(text, start), schemas)
+            at = yield from self._section(text, self._last_of_several(text, start), schemas, triggers)
         yield text[at:]
 
     def _next_trigger(self, text: str, at: int, triggers: Collection[int] | None) -> int:
@@ -152,12 +152,18 @@ class CallReader:
         return start
 
     def _section(
-        self, text: str, start: int, schemas: Schemas | None, *, begun: bool = False
+        self,
+        text: str,
+        start: int,
+        schemas: Schemas | None,
+        triggers: Collection[int] | None,
+        *,
+        begun: bool = False,
     ) -> Generator[ReadCall, None, int]:
         """The calls that begin at `start`; returns where the text goes on behind them."""
         at = start
         try:
-            for call, behind in self._calls(text, start, schemas, begun=begun):
+            for call, behind in self._calls(text, start, schemas, triggers=triggers, begun=begun):
                 yield call
                 at = behind
         except _Malformed as error:
@@ -246,7 +252,14 @@ class CallReader:
     # --- calls
 
     def _calls(
-        self, text: str, start: int, schemas: Schemas | None, *, whole: bool = True, begun: bool = False
+        self,
+        text: str,
+        start: int,
+        schemas: Schemas | None,
+        *,
+        triggers: Collection[int] | None = None,
+        whole: bool = True,
+        begun: bool = False,
     ) -> Iterator[tuple[ReadCall, int]]:
         """Each call from `start` on, with where the text goes on behind it.
 
@@ -258,7 +271,7 @@ class CallReader:
             call, at = self._one(text, at, schemas, whole)
             following = self._following(text, at)
             if following is None:
-                yield call, self._closed(text, at, call, whole)
+                yield call, self._closed(text, at, call, whole, triggers)
                 return
             yield call, following
             at = following
@@ -278,25 +291,28 @@ class CallReader:
         between = patterns.between.match(text, at)
         return between.end() if between is not None and patterns.head.match(text, between.end()) else None
 
-    def _closed(self, text: str, at: int, call: ReadCall, whole: bool) -> int:
+    def _closed(self, text: str, at: int, call: ReadCall, whole: bool, triggers: Collection[int] | None) -> int:
         """Where the text goes on behind the last call, which ends at `at`."""
         if not whole and self.patterns.close_may_go_on:
             raise Undecided
-        closed = self.patterns.close.match(text, at) or (self._unclosed(text, at) if whole else None)
-        if closed is None:
+        closed = self.patterns.close.match(text, at)
+        end = closed.end() if closed is not None else self._unclosed(text, at, triggers) if whole else None
+        if end is None:
             raise _Malformed(f"{self.format.close.strip()!r} is missing behind it", at, call.name)
-        return closed.end()
+        return end
 
-    def _unclosed(self, text: str, at: int) -> re.Match[str] | None:
-        """The end of the last call of a section that was left open, where the turn ends or a new section begins."""
-        # Without a mark of its own, what is cut short is no call that is whole.
-        if not self.format.trigger or not self.format.post.strip():
+    def _unclosed(self, text: str, at: int, triggers: Collection[int] | None) -> int | None:
+        """Where the last call ends that was not closed at the end of the turn, or in front of a new section."""
+        # Without a mark in front of it, what is cut short may be the begin of something else.
+        if not self.format.trigger:
             return None
-        post = self.patterns.post.match(text, behind_space(text, at))
-        if post is None:
+        patterns, start = self.patterns, behind_space(text, at)
+        post = patterns.post.match(text, start) if self.format.post.strip() else None
+        end = post or (patterns.own_end.match(text, start) if patterns.own_end is not None else None)
+        if end is None:
             return None
-        behind = behind_space(text, post.end())
-        return post if behind == len(text) or text.startswith(self.format.trigger, behind) else None
+        behind = behind_space(text, end.end())
+        return end.end() if behind == len(text) or self._next_trigger(text, behind, triggers) == behind else None
 
     def _one(self, text: str, at: int, schemas: Schemas | None, whole: bool) -> tuple[ReadCall, int]:
         if self.format.container is not None:
