@@ -97,6 +97,20 @@ class CallPatterns:
         ends = {squeezed(form.tail + self.format.post), squeezed(form.tail + self.format.close)}
         return "".join(text.split()).endswith(tuple(ends))
 
+    @cached_property
+    def own_end(self) -> re.Pattern[str] | None:
+        """What ends one call by itself, in front of all else that closes it; None where only the whole close does."""
+        return None if self.own_mark is None else compiled(lenient(self.own_mark)) if self.own_mark else _NOTHING
+
+    @cached_property
+    def own_mark(self) -> str | None:
+        """The part of the close that ends one call by itself; "" where the bracket of its object does, else None."""
+        if not isinstance(self.format.arguments, TaggedArguments):
+            return ""
+        cut = Marks()
+        first, *others = cut.of(self.format.close.strip()) or [""]
+        return first if others and (cut.is_tag(first) or first in _CLOSING) else None
+
     @property
     def quoted(self) -> bool:
         """Strings in arguments stand in quotation marks, in which those of the string itself are escaped."""
@@ -187,6 +201,9 @@ NEAR: Final = 400
 
 MOST_TOOL_SETS: Final = 256
 """Sets of tools whose patterns are kept; a run has a few."""
+
+_NOTHING: Final = re.compile("")
+_CLOSING: Final = frozenset(")]}")
 
 _SLOTS: Final = {
     Slot.NAME: rf"\s*(?P<name>{WORD}+?)",

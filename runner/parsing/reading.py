@@ -134,7 +134,12 @@ class CallReader:
         return start
 
     def _section(
-        self, text: str, start: int, schemas: Schemas | None, *, begun: bool = False
+        self,
+        text: str,
+        start: int,
+        schemas: Schemas | None,
+        *,
+        begun: bool = False,
     ) -> Generator[ReadCall, None, int]:
         """The calls that begin at `start`; returns where the text goes on behind them."""
         at = start
@@ -228,7 +233,13 @@ class CallReader:
     # --- calls
 
     def _calls(
-        self, text: str, start: int, schemas: Schemas | None, *, whole: bool = True, begun: bool = False
+        self,
+        text: str,
+        start: int,
+        schemas: Schemas | None,
+        *,
+        whole: bool = True,
+        begun: bool = False,
     ) -> Iterator[tuple[ReadCall, int]]:
         """Each call from `start` on, with where the text goes on behind it.
 
@@ -271,17 +282,20 @@ class CallReader:
         return end
 
     def _unclosed(self, text: str, at: int) -> int | None:
-        """Where a section was left behind its last call: at the end, in the midst of its close, or at a new one."""
-        # Without a mark of its own, what is cut short is no call that is whole.
-        if not self.format.trigger or not self.format.post.strip():
+        """Where the last call ends that was not closed: at the end, in the midst of its close, or at a new section."""
+        # Without a mark in front of it, what is cut short may be the begin of something else.
+        if not self.format.trigger:
             return None
-        post = self.patterns.post.match(text, behind_space(text, at))
-        if post is None:
+        patterns, start = self.patterns, behind_space(text, at)
+        post = patterns.post.match(text, start) if self.format.post.strip() else None
+        end = post or (patterns.own_end.match(text, start) if patterns.own_end is not None else None)
+        if end is None:
             return None
-        behind = behind_space(text, post.end())
+        behind = behind_space(text, end.end())
         if behind == len(text) or text.startswith(self.format.trigger, behind):
-            return post.end()
-        missing = self.format.close.strip()[len(self.format.post.strip()) :].lstrip()
+            return end.end()
+        ended = self.format.post.strip() if post is not None else patterns.own_mark or ""
+        missing = self.format.close.strip()[len(ended) :].lstrip()
         return len(text) if missing.startswith(text[behind:].rstrip()) else None
 
     def _one(self, text: str, at: int, schemas: Schemas | None, whole: bool) -> tuple[ReadCall, int]:

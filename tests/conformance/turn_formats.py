@@ -26,7 +26,7 @@ from runner.tokens.tool_support import missing_tool_property
 from tests.conformance.corpus import Entry, corpus
 from tests.conformance.sweep import spread
 
-__all__ = ["RECORD", "Row", "learn", "learn_all", "page", "recorded", "write"]
+__all__ = ["RECORD", "Row", "learn", "learn_all", "page", "recorded", "table", "write"]
 
 RECORD = Path(__file__).with_name("turn_formats.txt")
 
@@ -157,28 +157,28 @@ def page(rows: Sequence[Row]) -> str:
         "",
         "## By family, templates / models",
         "",
-        *_table(["family", "exact", "limited", "refused", "enforced", "strict", "streamed", "thoughts"], [
+        *table(["family", "exact", "limited", "refused", "enforced", "strict", "streamed", "thoughts"], [
             (family, *_counts([row for row in rows if entries[row.template].family == family], models))
             for family in families
         ] + [("all", *_counts(rows, models))]),
         "",
         "## Traits",
         "",
-        *_table(["trait", "templates / models", "what it means"], [
+        *table(["trait", "templates / models", "what it means"], [
             (trait, _share([row for row in rows if trait in row.traits], models), sentence)
             for trait, sentence in SENTENCES.items()
         ]),
         "",
         "## Refused, by property",
         "",
-        *_table(["property", "templates / models"], [
+        *table(["property", "templates / models"], [
             (missing, _share([row for row in rows if row.missing == missing], models))
             for missing, _ in Counter(row.missing for row in rows if row.missing).most_common()
         ]),
         "",
         "## Thoughts, by their marks",
         "",
-        *_table(["opens", "closes", "who opens it", "templates / models"], [
+        *table(["opens", "closes", "who opens it", "templates / models"], [
             (*_cells(thought), _share([row for row in rows if row.thought == thought], models))
             for thought, _ in Counter(row.thought for row in rows if row.thought).most_common()
         ]),
@@ -205,6 +205,7 @@ def _count(rows: Sequence[Row], models: dict[str, int]) -> str:
     return f"{len(rows)} templates of {sum(models[row.template] for row in rows):,} models"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a table."""
+    lines: list[Sequence[object]] = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from runner.parsing.reading import CallReader, ReadCall
+from runner.parsing.reading import CallReader, ReadCall, Reading
 from runner.parsing.turn_format import CallFormat
 from runner.parsing.writing import WrittenCall, write_calls
 from tests.parsing.written_turns import format_of
@@ -35,6 +35,57 @@ def test_a_section_that_was_left_open_at_the_end_of_the_turn_has_its_calls(name:
     assert text.rstrip() != text[: text.rindex(last) + len(last)]
     reading = CallReader(form).read(text[: text.rindex(last) + len(last)])
     assert [(call.name, call.arguments, call.error) for call in reading.calls] == [("f", {"a": "x"}, None)]
+
+
+UNCLOSED = {
+    "JSON": ("Qwen-Qwen3-0.6B", "</tool_call>"),
+    "JSON list": ("Apriel-1.6-15b-Thinker-fixed", "]</tool_calls>"),
+    "name and JSON": ("moonshotai-Kimi-K2-Instruct", "<|tool_call_end|><|tool_calls_section_end|>"),
+    "raw strings": ("Goekdeniz-Guelmez-JOSIE-2-4B-Preview", "</tool_call>"),
+    "own notation": ("Gryphe-Gemma-4-31B-StyleTune", "<tool_call|>"),
+}
+
+
+def closed_and_not(what: str) -> tuple[CallReader, str, str]:
+    """What reads a format, a call in it, and the same without its close."""
+    name, close = UNCLOSED[what]
+    form = calls_of(name)
+    text = write_calls(form, [WrittenCall("f", {"a": "x"}, "functions.f:0")]).rstrip()
+    assert text.endswith(close)
+    return CallReader(form), text, text.removesuffix(close)
+
+
+def said(reading: Reading) -> tuple[str, list[tuple[str, object, str | None]]]:
+    return reading.content, [(call.name, call.arguments, call.error) for call in reading.calls]
+
+
+CALL = ("f", {"a": "x"}, None)
+
+
+@pytest.mark.parametrize("what", UNCLOSED)
+def test_a_whole_call_is_one_where_the_turn_ends_without_its_close(what: str) -> None:
+    reader, closed, unclosed = closed_and_not(what)
+    assert said(reader.read(unclosed)) == ("", [CALL])
+    assert said(reader.read(f"{closed}so\n{unclosed}\n")) == ("so", [CALL, CALL])
+
+
+@pytest.mark.parametrize("what", ["JSON", "JSON list", "name and JSON"])
+def test_a_whole_call_is_one_where_the_next_begins_without_its_close(what: str) -> None:
+    reader, closed, unclosed = closed_and_not(what)
+    assert said(reader.read(f"{unclosed}\n{closed}")) == ("", [CALL, CALL])
+
+
+@pytest.mark.parametrize("what", UNCLOSED)
+def test_a_call_without_its_close_is_none_where_words_go_on(what: str) -> None:
+    reader, _, unclosed = closed_and_not(what)
+    assert reader.read(f"{unclosed} so").calls[0].error is not None
+
+
+def test_a_call_to_which_an_argument_may_still_come_is_not_whole() -> None:
+    form = calls_of("GLM-4.6")
+    text = write_calls(form, [WrittenCall("f", {"a": "x"}, "")]).removesuffix("\n</tool_call>")
+    (call,) = CallReader(form).read(text).calls
+    assert call.error == "'</tool_call>' is missing behind it"
 
 
 @pytest.mark.timing

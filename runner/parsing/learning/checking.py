@@ -14,7 +14,7 @@ from runner.parsing.traits import CallTrait
 from runner.parsing.turn_format import CallFormat, TaggedArguments
 from runner.parsing.writing import Unwritable, WrittenCall, write_calls
 
-__all__ = ["Difference", "check_calls", "differences"]
+__all__ = ["Case", "Difference", "alike", "battery", "check_calls", "differences", "text_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,6 @@ class Difference:
 
     case: Case
     why: str
-    text: str
 
 
 ReadText: TypeAlias = Callable[[str, Schemas], Reading | TurnReading]
@@ -57,36 +56,34 @@ def differences(asker: Asker, form: CallFormat, read: ReadText | None = None) ->
     """Every case of the battery in which what is written is not in the render, or what is read is not what was said."""
     read = read or CallReader(form).read
     found: list[Difference] = []
-    for case in _battery(form):
-        if len(case.calls) > 1 and form.between is None:
+    for case in battery(form):
+        try:
+            text = text_of(asker, form, case)
+        except Unwritable as error:
+            found.append(Difference(case, str(error)))
             continue
-        if case.content and form.after_content is None and form.before_content is None:
-            continue
-        text = asker.turn(*case.calls, content=case.content)
-        if text is None:
-            found.append(Difference(case, REFUSED, ""))
-            continue
-        found += _difference(asker, form, read, case, text)
+        wrong = _misread(read(text, _schemas(case.calls)), case)
+        if wrong:
+            found.append(Difference(case, wrong))
     return found
 
 
-def _difference(asker: Asker, form: CallFormat, read: ReadText, case: Case, text: str) -> Iterator[Difference]:
+def text_of(asker: Asker, form: CallFormat, case: Case) -> str:
+    """A case as the template writes it, without what begins and ends any turn.
+
+    Raises:
+        Unwritable: the template refuses it, or writes it in another way than the format.
+    """
+    rendered = asker.turn(*case.calls, content=case.content)
+    if rendered is None:
+        raise Unwritable(REFUSED)
     calls = [WrittenCall(said.name, said.arguments, asker.id_of(said, n)) for n, said in enumerate(case.calls)]
-    try:
-        written = write_calls(form, calls)
-    except Unwritable as error:
-        yield Difference(case, str(error), text)
-        return
-    at = text.find(written)
-    if at < 0:
-        yield Difference(case, f"it is not written as {written!r}", text)
-        return
+    written = write_calls(form, calls)
+    if written not in rendered:
+        raise Unwritable(f"it is not written as {written!r}")
     before = f"{case.content}{form.after_content}" if case.content and form.after_content is not None else ""
     behind = f"{form.before_content}{case.content}" if case.content and form.before_content is not None else ""
-    reading = read(before + written + behind, _schemas(case.calls))
-    wrong = _misread(reading, case)
-    if wrong:
-        yield Difference(case, wrong, text)
+    return before + written + behind
 
 
 def _misread(reading: Reading | TurnReading, case: Case) -> str:
@@ -137,8 +134,16 @@ OTHERS: Final[Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def _battery(form: CallFormat) -> Iterator[Case]:
-    """Cases in words that were not learnt from."""
+def battery(form: CallFormat) -> Iterator[Case]:
+    """What a turn of this format can say, in words that were not learnt from."""
+    for case in _cases(form):
+        several_written = len(case.calls) == 1 or form.between is not None
+        content_written = form.after_content is not None or form.before_content is not None
+        if several_written and (content_written or not case.content):
+            yield case
+
+
+def _cases(form: CallFormat) -> Iterator[Case]:
     for what, value in STRINGS.items():
         yield Case(f"a string: {what}", (Said("look_up", {"limit": 3, "query": value}),))
     for what, value in OTHERS.items():

@@ -1,0 +1,150 @@
+"""Every distinct format of calls in the corpus, read by us and by each parser of vLLM's that can, and judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+import orjson
+
+from runner.parsing.learning.asking import Asker, Said
+from runner.parsing.learning.calls import learn_calls
+from runner.parsing.marks import Marks
+from runner.parsing.turn_format import CallFormat, TurnFormat
+from runner.parsing.writing import WrittenCall, id_for, write_calls
+from tests.conformance.corpus import Entry, control_tokens_of
+from tests.conformance.peers.cases import PLAIN, Kind, Trial, schemas_of, written
+from tests.conformance.peers.deviations import strayed
+from tests.conformance.peers.groups import Group, grouped, turn_of
+from tests.conformance.peers.judging import SLIGHT, CallsReader, judge
+from tests.conformance.sweep import spread
+
+__all__ = ["OURS", "RECORD", "CallRow", "key", "play", "play_all", "recorded", "write"]
+
+RECORD: Final = Path(__file__).with_name("calls.jsonl")
+OURS: Final = "ours"
+
+Faults = Mapping[str, Mapping[str, str]]
+"""What is wrong, by kind and case: names of `Kind` and of `Fault`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRow:
+    """What came of one format of calls."""
+
+    template: str
+    """The template of most models that writes it."""
+    templates: int
+    """How many write it."""
+    models: int
+    """How many models these have."""
+    shown: str
+    """One call in it."""
+    trials: Mapping[str, int]
+    """How many there were, by the name of their `Kind`."""
+    readers: Mapping[str, Faults]
+    """What each reader had wrong: ours, then vLLM's parsers, that with the fewest faults first."""
+
+    def wrong(self, reader: str, *, as_written: bool = False) -> int:
+        """How many trials a reader had wrong, of those that a template writes so or of the others."""
+        faults = self.readers[reader]
+        return sum(len(cases) for kind, cases in faults.items() if Kind[kind].is_written is as_written)
+
+    def tried(self, *, as_written: bool) -> int:
+        """How many trials there were of these."""
+        return sum(number for kind, number in self.trials.items() if Kind[kind].is_written is as_written)
+
+    @property
+    def best(self) -> str | None:
+        """The parser of vLLM's with the fewest faults; None where none reads the format."""
+        return next((reader for reader in self.readers if reader != OURS), None)
+
+    def line(self) -> str:
+        """The row as the record has it."""
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+
+    @classmethod
+    def read(cls, line: str) -> Self:
+        """The row that `line` wrote."""
+        return cls(**json.loads(line))
+
+
+def recorded() -> list[CallRow]:
+    """What came of them when the record was written."""
+    return [CallRow.read(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
+
+
+def write(rows: Iterable[CallRow]) -> None:
+    """Keep what came of them."""
+    RECORD.write_text("".join(f"{row.line()}\n" for row in rows), encoding="utf-8")
+
+
+def play_all(turns: Sequence[tuple[Entry, TurnFormat]], processes: int = 2) -> list[CallRow]:
+    """What comes of every distinct format, in the order of their templates' names."""
+    return spread(play, grouped(turns, key), processes)
+
+
+def key(turn: TurnFormat) -> str:
+    """A text that is equal for equal formats of calls; "" where calls cannot be read."""
+    return "" if turn.calls is None else orjson.dumps(turn.calls).decode()
+
+
+def play(group: Group) -> CallRow:
+    """What comes of the format of one group of templates."""
+    # Here, since it takes seconds, and pages are made of records without it.
+    from tests.conformance.peers.readers import our_calls, vllm_calls
+
+    entry, turn = group.entry, turn_of(group.entry)
+    form = turn.calls
+    assert form is not None, "only formats that can be read are played"
+    tokens = tuple(control_tokens_of(entry))
+    trials = [*written(_asker(entry, turn), form), *strayed(form, tokens)]
+    plain = [_plain(form, said) for said in PLAIN]
+    readers = {OURS: our_calls(turn, tokens), **_fit(form, plain, dict(vllm_calls(tokens)))}
+    faults = {name: _faults(form, trials, reader) for name, reader in readers.items()}
+    row = CallRow(
+        template=entry.name,
+        templates=group.templates,
+        models=group.models,
+        shown=plain[0].text,
+        trials=dict(Counter(trial.kind.name for trial in trials)),
+        readers=faults,
+    )
+    ordered = sorted(readers, key=lambda name: (name != OURS, row.wrong(name, as_written=True), row.wrong(name)))
+    return dataclasses.replace(row, readers={name: faults[name] for name in ordered})
+
+
+def _asker(entry: Entry, turn: TurnFormat) -> Asker:
+    """One that has found what the template wants around a call before it shows it."""
+    asker = Asker(entry.renderer(), Marks())
+    if not turn.harmony:
+        learn_calls(asker)
+    return asker
+
+
+def _plain(form: CallFormat, said: Said) -> Trial:
+    text = write_calls(form, [WrittenCall(said.name, said.arguments, id_for(form, said.name, 0))])
+    return Trial(Kind.ARGUMENTS, "", text, (said,), "", schemas_of([said]))
+
+
+def _fit(form: CallFormat, plain: Sequence[Trial], readers: Mapping[str, CallsReader]) -> dict[str, CallsReader]:
+    """Those that read one plain call right; where none does, those that do but for marks that they leave."""
+    faults = {name: [judge(form, trial, reader) for trial in plain] for name, reader in readers.items()}
+    right = {name: readers[name] for name, found in faults.items() if None in found}
+    return right or {
+        name: readers[name] for name, found in faults.items() if not SLIGHT.isdisjoint(filter(None, found))
+    }
+
+
+def _faults(form: CallFormat, trials: Sequence[Trial], reader: CallsReader) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for trial in trials:
+        fault = judge(form, trial, reader)
+        if fault is not None:
+            found.setdefault(trial.kind.name, {})[trial.what] = fault.name
+    return found

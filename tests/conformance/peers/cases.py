@@ -1,0 +1,194 @@
+"""What every reader of a format is given: the battery as the template writes it, and answers without a call."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from runner.parsing.learning.asking import Asker, Said
+from runner.parsing.learning.checking import WHOLE_CLOSING, Case, battery, text_of
+from runner.parsing.notations import type_of
+from runner.parsing.turn_format import CallFormat
+from runner.parsing.writing import Unwritable
+
+__all__ = ["NOT_TRIED", "PLAIN", "Kind", "Trial", "schemas_of", "written"]
+
+
+class Kind(enum.StrEnum):
+    """What a trial is about: first what templates write themselves, then the ways in which models stray."""
+
+    STRINGS = "strings"
+    MARKS = "a mark of the format in a string"
+    CLOSING = "all that ends the calls in a string"
+    SCALARS = "numbers and booleans"
+    NULL = "null"
+    NESTED = "lists and objects"
+    SCHEMAS = "schemas beyond one plain type"
+    NO_ARGUMENTS = "no arguments"
+    ARGUMENTS = "many arguments"
+    NAMES = "names and keys with signs"
+    CALLS = "several calls"
+    CONTENT = "content beside calls"
+    IDS = "the id of a call"
+    ANSWERS = "an answer without a call"
+
+    SQUEEZED = "no white space"
+    SPREAD = "line breaks around tags"
+    WORDS_BEFORE = "words in front"
+    WORDS_BEHIND = "words behind"
+    WORDS_BETWEEN = "words between two calls"
+    TWICE = "the opening mark twice"
+    UNOPENED = "no opening"
+    OPEN_CALL = "the last call not closed"
+    OPEN_SECTION = "the section not closed"
+    OPEN_ARGUMENT = "an argument not closed"
+    SECTIONS = "a section for each call"
+    TOGETHER = "two objects in one pair of marks"
+    LISTED = "a list in one pair of marks"
+    UNLISTED = "an object in place of a list"
+    COMPACT = "compact JSON"
+    INDENTED = "indented JSON"
+    ESCAPED = "JSON in ASCII"
+    PYTHON = "Python's literals for JSON's"
+    LITERALS = "`true` for `True` or back"
+    COMMA = "a comma behind the last member"
+    LINE_BREAK = "a line break inside a JSON string"
+    FENCED = "a fence around the JSON"
+    DOUBLED = "doubled braces"
+    REORDERED = "the arguments in front of the name"
+    MORE_MEMBERS = "a member that nobody asked for"
+    OTHER_KEY = "`parameters` for `arguments` or back"
+    AS_TEXT = "the arguments as text"
+    LEFT_OUT = "no member for no arguments"
+    MENTIONED = "words with the opening mark in them"
+    SPELT = "words that spell the opening mark with letters"
+
+    @property
+    def is_written(self) -> bool:
+        """Templates write it so themselves."""
+        kinds = list(Kind)
+        return kinds.index(self) <= kinds.index(Kind.ANSWERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A text to be read, and what was said by it."""
+
+    kind: Kind
+    what: str
+    """The case, which a format has once."""
+    text: str
+    calls: tuple[Said, ...]
+    content: str
+    schemas: Mapping[str, Any]
+    """The tools' parameters, as a request has them."""
+    ids: tuple[str, ...] = ()
+    """The ids that stand in the text, where it is about these."""
+    spelt: bool = False
+    """No control token stands in it: what looks like one was sampled letter by letter."""
+
+
+NOT_TRIED: Final[Mapping[str, str]] = {
+    "cohere_command3": "needs the package cohere_melody",
+    "cohere_command4": "needs the package cohere_melody",
+    "hf": "needs a response template in the tokenizer's files",
+    "openai": "needs the vocabulary of openai_harmony, which it fetches over the network",
+    "openai_gptoss": "is a part of `openai`",
+}
+"""The names of vLLM's parsers that are not tried, and why."""
+
+PLAIN: Final = (Said("look_up", {"query": "two words", "limit": 3}), Said("look_up", {"query": "two words"}))
+"""Calls of which a reader has to read one right to be given all the rest."""
+
+
+def written(asker: Asker, form: CallFormat) -> Iterator[Trial]:
+    """All that the template writes so itself."""
+    for case in battery(form):
+        yield from _trial(asker, form, _kind(case), case, schemas_of(case.calls))
+    for what, value, schema in _SCHEMAS:
+        calls = (Said("set_value", {"note": "done", "value": value}),)
+        schemas = schemas_of(calls)
+        schemas["set_value"]["properties"]["value"] = schema
+        schemas["set_value"]["$defs"] = _DEFINITIONS
+        yield from _trial(asker, form, Kind.SCHEMAS, Case(f"a schema: {what}", calls), schemas)
+    said = PLAIN[0]
+    for trial in _trial(asker, form, Kind.IDS, Case("the id", (said,)), schemas_of([said])):
+        if asker.id_of(said, 0) in trial.text:
+            yield dataclasses.replace(trial, ids=(asker.id_of(said, 0),))
+    for answer in _ANSWERS:
+        yield Trial(Kind.ANSWERS, f"an answer: {answer}", answer, (), answer, schemas_of(PLAIN))
+
+
+def schemas_of(calls: Sequence[Said]) -> dict[str, Any]:
+    """The parameters of the tools under which these calls are right: every argument has its type."""
+    schemas: dict[str, Any] = {}
+    for said in calls:
+        schema = schemas.setdefault(said.name, {"type": "object", "properties": {}})
+        schema["properties"] |= {key: {"type": type_of(value)} for key, value in said.arguments.items()}
+    return schemas
+
+
+def _trial(asker: Asker, form: CallFormat, kind: Kind, case: Case, schemas: Mapping[str, Any]) -> Iterator[Trial]:
+    """The case as the template writes it; none where it does not."""
+    try:
+        text = text_of(asker, form, case)
+    except Unwritable:
+        return
+    yield Trial(kind, case.what, text, case.calls, case.content, schemas)
+
+
+def _kind(case: Case) -> Kind:
+    """What a case of the battery is about."""
+    said = case.calls[0]
+    if case.what == WHOLE_CLOSING:
+        return Kind.CLOSING
+    if case.what.endswith("in a string"):
+        return Kind.MARKS
+    if case.content:
+        return Kind.CONTENT
+    if any(not each.arguments for each in case.calls):
+        return Kind.NO_ARGUMENTS
+    if len(case.calls) > 1:
+        return Kind.CALLS
+    if not all(sign.isalnum() or sign == "_" for key in said.arguments for sign in key):
+        return Kind.NAMES
+    if len(said.arguments) != 2:
+        return Kind.ARGUMENTS
+    value = said.arguments.get("value", said.arguments.get("query"))
+    if value is None:
+        return Kind.NULL
+    return Kind.STRINGS if isinstance(value, str) else Kind.NESTED if isinstance(value, list | dict) else Kind.SCALARS
+
+
+_DEFINITIONS: Final = {
+    "Place": {"type": "object", "properties": {"x": {"type": "integer"}, "open": {"type": "boolean"}}}
+}
+_SCHEMAS: Final[Sequence[tuple[str, Any, Mapping[str, Any]]]] = (
+    ("null, or a string", None, {"anyOf": [{"type": "string"}, {"type": "null"}]}),
+    ("a string, or null", "some words", {"anyOf": [{"type": "string"}, {"type": "null"}]}),
+    ("an integer, or null", 7, {"anyOf": [{"type": "integer"}, {"type": "null"}]}),
+    ("one of two types", 7, {"type": ["integer", "boolean"]}),
+    ("one of three integers", 2, {"enum": [1, 2, 3]}),
+    ("an object behind a reference", {"x": 7, "open": True}, {"$ref": "#/$defs/Place"}),
+    ("an object whose members have types", {"x": 7, "open": True}, _DEFINITIONS["Place"]),
+    ("a list of integers", [1, 2], {"type": "array", "items": {"type": "integer"}}),
+    ("no type, an integer", 7, {}),
+    ("no type, a boolean", True, {}),
+    ("no type, words", "some words", {}),
+    ("no type, a list", [1, "two"], {}),
+)
+
+_ANSWERS: Final = (
+    "Just an answer.",
+    "First.\n\nThen a second paragraph.",
+    'It is {"a": [1, 2]} and so on.',
+    '{"answer": 42}',
+    '["one", "two"]',
+    "f(x) = x + 1",
+    '{"name": "Ada", "arguments": "none"}',
+    "<b>so</b> & <i>so</i>",
+)
+"""What is said without a call; none of it names a tool or a mark of a format."""

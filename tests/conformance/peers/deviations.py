@@ -1,0 +1,362 @@
+"""The ways in which models stray from what their template writes, each made for a format from its own pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from runner.parsing.learning.asking import Said
+from runner.parsing.literals import Unreadable, read_literal
+from runner.parsing.marks import Marks
+from runner.parsing.notations import Json, Nested, Python, Raw
+from runner.parsing.turn_format import CallFormat, TaggedArguments, Text, WholeArguments
+from runner.parsing.writing import Unwritable, WrittenCall, id_for, write_calls
+from tests.conformance.peers.cases import Kind, Trial, schemas_of
+
+__all__ = ["strayed"]
+
+FIRST: Final = Said("look_up", {"query": "first one", "limit": 3})
+SECOND: Final = Said("refresh", {"hard": True})
+WORDS: Final = "I look it up."
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """What a model wrote, and what it meant."""
+
+    text: str
+    calls: tuple[Said, ...]
+    content: str = ""
+
+
+Make: TypeAlias = Callable[[CallFormat], Stray | None]
+
+
+def strayed(form: CallFormat, tokens: Collection[str]) -> Iterator[Trial]:
+    """The deviations that this format can have, in a vocabulary that has these control tokens."""
+    for kind, make in DEVIATIONS.items():
+        if kind is Kind.SPELT and form.trigger not in tokens:
+            continue
+        try:
+            stray = make(form)
+        except Unwritable:
+            continue
+        if stray is not None:
+            schemas = schemas_of(stray.calls or [FIRST])
+            yield Trial(kind, kind.value, stray.text, stray.calls, stray.content, schemas, spelt=kind is Kind.SPELT)
+
+
+def _calls(form: CallFormat) -> tuple[Said, ...]:
+    """What is said in most of them."""
+    return (FIRST, SECOND) if form.between is not None else (FIRST,)
+
+
+def _write(form: CallFormat, calls: Sequence[Said]) -> str:
+    """The text of the calls in the format."""
+    # Nine letters and digits are an id that every template takes.
+    ids = [id_for(form, said.name, number) for number, said in enumerate(calls)]
+    return write_calls(form, [WrittenCall(said.name, said.arguments, id) for said, id in zip(calls, ids, strict=True)])
+
+
+# --- literals
+
+
+def _mapped(form: CallFormat, change: Callable[[str], str]) -> CallFormat:
+    """The format with other literals."""
+    arguments = form.arguments
+    if isinstance(arguments, TaggedArguments):
+        styles = {
+            kind: dataclasses.replace(style, open=change(style.open), close=change(style.close))
+            for kind, style in arguments.styles.items()
+        }
+        none = None if arguments.none is None else change(arguments.none)
+        arguments = dataclasses.replace(
+            arguments,
+            head=change(arguments.head),
+            separator=change(arguments.separator),
+            tail=change(arguments.tail),
+            none=none,
+            styles=styles,
+        )
+    return dataclasses.replace(
+        form,
+        begin=change(form.begin),
+        call=tuple(Text(change(piece.text)) if isinstance(piece, Text) else piece for piece in form.call),
+        between=None if form.between is None else change(form.between),
+        close=change(form.close),
+        arguments=arguments,
+    )
+
+
+def _relaid(form: CallFormat, change: Callable[[str], str]) -> Stray | None:
+    """The calls with other literals, where that makes a difference."""
+    calls = _calls(form)
+    text = _write(_mapped(form, change), calls)
+    return Stray(text, calls) if text != _write(form, calls) else None
+
+
+def _squeezed(literal: str) -> str:
+    """Without the white space that separates no words."""
+    return re.sub(r"(?<!\w)\s+|\s+(?![\w\s]|\Z)", "", literal)
+
+
+def _spread(literal: str) -> str:
+    return re.sub(r">\s*<", ">\n\n<", literal)
+
+
+# --- what stands around calls
+
+
+def _words_before(form: CallFormat) -> Stray:
+    calls = _calls(form)
+    return Stray(f"{WORDS}\n{_write(form, calls)}", calls, WORDS)
+
+
+def _words_behind(form: CallFormat) -> Stray:
+    calls = _calls(form)
+    return Stray(f"{_write(form, calls)}\n\n{WORDS}", calls, WORDS)
+
+
+def _words_between(form: CallFormat) -> Stray | None:
+    if not _each_by_itself(form):
+        return None
+    return Stray(f"{_write(form, [FIRST])}\n{WORDS}\n{_write(form, [SECOND])}", (FIRST, SECOND), WORDS)
+
+
+def _each_by_itself(form: CallFormat) -> bool:
+    """Every call has an opening and a close of its own."""
+    own = form.close + form.begin
+    return form.between is not None and bool(form.trigger) and "".join(form.between.split()) == "".join(own.split())
+
+
+def _twice(form: CallFormat) -> Stray | None:
+    if not form.trigger:
+        return None
+    calls = _calls(form)
+    return Stray(f"{form.trigger}\n{_write(form, calls)}", calls)
+
+
+def _unopened(form: CallFormat) -> Stray | None:
+    """Without the mark that begins calls, which is all of the opening or a part of it."""
+    if not form.trigger:
+        return None
+    return Stray(_write(form, [FIRST]).replace(form.trigger, "", 1).lstrip(), (FIRST,))
+
+
+def _open_call(form: CallFormat) -> Stray | None:
+    """Without all that closes the last call but what its arguments end with."""
+    calls, close = _calls(form), form.close.strip()
+    kept = ""
+    if isinstance(form.arguments, TaggedArguments):
+        kept = Marks().of(close)[0] if close else ""
+    if not form.trigger or close == kept:
+        return None
+    return Stray(_write(form, calls).rstrip().removesuffix(close) + kept, calls)
+
+
+def _open_section(form: CallFormat) -> Stray | None:
+    calls, post = _calls(form), form.post.strip()
+    text = _write(form, calls).rstrip()
+    behind = text.rpartition(post)[2] if post else ""
+    return Stray(text.removesuffix(behind), calls) if behind.strip() else None
+
+
+def _open_argument(form: CallFormat) -> Stray | None:
+    if not isinstance(form.arguments, TaggedArguments):
+        return None
+    shared = Marks().common_prefix([form.arguments.separator, form.arguments.tail]).rstrip()
+    if not shared:
+        return None
+    separator = form.arguments.separator.removeprefix(shared)
+    form = dataclasses.replace(form, arguments=dataclasses.replace(form.arguments, separator=separator))
+    return Stray(_write(form, [FIRST]), (FIRST,))
+
+
+def _sections(form: CallFormat) -> Stray | None:
+    if form.between is None or not form.trigger or _each_by_itself(form):
+        return None
+    return Stray(f"{_write(form, [FIRST])}\n{_write(form, [SECOND])}", (FIRST, SECOND))
+
+
+def _mentioned(form: CallFormat) -> Stray | None:
+    if not form.trigger.strip():
+        return None
+    words = f"A call is begun by {form.trigger.strip()} and by nothing else."
+    return Stray(words, (), words)
+
+
+# --- JSON
+
+
+def _respelt(form: CallFormat, said: Said, number: int, spell: Callable[[Any], str]) -> str | None:
+    """One call, its object (or where it is not one, the object of its arguments) spelt by `spell`; None without one."""
+    one = dataclasses.replace(form, begin="", close="")
+    if form.container is not None:
+        call = WrittenCall(said.name, said.arguments, id_for(form, said.name, number))
+        text = write_calls(one, [call])
+        try:
+            value, end = read_literal(text)
+        except Unreadable:
+            return None
+        return text[: len(text) - len(text.lstrip())] + spell(value) + text[end:]
+    if not isinstance(form.arguments, WholeArguments):
+        return None
+    return write_calls(dataclasses.replace(one, arguments=WholeArguments(_Spelt(spell))), [  # type: ignore[arg-type]
+        WrittenCall(said.name, said.arguments, id_for(form, said.name, number))
+    ])  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelt:
+    """A notation of a deviation's own."""
+
+    encode: Callable[[Any], str]
+
+
+def _json(spell: Callable[[Any], str], *calls: Said) -> Make:
+    """A deviation in which JSON is spelt otherwise."""
+
+    def make(form: CallFormat) -> Stray | None:
+        said = calls or _calls(form)
+        respelt = [_respelt(form, each, number, spell) for number, each in enumerate(said)]
+        if None in respelt or (len(said) > 1 and form.between is None):
+            return None
+        text = form.begin + (form.between or "").join(filter(None, respelt)) + form.close
+        return Stray(text, said) if text != _write(form, said) else None
+
+    return make
+
+
+def _object(change: Callable[[CallFormat, dict[str, Any]], Any], *calls: Said) -> Make:
+    """A deviation in which the object of a call is another one."""
+
+    def make(form: CallFormat) -> Stray | None:
+        if form.container is None or not form.container.arguments or len(form.container.arguments) > 1:
+            return None
+        return _json(lambda value: _dumped(form, change(form, value)), *calls)(form)
+
+    return make
+
+
+def _dumped(form: CallFormat, value: Any) -> str:
+    """JSON, or where the format has Python's literals these."""
+    notation = form.arguments.notation if isinstance(form.arguments, WholeArguments) else None
+    return repr(value) if isinstance(notation, Python) else json.dumps(value, ensure_ascii=False)
+
+
+def _reordered(form: CallFormat, value: dict[str, Any]) -> Any:
+    return dict(reversed(value.items()))
+
+
+def _more_members(form: CallFormat, value: dict[str, Any]) -> Any:
+    return {"reason": "it was asked for", **value, "confidence": 0.9}
+
+
+def _other_key(form: CallFormat, value: dict[str, Any]) -> Any:
+    (own,) = form.container.arguments if form.container else ("",)
+    other = "parameters" if own == "arguments" else "arguments"
+    return {other if key == own else key: member for key, member in value.items()}
+
+
+def _as_text(form: CallFormat, value: dict[str, Any]) -> Any:
+    (own,) = form.container.arguments if form.container else ("",)
+    return {
+        key: json.dumps(member) if key == own and isinstance(member, dict) else member for key, member in value.items()
+    }
+
+
+def _left_out(form: CallFormat, value: dict[str, Any]) -> Any:
+    (own,) = form.container.arguments if form.container else ("",)
+    return {key: member for key, member in value.items() if key != own}
+
+
+def _is_list(form: CallFormat) -> bool:
+    """The calls of a turn are the items of one list."""
+    return form.container is not None and form.begin.rstrip().endswith("[") and form.close.lstrip().startswith("]")
+
+
+def _together(form: CallFormat) -> Stray | None:
+    if form.container is None or not _each_by_itself(form) or _is_list(form):
+        return None
+    between = dataclasses.replace(form, between="\n")
+    return Stray(_write(between, (FIRST, SECOND)), (FIRST, SECOND))
+
+
+def _listed(form: CallFormat) -> Stray | None:
+    if form.container is None or not _each_by_itself(form) or _is_list(form):
+        return None
+    listed = dataclasses.replace(form, begin=f"{form.begin}[", between=", ", close=f"]{form.close}")
+    return Stray(_write(listed, (FIRST, SECOND)), (FIRST, SECOND))
+
+
+def _unlisted(form: CallFormat) -> Stray | None:
+    if not _is_list(form):
+        return None
+    begin, close = form.begin.rstrip().removesuffix("["), form.close.lstrip().removeprefix("]")
+    return Stray(_write(dataclasses.replace(form, begin=begin, close=close), [FIRST]), (FIRST,))
+
+
+# --- the other words
+
+
+def _literals(form: CallFormat) -> Stray | None:
+    """`True` where the format has `true`, in arguments that are no JSON."""
+    arguments = form.arguments
+    if isinstance(arguments, WholeArguments):
+        return None
+    style = arguments.styles.get("boolean")
+    if style is None or isinstance(style.notation, Nested | Raw):
+        return None
+    other: Json | Python = Python() if style.notation.encode(True) == "true" else Json()
+    styles: Mapping[Any, Any] = {**arguments.styles, "boolean": dataclasses.replace(style, notation=other)}
+    form = dataclasses.replace(form, arguments=dataclasses.replace(arguments, styles=styles))
+    return Stray(_write(form, [SECOND]), (SECOND,))
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _with_comma(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text[:-1] + ", }" if text.endswith("}") and len(text) > 2 else text
+
+
+DEVIATIONS: Final[Mapping[Kind, Make]] = {
+    Kind.SQUEEZED: lambda form: _relaid(form, _squeezed),
+    Kind.SPREAD: lambda form: _relaid(form, _spread),
+    Kind.WORDS_BEFORE: _words_before,
+    Kind.WORDS_BEHIND: _words_behind,
+    Kind.WORDS_BETWEEN: _words_between,
+    Kind.TWICE: _twice,
+    Kind.UNOPENED: _unopened,
+    Kind.OPEN_CALL: _open_call,
+    Kind.OPEN_SECTION: _open_section,
+    Kind.OPEN_ARGUMENT: _open_argument,
+    Kind.SECTIONS: _sections,
+    Kind.TOGETHER: _together,
+    Kind.LISTED: _listed,
+    Kind.UNLISTED: _unlisted,
+    Kind.COMPACT: _json(_compact),
+    Kind.INDENTED: _json(lambda value: json.dumps(value, ensure_ascii=False, indent=2)),
+    Kind.ESCAPED: _json(json.dumps, Said("look_up", {"query": "naïve 日本語 🙂"})),
+    Kind.PYTHON: _json(repr, FIRST),
+    Kind.LITERALS: _literals,
+    Kind.COMMA: _json(_with_comma, FIRST),
+    Kind.LINE_BREAK: _json(
+        lambda value: json.dumps(value).replace("\\n", "\n"), Said("look_up", {"query": "one\ntwo"})
+    ),
+    Kind.FENCED: _json(lambda value: f"```json\n{json.dumps(value)}\n```", FIRST),
+    Kind.DOUBLED: _json(lambda value: f"{{{json.dumps(value)}}}", FIRST),
+    Kind.REORDERED: _object(_reordered),
+    Kind.MORE_MEMBERS: _object(_more_members),
+    Kind.OTHER_KEY: _object(_other_key),
+    Kind.AS_TEXT: _object(_as_text),
+    Kind.LEFT_OUT: _object(_left_out, Said("refresh", {})),
+    Kind.MENTIONED: _mentioned,
+    Kind.SPELT: _mentioned,
+}

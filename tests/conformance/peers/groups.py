@@ -1,0 +1,48 @@
+"""The templates of the corpus by what is learnt of their turns; of those that are alike one is played."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from runner.parsing.learning.turn import learn_turn
+from runner.parsing.turn_format import TurnFormat
+from tests.conformance.corpus import Entry
+from tests.conformance.sweep import spread
+from tests.conformance.turn_formats import capable
+
+__all__ = ["Group", "grouped", "learnt", "turn_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Templates that are alike."""
+
+    entry: Entry
+    """The one of most models."""
+    templates: int
+    models: int
+
+
+def learnt(processes: int = 2) -> list[tuple[Entry, TurnFormat]]:
+    """What is learnt of all that can serve an environment with tools."""
+    return list(zip(capable(), spread(turn_of, capable(), processes), strict=True))
+
+
+def turn_of(entry: Entry) -> TurnFormat:
+    """What is learnt of one template."""
+    return learn_turn(entry.renderer()).format
+
+
+def grouped(turns: Sequence[tuple[Entry, TurnFormat]], key: Callable[[TurnFormat], str]) -> list[Group]:
+    """Those with the same key, by their templates' names; those whose key is "" are left out."""
+    groups: dict[str, list[Entry]] = {}
+    for entry, form in turns:
+        if key(form):
+            groups.setdefault(key(form), []).append(entry)
+    return sorted((Group(*_counted(entries)) for entries in groups.values()), key=lambda group: group.entry.name)
+
+
+def _counted(entries: Sequence[Entry]) -> tuple[Entry, int, int]:
+    most = max(entries, key=lambda entry: len(entry.models))
+    return most, len(entries), sum(len(entry.models) for entry in entries)

@@ -1,0 +1,139 @@
+"""Judges what was read of a text by what was said in it, and by what the template writes for what was read."""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from runner.parsing.learning.asking import Said
+from runner.parsing.learning.checking import alike
+from runner.parsing.notations import type_of
+from runner.parsing.turn_format import CallFormat
+from runner.parsing.values import schema_types
+from runner.parsing.writing import Unwritable, WrittenCall, write_calls
+from tests.conformance.peers.cases import Trial
+
+__all__ = ["SLIGHT", "Call", "CallsReader", "Fault", "Read", "judge"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that was read."""
+
+    name: str
+    arguments: Any
+    """The object that was read, or the text of what is none."""
+    id: str | None
+    error: bool = False
+    """It is handed on as one that cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a reader made of a text."""
+
+    content: str
+    calls: list[Call]
+
+
+CallsReader: TypeAlias = Callable[[Trial], Read]
+"""Raises whatever it raises."""
+
+
+class Fault(enum.StrEnum):
+    """What is wrong with a reading."""
+
+    RAISES = "raises"
+    LOST = "reads no call"
+    ERROR = "reads a call with an error"
+    FEWER = "loses a call"
+    MORE = "makes up a call"
+    NAME = "reads another name"
+    KEYS = "loses or makes up an argument"
+    NULL = "reads null as words"
+    TYPE = "reads a value of another type"
+    CUT = "cuts a string"
+    VALUE = "reads another value"
+    CONTENT_LOST = "loses content"
+    CONTENT_MORE = "leaves marks in the content"
+    ID = "loses the id"
+    AS_WRITTEN = "reads what the template writes so"
+
+
+SLIGHT: Final = frozenset({Fault.CONTENT_LOST, Fault.CONTENT_MORE, Fault.ID, Fault.AS_WRITTEN})
+"""Faults in which every call is read as it was said, or as the template would have written another."""
+
+
+def judge(form: CallFormat, trial: Trial, reader: CallsReader) -> Fault | None:
+    """What is wrong with what is read of a trial; None where it is what was said, or cannot be told from it.
+
+    It cannot be told where a template writes this text for what was read too, and the schemas allow it.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of Python, about texts that a parser takes for code
+            read = reader(trial)
+    except Exception:  # whatever a parser raises is what becomes of the request
+        return Fault.RAISES
+    fault = _fault(trial, read)
+    if fault is None or not _written_so(form, trial, read):
+        return fault
+    return None if trial.kind.is_written else Fault.AS_WRITTEN
+
+
+def _fault(trial: Trial, read: Read) -> Fault | None:
+    if any(call.error for call in read.calls):
+        return Fault.ERROR
+    if len(read.calls) != len(trial.calls):
+        return Fault.LOST if not read.calls else Fault.FEWER if len(read.calls) < len(trial.calls) else Fault.MORE
+    for call, said in zip(read.calls, trial.calls, strict=True):
+        fault = _misread(call.name, call.arguments, said)
+        if fault is not None:
+            return fault
+    if trial.ids and tuple(call.id for call in read.calls) != trial.ids:
+        return Fault.ID
+    # Readers differ in the white space that they leave between the parts of a content.
+    said_words, read_words = trial.content.split(), read.content.split()
+    if said_words == read_words:
+        return None
+    return Fault.CONTENT_LOST if len(read_words) < len(said_words) else Fault.CONTENT_MORE
+
+
+def _misread(name: str, arguments: Any, said: Said) -> Fault | None:
+    if name != said.name:
+        return Fault.NAME
+    if not isinstance(arguments, dict):
+        return Fault.TYPE
+    if arguments.keys() != said.arguments.keys():
+        return Fault.KEYS
+    for key, meant in said.arguments.items():
+        read = arguments[key]
+        if alike(read, meant):
+            continue
+        if type(read) is not type(meant):
+            return Fault.NULL if meant is None else Fault.TYPE
+        return Fault.CUT if isinstance(meant, str) and read in meant else Fault.VALUE
+    return None
+
+
+def _written_so(form: CallFormat, trial: Trial, read: Read) -> bool:
+    """The template writes this text for what was read, which the schemas allow."""
+    if trial.ids or trial.content or read.content.strip() or not read.calls:
+        return False
+    if not all(_allowed(call.arguments, trial.schemas.get(call.name)) for call in read.calls):
+        return False
+    try:
+        text = write_calls(form, [WrittenCall(call.name, call.arguments, call.id or "") for call in read.calls])
+    except Unwritable:
+        return False
+    return text.strip() == trial.text.strip()
+
+
+def _allowed(arguments: Any, schema: Mapping[str, Any] | None) -> bool:
+    """These are arguments, and each has a type that the schema allows."""
+    if schema is None or not isinstance(arguments, dict):
+        return False
+    allowed = ((schema_types(schema["properties"].get(key), schema), value) for key, value in arguments.items())
+    return all(not types or type_of(value) in types for types, value in allowed)

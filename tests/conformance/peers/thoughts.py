@@ -1,0 +1,203 @@
+"""Every distinct way to mark a thought in the corpus, split by us and by each parser of vLLM's, and judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self, TypeAlias
+
+from runner.parsing.learning.asking import Asker
+from runner.parsing.marks import Marks
+from runner.parsing.turn_format import TurnFormat
+from runner.parsing.turns import TurnReader
+from tests.conformance.corpus import Entry, control_tokens_of
+from tests.conformance.peers.calls import OURS
+from tests.conformance.peers.groups import Group, grouped, turn_of
+from tests.conformance.sweep import spread
+
+__all__ = ["RECORD", "Miss", "ThoughtRow", "marks", "play", "play_all", "recorded", "single_marks", "write"]
+
+RECORD: Final = Path(__file__).with_name("thoughts.jsonl")
+
+Split: TypeAlias = Callable[[str, str], tuple[str, str]]
+"""The thought and the rest of a text behind a prompt."""
+
+
+class Miss(enum.StrEnum):
+    """What is wrong with a split."""
+
+    RAISES = "raises"
+    THOUGHT_LOST = "drops the thought"
+    THOUGHT_SAID = "takes the thought for content"
+    CONTENT_LOST = "drops content"
+    CONTENT_THOUGHT = "takes content for thought"
+    OTHER = "leaves or drops marks"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn without calls, as it is sampled."""
+
+    what: str
+    text: str
+    thought: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtRow:
+    """What came of one way to mark thoughts."""
+
+    template: str
+    """The template of most models that has it."""
+    templates: int
+    """How many have it."""
+    models: int
+    """How many models these have."""
+    marks: str
+    """What opens and closes a thought, and who opens it."""
+    trials: int
+    """How many turns were split."""
+    readers: Mapping[str, Mapping[str, str]]
+    """What each had wrong, by case: the name of a `Miss`; ours, then vLLM's parsers, the best first."""
+
+    def line(self) -> str:
+        """The row as the record has it."""
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+
+    @classmethod
+    def read(cls, line: str) -> Self:
+        """The row that `line` wrote."""
+        return cls(**json.loads(line))
+
+
+def recorded() -> list[ThoughtRow]:
+    """What came of them when the record was written."""
+    return [ThoughtRow.read(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
+
+
+def write(rows: Iterable[ThoughtRow]) -> None:
+    """Keep what came of them."""
+    RECORD.write_text("".join(f"{row.line()}\n" for row in rows), encoding="utf-8")
+
+
+def play_all(turns: Sequence[tuple[Entry, TurnFormat]], processes: int = 2) -> list[ThoughtRow]:
+    """What comes of all ways, in the order of their templates' names."""
+    return spread(play, grouped(turns, marks), processes)
+
+
+def marks(form: TurnFormat) -> str:
+    """What stands around a thought and a content, in words; "" where the template shows no thought.
+
+    gpt-oss is left out: a turn of channels is more than a thought and a rest.
+    """
+    thought = form.reasoning
+    if thought is None or form.harmony:
+        return ""
+    who = "the prompt" if thought.opened_by_prompt else "the model"
+    opening = f"`{thought.open}` .. `{thought.close}`" if thought.open else f".. `{thought.close}`"
+    return f"{opening}, opened by {who}" + (f", then `{_content_open(form)}`" if _content_open(form) else "")
+
+
+def single_marks(form: TurnFormat) -> list[str]:
+    """What opens and closes a thought, as far as a vocabulary can have it as one token, where parsers look for it."""
+    marked = [] if form.reasoning is None else [form.reasoning.open, form.reasoning.close]
+    return [mark for mark in marked if len(Marks().of(mark)) == 1]
+
+
+def _content_open(form: TurnFormat) -> str:
+    """What stands between a thought and a content, beside the close."""
+    assert form.reasoning is not None
+    return form.content.open if form.content.open != form.reasoning.close else ""
+
+
+def turns(form: TurnFormat) -> Iterator[Turn]:
+    """Turns of the format, and some in which models stray."""
+    thought = form.reasoning
+    assert thought is not None
+    opened, close, said = thought.opened_by_prompt, thought.close, _content_open(form)
+    opening = "" if opened else f"{thought.open}\n"
+    two = "First this.\n\nThen that."
+    yield Turn("a thought and an answer", f"{opening}Well.\n{close}\n\n{said}Yes.", "Well.", "Yes.")
+    yield Turn("paragraphs", f"{opening}{two}\n{close}\n\n{said}{two}", two, two)
+    yield Turn("an empty thought", f"{opening}\n{close}\n\n{said}Yes.", "", "Yes.")
+    yield Turn("a thought without an answer", f"{opening}Well.\n{close}", "Well.", "")
+    again = f"A thought ends with {close} here."
+    yield Turn("the close in the answer", f"{opening}Well.\n{close}\n\n{said}{again}", "Well.", again)
+    if thought.open:
+        within = f"A thought begins with {thought.open} here."
+        yield Turn("the opening in the thought", f"{opening}{within}\n{close}\n\n{said}Yes.", within, "Yes.")
+    if thought.open or opened:
+        yield Turn("a thought that is cut", f"{opening}Well, it", "Well, it", "")
+    if opened and thought.open:
+        yield Turn("opened again", f"{thought.open}\nWell.\n{close}\n\n{said}Yes.", "Well.", "Yes.")
+    if not opened:
+        yield Turn("an answer alone", f"{said}Yes.", "", "Yes.")
+        yield Turn("a close that nothing opened", f"{close}\n\n{said}Yes.", "", "Yes.")
+        if thought.open:
+            prose = f"A thought begins with {thought.open} here."
+            yield Turn("the opening in the answer", f"{said}{prose}", "", prose)
+
+
+def play(group: Group) -> ThoughtRow:
+    """What comes of the thoughts of one group of templates."""
+    # Here, since it takes seconds, and pages are made of records without it.
+    from tests.conformance.peers.readers import reasoning_parsers, vllm_split
+
+    entry, form = group.entry, turn_of(group.entry)
+    assert form.reasoning is not None, "only thoughts that are marked are played"
+    tokens = tuple(dict.fromkeys([*control_tokens_of(entry), *single_marks(form)]))
+    prompt = Asker(entry.renderer(), Marks()).prompt() or ""
+    trials = list(turns(form))
+    found = {OURS: _misses(trials, prompt, _ours(form))}
+    for names in reasoning_parsers():
+        # With what a template is asked for thoughts by, and without: the better one is told.
+        splits = [vllm_split(names, tokens, thinking=thinking) for thinking in (True, False)]
+        misses = [_misses(trials, prompt, split) for split in splits if split is not None]
+        if misses:
+            found[names] = min(misses, key=len)
+    right = [name for name, misses in found.items() if trials[0].what not in misses]
+    ordered = sorted(right, key=lambda name: (name != OURS, len(found[name])))
+    return ThoughtRow(
+        template=entry.name,
+        templates=group.templates,
+        models=group.models,
+        marks=marks(form),
+        trials=len(trials),
+        readers={name: found[name] for name in ordered},
+    )
+
+
+def _ours(form: TurnFormat) -> Split:
+    reader = TurnReader(dataclasses.replace(form, calls=None))
+
+    def split(prompt: str, text: str) -> tuple[str, str]:
+        reading = reader.read(text)
+        return reading.reasoning, reading.content
+
+    return split
+
+
+def _misses(trials: Iterable[Turn], prompt: str, split: Split) -> dict[str, str]:
+    misses = {turn.what: _miss(turn, prompt, split) for turn in trials}
+    return {what: miss.name for what, miss in misses.items() if miss is not None}
+
+
+def _miss(turn: Turn, prompt: str, split: Split) -> Miss | None:
+    try:
+        thought, content = (part.strip() for part in split(prompt, turn.text))
+    except Exception:  # whatever a parser raises is what becomes of the request
+        return Miss.RAISES
+    if (thought, content) == (turn.thought, turn.content):
+        return None
+    if turn.thought and turn.thought in content:
+        return Miss.THOUGHT_SAID
+    if turn.content and turn.content in thought:
+        return Miss.CONTENT_THOUGHT
+    if turn.thought and not thought:
+        return Miss.THOUGHT_LOST
+    return Miss.CONTENT_LOST if turn.content and not content else Miss.OTHER
