@@ -58,7 +58,9 @@ class Start:
         staleness = Staleness(engine, self.options.max_version_lag)
         require_sampling(engine, self.options.sampling.over(self.environment.sampling))
         await exit_stack.enter_async_context(self.lag)
-        writer = await exit_stack.enter_async_context(await self._writer())
+        now = datetime.now().astimezone()
+        await self._check_templates(now)  # before the header says how they write turns, which takes renders
+        writer = await exit_stack.enter_async_context(await self._writer(now))
         # A resumed run goes on with the clock that its templates saw first.
         shared = await self._shared(writer.header.clock)
         lifespan = lifespan_of(self.environment, workers, close_seconds=self.limits.close_seconds)
@@ -77,9 +79,11 @@ class Start:
         exit_stack.enter_context(staleness.cutting(self.state.plays))
         return started
 
-    async def _writer(self) -> RunWriter:
+    async def _check_templates(self, now: datetime) -> None:
+        await check_templates([each.template for each in self.engines], self.options.template_options, now)
+
+    async def _writer(self, now: datetime) -> RunWriter:
         options, state = self.options, self.state
-        now = datetime.now().astimezone()
         describe = partial(describe_run, self.environment, self.engines[0], options, now=now)
         # In a thread where a file is kept: only then git is asked, which takes some milliseconds.
         header = describe() if options.file is None else await self.workers.call(Job(describe, "run header"))
@@ -91,7 +95,7 @@ class Start:
     async def _shared(self, now: datetime) -> RunShared:
         """What all episodes share; templates that cannot serve them are refused before anything is sampled."""
         environment, options = self.environment, self.options
-        await check_templates([each.template for each in self.engines], options.template_options, now)
+        await self._check_templates(now)
         chat_of = partial(ChatModel, options=options.template_options, now=now, history=options.history)
         chat = chat_of(self.engines[0])
         other_models = {name: chat_of(engine) for name, engine in options.engines.items()}
