@@ -77,7 +77,7 @@ class ParsedTurn:
         """
         # Whoever was made to call spelt the mark with letters because the grammar lets it.
         announced = triggers(text, ids, chat) if tools and tool_choice == "auto" else None
-        parsed = chat.parser.parse(text, tools, tool_choice, before=before, triggers=announced)
+        parsed = chat.parser.parse(text, tools, tool_choice, before=before, triggers=announced, ids=ids)
         names = {tool.name for tool in tools}
         calls = [call if call.name in names else _without_control_text(call, chat) for call in parsed.calls]
         return cls(parsed.content, parsed.reasoning, calls)

@@ -1,4 +1,4 @@
-"""Reads, writes and enforces what an assistant says, in the format that was learnt from its template."""
+"""Reads, writes and enforces what an assistant says: as was learnt from its template, or as the user says it is."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from runner.errors import BadOption
 from runner.messages import ToolCall
 from runner.options import Constraint, ToolChoice
 from runner.parsing.enforcing import constraint, harmony_constraint
 from runner.parsing.events import TurnReading
+from runner.parsing.foreign import NamedReader
 from runner.parsing.harmony import read_harmony
-from runner.parsing.reading import ReadCall
-from runner.parsing.thoughts import USUAL, ends_in_thought
+from runner.parsing.reading import ReadCall, Schemas
+from runner.parsing.responses import ResponseReader
+from runner.parsing.thoughts import USUAL, ends_in_thought, split_thought
 from runner.parsing.turn_format import ReasoningFormat, TurnFormat
 from runner.parsing.turns import TurnReader
 from runner.parsing.writing import WrittenCall, id_for, write_calls
@@ -44,11 +47,18 @@ class TurnParser:
     """How turns are written."""
     control_tokens: Mapping[str, int] = field(default_factory=dict)
     """The parts of the format that are one id of the vocabulary each."""
+    named: NamedReader | None = None
+    """What reads the calls that a model begins by itself, where the user named a format; else the format does."""
 
     @property
     def reads_calls(self) -> bool:
         """Whether calls can be read at all."""
-        return self.format.calls is not None
+        return self.named is not None or self.format.calls is not None or self.format.response is not None
+
+    @property
+    def writes_as_read(self) -> bool:
+        """Whether calls are read in the format in which they can be written and enforced."""
+        return self.named is None and self.format.calls is not None
 
     @property
     def reasoning(self) -> ReasoningFormat:
@@ -63,6 +73,7 @@ class TurnParser:
         *,
         before: int = 0,
         triggers: Collection[int] | None = None,
+        ids: Sequence[int] = (),
     ) -> ParsedText:
         """The thought, the content and the calls of `text`.
 
@@ -72,8 +83,14 @@ class TurnParser:
             tool_choice: what the turn was allowed to do.
             before: how many calls the conversation had before; a call without an id of its own is numbered from there.
             triggers: where in `text` calls are announced by a control token; None where only the text tells.
+            ids: the ids that say `text`, and may go on behind it, for a named format.
         """
-        reading = self._read(text, tools if tool_choice != "none" else (), triggers)
+        callable_tools = tools if tool_choice != "none" else ()
+        # A call that was made to be is in the format that it was made by.
+        if self.named is not None and callable_tools and (tool_choice == "auto" or self.format.calls is None):
+            reading = self.read_named(text, _schemas(callable_tools), ids)
+        else:
+            reading = self._read(text, callable_tools, triggers)
         taken: set[str] = set()
         # Only an escape can make half of a surrogate pair: what is decoded from ids has whole characters.
         read = map(_writable, reading.calls) if "\\" in text else reading.calls
@@ -86,7 +103,16 @@ class TurnParser:
             return reading if tools else replace(reading, calls=[])
         if not tools:
             return self._without_calls.read(text)
-        return self._reader.read(text, {tool.name: tool.parameters for tool in tools}, triggers=triggers)
+        if self._response is not None:
+            return self._response.read(text, _schemas(tools))
+        return self._reader.read(text, _schemas(tools), triggers=triggers)
+
+    def read_named(self, text: str, schemas: Schemas, ids: Sequence[int]) -> TurnReading:
+        """What a turn says in the format that the user named; its thought is found as in any."""
+        assert self.named is not None, "who asks for it has looked whether there is one"
+        reasoning, content = split_thought(text, self.reasoning)
+        reading = self.named.read(text, ids, len(text) - len(content), schemas)
+        return TurnReading(reasoning, reading.content, reading.calls)
 
     def ends_in_thought(self, text: str) -> bool:
         """Whether a turn's text ends before its thought does."""
@@ -109,11 +135,16 @@ class TurnParser:
         """What enforces `tool_choice`, or None where nothing has to be enforced.
 
         Raises:
-            BadOption: a call is required and there is no tool, or none of that name.
+            BadOption: a call is required and there is no tool, or none of that name; or nothing is known of how the
+                calls are written that would have to be enforced.
         """
         form = self.format.calls
-        if form is None or (tool_choice == "auto" and not any(tool.strict for tool in tools)):
+        if tool_choice == "none" or (tool_choice == "auto" and not any(tool.strict for tool in tools)):
             return None
+        if form is None and tool_choice == "auto" and not self.reads_calls:
+            return None
+        if form is None or (tool_choice == "auto" and self.named is not None):
+            raise BadOption(self._unenforceable(tool_choice))
         if self.format.harmony:
             return harmony_constraint(form, tools, tool_choice, self.control_tokens)
         open_thought = self.reasoning.close if self.reasoning.opened_by_prompt else None
@@ -126,6 +157,21 @@ class TurnParser:
             control_tokens=self.control_tokens,
         )
 
+    def _unenforceable(self, tool_choice: ToolChoice) -> str:
+        what, leave = f"tool_choice={tool_choice!r}", "give 'auto'"
+        fix = "a template whose calls can be learnt (--template pythonic, hermes, or a file)"
+        if tool_choice == "auto":
+            what, leave = "@tool(strict=True)", "leave it out"
+            fix = "no tool format, since the template's own can be enforced" if self.format.calls else fix
+        if not self.reads_calls:
+            return f"{what}: the chat template writes calls in a form that cannot be read: give {fix}."
+        by = self.named.name if self.named is not None else "the model's response_template"
+        return f"{what}: calls are read by {by}, which tells nothing of how to write them: {leave}, or give {fix}."
+
+    @cached_property
+    def _response(self) -> ResponseReader | None:
+        return None if self.format.response is None else ResponseReader(self.format.response)
+
     @cached_property
     def _reader(self) -> TurnReader:
         return TurnReader(self.format)
@@ -137,12 +183,16 @@ class TurnParser:
     def _numbered(self, call: ReadCall, number: int, taken: set[str]) -> ToolCall:
         """The call with the id that the model gave it, where it gave one, since results quote it."""
         form = self.format.calls
-        assert form is not None
         # It stands in later prompts as the template's own text does, so control text in it would be control ids.
-        own = call.id if call.id and re.fullmatch(form.ids.pattern, call.id) and call.id not in taken else None
-        call_id = own or id_for(form, call.name, number)
+        ids = self.format.ids if form is None else form.ids
+        own = call.id if call.id and re.fullmatch(ids.pattern, call.id) and call.id not in taken else None
+        call_id = own or (ids.format(number=number) if form is None else id_for(form, call.name, number))
         taken.add(call_id)
         return ToolCall(call_id, call.name, call.arguments, error=call.error)
+
+
+def _schemas(tools: Sequence[Tool]) -> Schemas:
+    return {tool.name: tool.parameters for tool in tools}
 
 
 def _writable(call: ReadCall) -> ReadCall:

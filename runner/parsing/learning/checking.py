@@ -8,13 +8,13 @@ from typing import Any, Final, TypeAlias
 
 from runner.parsing.events import TurnReading
 from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
-from runner.parsing.notations import Cdata, Html, Raw
+from runner.parsing.notations import Cdata, Html, Raw, type_of
 from runner.parsing.reading import CallReader, Reading, Schemas
 from runner.parsing.traits import CallTrait
 from runner.parsing.turn_format import CallFormat, TaggedArguments
 from runner.parsing.writing import Unwritable, WrittenCall, write_calls
 
-__all__ = ["Difference", "check_calls", "differences"]
+__all__ = ["Case", "Difference", "ReadText", "check_calls", "common_cases", "differences", "misread", "schemas_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,14 @@ def _difference(asker: Asker, form: CallFormat, read: ReadText, case: Case, text
         return
     before = f"{case.content}{form.after_content}" if case.content and form.after_content is not None else ""
     behind = f"{form.before_content}{case.content}" if case.content and form.before_content is not None else ""
-    reading = read(before + written + behind, _schemas(case.calls))
-    wrong = _misread(reading, case)
+    reading = read(before + written + behind, schemas_of(case.calls))
+    wrong = misread(reading, case)
     if wrong:
         yield Difference(case, wrong, text)
 
 
-def _misread(reading: Reading | TurnReading, case: Case) -> str:
+def misread(reading: Reading | TurnReading, case: Case) -> str:
+    """What of the reading is not what was said, or ""."""
     if len(reading.calls) != len(case.calls):
         return f"{len(reading.calls)} calls are read"
     for call, said in zip(reading.calls, case.calls, strict=True):
@@ -113,12 +114,13 @@ def alike(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _schemas(calls: Sequence[Said]) -> dict[str, Any]:
+def schemas_of(calls: Sequence[Said], *, typed: bool = False) -> dict[str, Any]:
+    """Schemas under which the calls are right; they tell the type of strings alone, or that of every value."""
     schemas: dict[str, Any] = {}
     for said in calls:
         properties = schemas.setdefault(said.name, {"type": "object", "properties": {}})["properties"]
         for key, value in said.arguments.items():
-            properties[key] = {"type": "string"} if isinstance(value, str) else {}
+            properties[key] = {"type": type_of(value)} if typed or isinstance(value, str) else {}
     return schemas
 
 
@@ -137,8 +139,8 @@ OTHERS: Final[Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def _battery(form: CallFormat) -> Iterator[Case]:
-    """Cases in words that were not learnt from."""
+def common_cases() -> Iterator[Case]:
+    """Cases for every format, in words that were not learnt from."""
     for what, value in STRINGS.items():
         yield Case(f"a string: {what}", (Said("look_up", {"limit": 3, "query": value}),))
     for what, value in OTHERS.items():
@@ -157,6 +159,10 @@ def _battery(form: CallFormat) -> Iterator[Case]:
     yield Case("content of two lines", (two[0],), "First.\n\nThen I look it up.")
     yield Case("JSON in the content", (two[0],), 'It is {"a": [1, 2]} and so on.')
     yield Case("content beside two calls", two, "Both at once.")
+
+
+def _battery(form: CallFormat) -> Iterator[Case]:
+    yield from common_cases()
     for mark in dict.fromkeys(each for each in (form.trigger, form.close.strip(), form.begin.strip()) if each):
         yield Case(f"{mark!r} in a string", (Said("look_up", {"query": f"a {mark} b"}),))
     if isinstance(form.arguments, TaggedArguments):
