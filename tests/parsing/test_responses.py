@@ -96,6 +96,12 @@ def test_what_was_found_is_the_same_when_it_has_been_a_document() -> None:
     assert (document["source"], document["verdict"]) == ("response_template", "limited")
 
 
+def test_what_was_learnt_says_nothing_of_response_templates() -> None:
+    document = learnt(ChatTemplate.load("hermes")).as_json()
+    assert "response" not in document["format"]
+    assert LearntTurn.from_json(document) == learnt(ChatTemplate.load("hermes"))
+
+
 def test_a_model_s_folder_says_its_response_template(demo_model_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(demo_model_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())

@@ -76,8 +76,10 @@ class LearntTurn:
         return Source.HARMONY if self.format.harmony else Source.LEARNT
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, with the verdict and the source."""
+        """Plain values, with the verdict and the source; of a response template only where there is one."""
         values: dict[str, Any] = orjson.loads(orjson.dumps(self))
+        if self.format.response is None:  # a run file from before there were any can be gone on with
+            del values["format"]["response"]
         return {"source": self.source.value, "verdict": self.verdict.value, **values}
 
     @classmethod
