@@ -15,6 +15,10 @@ from .environment.environment import Reply as Reply
 from .environment.task_feed import TaskSource as TaskSource
 from .episode.conversation import Conversation as Conversation
 from .episode.episode import Episode as Episode
+from .episode.streamed_turn import StreamedTurn as StreamedTurn
+from .episode.turn_events import ToolCalled as ToolCalled
+from .episode.turn_events import TurnEvent as TurnEvent
+from .episode.turn_events import TurnRestarted as TurnRestarted
 from .errors import BadBatch as BadBatch
 from .errors import BadControl as BadControl
 from .errors import BadEnvironment as BadEnvironment
@@ -48,6 +52,8 @@ from .options import History as History
 from .options import HistoryPolicy as HistoryPolicy
 from .options import Limits as Limits
 from .options import Sampling as Sampling
+from .parsing.events import ContentPiece as ContentPiece
+from .parsing.events import ReasoningPiece as ReasoningPiece
 from .runs.process import run as run
 from .runs.run import Run as Run
 from .runs.summary import Summary as Summary

@@ -23,9 +23,13 @@ def test_public_names() -> None:
         "Sampling ScriptedEngine Summary TaskSource VllmEngine run"
     )
     records = "FinishReason Message Outcome Prompt Reply Segment ToolCall Trajectory"
+    heard = "ContentPiece ReasoningPiece StreamedTurn ToolCalled TurnEvent TurnRestarted"
     tokens = "PrefixReplacement PrefixResult replace_prefix_tokens"
     control = "EngineState EngineStats LocalTransfer PauseMode WeightTransfer WeightUpdate"
-    assert set(runner.__all__) == {*f"{authors} {running} {records} {tokens} {control}".split(), *errors.__all__}
+    assert set(runner.__all__) == {
+        *f"{authors} {running} {records} {heard} {tokens} {control}".split(),
+        *errors.__all__,
+    }
     assert set(runner.__all__) <= set(dir(runner))
     for name in runner.__all__:
         assert getattr(runner, name) is not None

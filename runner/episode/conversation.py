@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import anyio
 
 from runner.episode.prompting import next_prompt, oversized
 from runner.episode.state import ConversationState, EpisodeState, Retry, checked_tools
+from runner.episode.streamed_turn import StreamedTurn, heard
 from runner.episode.tool_calls import answer_calls
 from runner.episode.turn import take_turn
+from runner.episode.turn_events import TurnEvent
 from runner.errors import BadOption, EpisodeOver
 from runner.messages import Message, Prompt, as_messages, check_answers
 from runner.options import Sampling, ToolChoice
@@ -116,10 +118,36 @@ class Conversation:
             RuntimeError: nothing was added, or another `generate` of this conversation is running.
             BadOption: the sampling, the limits or the tool choice cannot be used.
         """
+        return await self._generate(None, sampling, tool_choice)
+
+    async def _generate(
+        self, tell: Callable[[TurnEvent], None] | None, sampling: Sampling | None, tool_choice: ToolChoice | None
+    ) -> Turn:
         with self._speaking():
-            return await take_turn(self._state, sampling, tool_choice)
+            return await take_turn(self._state, sampling, tool_choice, tell=tell)
         # Only `close` leaves the block without a turn: it cancels the scope, which swallows its own cancellation.
         raise self._is_over()
+
+    @asynccontextmanager
+    async def stream(
+        self, *, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None
+    ) -> AsyncIterator[StreamedTurn]:
+        """Let the agent speak, and hear what it says while it does.
+
+        The block is given the turn to iterate over; who leaves it before the turn is over cuts the turn there. All
+        else is as in `generate`.
+
+        Args:
+            sampling: goes over the run's and the environment's, field by field.
+            tool_choice: goes over the environment's.
+
+        Raises:
+            EpisodeOver: a limit was reached, or the tokens or the engine failed; leaving `rollout` with it is normal.
+            RuntimeError: nothing was added, or another `generate` of this conversation is running.
+            BadOption: the sampling, the limits or the tool choice cannot be used.
+        """
+        async with heard(self.turns, lambda tell: self._generate(tell, sampling, tool_choice)) as streamed:
+            yield streamed
 
     async def call_tools(self, turn: Turn) -> list[Message]:
         """Run the turn's calls and return one message with the result of each, in order.

@@ -65,9 +65,6 @@ class ChatModel:
             None if named is None else named(self.tokenizer),
         )
         """Reads its turns."""
-        trigger = self.learnt.format.calls.trigger if self.learnt.format.calls else ""
-        self.trigger_id = self.parser.control_tokens.get(trigger)
-        """The control token that announces calls; None where it is text, or nothing does."""
 
     def trial_bridger(self) -> Bridger:
         """A bridger that has learnt nothing from the run's conversations, to try appends on."""

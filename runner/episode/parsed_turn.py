@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from runner.episode.model import ChatModel
 from runner.messages import Message, ToolCall
 from runner.options import ToolChoice
+from runner.parsing.spelt import Spelling, StreamedSpelling
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
 
-__all__ = ["ParsedTurn", "cut_in_reasoning", "text_of"]
+__all__ = ["ParsedTurn", "checked_call", "closing_length", "text_of"]
 
 
 def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
@@ -21,32 +21,13 @@ def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
     The stop is left out, and a close of the template's that the model wrote before it.
     """
     spoken = ids[: len(ids) - stopped]
+    return chat.tokenizer.decode(spoken[: len(spoken) - closing_length(spoken, chat)])
+
+
+def closing_length(spoken: Sequence[int], chat: ChatModel) -> int:
+    """How many ids at the end of what was said, without the stop, are the begin of the template's close of a turn."""
     close = chat.bridger.closes.of_turn
-    written = next((n for n in range(len(close), 0, -1) if list(spoken[-n:]) == close[:n]), 0)
-    return chat.tokenizer.decode(spoken[: len(spoken) - written])
-
-
-def cut_in_reasoning(turn: Turn, text: str, chat: ChatModel) -> bool:
-    """Whether the turn was cut inside its reasoning; `text` is what it said from the beginning of its message on."""
-    return chat.closing_stop(turn) is None and chat.parser.ends_in_thought(text)
-
-
-def triggers(text: str, ids: Sequence[int], chat: ChatModel) -> frozenset[int] | None:
-    """Where `text`, which begins with what `ids` say, has the control token that announces calls.
-
-    None where the vocabulary has none of it, so that only the text tells. Where the model spelt its name with letters
-    it speaks of it.
-    """
-    if chat.trigger_id is None:
-        return None
-    name = chat.tokenizer.decode([chat.trigger_id])
-    found = [match.start() for match in re.finditer(re.escape(name), text)]
-    sampled = [index for index, token_id in enumerate(ids) if token_id == chat.trigger_id]
-    if len(found) == len(sampled):
-        return frozenset(found)
-    # The text of a prefix may end inside a character, so the nearest place is meant.
-    ends = [len(chat.tokenizer.decode(ids[: index + 1])) - len(name) for index in sampled]
-    return frozenset(min(found, key=lambda at: abs(at - end)) for end in ends if found)
+    return next((n for n in range(len(close), 0, -1) if list(spoken[-n:]) == close[:n]), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +40,8 @@ class ParsedTurn:
     """The reasoning of the turn, or ""."""
     tool_calls: list[ToolCall]
     """Its calls, in order; one that did not parse has `error` set."""
+    ends_in_thought: bool = False
+    """Whether the text ends before its reasoning does."""
 
     @classmethod
     def of(
@@ -75,12 +58,21 @@ class ParsedTurn:
 
         Its calls are numbered from `before` on, how many its conversation had before.
         """
-        # Whoever was made to call spelt the mark with letters because the grammar lets it.
-        announced = triggers(text, ids, chat) if tools and tool_choice == "auto" else None
-        parsed = chat.parser.parse(text, tools, tool_choice, before=before, triggers=announced, ids=ids)
+        stopped = bool(ids) and ids[-1] in chat.stop_ids
+        spelling = Spelling(text, ids[: len(ids) - stopped], chat.parser.telling_tokens, chat.tokenizer.decode)
+        parsed = chat.parser.parse(spelling.text, tools, tool_choice, before=before, ids=ids)
         names = {tool.name for tool in tools}
-        calls = [call if call.name in names else _without_control_text(call, chat) for call in parsed.calls]
-        return cls(parsed.content, parsed.reasoning, calls)
+        calls = [checked_call(call, spelling, names, chat) for call in parsed.calls]
+        return cls(
+            spelling.healed(parsed.content),
+            spelling.healed(parsed.reasoning),
+            calls,
+            chat.parser.ends_in_thought(spelling.text),
+        )
+
+    def cut_in_reasoning(self, turn: Turn, chat: ChatModel) -> bool:
+        """Whether the turn, which said this, was cut inside its reasoning."""
+        return self.ends_in_thought and chat.closing_stop(turn) is None
 
     def as_message(self) -> Message:
         """The assistant message. A call that did not parse is none: templates drop or refuse what would answer it."""
@@ -93,9 +85,14 @@ class ParsedTurn:
         return message
 
 
-def _without_control_text(call: ToolCall, chat: ChatModel) -> ToolCall:
-    """The call, or an error where the name that the model made up would become control ids behind its turn."""
-    ids = chat.tokenizer.encode(call.name)
-    if call.error is not None or chat.tokenizer.control_ids.isdisjoint(ids):
+def checked_call(
+    call: ToolCall, spelling: Spelling | StreamedSpelling, names: Collection[str], chat: ChatModel
+) -> ToolCall:
+    """The call as it was said; one with an error where the name that the model made up would become control ids."""
+    arguments = spelling.healed(call.arguments)
+    call = ToolCall(call.id, spelling.healed(call.name), arguments, error=spelling.healed_error(call.error))
+    if call.error is not None or call.name in names:
+        return call
+    if chat.tokenizer.control_ids.isdisjoint(chat.tokenizer.encode(call.name)):
         return call
     return ToolCall(call.id, "", error="its name holds control text")

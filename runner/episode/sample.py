@@ -11,6 +11,7 @@ import anyio
 
 from runner.concurrency.clocks import Clock, Waiting, WhileSampling
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, FinishReason, GenerationRequest
+from runner.episode.turn_events import TurnListener
 from runner.errors import EngineError, EngineStalled
 from runner.options import Sampling
 from runner.tokens.decode import IncrementalDecoder
@@ -49,6 +50,8 @@ class Sample:
     """The engine's failure, if it failed."""
     timings: Timings = field(default_factory=Timings)
     """How long it was queued, and how long its first id and the others took."""
+    listener: TurnListener | None = None
+    """Who hears what is sampled while it is."""
 
     def begin(self, ids: Sequence[int], source: Source) -> None:
         self.log.append_prompt(ids, source)
@@ -60,6 +63,8 @@ class Sample:
         if delta.top is not None:
             self.log.append_top(self.start, delta.top)
         self.end = len(self.log)
+        if self.listener is not None:
+            self.listener.hear(delta.token_ids)
 
     def fail(self, error: EngineError) -> None:
         self.error = error
@@ -71,6 +76,8 @@ class Sample:
         self.log.cut(self.start)
         self.end = self.start
         self.finish, self.stop, self.error = FinishReason.ABORT, None, None
+        if self.listener is not None:
+            self.listener.restart()
 
     def stopped(self, stops: StopStrings, delta: Delta, kept: int) -> None:
         """Keep the ids of `delta` up to the one that completed a stop string."""

@@ -14,10 +14,11 @@ from runner.concurrency.threads import Job
 from runner.engines.base import FinishReason, GenerationRequest, vocabulary_size
 from runner.episode.key import MAIN
 from runner.episode.limits import Ending
-from runner.episode.parsed_turn import ParsedTurn, cut_in_reasoning, text_of
+from runner.episode.parsed_turn import ParsedTurn, text_of
 from runner.episode.prompting import PreparedPrompt, next_prompt
 from runner.episode.sample import Sample, sample
 from runner.episode.state import ConversationState
+from runner.episode.turn_events import TurnEvent, TurnListener
 from runner.errors import BadOption, EngineError, RequestRejected
 from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice
 from runner.seeds import derive_seed
@@ -27,22 +28,28 @@ __all__ = ["take_turn"]
 
 
 async def take_turn(
-    state: ConversationState, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None
+    state: ConversationState,
+    sampling: Sampling | None = None,
+    tool_choice: ToolChoice | None = None,
+    *,
+    tell: Callable[[TurnEvent], None] | None = None,
 ) -> Turn:
-    """Let the agent of a conversation speak once."""
+    """Let the agent of a conversation speak once, and `tell` what it says while it does."""
     limits = state.play.limits
     await limits.admit(state.name, trained=state.train)
     prompt = await next_prompt(state)
     _refuse_too_long(state, prompt)
-    request = _request(state, prompt, sampling, tool_choice)
+    request = _request(state, prompt, sampling, tool_choice, heard=tell is not None)
     sampled, turn = Sample(prompt.segment.log), None
+    if tell is not None:
+        sampled.listener = _listener(state, prompt, request, tell)
     try:
         await _sampling(state, prompt, request, sampled)
     finally:
         # Cancelled or failed, what the model saw and said is kept all the same: the engine had it from admission on.
         if sampled.admitted:
             turn = _record(state, prompt, request, sampled)
-            await _parse(state, prompt, turn, sampled.text)
+            await _parse(state, prompt, turn, sampled)
             limits.count(turn, trained=state.train)
     if sampled.error is not None:
         _end_by(state, sampled.error)
@@ -80,7 +87,12 @@ class _Request:
 
 
 def _request(
-    state: ConversationState, prompt: PreparedPrompt, sampling: Sampling | None, tool_choice: ToolChoice | None
+    state: ConversationState,
+    prompt: PreparedPrompt,
+    sampling: Sampling | None,
+    tool_choice: ToolChoice | None,
+    *,
+    heard: bool,
 ) -> _Request:
     play, chat, number = state.play, state.chat, len(state.turns)
     own = state.sampling()
@@ -101,7 +113,7 @@ def _request(
         session=state.session,
         constraint=_constraint(state, settings, choice),
         # We look for stop strings in the deltas as they come, and what was sampled past one is thrown away.
-        acts_on_deltas=bool(settings.stop),
+        acts_on_deltas=heard or bool(settings.stop),
     )
     return _Request(generation, _unconstrained(settings), choice, ceiling)
 
@@ -204,12 +216,22 @@ def _record(state: ConversationState, prompt: PreparedPrompt, request: _Request,
     return turn
 
 
-async def _parse(state: ConversationState, prompt: PreparedPrompt, turn: Turn, text: str | None) -> None:
-    """Fill in what the sampled ids say, as text, reasoning and calls, and add it to the messages.
+def _listener(
+    state: ConversationState, prompt: PreparedPrompt, request: _Request, tell: Callable[[TurnEvent], None]
+) -> TurnListener:
+    listener = TurnListener(state.chat, state.tools, request.tool_choice, tell)
+    log, continued = prompt.segment.log, prompt.continued
+    listener.begin(
+        log.ids[state.message_start :] if continued else (),
+        calls_before=state.calls_before_message if continued else state.calls,
+        longest_stop=max(map(len, request.sampling.stop), default=0),
+    )
+    return listener
 
-    Where a stop string was found, `text` is what stands before it; None reads the ids.
-    """
-    chat, ids, messages = state.chat, turn.log.ids, prompt.segment.messages
+
+async def _parse(state: ConversationState, prompt: PreparedPrompt, turn: Turn, sampled: Sample) -> None:
+    """Fill in what the sampled ids say, as text, reasoning and calls, and add it to the messages."""
+    chat, ids, messages, text = state.chat, turn.log.ids, prompt.segment.messages, sampled.text
     if prompt.continued:
         # A call may be cut in two, so the message is read again from its first turn on.
         messages.pop()
@@ -218,14 +240,16 @@ async def _parse(state: ConversationState, prompt: PreparedPrompt, turn: Turn, t
     else:
         state.message_start, state.calls_before_message = turn.start, state.calls
     spoken = ids[state.message_start : turn.end]
+    stopped = turn.finish is FinishReason.STOP and isinstance(turn.stop, int)
+    if sampled.listener is not None:
+        sampled.listener.finish(stopped=stopped, text=text)
     if text is None:
-        stopped = turn.finish is FinishReason.STOP and isinstance(turn.stop, int)
         text = text_of(spoken, chat, stopped=stopped)
     before = state.calls_before_message
     read = partial(ParsedTurn.of, text, spoken, chat, state.tools, before=before, tool_choice=turn.tool_choice)
     said = read() if chat.parser.named is None else await _in_thread(state, read)
     turn.text, turn.reasoning, turn.tool_calls = said.text, said.reasoning, said.tool_calls
-    turn.thinking = cut_in_reasoning(turn, text, chat)
+    turn.thinking = said.cut_in_reasoning(turn, chat)
     state.calls = before + len(said.tool_calls)
     messages.append(said.as_message())
 

@@ -15,6 +15,7 @@ class ReasoningPiece:
     """The thought goes on."""
 
     text: str
+    """What comes next of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class ContentPiece:
     """The content goes on."""
 
     text: str
+    """What comes next of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,10 @@ class TurnEvents:
     not count.
     """
 
-    def __init__(self, *, stripped: bool = False) -> None:
-        """Nothing was said yet; the content is `stripped` also where it stands alone."""
+    def __init__(self, *, stripped: bool = False, calls: bool = True) -> None:
+        """Nothing was said yet; content is `stripped` also where it stands alone, and without `calls` none counts."""
         self._stripped = stripped
+        self._counts_calls = calls
         self._events: list[Event] = []
         self._thought: list[str] = []
         self._content: list[str] = []
@@ -101,8 +104,9 @@ class TurnEvents:
     def call(self, call: ReadCall) -> None:
         """A call was read."""
         self.end_part()
-        self._calls.append(call)
-        self._events.append(FinishedCall(call))
+        if self._counts_calls:
+            self._calls.append(call)
+            self._events.append(FinishedCall(call))
 
     def finish(self) -> None:
         """The turn has ended; where it has no call, the white space behind its content is part of that."""

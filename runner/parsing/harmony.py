@@ -72,13 +72,13 @@ def learn_harmony(renderer: Renderer) -> CallFormat | None:
     return None
 
 
-def read_harmony(text: str) -> TurnReading:
-    """What a turn's text says, from behind the prompt's `<|start|>assistant` on.
+def read_harmony(text: str, *, calls: bool = True) -> TurnReading:
+    """What a turn's text says, from behind the prompt's `<|start|>assistant` on; without `calls` no message is one.
 
     The thought is what stands in the channel "analysis", a call what has a recipient, the content all else. A message
     of another role than the assistant's is nothing that was said.
     """
-    stream = HarmonyStream()
+    stream = HarmonyStream(calls=calls)
     stream.feed(text)
     stream.finish()
     return stream.reading
@@ -109,9 +109,9 @@ class HarmonyStream:
     and a line break between two messages; joined, the pieces are those of `reading`.
     """
 
-    def __init__(self) -> None:
-        """Begin a turn."""
-        self._told = TurnEvents(stripped=True)
+    def __init__(self, *, calls: bool = True) -> None:
+        """Begin a turn, in which with `calls` something may be called."""
+        self._told = TurnEvents(stripped=True, calls=calls)
         self._state: Callable[[str], str] = self._before
         self._held = ""
         self._role = False  # the next message says whose it is; of the first the prompt did

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+
+import orjson
 
 from runner.errors import BadOption
 from runner.messages import ToolCall
@@ -15,16 +17,17 @@ from runner.options import Constraint, ToolChoice
 from runner.parsing.enforcing import constraint, harmony_constraint
 from runner.parsing.events import TurnReading
 from runner.parsing.foreign import NamedReader
-from runner.parsing.harmony import read_harmony
+from runner.parsing.harmony import HarmonyStream, read_harmony
 from runner.parsing.reading import ReadCall, Schemas
 from runner.parsing.responses import ResponseReader
+from runner.parsing.streaming import TurnStream
 from runner.parsing.thoughts import USUAL, ends_in_thought, split_thought
-from runner.parsing.turn_format import ReasoningFormat, TurnFormat
+from runner.parsing.turn_format import CallFormat, IdStyle, ReasoningFormat, TurnFormat
 from runner.parsing.turns import TurnReader
 from runner.parsing.writing import WrittenCall, id_for, write_calls
 from runner.tools.tool import Tool
 
-__all__ = ["ParsedText", "TurnParser"]
+__all__ = ["CallNumbers", "ParsedText", "TurnParser"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,6 @@ class TurnParser:
         tool_choice: ToolChoice = "auto",
         *,
         before: int = 0,
-        triggers: Collection[int] | None = None,
         ids: Sequence[int] = (),
     ) -> ParsedText:
         """The thought, the content and the calls of `text`.
@@ -82,30 +84,45 @@ class TurnParser:
             tools: what may be called. With none of them, or a `tool_choice` of "none", nothing is a call.
             tool_choice: what the turn was allowed to do.
             before: how many calls the conversation had before; a call without an id of its own is numbered from there.
-            triggers: where in `text` calls are announced by a control token; None where only the text tells.
             ids: the ids that say `text`, and may go on behind it, for a named format.
         """
-        callable_tools = tools if tool_choice != "none" else ()
-        # A call that was made to be is in the format that it was made by.
-        if self.named is not None and callable_tools and (tool_choice == "auto" or self.format.calls is None):
-            reading = self.read_named(text, _schemas(callable_tools), ids)
+        called = tools if tool_choice != "none" else ()
+        if self.named is not None and self._by_name(called, tool_choice):
+            reading = self.read_named(text, _schemas(called), ids)
         else:
-            reading = self._read(text, callable_tools, triggers)
-        taken: set[str] = set()
-        # Only an escape can make half of a surrogate pair: what is decoded from ids has whole characters.
-        read = map(_writable, reading.calls) if "\\" in text else reading.calls
-        calls = [self._numbered(call, before + index, taken) for index, call in enumerate(read)]
-        return ParsedText(reading.content, reading.reasoning, calls)
+            reading = self._read(text, called)
+        number = CallNumbers(self.format, before)
+        return ParsedText(reading.content, reading.reasoning, [number(call) for call in reading.calls])
 
-    def _read(self, text: str, tools: Sequence[Tool], triggers: Collection[int] | None) -> TurnReading:
+    def stream(self, tools: Sequence[Tool], tool_choice: ToolChoice = "auto") -> TurnStream | HarmonyStream:
+        """What reads a turn while it is sampled, to the same end as `parse`; its calls have no numbers yet.
+
+        Raises:
+            BadOption: calls are read in a way that takes whole turns.
+        """
+        called = tools if tool_choice != "none" else ()
+        if called and (self._by_name(called, tool_choice) or self.format.response is not None):
+            raise BadOption(
+                f"conversation.stream(): calls are read by {self._reads_by}, once the turn is whole: give "
+                "generate(), or a template whose calls can be learnt and no tool format; or stream(tool_choice='none')."
+            )
         if self.format.harmony:
-            reading = read_harmony(text)
-            return reading if tools else replace(reading, calls=[])
+            return HarmonyStream(calls=bool(called))
+        reader = self._reader if called else self._without_calls
+        return TurnStream(reader, _schemas(called))
+
+    def _by_name(self, called: Sequence[Tool], tool_choice: ToolChoice) -> bool:
+        """Whether calls are read in the format that the user named; a required one is in that which was learnt."""
+        return self.named is not None and bool(called) and (tool_choice == "auto" or self.format.calls is None)
+
+    def _read(self, text: str, tools: Sequence[Tool]) -> TurnReading:
+        if self.format.harmony:
+            return read_harmony(text, calls=bool(tools))
         if not tools:
             return self._without_calls.read(text)
         if self._response is not None:
             return self._response.read(text, _schemas(tools))
-        return self._reader.read(text, _schemas(tools), triggers=triggers)
+        return self._reader.read(text, _schemas(tools))
 
     def read_named(self, text: str, schemas: Schemas, ids: Sequence[int]) -> TurnReading:
         """What a turn says in the format that the user named; its thought is found as in any."""
@@ -165,12 +182,31 @@ class TurnParser:
             fix = "no tool format, since the template's own can be enforced" if self.format.calls else fix
         if not self.reads_calls:
             return f"{what}: the chat template writes calls in a form that cannot be read: give {fix}."
-        by = self.named.name if self.named is not None else "the model's response_template"
+        by = self._reads_by
         return f"{what}: calls are read by {by}, which tells nothing of how to write them: {leave}, or give {fix}."
+
+    @property
+    def _reads_by(self) -> str:
+        return self.named.name if self.named is not None else "the model's response_template"
 
     @cached_property
     def _response(self) -> ResponseReader | None:
         return None if self.format.response is None else ResponseReader(self.format.response)
+
+    @cached_property
+    def telling_tokens(self) -> Mapping[str, int]:
+        """The control tokens that tell a thought and calls from the rest; inside a call its text decides.
+
+        None of them where the user named a format, whose reader sees the ids itself.
+        """
+        if self.named is not None:
+            return {}
+        if self.format.harmony:
+            return self.control_tokens
+        trigger = self.format.calls.trigger if self.format.calls else ""
+        opens = self._response.opens if self._response is not None else ()
+        marks = (trigger, self.reasoning.open, self.reasoning.close, *opens)
+        return {name: each for name, each in self.control_tokens.items() if any(name in mark for mark in marks)}
 
     @cached_property
     def _reader(self) -> TurnReader:
@@ -180,15 +216,32 @@ class TurnParser:
     def _without_calls(self) -> TurnReader:
         return TurnReader(replace(self.format, calls=None))
 
-    def _numbered(self, call: ReadCall, number: int, taken: set[str]) -> ToolCall:
-        """The call with the id that the model gave it, where it gave one, since results quote it."""
-        form = self.format.calls
+
+class CallNumbers:
+    """Gives the calls of one turn their ids, in order: the model's own where it gave one, since results quote it."""
+
+    def __init__(self, form: TurnFormat, before: int) -> None:
+        """In a conversation that had as many calls `before`."""
+        self._form: CallFormat | None = form.calls
+        self._ids: IdStyle = form.ids if form.calls is None else form.calls.ids
+        self._number = before
+        self._taken: set[str] = set()
+
+    def __call__(self, call: ReadCall) -> ToolCall:
+        """The next call of the turn."""
+        call = _writable(call)
         # It stands in later prompts as the template's own text does, so control text in it would be control ids.
-        ids = self.format.ids if form is None else form.ids
-        own = call.id if call.id and re.fullmatch(ids.pattern, call.id) and call.id not in taken else None
-        call_id = own or (ids.format(number=number) if form is None else id_for(form, call.name, number))
-        taken.add(call_id)
+        plain = call.id is not None and re.fullmatch(self._ids.pattern, call.id)
+        own = call.id if plain and call.id not in self._taken else None
+        call_id = own or self._made(call.name)
+        self._taken.add(call_id)
+        self._number += 1
         return ToolCall(call_id, call.name, call.arguments, error=call.error)
+
+    def _made(self, name: str) -> str:
+        if self._form is None:
+            return self._ids.format(number=self._number)
+        return id_for(self._form, name, self._number)
 
 
 def _schemas(tools: Sequence[Tool]) -> Schemas:
@@ -203,6 +256,14 @@ def _writable(call: ReadCall) -> ReadCall:
 
 
 def _is_text(value: Any) -> bool:
+    try:
+        orjson.dumps(value)
+    except TypeError:  # it has no larger integers than 64 bits either
+        return _is_text_however_large(value)
+    return True
+
+
+def _is_text_however_large(value: Any) -> bool:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

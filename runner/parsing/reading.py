@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -72,38 +72,29 @@ class CallReader:
         """What it looks for."""
         return CallPatterns(self.format)
 
-    def read(self, text: str, schemas: Schemas | None = None, *, triggers: Collection[int] | None = None) -> Reading:
+    def read(self, text: str, schemas: Schemas | None = None) -> Reading:
         """The calls in `text` and the content beside them; without a trigger nothing is a call.
 
         Args:
             text: what the model said, without its thought.
             schemas: the tools that may be called; None where they are not known.
-            triggers: where the trigger counts as one, for vocabularies that have it as one token; None for everywhere.
         """
-        parts = list(self.parts(text, schemas, triggers=triggers))
+        parts = list(self.parts(text, schemas))
         calls = [part for part in parts if isinstance(part, ReadCall)]
         if not calls:
             return Reading(text, [])
         content = [part.strip() for part in parts if isinstance(part, str)]
         return Reading("\n".join(filter(None, content)), calls)
 
-    def parts(
-        self,
-        text: str,
-        schemas: Schemas | None = None,
-        *,
-        triggers: Collection[int] | None = None,
-        begun: bool = False,
-    ) -> Iterator[str | ReadCall]:
+    def parts(self, text: str, schemas: Schemas | None = None, *, begun: bool = False) -> Iterator[str | ReadCall]:
         """The same in the order of the text: each call, and what stands in front of, between and behind them.
 
         Args:
             text: what the model said, without its thought.
             schemas: the tools that may be called; None where they are not known.
-            triggers: where the trigger counts as one; None for everywhere.
             begun: the text goes on behind a call and what stands between it and the next.
         """
-        return self._triggered(text, schemas, triggers, begun) if self.format.trigger else self._bare(text, schemas)
+        return self._triggered(text, schemas, begun) if self.format.trigger else self._bare(text, schemas)
 
     def decided(self, text: str, schemas: Schemas | None = None, *, begun: bool = False) -> Decided:
         """What is sure of the calls at the start of a text that may go on: they are the same however it does.
@@ -126,23 +117,14 @@ class CallReader:
 
     # --- where calls begin
 
-    def _triggered(
-        self, text: str, schemas: Schemas | None, triggers: Collection[int] | None, begun: bool
-    ) -> Iterator[str | ReadCall]:
+    def _triggered(self, text: str, schemas: Schemas | None, begun: bool) -> Iterator[str | ReadCall]:
         at = 0
         if begun:
             at = yield from self._section(text, 0, schemas, begun=True)
-        while (start := self._next_trigger(text, at, triggers)) >= 0:
+        while (start := text.find(self.format.trigger, at)) >= 0:
             yield text[at:start]
             at = yield from self._section(text, self._last_of_several(text, start), schemas)
         yield text[at:]
-
-    def _next_trigger(self, text: str, at: int, triggers: Collection[int] | None) -> int:
-        """Where calls are announced next, or -1."""
-        start = text.find(self.format.trigger, at)
-        while triggers is not None and start >= 0 and start not in triggers:
-            start = text.find(self.format.trigger, start + 1)
-        return start
 
     def _last_of_several(self, text: str, start: int) -> int:
         """The last of triggers that follow each other: models say one twice."""
@@ -282,13 +264,14 @@ class CallReader:
         """Where the text goes on behind the last call, which ends at `at`."""
         if not whole and self.patterns.close_may_go_on:
             raise Undecided
-        closed = self.patterns.close.match(text, at) or (self._unclosed(text, at) if whole else None)
-        if closed is None:
+        closed = self.patterns.close.match(text, at)
+        end = closed.end() if closed is not None else self._unclosed(text, at) if whole else None
+        if end is None:
             raise _Malformed(f"{self.format.close.strip()!r} is missing behind it", at, call.name)
-        return closed.end()
+        return end
 
-    def _unclosed(self, text: str, at: int) -> re.Match[str] | None:
-        """The end of the last call of a section that was left open, where the turn ends or a new section begins."""
+    def _unclosed(self, text: str, at: int) -> int | None:
+        """Where a section was left behind its last call: at the end, in the midst of its close, or at a new one."""
         # Without a mark of its own, what is cut short is no call that is whole.
         if not self.format.trigger or not self.format.post.strip():
             return None
@@ -296,7 +279,10 @@ class CallReader:
         if post is None:
             return None
         behind = behind_space(text, post.end())
-        return post if behind == len(text) or text.startswith(self.format.trigger, behind) else None
+        if behind == len(text) or text.startswith(self.format.trigger, behind):
+            return post.end()
+        missing = self.format.close.strip()[len(self.format.post.strip()) :].lstrip()
+        return len(text) if missing.startswith(text[behind:].rstrip()) else None
 
     def _one(self, text: str, at: int, schemas: Schemas | None, whole: bool) -> tuple[ReadCall, int]:
         if self.format.container is not None:

@@ -63,6 +63,13 @@ class ResponseReader:
             calls = [*calls[: len(calls) - len(cut)], ReadCall(name, error=f"{self._close} is missing behind it")]
         return _reading(message, calls)
 
+    @cached_property
+    def opens(self) -> tuple[str, ...]:
+        """What may open a part of a turn, as the template has it; some are regular expressions."""
+        fields = [each for each in self.format.template.get("fields", {}).values() if isinstance(each, Mapping)]
+        given = [each[key] for each in fields for key in ("open", "open_pattern") if key in each]
+        return tuple(text for each in given for text in (each if isinstance(each, list) else [each]))
+
     def ends_closed(self, text: str) -> bool:
         """Whether the close of a call stands at the end of a turn, or calls have none."""
         field = self._loaded[1].fields.get(CALLS)

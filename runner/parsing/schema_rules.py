@@ -24,7 +24,7 @@ LONGEST_RANGE: Final = 256
 LONGEST_REPEAT: Final = 4096
 """Bounds on lengths above this are left to the check: a repetition is paid for in the compiled grammar."""
 
-DEEPEST_INDENTED: Final = 10
+DEEPEST_INDENTED: Final = 8
 """Where values are indented, every depth needs rules of its own; below this one objects and lists are empty."""
 
 MOST_REFERENCES: Final = 50

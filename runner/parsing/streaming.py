@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 from runner.parsing.events import Event, TurnEvents, TurnReading
@@ -43,26 +43,14 @@ class TurnStream:
         self._unsaid: list[str] = []  # a thought, if its close comes
         self._section: _Section | None = None
         self._last = ""  # the sign that was told last
-        self._fed = 0
-        self._triggers: set[int] | None = None  # counted from the begin of the turn
 
     @property
     def reading(self) -> TurnReading:
         """What was said so far; behind `finish()` it is what `TurnReader.read` gives for the whole text."""
         return self._told.reading
 
-    def feed(self, text: str, triggers: Iterable[int] | None = None) -> list[Event]:
-        """What is sure now that `text` has come.
-
-        Args:
-            text: what the model said next.
-            triggers: where in it the trigger counts as one, for vocabularies that have it as one token, which comes in
-                one piece; None for everywhere, and if so with every piece.
-        """
-        if triggers is not None:
-            self._triggers = self._triggers or set()
-            self._triggers.update(self._fed + at for at in triggers)
-        self._fed += len(text)
+    def feed(self, text: str) -> list[Event]:
+        """What is sure now that `text` has come."""
         while text:
             text = self._state(text)
         return self._told.take()
@@ -146,18 +134,12 @@ class TurnStream:
         text = self._taken(text)
         trigger = self._reader.trigger
         at = text.find(trigger) if trigger else -1
-        while at >= 0 and not self._is_trigger(text, at):
-            at = text.find(trigger, at + 1)
         if at < 0:
             self._hold(text, trigger, self._told.say)
             return ""
         self._told.say(text[:at])
         self._begin_calls()
         return text[at:]
-
-    def _is_trigger(self, text: str, at: int) -> bool:
-        # What a state is given is the end of what has come.
-        return self._triggers is None or self._fed - len(text) + at in self._triggers
 
     def _lines(self, text: str) -> str:
         """In content, where the calls have no mark of their own."""
@@ -178,15 +160,11 @@ class TurnStream:
         self._section = _Section(self._reader.calls, self._schemas, in_line=in_line)
         self._state = self._calls
 
-    def _triggers_in(self, length: int) -> set[int] | None:
-        """Where the trigger counts as one in the last `length` signs."""
-        return None if self._triggers is None else {at - self._fed + length for at in self._triggers}
-
     def _calls(self, text: str) -> str:
         assert self._section is not None
         if self._ended:
             self._section.keep(text)
-            self._section.finish(self._told, self._triggers_in)
+            self._section.finish(self._told)
             self._state = self._content
             return ""
         rest = self._section.feed(text, self._told)
@@ -241,10 +219,10 @@ class _Section:
                 return behind + text
         return None
 
-    def finish(self, told: TurnEvents, triggers: Callable[[int], set[int] | None]) -> None:
-        """Tell all that is left; `triggers` says where in so long an end of the turn they are."""
+    def finish(self, told: TurnEvents) -> None:
+        """Tell all that is left."""
         text = self._before + "".join(self._parts)
-        for part in self._reader.parts(text, self._schemas, triggers=triggers(len(text)), begun=self._begun):
+        for part in self._reader.parts(text, self._schemas, begun=self._begun):
             if isinstance(part, ReadCall):
                 told.call(part)
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,22 +19,19 @@ class TurnReader:
 
     format: TurnFormat
 
-    def read(self, text: str, schemas: Schemas | None = None, *, triggers: Iterable[int] | None = None) -> TurnReading:
+    def read(self, text: str, schemas: Schemas | None = None) -> TurnReading:
         """What a turn's text says.
 
         Args:
             text: what the model said.
             schemas: the tools that may be called; None where they are not known.
-            triggers: where the trigger counts as one, for vocabularies that have it as one token; None for everywhere.
         """
         reasoning, content = split_thought(text, self.reasoning)
         if self.content_open:
             content = content.lstrip().removeprefix(self.content_open)
         if self.calls is None:
             return TurnReading(reasoning, content, [])
-        cut = len(text) - len(content)  # in front of the content
-        inside = None if triggers is None else {at - cut for at in triggers}
-        reading = self.calls.read(content, schemas, triggers=inside)
+        reading = self.calls.read(content, schemas)
         return TurnReading(reasoning, reading.content, reading.calls)
 
     @cached_property

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from runner.engines.base import Engine, FinishReason
 from runner.episode.model import ChatModel
-from runner.episode.parsed_turn import ParsedTurn, cut_in_reasoning, text_of
+from runner.episode.parsed_turn import ParsedTurn, text_of
 from runner.episode.prompting import RETRY, followed_junction, forked_junction
 from runner.episode.sample import StopStrings
 from runner.messages import Message, as_messages
@@ -264,13 +264,13 @@ class _Check:
 
     def _check_view(self, segment: Segment, spoken: Spoken) -> ParsedTurn:
         turn, chat = spoken.turn, self._chat
-        thinking = cut_in_reasoning(turn, spoken.text, chat)
-        if thinking != turn.thinking:
-            cut = "was" if thinking else "was not"
-            self._compare.differ(Kind.TURN, f"it {cut} cut inside its reasoning", index=spoken.begin)
         tools = _as_tools(segment)
         ids = turn.log.ids[spoken.begin : turn.end]
         view = ParsedTurn.of(spoken.text, ids, chat, tools, before=self._calls, tool_choice=turn.tool_choice)
+        thinking = view.cut_in_reasoning(turn, chat)
+        if thinking != turn.thinking:
+            cut = "was" if thinking else "was not"
+            self._compare.differ(Kind.TURN, f"it {cut} cut inside its reasoning", index=spoken.begin)
         stored = _parts(ParsedTurn(turn.text, turn.reasoning, turn.tool_calls))
         for name, derived in _parts(view).items():
             self._compare.text(Kind.TURN, f"its {name}", stored[name], derived, spoken)

@@ -114,9 +114,7 @@ def ending_thoughts(parser: TurnParser, engine: VllmEngine) -> Sampling:
 async def test_required_calls_of_a_family_are_read_without_an_error(name: str, engine: VllmEngine) -> None:
     template = template_of(name)
     parser = TurnParser(learnt_turn(template.renderer()).format)
-    # In a history gpt-oss ends all messages alike, and no turn.
-    names = ("<|return|>", "<|call|>") if parser.format.harmony else ends(template.renderer())
-    stops = [engine.tokenizer.token_id(name) for name in names]
+    stops = [engine.tokenizer.token_id(stop) for stop in ends(template.renderer())]
     # A grammar that is fulfilled leaves the vocabulary's own EOS, which is no token of most of these templates.
     known = [stop for stop in (*stops, engine.tokenizer.eos_id) if stop is not None]
     engine.template, engine.stop_ids = template, tuple(dict.fromkeys(known))

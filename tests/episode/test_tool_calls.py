@@ -315,8 +315,8 @@ async def test_whatever_a_tool_does_wrong_the_error_names_it_and_its_line(name: 
 SPELT = [ord(sign) for sign in '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>']
 
 
-@pytest.mark.parametrize(("choice", "calls"), [("auto", 0), ("required", 1), ("add", 1)])
-async def test_a_mark_that_is_spelt_with_letters_is_prose_unless_a_call_was_required(choice: str, calls: int) -> None:
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_a_mark_that_is_spelt_with_letters_is_prose(choice: str) -> None:
     class Choosing(Plain):
         @tool
         def add(self, a: int, b: int) -> int:
@@ -325,7 +325,7 @@ async def test_a_mark_that_is_spelt_with_letters_is_prose_unless_a_call_was_requ
 
         async def rollout(self, conversation: Conversation) -> None:
             turn = await conversation.generate(tool_choice=choice)
-            assert len(turn.tool_calls) == calls
+            assert (turn.tool_calls, turn.text) == ([], bytes(SPELT).decode())
 
     tokenizer = ByteTokenizer(added_tokens=["<tool_call>", "</tool_call>"])
     engine = ScriptedEngine(Reply(ids=SPELT), template="hermes", tokenizer=tokenizer)

@@ -117,6 +117,8 @@ def first_control(text: str | None, behind: str) -> str:
 
 def ends(renderer: Renderer) -> tuple[str, str]:
     """What ends an answer, and what ends a turn with calls."""
+    if learnt_turn(renderer).format.harmony:  # in a history it ends all messages alike, and no turn
+        return "<|return|>", "<|call|>"
     question, again = {"role": "user", "content": "?"}, {"role": "user", "content": "And?"}
     said = {"role": "assistant", "content": "zqanswerz"}
     answer = renderer.render([question, said, again], generation_prompt=False)

@@ -14,7 +14,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from runner import BadOption, BadTemplate, ConfigurationChanged, Run, RunFile, ScriptedEngine, tool
+from runner import (
+    BadOption,
+    BadTemplate,
+    ConfigurationChanged,
+    Conversation,
+    Outcome,
+    ReasoningPiece,
+    Run,
+    RunFile,
+    ScriptedEngine,
+    tool,
+)
 from runner.cli.app import app
 from runner.models import ResolvedModel, chat_template
 from runner.parsing.learning.asking import FormatProperty
@@ -26,6 +37,7 @@ from runner.parsing.responses import ResponseReader
 from runner.parsing.traits import CallTrait
 from runner.parsing.turn_format import ResponseFormat
 from runner.testing import Reply, assert_exact, call
+from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate
 from tests.parsing.response_templates import HERMES, READS_IT, changed, said, unlearnable, vocabulary
 from tests.parsing.test_family_episodes import Library
@@ -259,6 +271,42 @@ async def test_what_would_have_to_be_written_is_refused_before_anything_is_sampl
         async with Run(environment, playing):
             pass
     assert playing.calls == []
+
+
+async def test_a_turn_that_is_heard_while_it_is_sampled_is_refused_with_the_fix() -> None:
+    class Hears(Library):
+        async def rollout(self, conversation: Conversation) -> None:
+            async with conversation.stream(tool_choice="none") as stream:
+                said = [event async for event in stream]
+            assert "".join(each.text for each in said if isinstance(each, ReasoningPiece)) == "Hm."
+            conversation.add("Go on.")
+            async with conversation.stream() as stream:
+                _ = [event async for event in stream]
+
+    async with Run(Hears, engine()) as run:
+        (trajectory,) = [each async for each in run]
+    assert trajectory.outcome is Outcome.ENV_ERROR
+    assert "conversation.stream(): calls are read by the model's response_template" in (trajectory.error or "")
+    assert len(trajectory.turns) == 1
+
+
+async def test_a_mark_that_the_model_spells_with_letters_is_prose() -> None:
+    tokenizer = ByteTokenizer(["<think>", "</think>"], added_tokens=["<tool_call>"])
+    text = f"Hm.</think>Write {said(json.dumps('x'), 2)}"
+    spelt = [each for char in text for each in tokenizer.encode(char)]
+    first_ids = (*tokenizer.encode("Hm.</think>"), *spelt[len("Hm.</think>") :])
+    replies: list[Any] = [Reply(ids=first_ids), "Hm.</think>Done."]
+
+    class Asks(Library):
+        async def rollout(self, conversation: Conversation) -> None:
+            await conversation.generate()
+            conversation.add("Do it.")
+            await conversation.generate()
+
+    async with Run(Asks, ScriptedEngine(replies, template=unlearnable(), tokenizer=tokenizer)) as run:
+        (trajectory,) = [each async for each in run]
+    first = trajectory.turns[0]
+    assert (first.text, first.tool_calls) == (text.removeprefix("Hm.</think>"), [])
 
 
 def test_a_scripted_model_is_told_to_write_such_calls_as_text() -> None:

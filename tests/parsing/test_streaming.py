@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -81,17 +80,12 @@ def assert_told_as_read(form: TurnFormat, turn: WrittenTurn, how: int, known: bo
     reader = TurnReader(form)
     text = spoilt(write_turn(form, turn), form, how, seed)
     schemas = schemas_of(turn) if known else None
-    starts = [found.start() for found in re.finditer(re.escape(reader.trigger), text)] if reader.trigger else []
-    # In every other turn some triggers are spelt, and no token.
-    triggers = set(starts[seed % 3 :: 2]) if seed % 4 < 2 else None
-    whole = reader.read(text, schemas, triggers=triggers)
+    whole = reader.read(text, schemas)
 
     stream = TurnStream(reader, schemas)
-    events, at = list[Event](), 0
+    events = list[Event]()
     for piece in pieces(text, seed):
-        inside = None if triggers is None else [place - at for place in triggers if at <= place < at + len(piece)]
-        events += stream.feed(piece, inside)
-        at += len(piece)
+        events += stream.feed(piece)
     events += stream.finish()
 
     assert stream.reading == whole
@@ -212,18 +206,6 @@ def test_a_call_is_told_when_its_close_comes() -> None:
     assert stream.feed("\nand") == [ContentPiece("\nand")]
     assert stream.finish() == []
     assert stream.reading.content == "so\nand"
-
-
-def test_a_trigger_that_is_spelt_is_content_where_it_is_one_token() -> None:
-    stream = stream_of()
-    assert stream.feed("the tag <tool_call> is", []) == [ContentPiece("the tag <tool_call> is")]
-    assert stream.feed(" so: ", []) == [ContentPiece(" so:")]
-    assert stream.feed("<tool_call>", [0]) == []
-    assert stream.feed('f{"a": 1}</tool_call>', []) == [FinishedCall(ReadCall("f", {"a": 1}))]
-    assert stream.feed("\n<tool_call>f{}</tool_call>", []) == [ContentPiece("\n<tool_call>f{}</tool_call>")]
-    assert stream.feed("<tool_call>", [0]) + stream.feed("f{} <tool_call>", []) == []
-    (call,) = calls_of(stream.finish())
-    assert call.error is not None
 
 
 def test_a_call_that_a_close_in_a_string_seems_to_end_goes_on() -> None:

@@ -24,6 +24,7 @@ from runner import (
     RunFile,
     Sampling,
     ScriptedEngine,
+    ToolCalled,
     Trajectory,
     VllmEngine,
     reward,
@@ -174,6 +175,23 @@ async def test_a_call_that_is_required_is_made_and_read_in_the_format_that_was_l
     constraint = trajectory.turns[0].constraint
     assert constraint is not None
     assert "tool_call" in constraint.value
+
+
+class Heard(Library):
+    async def rollout(self, conversation: Conversation) -> None:
+        async with conversation.stream(tool_choice="required") as stream:
+            assert [event async for event in stream] == [ToolCalled(stream.turn.tool_calls[0])]
+        conversation.add(*await conversation.call_tools(stream.turn))
+        async with conversation.stream() as stream:
+            _ = [event async for event in stream]
+
+
+async def test_a_turn_is_heard_while_it_is_sampled_only_in_the_format_that_was_learnt() -> None:
+    engine = ScriptedEngine([[call("look_up", query="x")], "Done."], template="hermes")
+    async with Run(Heard, engine, tool_format="vllm:qwen3_coder") as run:
+        (trajectory,) = [each async for each in run]
+    assert "conversation.stream(): calls are read by vllm:qwen3_coder" in (trajectory.error or "")
+    assert calls_of(trajectory) == [[("call_0", "look_up", {"query": "x"}, None)]]
 
 
 class Required(Library):

@@ -147,8 +147,8 @@ def test_a_prompt_that_is_rendered_again_instead_of_extended(monkeypatch: pytest
     engine = in_awkward_ids()
     request = turns._request
 
-    def rendered_again(*arguments: Any) -> Any:
-        made = request(*arguments)
+    def rendered_again(*arguments: Any, **options: Any) -> Any:
+        made = request(*arguments, **options)
         prompt = made.generation.prompt
         prompt[:] = array("i", engine.tokenizer.encode(engine.tokenizer.decode(prompt)))  # type: ignore[index]  # the mistake
         return made
@@ -206,8 +206,8 @@ def test_log_probabilities_that_are_shifted_by_one_pass(monkeypatch: pytest.Monk
 def test_a_turn_that_says_something_else_than_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     parse = turns._parse
 
-    async def in_capitals(conversation: Any, prompt: Any, turn: Turn, text: str | None) -> None:
-        await parse(conversation, prompt, turn, text)
+    async def in_capitals(conversation: Any, prompt: Any, turn: Turn, sampled: Any) -> None:
+        await parse(conversation, prompt, turn, sampled)
         turn.text = turn.text.upper()
 
     monkeypatch.setattr(turns, "_parse", in_capitals)

@@ -1,0 +1,167 @@
+"""What a turn says while it is sampled, piece by piece: a bit of its thought, a bit of its content, a finished call."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from runner.episode.model import ChatModel
+from runner.episode.parsed_turn import checked_call, closing_length
+from runner.messages import ToolCall
+from runner.options import ToolChoice
+from runner.parsing.events import ContentPiece, Event, FinishedCall, ReasoningPiece
+from runner.parsing.parser import CallNumbers
+from runner.parsing.spelt import StreamedSpelling
+from runner.tokens.decode import IncrementalDecoder
+from runner.tools.tool import Tool
+
+__all__ = ["ToolCalled", "TurnEvent", "TurnListener", "TurnRestarted"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCalled:
+    """The model has called a tool; nothing that it still says changes this call."""
+
+    call: ToolCall
+    """The call as `Turn.tool_calls` will have it; one that cannot be read has its `error` set."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRestarted:
+    """The turn is sampled anew, since its engine cut it for its trainer: nothing counts that was told of it before."""
+
+
+TurnEvent: TypeAlias = ReasoningPiece | ContentPiece | ToolCalled | TurnRestarted
+"""Something that a turn said while it is sampled."""
+
+
+class TurnListener:
+    """Reads a turn's ids as they come and tells what they say; all of it is what the finished turn has.
+
+    What may be the end of the turn is held back until something comes behind it.
+    """
+
+    def __init__(
+        self, chat: ChatModel, tools: Sequence[Tool], tool_choice: ToolChoice, tell: Callable[[TurnEvent], None]
+    ) -> None:
+        """Listen to a conversation of these `tools`."""
+        self._chat = chat
+        self._tools = tools
+        self._tool_choice: ToolChoice = tool_choice
+        self._tell = tell
+        self._names = {tool.name for tool in tools}
+        self._closing = frozenset((*chat.stop_ids, *chat.bridger.closes.of_turn))
+        self._begun: tuple[Sequence[int], int, int] = ((), 0, 0)
+        self._clear()
+
+    def begin(self, said: Sequence[int], *, calls_before: int, longest_stop: int) -> None:
+        """A turn begins.
+
+        Args:
+            said: what earlier turns said of the same message, which was told before.
+            calls_before: how many calls the conversation had before the message.
+            longest_stop: the length of the longest stop string; 0 where there is none.
+        """
+        self._begun = (said, calls_before, longest_stop)
+        self._clear()
+
+    def hear(self, ids: Sequence[int]) -> None:
+        """These ids were sampled."""
+        self._listen(ids, self._events_of)
+
+    def restart(self) -> None:
+        """All that was sampled of the turn is thrown away."""
+        self._clear()
+        self._tell(TurnRestarted())
+
+    def finish(self, *, stopped: bool, text: str | None) -> None:
+        """The turn is over.
+
+        Args:
+            stopped: its last id ended it, and says nothing.
+            text: what stands before the stop string that ended it, from the begin of its message; None where none did.
+        """
+        if text is None:
+            said = list(self._held)[: len(self._held) - stopped]
+            self._decode(said[: len(said) - closing_length(said, self._chat)])
+            self._emit(self._decoder.finish(), -1)
+        else:
+            self._decode(self._held)
+            self._cut(len(text))
+        self._held.clear()
+        self._pass_on(0, self._events_of)
+        self._events_of(self._stream.finish())
+
+    # --- from ids to text
+
+    def _clear(self) -> None:
+        said, before, self._longest_stop = self._begun
+        self._decoder = IncrementalDecoder(self._chat.tokenizer)
+        self._spelling = StreamedSpelling(self._chat.parser.telling_tokens)
+        self._stream = self._chat.parser.stream(self._tools, self._tool_choice)
+        self._number = CallNumbers(self._chat.parser.format, before)
+        self._held = deque[int]()  # ids that may end the turn
+        self._pieces = deque[tuple[str, int]]()  # text that may begin a stop string, with the id that completed it
+        self._length = 0  # of all text so far
+        self._waiting = 0  # of what is in the pieces
+        self._listen(said, self._note)
+
+    def _listen(self, ids: Sequence[int], use: Callable[[Iterable[Event]], None]) -> None:
+        if self._longest_stop:
+            # What comes may end the turn by a stop string that began in what waits.
+            self._pass_on(self._longest_stop - 1, use)
+        for token_id in ids:
+            if token_id not in self._closing:
+                self._decode(self._held)
+                self._held.clear()
+                self._decode([token_id])
+            else:
+                self._held.append(token_id)
+        if not self._longest_stop:
+            self._pass_on(0, use)
+
+    def _decode(self, ids: Iterable[int]) -> None:
+        for token_id in ids:
+            self._emit(self._decoder.feed([token_id]), token_id)
+
+    def _emit(self, piece: str, token_id: int) -> None:
+        if piece:
+            self._pieces.append((piece, token_id))
+            self._length += len(piece)
+            self._waiting += len(piece)
+
+    def _cut(self, length: int) -> None:
+        """Forget what stands behind so many characters of the text."""
+        while self._pieces and self._length > length:
+            piece, token_id = self._pieces.pop()
+            kept = piece[: max(0, len(piece) - (self._length - length))]
+            self._length -= len(piece)
+            self._waiting -= len(piece)
+            self._emit(kept, token_id if kept == piece else -1)
+
+    def _pass_on(self, waiting: int, use: Callable[[Iterable[Event]], None]) -> None:
+        """Read what has come, as long as at least so many characters of it wait."""
+        while self._pieces and self._waiting - len(self._pieces[0][0]) >= waiting:
+            piece, token_id = self._pieces.popleft()
+            self._waiting -= len(piece)
+            use(self._stream.feed(self._spelling.feed(piece, token_id)))
+
+    # --- from text to events
+
+    def _events_of(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, ReasoningPiece | ContentPiece):
+                self._tell(type(event)(self._spelling.healed(event.text)))
+            else:
+                self._tell(ToolCalled(self._call(event)))
+
+    def _note(self, events: Iterable[Event]) -> None:
+        """Count what was told before."""
+        for event in events:
+            if not isinstance(event, ReasoningPiece | ContentPiece):
+                self._call(event)
+
+    def _call(self, event: FinishedCall) -> ToolCall:
+        return checked_call(self._number(event.call), self._spelling, self._names, self._chat)

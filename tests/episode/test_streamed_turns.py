@@ -1,0 +1,298 @@
+"""A turn that is heard while it is sampled: what the finished turn says, as it comes, and cut where it is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner import (
+    ContentPiece,
+    Conversation,
+    EpisodeOver,
+    Limits,
+    Outcome,
+    ReasoningPiece,
+    Sampling,
+    ToolCalled,
+    Turn,
+    TurnEvent,
+    TurnRestarted,
+    tool,
+)
+from runner.engines.base import FinishReason
+from runner.messages import ToolCall
+from runner.parsing.learnt import learnt_turn
+from runner.parsing.parser import TurnParser
+from runner.testing import Fault, Latency, Reply, ScriptedEngine
+from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.template import ChatTemplate
+from tests import sweeps
+from tests.conformance.corpus import CLOCK, VARIABLES, control_tokens, corpus
+from tests.parsing.test_family_episodes import TEMPLATES, ends
+from tests.playing import Plain, play, recording, talked
+
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
+
+WORDS = ["a ", "\n", "é", "<", "so", '"', "{", "}", "  "]
+CALL = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+
+
+class Adds(Plain):
+    """Has something to call."""
+
+    @tool
+    def add(self, a: int, b: int) -> int:
+        """Add two integers."""
+        return a + b
+
+
+def joined(events: list[TurnEvent], kind: type[ContentPiece] | type[ReasoningPiece]) -> str:
+    return "".join(event.text for event in events if isinstance(event, kind))
+
+
+def called(events: list[TurnEvent]) -> list[ToolCall]:
+    return [event.call for event in events if isinstance(event, ToolCalled)]
+
+
+def assert_heard(events: list[TurnEvent], turn: Turn) -> None:
+    """What was heard is what the turn says; white space in front of a content that calls something counts as none."""
+    assert joined(events, ReasoningPiece) == turn.reasoning
+    content = joined(events, ContentPiece)
+    assert (content.lstrip() if turn.tool_calls else content) == (turn.text.lstrip() if turn.tool_calls else turn.text)
+    assert called(events) == turn.tool_calls
+
+
+async def heard(
+    engine: ScriptedEngine, *stop: str, cut_before: int = 0, **options: Any
+) -> tuple[list[TurnEvent], Turn]:
+    """What one turn said while it was sampled, and the turn; the message may have been cut once before."""
+    events, turns = list[TurnEvent](), list[Turn]()
+
+    class Hears(Adds):
+        async def rollout(self, conversation: Conversation) -> None:
+            if cut_before:
+                await conversation.generate(sampling=Sampling(max_tokens=cut_before))
+            async with conversation.stream(sampling=Sampling(stop=stop)) as stream:
+                async for event in stream:
+                    events.append(event)
+            turns.append(stream.turn)
+
+    trajectory = await play(Hears, engine, **options)
+    assert trajectory.outcome is not Outcome.ENV_ERROR, trajectory.error
+    return events, turns[0]
+
+
+# --- all of it, whatever it is
+
+
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+said = st.lists(
+    st.tuples(st.sampled_from([*MARKS, "<tool_call>", CALL, "END", *WORDS]), st.booleans()), min_size=1, max_size=10
+)
+
+
+@given(
+    parts=said, chunks=st.sampled_from([1, 3, "whole", "random"]), stop=st.sampled_from([(), ("END",), ("so", "o E")])
+)
+@settings(max_examples=sweeps.times(300, 60))
+def test_what_is_heard_is_what_the_turn_says_whatever_is_spelt_and_however_it_is_cut(
+    parts: list[tuple[str, bool]], chunks: Any, stop: tuple[str, ...]
+) -> None:
+    tokenizer = ByteTokenizer(added_tokens=MARKS)
+    ids: list[int] = []
+    for text, spelt in parts:
+        ids += list(text.encode()) if spelt else tokenizer.encode(text)
+    engine = recording(Reply(ids=ids), template="hermes", tokenizer=tokenizer, chunks=chunks)
+    events, turn = anyio.run(heard, engine, *stop)
+    assert_heard(events, turn)
+
+
+def family_turn(parser: TurnParser, cut: int) -> str:
+    """A thought, a content and a call as a family's template writes them, without the last signs."""
+    call = parser.render([ToolCall("", "add", {"a": 1, "b": -2})])
+    thought, channels = parser.reasoning, parser.format.harmony
+    opening = "" if thought.opened_by_prompt else thought.open
+    content = "<|start|>assistant<|channel|>final<|message|>So:<|end|><|start|>assistant" if channels else "So:\n"
+    text = f"{opening}Three.{thought.close}{content}{call}"
+    return text[: len(text) - cut]
+
+
+@pytest.mark.parametrize("name", sweeps.part([*TEMPLATES, "gpt-oss"], 3))
+@pytest.mark.parametrize("cut", [0, 9], ids=["whole", "cut"])
+async def test_what_is_heard_is_what_the_turn_says_in_the_formats_of_families(name: str, cut: int) -> None:
+    entry = next(entry for entry in corpus() if entry.name == {**TEMPLATES, "gpt-oss": "openai-gpt-oss-120b"}[name])
+    template = ChatTemplate(entry.text, name=entry.name, variables=VARIABLES)
+    renderer = template.renderer(now=CLOCK)
+    stops = ends(renderer)
+    tokenizer = ByteTokenizer(list(dict.fromkeys((*control_tokens(renderer.written()), *stops))))
+    parser = TurnParser(learnt_turn(renderer).format)
+    engine = recording(
+        family_turn(parser, cut),
+        template=template,
+        tokenizer=tokenizer,
+        stop_ids=tuple(tokenizer.encode(stop)[0] for stop in stops),
+    )
+    events, turn = await heard(engine)
+    assert_heard(events, turn)
+    assert joined(events, ReasoningPiece) == "Three."
+    assert cut or [call.name for call in called(events)] == ["add"]
+
+
+async def test_a_close_that_the_model_writes_before_its_stop_is_not_heard() -> None:
+    tokenizer = ByteTokenizer()
+    end = tokenizer.encode("<|im_end|>")[0]
+    engine = recording(Reply(ids=[*b"so", end], finish="length"), template="hermes", tokenizer=tokenizer, stop_ids=(7,))
+    events, turn = await heard(engine)
+    assert turn.text == "so"
+    assert_heard(events, turn)
+
+
+async def test_what_may_begin_a_stop_string_is_heard_only_when_it_does_not() -> None:
+    events, turn = await heard(recording("an ENd, the END of it", chunks=1), "END")
+    assert turn.text == joined(events, ContentPiece) == "an ENd, the "
+
+
+# --- as it comes
+
+
+async def test_of_an_engine_that_is_paused_what_was_sampled_so_far_was_heard() -> None:
+    engine, told = recording("one two", chunks=1, latency=Latency(between=1)), list[str]()
+
+    async def talk(conversation: Conversation) -> None:
+        async with conversation.stream() as stream:
+            async for event in stream:
+                assert isinstance(event, ContentPiece)
+                told.append(event.text)
+                if len(told) == 2:
+                    await engine.pause("keep")
+                    sampled = engine.stats().sampled_tokens
+                    assert sampled < len("one two")
+                    await engine.resume()
+
+    await talked(talk, engine)
+    assert told == ["o", "n", "e", " t", "w", "o"]
+
+
+async def test_a_call_is_heard_when_it_is_closed_and_has_the_id_that_the_turn_has() -> None:
+    text = f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"
+    events, turn = await heard(recording(text, template="hermes", chunks=1))
+    assert [call.id for call in called(events)] == [call.id for call in turn.tool_calls] == ["call_0", "call_1"]
+
+
+async def test_the_turn_is_not_there_before_it_is_over() -> None:
+    async def talk(conversation: Conversation) -> None:
+        async with conversation.stream() as stream:
+            with pytest.raises(RuntimeError, match="the turn is not over: iterate to its end"):
+                _ = stream.turn
+            async for _ in stream:
+                pass
+            assert stream.turn.text == "yes"
+
+    await talked(talk, recording("yes"))
+
+
+# --- left, failed, continued, cut by a trainer
+
+
+async def test_a_turn_that_is_left_is_cut_there_and_the_conversation_goes_on_exactly() -> None:
+    engine = recording(["one two three", "four"], chunks=1, latency=Latency(between=1))
+
+    async def talk(conversation: Conversation) -> None:
+        async with conversation.stream() as stream:
+            async for event in stream:
+                if event == ContentPiece("e"):
+                    break
+        assert (stream.turn.finish, stream.turn.text[:3]) == (FinishReason.ABORT, "one")
+        assert len(stream.turn.text) < len("one two three")
+        conversation.add("Go on.")
+        await conversation.generate()
+
+    first, second = (await talked(talk, engine)).turns
+    assert second.prompt_ids[: first.end] == first.log.ids[: first.end]
+    assert second.text == "four"
+
+
+async def listen(conversation: Conversation) -> None:
+    async with conversation.stream() as stream:
+        async for _ in stream:
+            raise ZeroDivisionError
+
+
+async def test_an_error_of_whoever_listens_leaves_the_block_as_it_is() -> None:
+    async def talk(conversation: Conversation) -> None:
+        with pytest.raises(ZeroDivisionError):
+            await listen(conversation)
+        conversation.add("And?")
+        assert (await conversation.generate()).text == "two"
+
+    await talked(talk, recording(["one", "two"], chunks=1))
+
+
+@pytest.mark.parametrize("listens", [True, False], ids=["to the end", "not at all"])
+async def test_an_episode_that_is_over_says_so_to_whoever_listens(listens: bool) -> None:
+    ended: list[bool] = []
+
+    async def talk(conversation: Conversation) -> None:
+        try:
+            async with conversation.stream() as stream:
+                if listens:
+                    async for _ in stream:
+                        pass
+                else:
+                    while not conversation.turns:
+                        await anyio.lowlevel.checkpoint()
+        except EpisodeOver:
+            ended.append(True)
+            raise
+
+    trajectory = await talked(talk, recording(Reply("a longer answer", fault=Fault.error(at=5))), retries=0, breaker=1)
+    assert (trajectory.outcome, ended) == (Outcome.ENGINE_ERROR, [True])
+
+
+async def test_two_turns_of_one_agent_are_not_sampled_at_once() -> None:
+    async def talk(conversation: Conversation) -> None:
+        async with conversation.stream() as stream:
+            await anyio.lowlevel.checkpoint()
+            with pytest.raises(RuntimeError, match="already generating"):
+                await conversation.generate()
+            async for _ in stream:
+                pass
+
+    await talked(talk, recording("yes", latency=Latency(between=1)))
+
+
+async def test_of_a_turn_that_is_continued_only_what_is_new_is_heard() -> None:
+    cut = f"so\n<tool_call>\n{CALL[:20]}"
+    engine = recording([Reply(cut, finish="length"), f"{CALL[20:]}\n</tool_call>"], template="hermes", chunks=3)
+
+    events, turn = await heard(engine, cut_before=len(cut), limits=Limits(turns=5))
+    assert (turn.text, joined(events, ContentPiece)) == ("so", "")
+    assert called(events) == turn.tool_calls != []
+
+
+async def test_a_turn_that_is_sampled_anew_for_a_trainer_says_so_and_is_heard_anew() -> None:
+    engine, events = recording("a longer answer", chunks=1, latency=Latency(between=1)), list[TurnEvent]()
+
+    async def talk(conversation: Conversation) -> None:
+        async def cut() -> None:
+            while not events:
+                await anyio.lowlevel.checkpoint()
+            await engine.pause("abort")
+            await engine.resume()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(cut)
+            async with conversation.stream() as stream:
+                async for event in stream:
+                    events.append(event)  # the other task looks at what came so far
+
+    (turn,) = (await talked(talk, engine)).turns
+    restarts = [at for at, event in enumerate(events) if event == TurnRestarted()]
+    assert len(restarts) == 1
+    assert "a longer answer".startswith(joined(events[: restarts[0]], ContentPiece))
+    assert_heard(events[restarts[0] + 1 :], turn)
