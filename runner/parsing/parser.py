@@ -231,7 +231,7 @@ class CallNumbers:
         """The next call of the turn."""
         call = _writable(call)
         # It stands in later prompts as the template's own text does, so control text in it would be control ids.
-        plain = call.id is not None and re.fullmatch(self._ids.pattern, call.id)
+        plain = call.id is not None and re.fullmatch(self._ids.pattern(), call.id)
         own = call.id if plain and call.id not in self._taken else None
         call_id = own or self._made(call.name)
         self._taken.add(call_id)

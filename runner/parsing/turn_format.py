@@ -111,10 +111,9 @@ class IdStyle(enum.StrEnum):
     ANY = "call_{number}"
     NINE = "call{number:05}"  # nine letters and digits, as Mistral's templates want them
 
-    @property
-    def pattern(self) -> str:
+    def pattern(self, longest: int = 64) -> str:
         """What a model's own ids have to match, as a regular expression that is an EBNF expression too."""
-        return "[0-9A-Za-z]{9}" if self is IdStyle.NINE else "[0-9A-Za-z_.:/$\\-]{1,64}"
+        return "[0-9A-Za-z]{9}" if self is IdStyle.NINE else f"[0-9A-Za-z_.:/$\\-]{{1,{longest}}}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import numpy as np
 from runner import models
 from runner.errors import BadBatch, BadInput, BadModel, BadOption, first_line
 from runner.options import Constraint, ConstraintKind
+from runner.parsing.grammar_compiler import TokenGrammarCompiler
 from runner.training.token_masks import UNCONSTRAINED, WORD, MaskTable, TokenMasks
 from runner.trajectory import Turn
 
@@ -70,7 +71,7 @@ class GrammarMasks:
         self.stop_ids = own | frozenset(stop_ids)
         """The ids that end a turn, besides those of the turn's `Sampling`."""
         self._any_whitespace = any_whitespace
-        self._compiler = self._xgrammar.GrammarCompiler(tokenizer, cache_limit_bytes=_CACHE_BYTES)
+        self._compiler = TokenGrammarCompiler(self._xgrammar.GrammarCompiler(tokenizer, cache_limit_bytes=_CACHE_BYTES))
 
     @classmethod
     def of_engine(cls, engine: Any) -> Self:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import xgrammar
@@ -11,7 +12,9 @@ import xgrammar
 from runner.options import Constraint, ConstraintKind
 from runner.parsing.argument_rules import ends_of_strings
 from runner.parsing.enforcing import constraint
-from runner.parsing.turn_format import CallFormat
+from runner.parsing.grammar_compiler import TokenGrammarCompiler
+from runner.parsing.marks import Marks
+from runner.parsing.turn_format import CallFormat, ContentFormat, TurnFormat
 from runner.parsing.writing import WrittenCall, id_for, write_calls
 from runner.tools.tool import Tool
 from tests.benchmarks.figures import Figure, main, on_one_core
@@ -47,6 +50,11 @@ def measure() -> Iterator[Figure]:
         assert form is not None
         calls = _written(form)
         yield from bench.figures(name, constraint(form, TOOLS, "required"), calls)
+        marks = bench.marks_of(form)
+        if marks:
+            as_ids = _Bench(marks)
+            enforced = constraint(form, TOOLS, "required", control_tokens=as_ids.marks)
+            yield from as_ids.figures(f"{name}, its marks as ids", enforced, calls)
         if name == "raw strings":
             yield from bench.figures(
                 f"{name}, behind a thought", _behind_thought(form), f"{CODE * LINES}</think>\n\n{calls}"
@@ -76,23 +84,38 @@ def _written(form: CallFormat) -> str:
 class _Bench:
     """The vocabulary as vLLM hands it to xgrammar."""
 
-    def __init__(self) -> None:
+    def __init__(self, marks: Sequence[str] = ()) -> None:
+        """With `marks` as further control tokens."""
         self._tokenizer = vocabulary("qwen")
         own = self._tokenizer._tokenizer
         names = [own.id_to_token(token_id) or "" for token_id in range(own.get_vocab_size())]
+        self.marks = {mark: len(names) + index for index, mark in enumerate(marks)}
+        names += marks
         stop = self._tokenizer.token_id("<|im_end|>")
         self._info = xgrammar.TokenizerInfo(
             names, xgrammar.VocabType.BYTE_LEVEL, vocab_size=LOGITS, stop_token_ids=[stop]
         )
         self._mask = xgrammar.allocate_token_bitmask(1, LOGITS)
 
+    def marks_of(self, form: CallFormat) -> list[str]:
+        """The tags of a format, which vocabularies made for it have as control tokens."""
+        texts = TurnFormat(form, None, ContentFormat("", "")).texts()
+        return sorted({mark for text in texts for mark in Marks().of(text) if Marks().is_tag(mark)})
+
+    def _ids(self, text: str) -> list[int]:
+        if not self.marks:
+            return self._tokenizer.encode(text)
+        parts = re.split(f"({'|'.join(map(re.escape, sorted(self.marks, key=len, reverse=True)))})", text)
+        encoded = ([self.marks[part]] if part in self.marks else self._tokenizer.encode(part) for part in parts)
+        return [token_id for ids in encoded for token_id in ids]
+
     def figures(self, name: str, enforced: Constraint | None, text: str) -> Iterator[Figure]:
         assert enforced is not None
-        ids = self._tokenizer.encode(text)
+        ids = self._ids(text)
         compiling, filling = [], []
         for _ in range(ROUNDS):
             # A new compiler, since one keeps what it compiled.
-            compiler = xgrammar.GrammarCompiler(self._info, max_threads=8)
+            compiler = TokenGrammarCompiler(xgrammar.GrammarCompiler(self._info, max_threads=8))
             began = time.process_time()
             compiled = _compiled(compiler, enforced)
             compiling.append((time.process_time() - began) * 1e3)

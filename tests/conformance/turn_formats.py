@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,18 @@ from pathlib import Path
 from typing import Self
 
 from runner.parsing.enforcing import enforceable
+from runner.parsing.events import TurnReading
+from runner.parsing.harmony import HarmonyStream, read_harmony
+from runner.parsing.learning.asking import Asker
+from runner.parsing.learning.calls import learn_calls
+from runner.parsing.learning.checking import differences
 from runner.parsing.learning.turn import Verdict, learn_turn
+from runner.parsing.marks import Marks
+from runner.parsing.reading import Schemas
+from runner.parsing.streaming import TurnStream
 from runner.parsing.traits import SENTENCES
+from runner.parsing.turn_format import TurnFormat
+from runner.parsing.turns import TurnReader
 from runner.tokens.tool_support import missing_tool_property
 from tests.conformance.corpus import Entry, corpus
 from tests.conformance.sweep import spread
@@ -30,6 +41,8 @@ class Row:
     """Whether a call can be required."""
     strict: bool
     """Whether calls that the model begins by itself can be held to the schemas."""
+    streamed: bool
+    """Whether every case of the battery says the same, read piece by piece, as read at once."""
     traits: tuple[str, ...]
     missing: str
     thought: str
@@ -47,6 +60,7 @@ class Row:
             learnt.verdict,
             enforced,
             enforced and calls is not None and bool(calls.trigger),
+            calls is not None and streams(entry, learnt.format),
             tuple(learnt.traits),
             learnt.missing or "",
             f"{thought.open} {thought.close} {opened}".strip() if thought else "",
@@ -54,7 +68,8 @@ class Row:
 
     def line(self) -> str:
         """The row as the record has it."""
-        marks = f"{'enforced' if self.enforced else '-'} {'strict' if self.strict else '-'}"
+        held = {"enforced": self.enforced, "strict": self.strict, "streamed": self.streamed}
+        marks = " ".join(name if holds else "-" for name, holds in held.items())
         return "\t".join([self.template, self.verdict, marks, ",".join(self.traits), self.missing, self.thought])
 
     @classmethod
@@ -62,7 +77,32 @@ class Row:
         """The row that `line` wrote."""
         template, verdict, marks, traits, missing, thought = line.rstrip("\n").split("\t")
         listed = tuple(traits.split(",")) if traits else ()
-        return cls(template, verdict, "enforced" in marks, "strict" in marks, listed, missing, thought)
+        held = ("enforced" in marks, "strict" in marks, "streamed" in marks)
+        return cls(template, verdict, *held, listed, missing, thought)
+
+
+def streams(entry: Entry, form: TurnFormat) -> bool:
+    """Whether a battery of turns says the same, whatever pieces it comes in."""
+    assert form.calls is not None
+    asker = Asker(entry.renderer(), Marks())
+    if not form.harmony:
+        learn_calls(asker)  # it finds what the template wants around a call
+    reader, source = TurnReader(form), random.Random(entry.name)
+
+    def at_once(text: str, schemas: Schemas) -> TurnReading:
+        return read_harmony(text) if form.harmony else reader.read(text, schemas)
+
+    def in_pieces(text: str, schemas: Schemas) -> TurnReading:
+        stream = HarmonyStream() if form.harmony else TurnStream(reader, schemas)
+        while text:
+            length = source.randint(1, 7)
+            stream.feed(text[:length])
+            text = text[length:]
+        stream.finish()
+        return stream.reading
+
+    whole, pieces = (differences(asker, form.calls, read) for read in (at_once, in_pieces))
+    return whole == pieces
 
 
 def capable() -> list[Entry]:
@@ -109,6 +149,7 @@ def page(rows: Sequence[Row]) -> str:
         f"{_count(usable, models)} can be used with tools.",
         f"{_count([row for row in rows if row.enforced], models)} can be made to call a tool.",
         f"{_count([row for row in rows if row.strict], models)} can have their own calls held to the schemas.",
+        f"{_count([row for row in rows if row.streamed], models)} say the same read piece by piece.",
         "",
         "- *exact*: what is read is what was meant, whatever its values.",
         "- *limited*: the same, but for what its traits name.",
@@ -116,7 +157,7 @@ def page(rows: Sequence[Row]) -> str:
         "",
         "## By family, templates / models",
         "",
-        *_table(["family", "exact", "limited", "refused", "enforced", "strict", "thoughts"], [
+        *_table(["family", "exact", "limited", "refused", "enforced", "strict", "streamed", "thoughts"], [
             (family, *_counts([row for row in rows if entries[row.template].family == family], models))
             for family in families
         ] + [("all", *_counts(rows, models))]),
@@ -152,7 +193,7 @@ def _cells(thought: str) -> tuple[str, str, str]:
 
 def _counts(rows: Sequence[Row], models: dict[str, int]) -> list[str]:
     chosen = [[row for row in rows if row.verdict == verdict] for verdict in Verdict]
-    chosen += [[row for row in rows if row.enforced], [row for row in rows if row.strict]]
+    chosen += [[row for row in rows if getattr(row, held)] for held in ("enforced", "strict", "streamed")]
     return [_share(some, models) for some in (*chosen, [row for row in rows if row.thought])]
 
 

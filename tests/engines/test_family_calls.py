@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,26 +107,64 @@ def ending_thoughts(parser: TurnParser, engine: VllmEngine) -> Sampling:
     """What makes a model that knows nothing end at once the thought that a prompt opens."""
     opened = parser.reasoning.opened_by_prompt
     closes = NEXT_MESSAGE if parser.format.harmony else parser.reasoning.close if opened else ""
-    return Sampling(max_tokens=160, logit_bias=dict.fromkeys(engine.tokenizer.encode(closes)[:1], 100.0))
+    return Sampling(max_tokens=400, logit_bias=dict.fromkeys(engine.tokenizer.encode(closes)[:1], 100.0))
 
 
-@pytest.mark.parametrize("name", sweeps.part(list(FAMILIES), 6))
-async def test_required_calls_of_a_family_are_read_without_an_error(name: str, engine: VllmEngine) -> None:
+async def played(
+    environment: type[Environment], name: str, engine: VllmEngine, sampling: Callable[[TurnParser], Sampling]
+) -> list[Turn]:
+    """The turns of a family's episodes, which are exact."""
     template = template_of(name)
     parser = TurnParser(learnt_turn(template.renderer()).format)
     stops = [engine.tokenizer.token_id(stop) for stop in ends(template.renderer())]
     # A grammar that is fulfilled leaves the vocabulary's own EOS, which is no token of most of these templates.
     known = [stop for stop in (*stops, engine.tokenizer.eos_id) if stop is not None]
     engine.template, engine.stop_ids = template, tuple(dict.fromkeys(known))
-    sampling, limits = ending_thoughts(parser, engine), Limits(turns=2)
-    read: list[Turn] = []
-    async with Run(Adder, engine, sampling=sampling, limits=limits, seed=3) as run:
+    turns: list[Turn] = []
+    async with Run(environment, engine, sampling=sampling(parser), limits=Limits(turns=2), seed=3) as run:
         async for trajectory in run:
             assert not trajectory.outcome.failed, trajectory.error
             assert_exact(trajectory)
-            read += [turn for turn in trajectory.turns if turn.finish is FinishReason.STOP]
-    assert parser.reads_calls
-    assert read
-    for turn in read:
+            turns += trajectory.turns
+    return turns
+
+
+def assert_called(turns: list[Turn]) -> None:
+    assert turns
+    for turn in turns:
         assert turn.tool_calls
         assert {(call.name, call.error) for call in turn.tool_calls} == {("add", None)}
+
+
+@pytest.mark.parametrize("name", sweeps.part(list(FAMILIES), 6))
+async def test_required_calls_of_a_family_are_read_without_an_error(name: str, engine: VllmEngine) -> None:
+    turns = await played(Adder, name, engine, lambda parser: ending_thoughts(parser, engine))
+    assert_called([turn for turn in turns if turn.finish is FinishReason.STOP])
+
+
+class StrictAdder(Adder):
+    """Leaves it to the model whether it calls."""
+
+    @tool(parallel=False, strict=True)
+    def add(self, a: Literal[1, 25, 300], b: Literal["one", 'two "or" more'], exact: bool = True) -> str:
+        """Add two numbers."""
+        return super().add(a, b, exact)
+
+    async def rollout(self, conversation: Any) -> None:
+        await conversation.generate()
+
+
+BY_THEMSELVES = ["Mistral 7B", "Kimi K2", "Gemma 4", "Hunyuan", "Qwen3", "LFM 2.5"]
+"""Families whose calls a control token announces, and whose prompts end in no thought."""
+
+
+@pytest.mark.parametrize("name", sweeps.part(BY_THEMSELVES, 6))
+async def test_a_strict_call_that_a_model_begins_by_itself_is_read_without_an_error(
+    name: str, engine: VllmEngine
+) -> None:
+    def calling(parser: TurnParser) -> Sampling:
+        assert parser.format.calls is not None
+        (trigger,) = engine.tokenizer.encode(parser.format.calls.trigger)
+        return Sampling(max_tokens=100, logit_bias={trigger: 100.0})
+
+    assert_called(await played(StrictAdder, name, engine, calling))

@@ -107,7 +107,7 @@ class VllmEngine(Engine):
         weights = VllmWeights(llm, process.model.name)
         await weights.prepare()
         if weights.extended:
-            await llm.collective_rpc("mend_seeds")
+            await llm.collective_rpc("mend_sampling")
         self.runtime = VllmRuntime(
             process,
             llm,

@@ -26,7 +26,7 @@ import anyio.to_thread
 from runner.engines.vllm.ending import expected_end, release, shared_memory_of
 from runner.engines.vllm.scheduler_count import SchedulerCount
 from runner.engines.vllm.settings import VllmSettings, choose_settings
-from runner.engines.vllm.worker import parent_watch, waiting
+from runner.engines.vllm.worker import grammars, parent_watch, waiting
 from runner.errors import BadInput, BadModel, BadOption, one_line
 from runner.models import ResolvedModel
 
@@ -172,7 +172,9 @@ class VllmProcess:
     def _variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         ours = {parent_watch.PARENT: parent_watch.own_name(), parent_watch.FAILURES: str(self._failures)}
         if allowed := os.environ.get("VLLM_PLUGINS"):  # a list that would keep ours out
-            ours["VLLM_PLUGINS"] = ",".join([allowed, parent_watch.ENTRY_POINT, waiting.ENTRY_POINT])
+            ours["VLLM_PLUGINS"] = ",".join(
+                [allowed, *(each.ENTRY_POINT for each in (parent_watch, waiting, grammars))]
+            )
         return {**_log_variables(), **environment, **ours}
 
     def _stop(self) -> None:

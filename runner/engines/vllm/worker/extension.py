@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from runner.engines.vllm.worker.bitmasks import mend_bitmasks
 from runner.engines.vllm.worker.generators import mend_generators
 from runner.engines.vllm.worker.masking import mask_kernels
 
@@ -49,10 +50,11 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         """Keep adapters away from turns that asked for none; gives whether they are."""
         return mask_kernels()
 
-    def mend_seeds(self) -> None:
-        """Let seeded turns survive prompts that are computed in pieces, on a CPU."""
+    def mend_sampling(self) -> None:
+        """On a CPU, let seeded turns survive prompts in pieces, and keep masks inside of their vocabulary."""
         if self.device.type == "cpu":
             mend_generators()
+            mend_bitmasks()
 
 
 def _tensors(files: Sequence[str], ignored: frozenset[str]) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,55 @@
+"""Token masks on CPUs: all ids of a vocabulary may be let through, whatever its size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runner.engines.vllm.worker.bitmasks import mend_bitmasks
+
+torch = pytest.importorskip("torch")
+xgrammar = pytest.importorskip("xgrammar")
+
+SIZES = (1, 31, 32, 33, 64, 70, 49_302)
+TURNS = 3
+
+
+def masked(apply: Any, size: int, forbidden: set[int], indices: list[int] | None = None) -> tuple[Any, Any]:
+    """The logits of some turns, zero where they are let through, and what stands behind them in memory."""
+    words = (size + 31) // 32
+    memory = torch.zeros(TURNS * size + 64)
+    logits = memory[: TURNS * size].view(TURNS, size)
+    bits = torch.tensor([[token_id not in forbidden and token_id < size for token_id in range(words * 32)]] * TURNS)
+    powers = 2 ** torch.arange(32)
+    mask = (bits.view(TURNS, words, 32) * powers).sum(-1)
+    apply(logits, torch.where(mask >= 2**31, mask - 2**32, mask).to(torch.int32), indices=indices)
+    return logits, memory[TURNS * size :]
+
+
+@pytest.fixture
+def mended(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(xgrammar, "apply_token_bitmask_inplace", xgrammar.apply_token_bitmask_inplace)
+    mend_bitmasks()
+    return xgrammar.apply_token_bitmask_inplace
+
+
+def test_the_kernel_itself_writes_behind_a_vocabulary_that_is_all_let_through() -> None:
+    _, behind = masked(xgrammar.apply_token_bitmask_inplace, 70, set())
+    assert behind.any(), "it was mended there: take ours away"
+
+
+@pytest.mark.parametrize("indices", [None, [1]], ids=["all turns", "one turn"])
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_forbidden_and_nothing_else_is_masked(mended: Any, size: int, indices: list[int] | None) -> None:
+    for forbidden in (set(), {0}, {size - 1}, {0, size // 2}, set(range(size))):
+        logits, behind = masked(mended, size, forbidden, indices)
+        assert not behind.any()
+        for turn in range(TURNS):
+            found = {at for at, value in enumerate(logits[turn].tolist()) if value != 0}
+            assert found == (forbidden if indices is None or turn in indices else set())
+
+
+def test_it_is_mended_once(mended: Any) -> None:
+    mend_bitmasks()
+    assert xgrammar.apply_token_bitmask_inplace is mended

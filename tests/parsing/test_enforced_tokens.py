@@ -1,0 +1,127 @@
+"""Enforced calls in a vocabulary that has the marks of a format as single ids: those ids, and never their letters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import pytest
+import xgrammar
+
+from runner.options import Constraint, ConstraintKind
+from runner.parsing.enforcing import constraint, harmony_constraint
+from runner.parsing.harmony import CALLS, NEXT_MESSAGE
+from runner.parsing.marks import Marks
+from runner.parsing.turn_format import CallFormat, ContentFormat, TurnFormat
+from tests.parsing.enforced import BYTES, TOOLS, Call, every_class, form_of, written
+from tests.parsing.learnt import CLASSES
+
+CALLED: list[Call] = [("add", {"a": 1, "b": -20}), ("note", {"text": "it's <b>\n", "tags": ["a", "b"]})]
+FIRST = len(BYTES)
+
+
+def tokens_of(form: CallFormat) -> dict[str, int]:
+    """Every tag of a format as one id."""
+    texts = TurnFormat(form, None, ContentFormat("", "")).texts()
+    tags = sorted({mark for text in texts for mark in Marks().of(text) if Marks().is_tag(mark)})
+    return {tag: FIRST + index for index, tag in enumerate(tags)}
+
+
+class Vocabulary:
+    """All bytes, and control tokens behind them."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self.tokens = tokens
+        self.end = FIRST + len(tokens)
+        pieces = [*BYTES, *(name.encode() for name in tokens), b""]
+        self._size = len(pieces)
+        info = xgrammar.TokenizerInfo(pieces, vocab_size=self._size, stop_token_ids=[self.end])
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+
+    def ids(self, text: str) -> list[int]:
+        names = "|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True)))
+        parts = re.split(f"({names})", text) if names else [text]
+        return [i for part in parts for i in ([self.tokens[part]] if part in self.tokens else list(part.encode()))]
+
+    def accepts(self, enforced: Constraint, ids: Sequence[int]) -> bool:
+        """Whether each id is in the mask in front of it, the end of the turn too."""
+        if enforced.kind is ConstraintKind.STRUCTURAL_TAG:
+            compiled = self._compiler.compile_structural_tag(enforced.value)
+        else:
+            compiled = self._compiler.compile_grammar(enforced.value)
+        matcher = xgrammar.GrammarMatcher(compiled)
+        mask = xgrammar.allocate_token_bitmask(1, self._size)
+        for token_id in [*ids, self.end]:
+            matcher.fill_next_token_bitmask(mask)
+            allowed = int(mask[0, token_id // 32]) >> (token_id % 32) & 1
+            assert bool(allowed) == matcher.accept_token(token_id) or not allowed
+            if not allowed:
+                return False
+        return True
+
+
+def spellings(ids: Sequence[int], tokens: Mapping[str, int]) -> list[list[int]]:
+    """The same ids with one control token each in letters."""
+    names = {token_id: name for name, token_id in tokens.items()}
+    return [[*ids[:at], *names[each].encode(), *ids[at + 1 :]] for at, each in enumerate(ids) if each in names]
+
+
+@every_class
+@pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "one"])
+def test_a_required_call_is_its_marks_and_not_their_letters(name: str, parallel: bool) -> None:
+    form = form_of(name)
+    vocabulary = Vocabulary(tokens_of(form))
+    enforced = constraint(form, TOOLS, "required", parallel=parallel, control_tokens=vocabulary.tokens)
+    assert enforced is not None
+    for call in CALLED:
+        ids = vocabulary.ids(written(form, call))
+        assert vocabulary.accepts(enforced, ids)
+        for spelt in spellings(ids, vocabulary.tokens):
+            assert not vocabulary.accepts(enforced, spelt)
+
+
+@every_class
+def test_behind_an_open_thought_its_close_is_an_id_too(name: str) -> None:
+    form = form_of(name)
+    vocabulary = Vocabulary({**tokens_of(form), "</think>": FIRST + len(tokens_of(form))})
+    enforced = constraint(form, TOOLS, "required", thought_close="</think>", control_tokens=vocabulary.tokens)
+    assert enforced is not None
+    ids = vocabulary.ids(f"I add <1>.</think>\n\n{written(form, CALLED[0])}")
+    assert vocabulary.accepts(enforced, ids)
+    for spelt in spellings(ids, vocabulary.tokens):
+        assert not vocabulary.accepts(enforced, spelt)
+
+
+def test_the_message_in_front_of_a_call_of_gpt_oss_ends_with_an_id() -> None:
+    vocabulary = Vocabulary(
+        {name: FIRST + n for n, name in enumerate(["<|start|>", "<|channel|>", "<|message|>", "<|end|>"])}
+    )
+    enforced = harmony_constraint(CALLS, TOOLS, "required", vocabulary.tokens)
+    assert enforced is not None
+    ids = vocabulary.ids(f"<|channel|>analysis<|message|>I add.{NEXT_MESSAGE}{written(CALLS, CALLED[0])}")
+    assert vocabulary.accepts(enforced, ids)
+    for spelt in spellings(ids, vocabulary.tokens)[2:]:  # those of the thought's own header are text, as all of it is
+        assert not vocabulary.accepts(enforced, spelt)
+
+
+STRICT = [name for name in (*CLASSES,) if form_of(name).trigger in tokens_of(form_of(name))]
+
+
+@pytest.mark.parametrize("thought", [None, "</think>"], ids=["alone", "behind a thought"])
+@pytest.mark.parametrize("name", STRICT)
+def test_a_trigger_that_is_spelt_is_free_text_and_one_that_is_an_id_begins_a_strict_call(
+    name: str, thought: str | None
+) -> None:
+    form = form_of(name)
+    vocabulary = Vocabulary({**tokens_of(form), "</think>": FIRST + len(tokens_of(form))})
+    tokens = vocabulary.tokens
+    enforced = constraint(form, TOOLS, "auto", thought_close=thought, control_tokens=tokens)
+    assert enforced is not None
+    begin = [] if thought is None else [*b"So.", tokens[thought]]
+    call = vocabulary.ids(written(form, CALLED[0]))
+    assert vocabulary.accepts(enforced, [*begin, *b"The mark is ", *form.trigger.encode(), *b", you see."])
+    assert vocabulary.accepts(enforced, [*begin, *b"I add. ", *call])
+    assert not vocabulary.accepts(enforced, [*begin, tokens[form.trigger], *b"you see"])
+    assert not vocabulary.accepts(enforced, [*begin, *call[: len(call) // 2], *b"!!"])
+    if thought is not None:  # inside a thought it begins nothing
+        assert vocabulary.accepts(enforced, [*b"So ", tokens[form.trigger], *b" is one."])
