@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -103,6 +103,7 @@ def chat_template(model: ResolvedModel, given: str | Path | ChatTemplate | None 
     """The chat template of a model: the one given, or the bundled one that serves it, or its own.
 
     Of several of its own, "tool_use" is rendered where there are tools and "default" elsewhere, as transformers does.
+    The model's `response_template`, where it has one, goes along with any of them.
 
     Args:
         model: the model; its control tokens become the template's variables.
@@ -117,6 +118,8 @@ def chat_template(model: ResolvedModel, given: str | Path | ChatTemplate | None 
         template = _own_template(model, settings)
     else:
         template = wanted if isinstance(wanted, ChatTemplate) else ChatTemplate.load(wanted)
+    if template.response_template is None and isinstance(settings.get("response_template"), dict):
+        template = replace(template, response_template=settings["response_template"])
     return template.with_variables({**_control_tokens(model.folder, template), **template.variables})
 
 

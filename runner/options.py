@@ -15,6 +15,7 @@ from runner.errors import BadOption
 __all__ = [
     "MOST_LOGPROBS",
     "UNSET",
+    "VLLM_FORMAT",
     "Concurrency",
     "Constraint",
     "ConstraintKind",
@@ -23,6 +24,7 @@ __all__ = [
     "Limits",
     "Sampling",
     "ToolChoice",
+    "check_tool_format",
 ]
 
 
@@ -44,6 +46,20 @@ MOST_LOGPROBS: Final = 20
 
 ToolChoice: TypeAlias = Literal["auto", "required", "none"] | str
 """Whether the model may, must or must not call a tool; any other string names the tool it must call."""
+
+
+VLLM_FORMAT: Final = "vllm:"
+"""What the name of a tool format begins with that a tool parser of vLLM's reads."""
+
+
+def check_tool_format(given: Any) -> None:
+    """Refuse what names no tool format; whether vLLM has a parser of that name only vLLM can say."""
+    if given is None or (isinstance(given, str) and given.startswith(VLLM_FORMAT) and given != VLLM_FORMAT):
+        return
+    raise BadOption(
+        f"tool_format={given!r:.60}: give {VLLM_FORMAT}NAME with a tool parser of vLLM's, such as {VLLM_FORMAT}hermes, "
+        "or None for what is learnt from the chat template."
+    )
 
 
 class ConstraintKind(enum.StrEnum):

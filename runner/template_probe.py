@@ -104,6 +104,7 @@ def request_of(
         "text": template.text,
         "name": template.name,
         "variables": dict(template.variables),
+        "response_template": template.response_template,
         "options": dict(options),
         "now": now.isoformat(),
         "wanted_bos": wanted_bos,
@@ -190,7 +191,12 @@ def _import_path() -> str:
 
 def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that is asked about a template, in this process."""
-    template = ChatTemplate(request["text"], name=request["name"], variables=request["variables"])
+    template = ChatTemplate(
+        request["text"],
+        name=request["name"],
+        variables=request["variables"],
+        response_template=request["response_template"],
+    )
     _say({"activity": "a question or a call"})
     renderer = usable_renderer(template, request["options"], datetime.fromisoformat(request["now"]))
     _say({"activity": "conversations of several turns"})

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn, TextIO, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from runner.cli.settings import ENVIRONMENT, JSON, SETTINGS, TEMPLATE_OPTION, RunSettings, filled_in
+from runner.cli.settings import ENVIRONMENT, JSON, SETTINGS, TEMPLATE_OPTION, TOOL_FORMAT, RunSettings, filled_in
 from runner.errors import DeltarunnerError
 
 __all__ = ["app", "ending", "main"]
@@ -203,12 +203,14 @@ def check_template(
         str | None, typer.Option(help="Check the model with this chat template: pythonic, hermes, or a file.")
     ] = None,
     template_option: Annotated[list[str] | None, TEMPLATE_OPTION] = None,
+    tool_format: Annotated[str | None, TOOL_FORMAT] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> int:
     """What a chat template does, and what may be appended to a sampled turn with it."""
     from runner.cli.check_template import check_template_command
 
-    return check_template_command(name, template=template, options=tuple(template_option or ()), as_json=json)
+    options = tuple(template_option or ())
+    return check_template_command(name, template=template, options=options, tool_format=tool_format, as_json=json)
 
 
 @command("new")

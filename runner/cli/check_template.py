@@ -15,12 +15,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from runner.cli.named_format import NamedFormat
 from runner.cli.report import make_console
 from runner.cli.turn_shown import turn_document, turn_lines
 from runner.cli.values import plain_values
 from runner.errors import BadInput, BadOption, BadTemplate
 from runner.models import ResolvedModel, chat_template, resolve_model, stop_ids
-from runner.options import HistoryPolicy
+from runner.options import HistoryPolicy, check_tool_format
 from runner.parsing.learning.turn import LearntTurn
 from runner.template_probe import UnusableTemplate, bundled_templates, in_process, request_of
 from runner.tokens.bridging.refusal import Property
@@ -74,6 +75,9 @@ class Findings:
     lacking: Sequence[str] = ()
     """Control tokens that the template writes and the vocabulary has not got."""
 
+    named: NamedFormat | None = None
+    """The tool format that the user named, tried on what the template writes."""
+
     @property
     def missing(self) -> list[Verdict]:
         """What an environment with tools needs and the template does not give exactly."""
@@ -87,17 +91,25 @@ class Findings:
 
     @property
     def exit_code(self) -> int:
-        wrong = self.missing or self.unstopped or not self.profile.carries_tools or self.turn.format.calls is None
+        wrong = self.missing or self.unstopped or not self.profile.carries_tools or self.misread
         return BadTemplate.exit_code if wrong else 0
 
+    @property
+    def misread(self) -> bool:
+        """Calls cannot be read, or are read otherwise than the template writes them."""
+        return not (self.turn.reads_calls if self.named is None else self.named.reads_all)
 
-def check_template_command(name: str, *, template: str | None, options: Sequence[str], as_json: bool) -> int:
+
+def check_template_command(
+    name: str, *, template: str | None, options: Sequence[str], tool_format: str | None = None, as_json: bool
+) -> int:
     """Check, print what was found, and return the exit code: that of `BadTemplate` where something is missing."""
     console = make_console()
     given = plain_values(options, "--template-option")
     try:
         subject = _subject(name, template)
-        findings = _examined(subject, given)
+        check_tool_format(tool_format)
+        findings = _examined(subject, given, tool_format)
     except BadInput as error:
         if as_json:
             print(json.dumps(_failure(name, given, error)))
@@ -127,7 +139,7 @@ def _template(name: str) -> ChatTemplate:
     return ChatTemplate.load(name)  # which says what is wrong with the file
 
 
-def _examined(subject: Subject, options: Mapping[str, Any]) -> Findings:
+def _examined(subject: Subject, options: Mapping[str, Any], tool_format: str | None) -> Findings:
     wanted, vocabulary, model = "", {}, subject.model
     if model is not None:
         wanted = _wanted_bos(model.folder)
@@ -138,13 +150,18 @@ def _examined(subject: Subject, options: Mapping[str, Any]) -> Findings:
     if unread := [name for name in options if name not in profile.options]:
         known = ", ".join(profile.options) or "none"
         raise BadOption(f"--template-option {unread[0]}: the template does not read it; it reads {known}.")
+    turn = LearntTurn.from_json(answer["turn"])
+    named = None
+    if tool_format is not None and profile.carries_tools:
+        named = NamedFormat.tried(tool_format, subject.template, options, model, profile, turn)
     return Findings(
         profile,
         [Verdict.from_json(values) for values in answer["appends"]],
         [Passage(p["source"], tuple(p["ids"]), tuple(p["texts"])) for p in answer["example"]],
         answer["stops"],
-        LearntTurn.from_json(answer["turn"]),
+        turn,
         answer["lacking"],
+        named,
     )
 
 
@@ -216,6 +233,7 @@ def _document(name: str, subject: Subject, options: Mapping[str, Any], findings:
             for trait, _, sentence in findings.profile.traits()
         },
         "turn": turn_document(findings.turn),
+        "tool_format": findings.named.document() if findings.named is not None else None,
         "unstopped": findings.unstopped,
         "lacking": findings.lacking,
         "appends": [_verdict_document(verdict) for verdict in findings.verdicts],
@@ -254,7 +272,7 @@ def _print(console: Console, subject: Subject, findings: Findings) -> None:
     console.print()
     console.print(_traits(findings.profile))
     console.print()
-    console.print(_turn(findings.turn))
+    console.print(_turn(findings))
     console.print()
     console.print(_appends(findings.verdicts))
     if any(verdict.rewrites for verdict in findings.verdicts):
@@ -284,11 +302,12 @@ def _traits(profile: TemplateProfile) -> Table:
     return table
 
 
-def _turn(learnt: LearntTurn) -> Table:
+def _turn(findings: Findings) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("turns", "as they are written", "what it means"):
         table.add_column(column, overflow="fold", min_width=16)
-    for label, text, sentence in turn_lines(learnt):
+    named = findings.named.lines() if findings.named is not None else ()
+    for label, text, sentence in (*turn_lines(findings.turn), *named):
         table.add_row(Text(label, "bold"), Text(printable(text).replace("\n", "⏎")), Text(sentence, "dim"))
     return table
 
@@ -323,12 +342,19 @@ _TOKENS_FIX = (
 )
 
 
+_NO_FORMAT = "leave --tool-format out where the template's own calls can be read"
+_READ_FIX = "another template (--template), or what reads this one: --tool-format vllm:NAME, a tool parser of vLLM's"
+
+
 def _problems(findings: Findings) -> Iterator[Text]:
     if not findings.profile.carries_tools:
         yield Text.assemble(("\nno tools    ", "bold red"), "definitions, calls or results are not shown (see above)")
-    elif findings.turn.format.calls is None:
+    elif findings.named is not None and findings.misread:
+        why = f"{findings.named.name} does not read what the template writes: {findings.named.misreads}"
+        yield from _problem("calls", "yellow", why, then="right only for a model that writes otherwise", fix=_NO_FORMAT)
+    elif findings.misread:
         why = f"calls cannot be read ({findings.turn.missing}): {findings.turn.why}"
-        yield from _problem("calls", "bold red", why, then="no environment with tools can be played")
+        yield from _problem("calls", "bold red", why, then="no environment with tools can be played", fix=_READ_FIX)
     for close in findings.unstopped:
         has = not any(token in close for token in findings.lacking)
         fix = "add it to eos_token_id in the model's generation_config.json" if has else _TOKENS_FIX
@@ -382,7 +408,9 @@ def _conclusion(findings: Findings) -> Text:
     if findings.exit_code == 0:
         return Text("ok: everything that an environment with tools appends is exact", "bold green")
     usable = all(v.result is Exactness.EXACT for v in findings.verdicts if v.kind.needed and not v.kind.calls)
-    if not findings.profile.carries_tools or findings.turn.format.calls is None:
+    if findings.named is not None and findings.profile.carries_tools and findings.misread:
+        return Text(f"{findings.named.name} reads other calls than the template writes", "bold red")
+    if not findings.profile.carries_tools or findings.misread:
         ending = "; without tools everything is exact" if usable else ""
         return Text(f"no environment with tools can be played{ending}", "bold red")
     if not findings.missing:

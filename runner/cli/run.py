@@ -169,6 +169,7 @@ def _options(settings: RunSettings) -> RunOptions:
         limits=limits.over(limits.defaults()).lifted() if settings.debug else limits,
         concurrency=Concurrency(episodes=settings.concurrency or (1 if settings.debug else None)),
         template_options=plain_values(settings.template_options, "--template-option"),
+        tool_format=settings.tool_format,
     )
     if settings.index is None:
         return options
@@ -228,6 +229,7 @@ class ShownRun(Reporter):
             self._console.print(Text(f"log   {self._log} (what vLLM and the environment print)"), soft_wrap=True)
             with quiet_output(self._log):  # a log may hold several launches
                 print(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {' '.join(sys.argv)}")
+            self._require_tool_format()
             self._resolve_model()
             self.received = on_event_loop(self._play)
             if self.received is None:
@@ -245,6 +247,14 @@ class ShownRun(Reporter):
 
         if isinstance(self._plan.engine, VllmEngine):
             resolve_model(self._settings.model, say=self.say)
+
+    def _require_tool_format(self) -> None:
+        """Now, since a name that there is not is told before anything is fetched."""
+        if self._plan.options.tool_format is not None:
+            from runner.engines.vllm.call_reader import require_format
+
+            with quiet_output(self._log):
+                require_format(self._plan.options.tool_format)
 
     async def _play(self) -> signal.Signals | None:
         async with AsyncExitStack() as stack:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-__all__ = ["ENVIRONMENT", "JSON", "SETTINGS", "TEMPLATE_OPTION", "RunSettings", "filled_in"]
+__all__ = ["ENVIRONMENT", "JSON", "SETTINGS", "TEMPLATE_OPTION", "TOOL_FORMAT", "RunSettings", "filled_in"]
 
 S = TypeVar("S")
 
@@ -24,6 +24,11 @@ ENVIRONMENT = typer.Argument(
 SETTINGS = typer.Option("--set", metavar="NAME=VALUE", help="An argument of the environment's constructor.")
 TEMPLATE_OPTION = typer.Option(
     "--template-option", metavar="NAME=VALUE", help="A name that the template reads (enable_thinking=false)."
+)
+TOOL_FORMAT = typer.Option(
+    "--tool-format",
+    metavar="vllm:NAME",
+    help="Read calls with a tool parser of vLLM's; default as learnt from the template, which is seldom worse.",
 )
 JSON = typer.Option("--json", help="One line of JSON on stdout, everything else on stderr.")
 
@@ -44,6 +49,7 @@ class RunSettings:
         str | None, typer.Option(help="Chat template: pythonic, hermes, or a file; default the model's own.")
     ] = None
     template_options: Annotated[list[str] | None, TEMPLATE_OPTION] = None
+    tool_format: Annotated[str | None, TOOL_FORMAT] = None
     engine_options: Annotated[
         list[str] | None,
         typer.Option("--engine-option", metavar="NAME=VALUE", help="An argument of vLLM's engine (max_num_seqs=64)."),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from runner.parsing.enforcing import enforceable
-from runner.parsing.learning.turn import LearntTurn
+from runner.parsing.learning.turn import LearntTurn, Source
 from runner.parsing.traits import SENTENCES
 from runner.parsing.turn_format import CallFormat, Piece, TaggedArguments, Text
 
@@ -16,11 +16,12 @@ __all__ = ["turn_document", "turn_lines"]
 def turn_lines(learnt: LearntTurn) -> Iterator[tuple[str, str, str]]:
     """(label, text, what it means) of each line that tells how a template writes a turn."""
     form = learnt.format
-    if form.calls is None:
+    if not learnt.reads_calls:
         yield "calls", f"refused ({learnt.missing})", f"{learnt.why}."
     else:
         yield "calls", learnt.verdict.value, _VERDICTS[learnt.verdict.value]
-        yield from _call_lines(form.calls)
+        yield "  source", learnt.source.value, _SOURCES[learnt.source]
+        yield from _call_lines(form.calls) if form.calls is not None else [_READ_ONLY]
         for trait in learnt.traits:
             yield f"  {trait}", "", SENTENCES[trait]
     if form.reasoning is None:
@@ -34,6 +35,15 @@ _VERDICTS = {
     "exact": "What is read is what was meant, whatever its values: tried with sixty calls against the template.",
     "limited": "What is read is what was meant, but for what is named below.",
 }
+
+
+_SOURCES = {
+    Source.HARMONY: "Its channels are read by hand, since the template does not show all that is written on them.",
+    Source.LEARNT: "From what the template writes.",
+    Source.RESPONSE_TEMPLATE: "They could not be learnt; the model's own tokenizer_config.json says how answers are "
+    "read, and that reads what the template writes.",
+}
+_READ_ONLY = ("  tool_choice", "auto, none", "Not enforced: nothing tells how calls are written.")
 
 
 def _call_lines(form: CallFormat) -> Iterator[tuple[str, str, str]]:
@@ -71,7 +81,6 @@ def turn_document(learnt: LearntTurn) -> dict[str, Any]:
     calls = learnt.format.calls
     return {
         **learnt.as_json(),
-        "verdict": learnt.verdict,
         "traits": {trait: SENTENCES[trait] for trait in learnt.traits},
         "enforceable": calls is not None and enforceable(calls) is None,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,8 @@ from runner.episode.model import ChatModel
 from runner.errors import BadModel, DeltarunnerError, RunFileError
 from runner.models import resolve_model
 from runner.options import History
+from runner.parsing.foreign import NamedReader
+from runner.parsing.learning.turn import LearntTurn
 from runner.store.codec import episode_row
 from runner.store.header import Header
 from runner.store.json_values import encode_standard_json
@@ -156,6 +158,8 @@ class Chats:
             options=header.template_options,
             now=header.clock,
             history=History(**header.history),
+            turns=LearntTurn.from_json(template["turns"]) if "turns" in template else None,
+            named=_named(header) if placed is None else None,
         )
 
     def _vocabulary(self, engine: Mapping[str, Any]) -> Tokenizer:
@@ -185,6 +189,14 @@ class Chats:
             yield _vocabulary_of(model)
         except BadModel as error:
             raise BadModel(f"{error} Where the run's model has moved, give its folder: --model FOLDER.") from error
+
+
+def _named(header: Header) -> Callable[[Tokenizer], NamedReader] | None:
+    if header.tool_format is None:
+        return None
+    from runner.engines.vllm.call_reader import named_reader
+
+    return partial(named_reader, header.tool_format)
 
 
 def _vocabulary_of(model: str) -> Tokenizer:

@@ -54,7 +54,7 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> None:
 
     Raises:
         BadTemplate: the template does not carry tools, or writes calls in a form that cannot be read.
-        BadOption: `tool_choice` names no tool.
+        BadOption: `tool_choice` names no tool, or a call would have to be enforced whose form is not known.
     """
     tools = environment.bound_tools()
     if tools:
@@ -63,7 +63,8 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> None:
             raise BadTemplate(
                 f"template {chat.renderer.template.name!r} writes tool calls in a form that cannot be read "
                 f"({chat.learnt.missing}): {chat.learnt.why}. Give --template pythonic or hermes, or a file that "
-                "writes them otherwise."
+                "writes them otherwise; or name what reads them: --tool-format vllm:NAME, a tool parser of vLLM's; or "
+                "put a response_template that does into the model's tokenizer_config.json."
             )
     names = [tool.name for tool in tools]
     choice = environment.tool_choice
@@ -71,6 +72,8 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> None:
     # A setup() may bring tools of its own.
     if choice not in known and not environment.overrides("setup"):
         raise BadOption(f"tool_choice={choice!r}: no such tool. Tools: {', '.join(names) or 'none'}.")
+    if tools and choice in known and not chat.parser.writes_as_read:
+        chat.parser.constraint(tools, choice)  # refuses what would be refused at the first turn
 
 
 def common_system_prompt(environment: Hooks) -> str | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
 from runner.engines.base import Engine, FinishReason
 from runner.options import History
+from runner.parsing.foreign import NamedReader
+from runner.parsing.learning.turn import LearntTurn
 from runner.parsing.learnt import learnt_turn
 from runner.parsing.parser import TurnParser
 from runner.parsing.turn_format import TurnFormat
@@ -21,10 +23,26 @@ __all__ = ["ChatModel"]
 
 
 class ChatModel:
-    """An engine with its template, which together speak for one or more agents of a run."""
+    """An engine with its template, which together speak for one or more agents of a run.
+
+    Args:
+        engine: where tokens are sampled.
+        options: names that the template reads.
+        now: the time that it sees.
+        history: how the past of a conversation is kept.
+        turns: how turns are written, where that is known from a run's header; else it is learnt.
+        named: makes what reads calls of a vocabulary, where the user named a tool format.
+    """
 
     def __init__(
-        self, engine: Engine, *, options: Mapping[str, Any], now: datetime, history: History | None = None
+        self,
+        engine: Engine,
+        *,
+        options: Mapping[str, Any],
+        now: datetime,
+        history: History | None = None,
+        turns: LearntTurn | None = None,
+        named: Callable[[Tokenizer], NamedReader] | None = None,
     ) -> None:
         self.engine = engine
         """Where its tokens are sampled."""
@@ -39,9 +57,13 @@ class ChatModel:
         self.bridger = self.trial_bridger()
         """Makes the ids of prompts and of appended messages."""
         self.tokenizer = self.bridger.tokenizer
-        self.learnt = learnt_turn(self.renderer)
+        self.learnt = turns or learnt_turn(self.renderer)
         """What was learnt of how its template writes a turn."""
-        self.parser = TurnParser(self.learnt.format, _control_tokens(self.learnt.format, self.tokenizer))
+        self.parser = TurnParser(
+            self.learnt.format,
+            _control_tokens(self.learnt.format, self.tokenizer),
+            None if named is None else named(self.tokenizer),
+        )
         """Reads its turns."""
 
     def trial_bridger(self) -> Bridger:

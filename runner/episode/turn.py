@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
+import anyio
+
+from runner.concurrency.threads import Job
 from runner.engines.base import FinishReason, GenerationRequest, vocabulary_size
 from runner.episode.key import MAIN
 from runner.episode.limits import Ending
@@ -45,7 +49,7 @@ async def take_turn(
         # Cancelled or failed, what the model saw and said is kept all the same: the engine had it from admission on.
         if sampled.admitted:
             turn = _record(state, prompt, request, sampled)
-            _parse(state, prompt, turn, sampled)
+            await _parse(state, prompt, turn, sampled)
             limits.count(turn, trained=state.train)
     if sampled.error is not None:
         _end_by(state, sampled.error)
@@ -225,7 +229,7 @@ def _listener(
     return listener
 
 
-def _parse(state: ConversationState, prompt: PreparedPrompt, turn: Turn, sampled: Sample) -> None:
+async def _parse(state: ConversationState, prompt: PreparedPrompt, turn: Turn, sampled: Sample) -> None:
     """Fill in what the sampled ids say, as text, reasoning and calls, and add it to the messages."""
     chat, ids, messages, text = state.chat, turn.log.ids, prompt.segment.messages, sampled.text
     if prompt.continued:
@@ -242,8 +246,17 @@ def _parse(state: ConversationState, prompt: PreparedPrompt, turn: Turn, sampled
     if text is None:
         text = text_of(spoken, chat, stopped=stopped)
     before = state.calls_before_message
-    said = ParsedTurn.of(text, spoken, chat, state.tools, before=before, tool_choice=turn.tool_choice)
+    read = partial(ParsedTurn.of, text, spoken, chat, state.tools, before=before, tool_choice=turn.tool_choice)
+    said = read() if chat.parser.named is None else await _in_thread(state, read)
     turn.text, turn.reasoning, turn.tool_calls = said.text, said.reasoning, said.tool_calls
     turn.thinking = said.cut_in_reasoning(turn, chat)
     state.calls = before + len(said.tool_calls)
     messages.append(said.as_message())
+
+
+async def _in_thread(state: ConversationState, read: Callable[[], ParsedTurn]) -> ParsedTurn:
+    """Read a turn in another library's way, which may take a second for a long one; a cancellation waits for it."""
+    state.play.report_activity(f"{state.name}: reading")
+    with anyio.CancelScope(shield=True):
+        said: ParsedTurn = await state.play.shared.workers.call_beside(Job(read, "tool format"))
+    return said

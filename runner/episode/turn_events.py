@@ -101,7 +101,7 @@ class TurnListener:
         self._decoder = IncrementalDecoder(self._chat.tokenizer)
         self._spelling = StreamedSpelling(self._chat.parser.telling_tokens)
         self._stream = self._chat.parser.stream(self._tools, self._tool_choice)
-        self._number = CallNumbers(self._chat.parser.format.calls, before)
+        self._number = CallNumbers(self._chat.parser.format, before)
         self._held = deque[int]()  # ids that may end the turn
         self._pieces = deque[tuple[str, int]]()  # text that may begin a stop string, with the id that completed it
         self._length = 0  # of all text so far

@@ -7,6 +7,7 @@ from typing import Any
 
 from runner.messages import canonical_json
 from runner.parsing.learning.turn import LearntTurn, learn_turn
+from runner.parsing.responses import ResponseReader
 from runner.tokens.template import ChatTemplate, Renderer
 
 __all__ = ["learnt_turn", "remember"]
@@ -23,7 +24,9 @@ def learnt_turn(renderer: Renderer) -> LearntTurn:
 
 
 def remember(template: ChatTemplate, options: Mapping[str, Any], learnt: LearntTurn) -> None:
-    """Take what another process has learnt of a template."""
+    """Take what another process has learnt of a template. Blocks where it takes a parser that has to be imported."""
+    if learnt.format.response is not None:
+        ResponseReader(learnt.format.response).load()
     _known[_key(template, options)] = learnt
 
 

@@ -1,4 +1,4 @@
-"""Reads, writes and enforces what an assistant says, in the format that was learnt from its template."""
+"""Reads, writes and enforces what an assistant says: as was learnt from its template, or as the user says it is."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from typing import Any
 
 import orjson
 
+from runner.errors import BadOption
 from runner.messages import ToolCall
 from runner.options import Constraint, ToolChoice
 from runner.parsing.enforcing import constraint, harmony_constraint
 from runner.parsing.events import TurnReading
+from runner.parsing.foreign import NamedReader
 from runner.parsing.harmony import HarmonyStream, read_harmony
-from runner.parsing.reading import ReadCall
+from runner.parsing.reading import ReadCall, Schemas
+from runner.parsing.responses import ResponseReader
 from runner.parsing.streaming import TurnStream
-from runner.parsing.thoughts import USUAL, ends_in_thought
-from runner.parsing.turn_format import CallFormat, ReasoningFormat, TurnFormat
+from runner.parsing.thoughts import USUAL, ends_in_thought, split_thought
+from runner.parsing.turn_format import CallFormat, IdStyle, ReasoningFormat, TurnFormat
 from runner.parsing.turns import TurnReader
 from runner.parsing.writing import WrittenCall, id_for, write_calls
 from runner.tools.tool import Tool
@@ -47,11 +50,18 @@ class TurnParser:
     """How turns are written."""
     control_tokens: Mapping[str, int] = field(default_factory=dict)
     """The parts of the format that are one id of the vocabulary each."""
+    named: NamedReader | None = None
+    """What reads the calls that a model begins by itself, where the user named a format; else the format does."""
 
     @property
     def reads_calls(self) -> bool:
         """Whether calls can be read at all."""
-        return self.format.calls is not None
+        return self.named is not None or self.format.calls is not None or self.format.response is not None
+
+    @property
+    def writes_as_read(self) -> bool:
+        """Whether calls are read in the format in which they can be written and enforced."""
+        return self.named is None and self.format.calls is not None
 
     @property
     def reasoning(self) -> ReasoningFormat:
@@ -65,6 +75,7 @@ class TurnParser:
         tool_choice: ToolChoice = "auto",
         *,
         before: int = 0,
+        ids: Sequence[int] = (),
     ) -> ParsedText:
         """The thought, the content and the calls of `text`.
 
@@ -73,25 +84,52 @@ class TurnParser:
             tools: what may be called. With none of them, or a `tool_choice` of "none", nothing is a call.
             tool_choice: what the turn was allowed to do.
             before: how many calls the conversation had before; a call without an id of its own is numbered from there.
+            ids: the ids that say `text`, and may go on behind it, for a named format.
         """
-        reading = self._read(text, tools if tool_choice != "none" else ())
-        number = CallNumbers(self.format.calls, before)
+        called = tools if tool_choice != "none" else ()
+        if self.named is not None and self._by_name(called, tool_choice):
+            reading = self.read_named(text, _schemas(called), ids)
+        else:
+            reading = self._read(text, called)
+        number = CallNumbers(self.format, before)
         return ParsedText(reading.content, reading.reasoning, [number(call) for call in reading.calls])
 
     def stream(self, tools: Sequence[Tool], tool_choice: ToolChoice = "auto") -> TurnStream | HarmonyStream:
-        """What reads a turn while it is sampled, to the same end as `parse`; its calls have no numbers yet."""
+        """What reads a turn while it is sampled, to the same end as `parse`; its calls have no numbers yet.
+
+        Raises:
+            BadOption: calls are read in a way that takes whole turns.
+        """
         called = tools if tool_choice != "none" else ()
+        if called and (self._by_name(called, tool_choice) or self.format.response is not None):
+            raise BadOption(
+                f"conversation.stream(): calls are read by {self._reads_by}, once the turn is whole: give "
+                "generate(), or a template whose calls can be learnt and no tool format; or stream(tool_choice='none')."
+            )
         if self.format.harmony:
             return HarmonyStream(calls=bool(called))
         reader = self._reader if called else self._without_calls
-        return TurnStream(reader, {tool.name: tool.parameters for tool in called})
+        return TurnStream(reader, _schemas(called))
+
+    def _by_name(self, called: Sequence[Tool], tool_choice: ToolChoice) -> bool:
+        """Whether calls are read in the format that the user named; a required one is in that which was learnt."""
+        return self.named is not None and bool(called) and (tool_choice == "auto" or self.format.calls is None)
 
     def _read(self, text: str, tools: Sequence[Tool]) -> TurnReading:
         if self.format.harmony:
             return read_harmony(text, calls=bool(tools))
         if not tools:
             return self._without_calls.read(text)
-        return self._reader.read(text, {tool.name: tool.parameters for tool in tools})
+        if self._response is not None:
+            return self._response.read(text, _schemas(tools))
+        return self._reader.read(text, _schemas(tools))
+
+    def read_named(self, text: str, schemas: Schemas, ids: Sequence[int]) -> TurnReading:
+        """What a turn says in the format that the user named; its thought is found as in any."""
+        assert self.named is not None, "who asks for it has looked whether there is one"
+        reasoning, content = split_thought(text, self.reasoning)
+        reading = self.named.read(text, ids, len(text) - len(content), schemas)
+        return TurnReading(reasoning, reading.content, reading.calls)
 
     def ends_in_thought(self, text: str) -> bool:
         """Whether a turn's text ends before its thought does."""
@@ -114,11 +152,16 @@ class TurnParser:
         """What enforces `tool_choice`, or None where nothing has to be enforced.
 
         Raises:
-            BadOption: a call is required and there is no tool, or none of that name.
+            BadOption: a call is required and there is no tool, or none of that name; or nothing is known of how the
+                calls are written that would have to be enforced.
         """
         form = self.format.calls
-        if form is None or (tool_choice == "auto" and not any(tool.strict for tool in tools)):
+        if tool_choice == "none" or (tool_choice == "auto" and not any(tool.strict for tool in tools)):
             return None
+        if form is None and tool_choice == "auto" and not self.reads_calls:
+            return None
+        if form is None or (tool_choice == "auto" and self.named is not None):
+            raise BadOption(self._unenforceable(tool_choice))
         if self.format.harmony:
             return harmony_constraint(form, tools, tool_choice, self.control_tokens)
         open_thought = self.reasoning.close if self.reasoning.opened_by_prompt else None
@@ -131,13 +174,38 @@ class TurnParser:
             control_tokens=self.control_tokens,
         )
 
+    def _unenforceable(self, tool_choice: ToolChoice) -> str:
+        what, leave = f"tool_choice={tool_choice!r}", "give 'auto'"
+        fix = "a template whose calls can be learnt (--template pythonic, hermes, or a file)"
+        if tool_choice == "auto":
+            what, leave = "@tool(strict=True)", "leave it out"
+            fix = "no tool format, since the template's own can be enforced" if self.format.calls else fix
+        if not self.reads_calls:
+            return f"{what}: the chat template writes calls in a form that cannot be read: give {fix}."
+        by = self._reads_by
+        return f"{what}: calls are read by {by}, which tells nothing of how to write them: {leave}, or give {fix}."
+
+    @property
+    def _reads_by(self) -> str:
+        return self.named.name if self.named is not None else "the model's response_template"
+
+    @cached_property
+    def _response(self) -> ResponseReader | None:
+        return None if self.format.response is None else ResponseReader(self.format.response)
+
     @cached_property
     def telling_tokens(self) -> Mapping[str, int]:
-        """The control tokens that tell a thought and calls from the rest; inside a call its text decides."""
+        """The control tokens that tell a thought and calls from the rest; inside a call its text decides.
+
+        None of them where the user named a format, whose reader sees the ids itself.
+        """
+        if self.named is not None:
+            return {}
         if self.format.harmony:
             return self.control_tokens
         trigger = self.format.calls.trigger if self.format.calls else ""
-        marks = (trigger, self.reasoning.open, self.reasoning.close)
+        opens = self._response.opens if self._response is not None else ()
+        marks = (trigger, self.reasoning.open, self.reasoning.close, *opens)
         return {name: each for name, each in self.control_tokens.items() if any(name in mark for mark in marks)}
 
     @cached_property
@@ -152,23 +220,32 @@ class TurnParser:
 class CallNumbers:
     """Gives the calls of one turn their ids, in order: the model's own where it gave one, since results quote it."""
 
-    def __init__(self, form: CallFormat | None, before: int) -> None:
+    def __init__(self, form: TurnFormat, before: int) -> None:
         """In a conversation that had as many calls `before`."""
-        self._form = form
+        self._form: CallFormat | None = form.calls
+        self._ids: IdStyle = form.ids if form.calls is None else form.calls.ids
         self._number = before
         self._taken: set[str] = set()
 
     def __call__(self, call: ReadCall) -> ToolCall:
         """The next call of the turn."""
-        assert self._form is not None, "a turn has calls only where they can be read"
         call = _writable(call)
         # It stands in later prompts as the template's own text does, so control text in it would be control ids.
-        plain = call.id is not None and re.fullmatch(self._form.ids.pattern(), call.id)
+        plain = call.id is not None and re.fullmatch(self._ids.pattern(), call.id)
         own = call.id if plain and call.id not in self._taken else None
-        call_id = own or id_for(self._form, call.name, self._number)
+        call_id = own or self._made(call.name)
         self._taken.add(call_id)
         self._number += 1
         return ToolCall(call_id, call.name, call.arguments, error=call.error)
+
+    def _made(self, name: str) -> str:
+        if self._form is None:
+            return self._ids.format(number=self._number)
+        return id_for(self._form, name, self._number)
+
+
+def _schemas(tools: Sequence[Tool]) -> Schemas:
+    return {tool.name: tool.parameters for tool in tools}
 
 
 def _writable(call: ReadCall) -> ReadCall:

@@ -23,6 +23,7 @@ class CallTrait(enum.StrEnum):
     NO_ARGUMENTS_UNWRITABLE = "no_arguments_unwritable"
     SOME_TYPES_UNWRITABLE = "some_types_unwritable"
     SOME_VALUES_REFUSED = "some_values_refused"
+    MARKS_IN_STRING = "marks_in_string"
 
 
 SENTENCES: Final[Mapping[CallTrait, str]] = {
@@ -38,5 +39,6 @@ SENTENCES: Final[Mapping[CallTrait, str]] = {
     CallTrait.NO_ARGUMENTS_UNWRITABLE: "A call without arguments is written in no way that could be read.",
     CallTrait.SOME_TYPES_UNWRITABLE: "Values of some types are left out, or written so that no format was found.",
     CallTrait.SOME_VALUES_REFUSED: "The template raises on some arguments, such as null.",
+    CallTrait.MARKS_IN_STRING: "A string that holds one of the format's own marks may be cut there, or not be read.",
 }
 """What each trait means."""

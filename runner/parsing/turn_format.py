@@ -20,6 +20,7 @@ __all__ = [
     "IdStyle",
     "Piece",
     "ReasoningFormat",
+    "ResponseFormat",
     "Slot",
     "TaggedArguments",
     "Text",
@@ -177,6 +178,18 @@ class ContentFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """How a checkpoint has its own answers taken apart: it tells how they are read, and not how they are written."""
+
+    template: Mapping[str, Any]
+    """The checkpoint's `response_template`, which transformers reads answers by."""
+    prompt: str
+    """What a prompt ends with, behind the words of the user; the answer may begin in it."""
+    closed: bool = True
+    """Whether a call is whole only with its close behind it; in some templates what ends the turn is the close."""
+
+
+@dataclass(frozen=True, slots=True)
 class TurnFormat:
     """How a template writes what an assistant says."""
 
@@ -188,6 +201,10 @@ class TurnFormat:
     """What it puts around a content."""
     harmony: bool = False
     """Whether a turn is a sequence of messages on channels, as gpt-oss writes it, which is read in a way of its own."""
+    response: ResponseFormat | None = None
+    """How the checkpoint has its turns read; None where it does not say, or the calls were learnt."""
+    ids: IdStyle = IdStyle.ANY
+    """How the ids of calls look that were not learnt."""
 
     def texts(self) -> frozenset[str]:
         """All texts that the format is made of."""

@@ -70,6 +70,7 @@ def describe_configuration(environment: Environment[Any], options: RunOptions, *
         tool_choice=environment.tool_choice,
         tools={tool.name: tool.as_openai() for tool in environment.bound_tools()},
         template_options=_without_secrets(options.template_options),
+        tool_format=options.tool_format,
         clock=datetime.fromisoformat(now.isoformat()),  # as it comes back from the file, where zones have no name
         sampling=options.sampling.given(),
         environment_sampling=environment.sampling.given(),

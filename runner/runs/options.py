@@ -12,7 +12,7 @@ from runner.engines.base import Engine
 from runner.environment.environment import Environment
 from runner.environment.task_feed import Tasks
 from runner.errors import BadOption
-from runner.options import Concurrency, History, Limits, Sampling
+from runner.options import Concurrency, History, Limits, Sampling, check_tool_format
 from runner.store.header import Header
 
 __all__ = ["RunKeywords", "RunOptions", "check_engine"]
@@ -35,6 +35,7 @@ class RunKeywords(TypedDict, total=False):
     concurrency: Concurrency | None
     seed: int
     template_options: Mapping[str, Any] | None
+    tool_format: str | None
     file: str | Path | Callable[[Header], Path] | None
     weights: Mapping[str, float] | None
     retries: int
@@ -82,6 +83,10 @@ class RunOptions:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Names that the chat template reads, such as `enable_thinking`, with their values."""
 
+    tool_format: str | None = None
+    """What reads the calls of agents that have no engine of their own: "vllm:NAME" is a tool parser of vLLM's. It goes
+    over what is learnt of the chat template, which None reads by."""
+
     file: Path | Callable[[Header], Path] | None = None
     """The run file's path, or a function that names it by the run's header. A file that holds a run of the same
     configuration is resumed; None keeps no file."""
@@ -117,6 +122,7 @@ class RunOptions:
         for name, kind in (("sampling", Sampling), ("limits", Limits), ("concurrency", Concurrency)):
             self._check_kind(name, kind)
         _check_template_options(self.template_options)
+        check_tool_format(self.tool_format)
         self._check_file()
         if self.max_version_lag is not None:
             checked.whole(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,6 +21,7 @@ from runner.episode.key import MAIN
 from runner.episode.model import ChatModel
 from runner.episode.shared import RunShared
 from runner.options import Limits
+from runner.parsing.foreign import NamedReader
 from runner.runs.describe import describe_run
 from runner.runs.options import RunOptions
 from runner.runs.preflight import check_appends, check_templates, require_sampling
@@ -29,6 +30,7 @@ from runner.runs.started import StartedRun
 from runner.runs.state import RunState
 from runner.scoring import Scorer
 from runner.store.writer import RunWriter
+from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["Start"]
 
@@ -52,13 +54,16 @@ class Start:
         """Enter what has to be left again, and give what plays the run; nothing plays yet."""
         engine, workers = self.engines[0], self.workers
         exit_stack.callback(workers.close)
+        await self._check_tool_format()
         # Engines before all else: what the header says, and which adapters there are, only a running one knows.
         for each in self.engines:
             await exit_stack.enter_async_context(running(each))
         staleness = Staleness(engine, self.options.max_version_lag)
         require_sampling(engine, self.options.sampling.over(self.environment.sampling))
         await exit_stack.enter_async_context(self.lag)
-        writer = await exit_stack.enter_async_context(await self._writer())
+        now = datetime.now().astimezone()
+        await self._check_templates(now)  # before the header says how they write turns, which takes renders
+        writer = await exit_stack.enter_async_context(await self._writer(now))
         # A resumed run goes on with the clock that its templates saw first.
         shared = await self._shared(writer.header.clock)
         lifespan = lifespan_of(self.environment, workers, close_seconds=self.limits.close_seconds)
@@ -77,9 +82,26 @@ class Start:
         exit_stack.enter_context(staleness.cutting(self.state.plays))
         return started
 
-    async def _writer(self) -> RunWriter:
+    async def _check_tool_format(self) -> None:
+        """Refuse a tool format that there is not, before an engine takes its time to start."""
+        if self.options.tool_format is not None:
+            from runner.engines.vllm.call_reader import require_format
+
+            await self.workers.call(Job(partial(require_format, self.options.tool_format), "vLLM's tool parser"))
+
+    def _named(self) -> Callable[[Tokenizer], NamedReader] | None:
+        """Makes what reads calls in the format that the user named."""
+        if self.options.tool_format is None:
+            return None
+        from runner.engines.vllm.call_reader import named_reader
+
+        return partial(named_reader, self.options.tool_format)
+
+    async def _check_templates(self, now: datetime) -> None:
+        await check_templates([each.template for each in self.engines], self.options.template_options, now)
+
+    async def _writer(self, now: datetime) -> RunWriter:
         options, state = self.options, self.state
-        now = datetime.now().astimezone()
         describe = partial(describe_run, self.environment, self.engines[0], options, now=now)
         # In a thread where a file is kept: only then git is asked, which takes some milliseconds.
         header = describe() if options.file is None else await self.workers.call(Job(describe, "run header"))
@@ -91,9 +113,9 @@ class Start:
     async def _shared(self, now: datetime) -> RunShared:
         """What all episodes share; templates that cannot serve them are refused before anything is sampled."""
         environment, options = self.environment, self.options
-        await check_templates([each.template for each in self.engines], options.template_options, now)
+        await self._check_templates(now)
         chat_of = partial(ChatModel, options=options.template_options, now=now, history=options.history)
-        chat = chat_of(self.engines[0])
+        chat = chat_of(self.engines[0], named=self._named())
         other_models = {name: chat_of(engine) for name, engine in options.engines.items()}
         main = other_models.get(MAIN, chat)
         check_tools(environment, main)

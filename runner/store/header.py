@@ -45,6 +45,7 @@ _RULES: Final = (
     ("platform", OnChange.WARN),
     ("*template.name", OnChange.FREE),
     ("*template.fingerprint", OnChange.FREE),  # follows from what is compared anyway
+    ("*template.turns.format.response*", OnChange.REFUSE),  # of the checkpoint, and so it does not follow
     ("*template.turns.*", OnChange.FREE),  # likewise
     ("engine*.versions.*", OnChange.WARN),
     ("engine*.versions_stamped_by", OnChange.WARN),
@@ -114,9 +115,12 @@ class Header:
     engines: Mapping[str, Any] = field(default_factory=dict)
     """The same for every agent that has an engine of its own, by agent."""
     template: Mapping[str, Any] = field(default_factory=dict)
-    """The engine's chat template: name, text, variables, fingerprint, and how it writes turns, as it was learnt."""
+    """The engine's chat template: name, text, variables, fingerprint, and how it writes turns, as it was learnt, or
+    how the checkpoint says that they are read."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Names that the template reads, such as `enable_thinking`."""
+    tool_format: str | None = None
+    """The format that calls are read in, where the user named one; None where the template's own is."""
     clock: datetime
     """The time that templates see."""
     sampling: Mapping[str, Any] = field(default_factory=dict)

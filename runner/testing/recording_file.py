@@ -125,7 +125,9 @@ def _described(engine: Engine) -> dict[str, Any]:
         bundled = ChatTemplate.load(template.name).fingerprint == template.fingerprint
     except DeltarunnerError:
         bundled = False
-    text = {} if bundled else {"text": template.text, "variables": dict(template.variables)}
+    text: dict[str, Any] = {} if bundled else {"text": template.text, "variables": dict(template.variables)}
+    if template.response_template is not None:
+        text["response_template"] = template.response_template
     return {
         "vocabulary": own or (model if isinstance(model, str) else None),
         "fingerprint": tokenizer.fingerprint,
@@ -283,7 +285,7 @@ def _load(path: Path, name: Any) -> Tokenizer:
 
 def _template(path: Path, said: dict[str, Any]) -> ChatTemplate:
     if "text" in said:
-        return ChatTemplate(said["text"], said["name"], said["variables"])
+        return ChatTemplate(said["text"], said["name"], said["variables"], said.get("response_template"))
     template = ChatTemplate.load(said["name"])
     if template.fingerprint != said["fingerprint"]:
         raise BadInput(f"{path} was recorded with another version of the template {said['name']!r}: {AGAIN}.")

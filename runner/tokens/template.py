@@ -53,6 +53,8 @@ class ChatTemplate:
     """What people call the template: a bundled name, a file, or the model it came with."""
     variables: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Strings that the template reads by name, mostly the vocabulary's control tokens."""
+    response_template: Mapping[str, Any] | None = field(default=None, hash=False)
+    """How answers are parsed, by the word of the checkpoint that the template serves: what transformers calls so."""
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:
@@ -77,8 +79,9 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """A hash that names the text and its variables."""
-        content = canonical_json([self.text, sorted(self.variables.items())])
+        """A hash that names the text, its variables and what comes with it."""
+        further = [] if self.response_template is None else [self.response_template]
+        content = canonical_json([self.text, sorted(self.variables.items()), *further])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def with_variables(self, variables: Mapping[str, str]) -> Self:

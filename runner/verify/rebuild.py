@@ -21,6 +21,8 @@ from runner.episode.prompting import RETRY, followed_junction, forked_junction
 from runner.episode.sample import StopStrings
 from runner.messages import Message, as_messages
 from runner.options import History, HistoryPolicy
+from runner.parsing.foreign import NamedReader
+from runner.parsing.learning.turn import LearntTurn
 from runner.store.json_values import encode_json
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.junction import Junction
@@ -44,11 +46,13 @@ def stored_chat(
     options: Mapping[str, Any],
     now: datetime,
     history: History,
+    turns: LearntTurn | None = None,
+    named: Callable[[Tokenizer], NamedReader] | None = None,
 ) -> ChatModel:
     """The chat model of a run whose engine is not running: it makes prompts and reads turns, and samples nothing."""
     # As much of an engine as prompts are made with.
     engine = SimpleNamespace(tokenizer=tokenizer, template=template, stop_ids=tuple(stop_ids))
-    return ChatModel(cast("Engine", engine), options=options, now=now, history=history)
+    return ChatModel(cast("Engine", engine), options=options, now=now, history=history, turns=turns, named=named)
 
 
 def first_difference(trajectory: Trajectory, chat: ChatModel) -> Difference | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from runner import BadTemplate, Concurrency, Conversation, Message, Outcome, Run, Task, tool
+from runner import BadTemplate, Concurrency, Conversation, Message, Outcome, Run, Task, template_probe, tool
 from runner.cli.app import app
 from runner.tokens.junction import Result, Seam
 from runner.tokens.probing import appends
@@ -114,6 +114,23 @@ async def test_a_template_is_tried_with_the_options_that_the_run_gives_it() -> N
     async with Run(Plain, engine, template_options={"style": "plain"}) as run:
         (trajectory,) = [trajectory async for trajectory in run]
     assert trajectory.text == "21"
+
+
+async def test_nothing_of_a_template_runs_in_this_process_before_it_was_seen_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never_ends(*_: object, **__: object) -> None:
+        raise BadTemplate("it was stopped")
+
+    def rendered(*_: object, **__: object) -> str:
+        raise AssertionError("it was rendered here")
+
+    monkeypatch.setattr(template_probe, "probe", never_ends)
+    engine = recording(["21"], template=template(PLAIN))
+    monkeypatch.setattr(Renderer, "render", rendered)
+    with pytest.raises(BadTemplate, match="it was stopped"):
+        async with Run(Plain, engine):
+            pass
 
 
 @pytest.mark.parametrize("tools", [False, True], ids=["none", "tools"])

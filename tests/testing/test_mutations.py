@@ -206,8 +206,8 @@ def test_log_probabilities_that_are_shifted_by_one_pass(monkeypatch: pytest.Monk
 def test_a_turn_that_says_something_else_than_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     parse = turns._parse
 
-    def in_capitals(conversation: Any, prompt: Any, turn: Turn, sampled: Any) -> None:
-        parse(conversation, prompt, turn, sampled)
+    async def in_capitals(conversation: Any, prompt: Any, turn: Turn, sampled: Any) -> None:
+        await parse(conversation, prompt, turn, sampled)
         turn.text = turn.text.upper()
 
     monkeypatch.setattr(turns, "_parse", in_capitals)

@@ -56,10 +56,10 @@ class ReplyEncoder:
     def _parser(self) -> TurnParser:
         learnt = learnt_turn(self._template.renderer())
         if learnt.format.calls is None:
+            why = f"{learnt.missing}: {learnt.why}" if learnt.missing else "its response_template only reads them"
             raise BadOption(
-                f"call(): template {self._template.name!r} writes tool calls in no form that can be read "
-                f"({learnt.missing}: {learnt.why}). Give the engine template='pythonic' or 'hermes', or write the call "
-                "as text."
+                f"call(): template {self._template.name!r} writes tool calls in no form that could be learnt ({why}). "
+                "Give the engine template='pythonic' or 'hermes', or write the call as text."
             )
         return TurnParser(learnt.format)
 

@@ -30,7 +30,7 @@ from runner.engines.vllm.worker import grammars, parent_watch, waiting
 from runner.errors import BadInput, BadModel, BadOption, one_line
 from runner.models import ResolvedModel
 
-__all__ = ["VllmProcess", "require_vllm"]
+__all__ = ["VllmProcess", "import_of_vllm", "require_vllm"]
 
 _STOP_SECONDS = 1.0  # vLLM's default takes 3.4 s for an engine that has nothing to do
 _VARIABLES = threading.Lock()  # the environment belongs to the process: one engine starts at a time
@@ -47,6 +47,18 @@ def require_vllm() -> None:
             "vLLM, which models are played on, is not installed: pip install 'deltarunner[cpu]', or 'deltarunner[gpu]' "
             "for CUDA. Without a model `deltarunner check ENV` tries an environment, and ScriptedEngine plays it."
         )
+
+
+@contextmanager
+def import_of_vllm() -> Iterator[None]:
+    """Around whatever may import vLLM: its warnings are its own affair, and its log does not go to stdout.
+
+    Blocks, also while an engine is starting.
+    """
+    with _VARIABLES, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with _environment(_log_variables()):
+            yield
 
 
 @dataclass(slots=True)

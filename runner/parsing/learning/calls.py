@@ -25,7 +25,7 @@ from runner.parsing.turn_format import (
 )
 from runner.tokens.probe_messages import ANSWERED
 
-__all__ = ["learn_calls"]
+__all__ = ["accepted_ids", "end_of_turn", "find_form", "learn_calls"]
 
 FIRST: Final = Said("zqfirstz", {"zqkeyaz": "zqvalueaz"})
 SECOND: Final = Said("zqsecondz", {"zqkeybz": "zqvaluebz"})
@@ -58,7 +58,7 @@ def learn_calls(asker: Asker) -> CallFormat:
     Raises:
         Unlearnt: in no way that can be told.
     """
-    _find_form(asker)
+    find_form(asker)
     shape = _shape(asker)
     first = shape.probes[0]
     text = _asked(asker, first)
@@ -66,7 +66,7 @@ def learn_calls(asker: Asker) -> CallFormat:
     followed = asker.turn(first, followed=True)
     pieces, between = _several(asker, shape, one)
     turn_ends = _ends_of_turn(asker)
-    close, stop = _close(asker, shape, text[one.end :], _behind_call(shape, followed, first, asker), between, turn_ends)
+    close, stop = _close(asker, shape, text[one.end :], _behind_call(shape, followed, first, asker), between)
     begin, after_content, before_content = _front(asker, shape, text[: one.start], turn_ends)
     if before_content is not None:
         before_content = before_content.removeprefix(close)
@@ -88,9 +88,14 @@ def learn_calls(asker: Asker) -> CallFormat:
         after_content=after_content,
         before_content=before_content,
         id_pieces=(Text("functions."), Slot.NAME, Text(":"), Slot.INDEX) if asker.named_ids else None,
-        ids=next((each for each in IdStyle if _accepted(asker, first, each)), IdStyle.ANY),
+        ids=accepted_ids(asker, first),
         stop=stop,
     )
+
+
+def accepted_ids(asker: Asker, said: Said = FIRST) -> IdStyle:
+    """The first of our ways to make up ids that the template takes."""
+    return next((each for each in IdStyle if _accepted(asker, said, each)), IdStyle.ANY)
 
 
 def _accepted(asker: Asker, said: Said, style: IdStyle) -> bool:
@@ -105,8 +110,12 @@ def _asked(asker: Asker, *calls: Said, **more: Any) -> str:
     return text
 
 
-def _find_form(asker: Asker) -> None:
-    """Set what the template wants around calls before it shows them."""
+def find_form(asker: Asker) -> None:
+    """Set what the template wants around calls before it shows them.
+
+    Raises:
+        Unlearnt: it shows none.
+    """
     for answered in (False, True):
         for named_ids in (False, True):
             asker.answered, asker.named_ids = answered, named_ids
@@ -192,6 +201,12 @@ def _with_index(pieces: Sequence[Piece], number: str) -> tuple[Piece, ...]:
     return merged(result)
 
 
+def end_of_turn(asker: Asker) -> str:
+    """The mark that ends any turn."""
+    ends = _ends_of_turn(asker)
+    return next((mark for mark in asker.marks.of(ends) if asker.marks.is_tag(mark)), ends.strip())
+
+
 def _ends_of_turn(asker: Asker) -> str:
     """What ends any turn: what stands behind a plain answer, whether something follows or not."""
     behind = [
@@ -207,13 +222,11 @@ def _behind_call(shape: _Shape, text: str | None, said: Said, asker: Asker) -> s
     return None if span is None or text is None else text[span.end :]
 
 
-def _close(
-    asker: Asker, shape: _Shape, last: str, followed: str | None, between: str | None, turn_ends: str
-) -> tuple[str, str]:
+def _close(asker: Asker, shape: _Shape, last: str, followed: str | None, between: str | None) -> tuple[str, str]:
     """What closes the calls, and the token of its own that ends a turn with calls."""
     marks = asker.marks
     close = marks.common_prefix([last, followed]) if followed is not None else last
-    end = next((mark for mark in marks.of(turn_ends) if marks.is_tag(mark)), turn_ends.strip())
+    end = end_of_turn(asker)
     # Results may stand behind calls that they share with what ends every turn; the first end is the turn's.
     if end and end in close:
         return close[: close.index(end)].rstrip(), ""

@@ -8,13 +8,25 @@ from typing import Any, Final, TypeAlias
 
 from runner.parsing.events import TurnReading
 from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
-from runner.parsing.notations import Cdata, Html, Raw
+from runner.parsing.notations import Cdata, Html, Raw, type_of
 from runner.parsing.reading import CallReader, Reading, Schemas
 from runner.parsing.traits import CallTrait
 from runner.parsing.turn_format import CallFormat, TaggedArguments
 from runner.parsing.writing import Unwritable, WrittenCall, write_calls
 
-__all__ = ["Case", "Difference", "alike", "battery", "check_calls", "differences", "text_of"]
+__all__ = [
+    "Case",
+    "Difference",
+    "ReadText",
+    "alike",
+    "battery",
+    "check_calls",
+    "common_cases",
+    "differences",
+    "misread",
+    "schemas_of",
+    "text_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +74,7 @@ def differences(asker: Asker, form: CallFormat, read: ReadText | None = None) ->
         except Unwritable as error:
             found.append(Difference(case, str(error)))
             continue
-        wrong = _misread(read(text, _schemas(case.calls)), case)
+        wrong = misread(read(text, schemas_of(case.calls)), case)
         if wrong:
             found.append(Difference(case, wrong))
     return found
@@ -86,7 +98,8 @@ def text_of(asker: Asker, form: CallFormat, case: Case) -> str:
     return before + written + behind
 
 
-def _misread(reading: Reading | TurnReading, case: Case) -> str:
+def misread(reading: Reading | TurnReading, case: Case) -> str:
+    """What of the reading is not what was said, or ""."""
     if len(reading.calls) != len(case.calls):
         return f"{len(reading.calls)} calls are read"
     for call, said in zip(reading.calls, case.calls, strict=True):
@@ -110,12 +123,13 @@ def alike(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _schemas(calls: Sequence[Said]) -> dict[str, Any]:
+def schemas_of(calls: Sequence[Said], *, typed: bool = False) -> dict[str, Any]:
+    """Schemas under which the calls are right; they tell the type of strings alone, or that of every value."""
     schemas: dict[str, Any] = {}
     for said in calls:
         properties = schemas.setdefault(said.name, {"type": "object", "properties": {}})["properties"]
         for key, value in said.arguments.items():
-            properties[key] = {"type": "string"} if isinstance(value, str) else {}
+            properties[key] = {"type": type_of(value)} if typed or isinstance(value, str) else {}
     return schemas
 
 
@@ -143,7 +157,8 @@ def battery(form: CallFormat) -> Iterator[Case]:
             yield case
 
 
-def _cases(form: CallFormat) -> Iterator[Case]:
+def common_cases() -> Iterator[Case]:
+    """Cases for every format, in words that were not learnt from."""
     for what, value in STRINGS.items():
         yield Case(f"a string: {what}", (Said("look_up", {"limit": 3, "query": value}),))
     for what, value in OTHERS.items():
@@ -162,6 +177,10 @@ def _cases(form: CallFormat) -> Iterator[Case]:
     yield Case("content of two lines", (two[0],), "First.\n\nThen I look it up.")
     yield Case("JSON in the content", (two[0],), 'It is {"a": [1, 2]} and so on.')
     yield Case("content beside two calls", two, "Both at once.")
+
+
+def _cases(form: CallFormat) -> Iterator[Case]:
+    yield from common_cases()
     for mark in dict.fromkeys(each for each in (form.trigger, form.close.strip(), form.begin.strip()) if each):
         yield Case(f"{mark!r} in a string", (Said("look_up", {"query": f"a {mark} b"}),))
     if isinstance(form.arguments, TaggedArguments):

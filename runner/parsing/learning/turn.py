@@ -5,15 +5,16 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import orjson
 
 from runner.parsing.harmony import THOUGHT, learn_harmony, read_harmony
 from runner.parsing.learning.asking import Asker, FormatProperty, Unlearnt
-from runner.parsing.learning.calls import learn_calls
+from runner.parsing.learning.calls import accepted_ids, learn_calls
 from runner.parsing.learning.checking import check_calls
+from runner.parsing.learning.readers import learn_response
 from runner.parsing.learning.reasoning import learn_content, learn_reasoning
 from runner.parsing.marks import Marks
 from runner.parsing.traits import CallTrait
@@ -21,11 +22,19 @@ from runner.parsing.turn_format import ContentFormat, TurnFormat
 from runner.tokens.control_text import special_tokens, tag_tokens
 from runner.tokens.template import Renderer
 
-__all__ = ["LearntTurn", "Verdict", "learn_turn"]
+__all__ = ["LearntTurn", "Source", "Verdict", "asker_of", "learn_turn"]
+
+
+class Source(enum.StrEnum):
+    """Where a format comes from, in the order in which they are tried."""
+
+    HARMONY = "harmony"  # known, and read by hand
+    LEARNT = "learnt"
+    RESPONSE_TEMPLATE = "response_template"  # of the checkpoint
 
 
 class Verdict(enum.StrEnum):
-    """How good a learnt format of calls is."""
+    """How good a format of calls is."""
 
     EXACT = "exact"
     LIMITED = "limited"  # all but what its traits name
@@ -50,14 +59,28 @@ class LearntTurn:
     @property
     def verdict(self) -> Verdict:
         """How good it is."""
-        if self.format.calls is None:
+        if not self.reads_calls:
             return Verdict.REFUSED
         return Verdict.LIMITED if self.traits else Verdict.EXACT
 
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls can be read by what is known of the template."""
+        return self.format.calls is not None or self.format.response is not None
+
+    @property
+    def source(self) -> Source:
+        """Where it comes from."""
+        if self.format.response is not None:
+            return Source.RESPONSE_TEMPLATE
+        return Source.HARMONY if self.format.harmony else Source.LEARNT
+
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values, with the verdict and the source; of a response template only where there is one."""
         values: dict[str, Any] = orjson.loads(orjson.dumps(self))
-        return values
+        if self.format.response is None:  # a run file from before there were any can be gone on with
+            del values["format"]["response"]
+        return {"source": self.source.value, "verdict": self.verdict.value, **values}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -73,11 +96,19 @@ def _adapter() -> Any:
     return TypeAdapter(LearntTurn)
 
 
-def learn_turn(renderer: Renderer) -> LearntTurn:
-    """What a template writes for a turn of the assistant, learnt from some thirty renders and checked with sixty."""
+def asker_of(renderer: Renderer) -> Asker:
+    """What asks a template, before it is known how it wants to be asked for calls."""
     written = renderer.written()
     special = frozenset(special_tokens(written))
-    asker = Asker(renderer, Marks(special | {*tag_tokens(written)}), special)
+    return Asker(renderer, Marks(special | {*tag_tokens(written)}), special)
+
+
+def learn_turn(renderer: Renderer) -> LearntTurn:
+    """What a template writes for a turn of the assistant, learnt from some thirty renders and checked with sixty.
+
+    Calls that cannot be learnt are read as the checkpoint's own response template says, where that passes the check.
+    """
+    asker = asker_of(renderer)
     harmony = learn_harmony(renderer)
     if harmony is not None:
         form = TurnFormat(harmony, THOUGHT, ContentFormat("", ""), harmony=True)
@@ -88,5 +119,20 @@ def learn_turn(renderer: Renderer) -> LearntTurn:
         calls = learn_calls(asker)
         traits = check_calls(asker, calls)
     except Unlearnt as error:
-        return LearntTurn(TurnFormat(None, reasoning, content), (), error.property, str(error), asker.renders)
+        return _by_response(asker, TurnFormat(None, reasoning, content), error)
     return LearntTurn(TurnFormat(calls, reasoning, content), tuple(sorted(traits)), None, "", asker.renders)
+
+
+def _by_response(asker: Asker, form: TurnFormat, unlearnt: Unlearnt) -> LearntTurn:
+    """What the checkpoint itself says of its turns, whose calls could not be learnt."""
+    template, why = asker.renderer.template.response_template, str(unlearnt)
+    form = replace(form, ids=accepted_ids(asker))
+    if template is not None and unlearnt.property is not FormatProperty.SHOWN:
+        try:
+            response, traits = learn_response(asker, template, form.reasoning)
+        except Unlearnt as error:
+            why = f"{why}; nor can they by the model's response_template: {error}"
+        else:
+            form = replace(form, response=response)
+            return LearntTurn(form, tuple(sorted(traits)), None, "", asker.renders)
+    return LearntTurn(form, (), unlearnt.property, why, asker.renders)

@@ -1,0 +1,97 @@
+"""A tool format that a user named, tried on what a chat template writes: what `check-template` says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from runner.models import ResolvedModel
+from runner.options import check_tool_format
+from runner.parsing.learning.asking import Unlearnt
+from runner.parsing.learning.calls import find_form
+from runner.parsing.learning.readers import CheckedReader, check_reader
+from runner.parsing.learning.turn import LearntTurn, asker_of
+from runner.parsing.parser import TurnParser
+from runner.parsing.traits import SENTENCES
+from runner.tokens.probing.appends import byte_tokenizer
+from runner.tokens.probing.profile import TemplateProfile
+from runner.tokens.template import ChatTemplate
+from runner.tokens.tokenizer import Tokenizer, for_template, load_tokenizer
+
+__all__ = ["NamedFormat"]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFormat:
+    """What a tool format makes of what a template writes."""
+
+    name: str
+    checked: CheckedReader | None
+    """What came of the battery's cases; None where the template shows no call."""
+
+    @classmethod
+    def tried(
+        cls,
+        name: str,
+        template: ChatTemplate,
+        options: Mapping[str, Any],
+        model: ResolvedModel | None,
+        profile: TemplateProfile,
+        learnt: LearntTurn,
+    ) -> NamedFormat:
+        """Try it in this process, on a template that was seen to end.
+
+        Raises:
+            BadOption: there is no such format, or it does not work with the vocabulary.
+            BadModel: vLLM is not installed.
+        """
+        from runner.engines.vllm.call_reader import named_reader
+
+        check_tool_format(name)
+        renderer = template.renderer(options, datetime.now())
+        vocabulary: Tokenizer = byte_tokenizer(renderer, profile) if model is None else load_tokenizer(model.folder)
+        tokenizer = for_template(vocabulary, renderer.written)
+        parser = TurnParser(learnt.format, named=named_reader(name, tokenizer))
+        asker = asker_of(renderer)
+        try:
+            find_form(asker)
+        except Unlearnt:
+            return cls(name, None)
+        read = lambda text, schemas: parser.read_named(text, schemas, tokenizer.encode(text))  # noqa: E731
+        return cls(name, check_reader(asker, read, learnt.format.reasoning))
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether it reads all that the template writes, but for what a trait names."""
+        return self.checked is not None and not self.checked.differences
+
+    @property
+    def misreads(self) -> str:
+        """What it reads wrong, as a clause; "" where it reads all."""
+        if self.checked is None:
+            return "nothing can be said of it: the template shows no call"
+        if not self.checked.differences:
+            return ""
+        first, wrong = self.checked.differences[0], len(self.checked.differences)
+        return f"{wrong} of {self.checked.cases} kinds of call are misread; {first.case.what}: {first.why}"
+
+    def lines(self) -> Iterator[tuple[str, str, str]]:
+        """(label, text, what it means) of each line about it."""
+        yield "tool format", self.name, f"Reads the calls in place of that. {self.misreads or _ALL}."
+        for trait in sorted(self.checked.traits) if self.checked is not None else ():
+            yield f"  {trait}", "", SENTENCES[trait]
+
+    def document(self) -> dict[str, Any]:
+        """The same as plain values."""
+        checked = self.checked
+        return {
+            "name": self.name,
+            "cases": checked.cases if checked else 0,
+            "misread": [{"case": each.case.what, "why": each.why} for each in checked.differences] if checked else [],
+            "traits": {trait: SENTENCES[trait] for trait in sorted(checked.traits)} if checked else {},
+        }
+
+
+_ALL = "It reads all that the template writes"

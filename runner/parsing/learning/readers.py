@@ -1,0 +1,204 @@
+"""Checks a reader of calls that was not learnt against a template, by the cases that a learnt format has to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final
+
+from runner.parsing.events import TurnReading
+from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
+from runner.parsing.learning.calls import end_of_turn
+from runner.parsing.learning.checking import Case, Difference, ReadText, common_cases, misread, schemas_of
+from runner.parsing.learning.reasoning import FIELDS, OTHER_THOUGHT
+from runner.parsing.responses import NoParser, ResponseReader
+from runner.parsing.traits import CallTrait
+from runner.parsing.turn_format import ReasoningFormat, ResponseFormat
+
+__all__ = ["CheckedReader", "check_reader", "learn_response"]
+
+ONE: Final = Said("look_up", {"limit": 3, "query": "what it is"})
+TWO: Final = (ONE, Said("refresh", {"hard": True}))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedReader:
+    """What came of the cases."""
+
+    cases: int
+    """How many there were."""
+    differences: tuple[Difference, ...]
+    """Those in which something else is read than was said, and no trait says why."""
+    traits: frozenset[CallTrait]
+    """What the reader, or the template, cannot do."""
+
+
+def learn_response(
+    asker: Asker, template: Mapping[str, Any], reasoning: ReasoningFormat | None
+) -> tuple[ResponseFormat, frozenset[CallTrait]]:
+    """The checkpoint's own response template as a way to read turns, and what it cannot do.
+
+    Args:
+        asker: has found out how the template wants to be asked for a call.
+        template: what the checkpoint says.
+        reasoning: how the template writes thoughts.
+
+    Raises:
+        Unlearnt: it reads something else than the template writes.
+    """
+    form = ResponseFormat(template, asker.prompt() or "")
+    try:
+        reader = ResponseReader(form)
+        reader.load()
+    except NoParser as error:
+        raise Unlearnt(FormatProperty.INVERTED, str(error)) from None
+    said = _Turns(asker, reasoning).said(ONE)
+    if said is None:
+        raise Unlearnt(FormatProperty.VALUES, "the template refuses a call with a string and a number")
+    reader = ResponseReader(replace(form, closed=reader.ends_closed(said)))
+    checked = check_reader(asker, reader.read, reasoning)
+    if checked.differences:
+        first = checked.differences[0]
+        raise Unlearnt(FormatProperty.INVERTED, f"{first.case.what}: {first.why}")
+    return reader.format, checked.traits
+
+
+def check_reader(asker: Asker, read: ReadText, reasoning: ReasoningFormat | None) -> CheckedReader:
+    """Reads what the template writes of the battery's calls.
+
+    What a learnt format writes is put together from its literals; here the renders themselves are read, cut as turns
+    are. Tools describe their parameters as tools do, since that is what such readers tell types by.
+    """
+    return _Check(asker, read, _Turns(asker, reasoning)).checked()
+
+
+@dataclass(frozen=True)  # without slots, since what ends a turn is kept in it
+class _Turns:
+    """Cuts renders as a run cuts turns: what the model would have said for them."""
+
+    asker: Asker
+    reasoning: ReasoningFormat | None
+
+    def said(self, *calls: Said, content: str = "", thought: dict[str, str] | None = None) -> str | None:
+        """What the model says; None where the template refuses it."""
+        text = self.asker.turn(*calls, content=content, thought=thought)
+        return None if text is None else self._cut(self._behind_prompt(text))
+
+    def _behind_prompt(self, text: str) -> str:
+        if text.startswith(self._prompt):
+            return text[len(self._prompt) :]
+        end, only_asked = self._shared(text)
+        rest = text[end:]
+        if not only_asked or self.reasoning is None or not self.reasoning.opened_by_prompt:
+            return rest
+        # The history leaves an empty thought out, which the model has to close where the prompt opens it.
+        return f"{self.reasoning.close}\n\n{rest.lstrip()}"
+
+    def _shared(self, text: str) -> tuple[int, bool]:
+        """Where `text` goes on behind what it shares with the prompt, however spaced; whether the prompt has more."""
+        wanted = [mark for mark in self.asker.marks.of(self._prompt) if mark.strip()]
+        at = end = 0
+        for mark in self.asker.marks.of(text):
+            at += len(mark)
+            if not mark.strip():
+                continue
+            if not wanted or mark != wanted[0]:
+                break
+            wanted.pop(0)
+            end = at
+        return end, bool(wanted)
+
+    def _cut(self, text: str) -> str:
+        if self._end and self._end in text:
+            return text.partition(self._end)[0]
+        body = text.rstrip()
+        # Some templates end turns with calls in a way of their own.
+        stop = next((token for token in self.asker.special if body.endswith(token)), "")
+        return body.removesuffix(stop)
+
+    @cached_property
+    def _prompt(self) -> str:
+        return self.asker.prompt() or ""
+
+    @cached_property
+    def _end(self) -> str:
+        return end_of_turn(self.asker)
+
+
+@dataclass(frozen=True)  # without slots, since what was found is kept in it
+class _Check:
+    asker: Asker
+    read: ReadText
+    turns: _Turns
+
+    def checked(self) -> CheckedReader:
+        cases, found, traits = 0, list[Difference](), set(self._limits)
+        for case in self._cases():
+            cases += 1
+            difference, trait = self._tried(case)
+            found += [difference] if difference is not None else []
+            traits |= {trait} if trait is not None else set()
+        return CheckedReader(cases, tuple(found), frozenset(traits))
+
+    def _cases(self) -> Iterator[Case]:
+        for case in common_cases():
+            if len(case.calls) > 1 and CallTrait.ONE_CALL in self._limits:
+                continue
+            yield replace(case, content="") if CallTrait.CONTENT_DROPPED in self._limits else case
+        yield from self._marks
+        yield THINKING
+
+    def _tried(self, case: Case) -> tuple[Difference | None, CallTrait | None]:
+        """What is wrong, if no trait says so, or that trait."""
+        said = self._thinking() if case is THINKING else self.turns.said(*case.calls, content=case.content)
+        if said is None:
+            return None, None if case is THINKING else CallTrait.SOME_VALUES_REFUSED
+        if not self._wrong(said, case, typed=False):
+            return None, None
+        wrong = self._wrong(said, case, typed=True)
+        if not wrong:
+            return None, CallTrait.UNTYPED
+        if case in self._marks:
+            return None, CallTrait.MARKS_IN_STRING
+        return Difference(case, wrong), None
+
+    def _wrong(self, said: str, case: Case, *, typed: bool) -> str:
+        reading = self.read(said, schemas_of(case.calls, typed=typed))
+        wrong = misread(reading, case)
+        if case is THINKING and not wrong and isinstance(reading, TurnReading) and reading.reasoning != OTHER_THOUGHT:
+            wrong = f"the thought is read as {reading.reasoning!r}"
+        return wrong
+
+    def _thinking(self) -> str | None:
+        """A turn that thinks and calls; None where the template shows no thought there."""
+        for field in FIELDS if self.turns.reasoning is not None else ():
+            said = self.turns.said(ONE, thought={field: OTHER_THOUGHT})
+            if said is not None and OTHER_THOUGHT in said:
+                return said
+        return None
+
+    @cached_property
+    def _marks(self) -> tuple[Case, ...]:
+        """Each mark of a call in a string."""
+        said = self.turns.said(ONE) or ""
+        marks = dict.fromkeys(mark for mark in self.asker.marks.of(said) if self.asker.marks.is_tag(mark))
+        return tuple(Case(f"{mark!r} in a string", (Said("look_up", {"query": f"a {mark} b"}),)) for mark in marks)
+
+    @cached_property
+    def _limits(self) -> frozenset[CallTrait]:
+        """What the template itself does not write."""
+        limits: set[CallTrait] = set()
+        several = self.turns.said(*TWO)
+        if several is None or any(each.name not in several for each in TWO):
+            limits.add(CallTrait.ONE_CALL)
+        content = "zqcontentz"
+        beside = self.turns.said(ONE, content=content)
+        if beside is None or content not in beside:
+            limits.add(CallTrait.CONTENT_DROPPED)
+        elif beside.index(content) > beside.index(ONE.name):
+            limits.add(CallTrait.CONTENT_BEHIND)
+        return frozenset(limits)
+
+
+THINKING: Final = Case("a thought beside a call", (ONE,))

@@ -1,0 +1,75 @@
+"""Response templates as checkpoints ship them: one for a public template whose calls cannot be learnt, one plain."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.template import ChatTemplate
+from tests.conformance.corpus import VARIABLES, corpus
+
+__all__ = ["HERMES", "UNLEARNABLE", "changed", "said", "unlearnable", "vocabulary"]
+
+UNLEARNABLE: Final = "SvalTek-Q3-CharThink-9B-temp"
+"""It escapes the mark that closes a parameter where its value is a string, a list or an object, and so only there."""
+
+_CALL: Final = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+
+READS_IT: Final[dict[str, Any]] = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "content": {},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>]+)>\n",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>[^>]+)>\n(?P<value>.*?)\n(?:</parameter>|&lt;/parameter&gt;)"
+                r"(?=\s*(?:<parameter=|$))",
+                "value_parser": {"name": "json", "args": {"allow_non_json": True}},
+            },
+            "repeats": True,
+            "transform": _CALL,
+        },
+    },
+}
+"""Reads what that template writes, with the schema of the tool for what is no JSON."""
+
+HERMES: Final[dict[str, Any]] = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"function": {"name": "{content.name}", "arguments": "{content.arguments}"}},
+        },
+    },
+}
+
+
+def changed(**tool_calls: Any) -> dict[str, Any]:
+    """The one that reads the public template, with another field for its calls."""
+    fields = READS_IT["fields"]
+    return {**READS_IT, "fields": {**fields, "tool_calls": {**fields["tool_calls"], **tool_calls}}}
+
+
+def unlearnable(response_template: dict[str, Any] | None = READS_IT) -> ChatTemplate:
+    """The public template, with a response template."""
+    text = next(entry.text for entry in corpus() if entry.name == UNLEARNABLE)
+    return ChatTemplate(text, UNLEARNABLE, VARIABLES, response_template)
+
+
+def vocabulary() -> ByteTokenizer:
+    return ByteTokenizer(["<think>", "</think>"])
+
+
+def said(query: str, limit: int) -> str:
+    """A call as the public template writes it; `query` is written as JSON writes a string."""
+    return (
+        f"<tool_call>\n<function=look_up>\n<parameter=query>\n{query}\n&lt;/parameter&gt;\n"
+        f"<parameter=limit>\n{limit}\n</parameter>\n</function>\n</tool_call>"
+    )

@@ -1,0 +1,348 @@
+"""The checkpoint's own response template reads turns whose calls cannot be learnt, where it passes the same check."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from runner import (
+    BadOption,
+    BadTemplate,
+    ConfigurationChanged,
+    Conversation,
+    Outcome,
+    ReasoningPiece,
+    Run,
+    RunFile,
+    ScriptedEngine,
+    tool,
+)
+from runner.cli.app import app
+from runner.models import ResolvedModel, chat_template
+from runner.parsing.learning.asking import FormatProperty
+from runner.parsing.learning.turn import LearntTurn, Source, Verdict, learn_turn
+from runner.parsing.learnt import learnt_turn
+from runner.parsing.parser import TurnParser
+from runner.parsing.reading import ReadCall
+from runner.parsing.responses import ResponseReader
+from runner.parsing.traits import CallTrait
+from runner.parsing.turn_format import ResponseFormat
+from runner.testing import Reply, assert_exact, call
+from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.template import ChatTemplate
+from tests.parsing.response_templates import HERMES, READS_IT, changed, said, unlearnable, vocabulary
+from tests.parsing.test_family_episodes import Library
+from tests.verifying import verify
+
+pytestmark = pytest.mark.anyio
+
+LOOK_UP: Mapping[str, Any] = {
+    "look_up": {"type": "object", "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}}}
+}
+
+
+def learnt(template: ChatTemplate) -> LearntTurn:
+    return learn_turn(template.renderer())
+
+
+# --- what is tried, and when
+
+
+def test_calls_that_cannot_be_learnt_are_read_as_the_checkpoint_says() -> None:
+    assert learnt(unlearnable(None)).verdict is Verdict.REFUSED
+    told = learnt(unlearnable())
+    assert (told.source, told.verdict) == (Source.RESPONSE_TEMPLATE, Verdict.LIMITED)
+    assert told.traits == (CallTrait.UNTYPED,)
+    assert told.format.response is not None
+    assert told.format.response.template == READS_IT
+
+
+@pytest.mark.parametrize("name", ["pythonic", "hermes"])
+def test_what_can_be_learnt_is_read_as_it_was_learnt(name: str) -> None:
+    template = replace(ChatTemplate.load(name), response_template=HERMES)
+    told = learnt(template)
+    assert told.source is Source.LEARNT
+    assert told == learnt(ChatTemplate.load(name))
+
+
+@pytest.mark.parametrize(
+    ("response_template", "case"),
+    [
+        (changed(repeats=False), "two calls: 1 calls are read"),
+        (changed(content="text", content_args={}), "a string: words: no value begins at"),
+        (changed(open="<function_call>", open_pattern=None), "refuses it: Field 'tool_calls': cannot specify both"),
+        ({**READS_IT, "fields": {**READS_IT["fields"], "thinking": {"open": "<thought>"}}}, "the content is read as"),
+        ({"fields": {}}, "response_template.fields must be a non-empty dict"),
+        (HERMES, "a string: words: "),
+    ],
+    ids=["one call", "no arguments", "contradiction", "no thought", "no fields", "another format"],
+)
+def test_one_that_fails_the_battery_is_refused_with_the_case_that_failed(
+    response_template: dict[str, Any], case: str
+) -> None:
+    told = learnt(unlearnable(response_template))
+    assert told.verdict is Verdict.REFUSED
+    assert told.missing is FormatProperty.VALUES
+    assert told.why.startswith("where a string ends cannot be told; nor can they by the model's response_template: ")
+    assert case in told.why
+
+
+def test_without_a_transformers_that_reads_it_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.utils.chat_parsing", None)
+    assert "transformers, which reads by it, is not installed or too old" in learnt(unlearnable()).why
+
+
+def test_what_was_found_is_the_same_when_it_has_been_a_document() -> None:
+    told = learnt(unlearnable())
+    document = json.loads(json.dumps(told.as_json()))
+    assert LearntTurn.from_json(document) == told
+    assert (document["source"], document["verdict"]) == ("response_template", "limited")
+
+
+def test_what_was_learnt_says_nothing_of_response_templates() -> None:
+    document = learnt(ChatTemplate.load("hermes")).as_json()
+    assert "response" not in document["format"]
+    assert LearntTurn.from_json(document) == learnt(ChatTemplate.load("hermes"))
+
+
+def test_a_model_s_folder_says_its_response_template(demo_model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(demo_model_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "response_template": HERMES}))
+    model = ResolvedModel("mine", str(folder), folder)
+    assert chat_template(model).response_template == HERMES
+    assert chat_template(model, "hermes").response_template == HERMES
+    assert chat_template(model, unlearnable()).response_template == READS_IT
+    assert chat_template(ResolvedModel("own", str(demo_model_folder), demo_model_folder)).response_template is None
+
+
+# --- what is read
+
+
+PLAIN = ResponseReader(ResponseFormat(HERMES, "<|im_end|>\n<|im_start|>assistant\n"))
+CALL = '<tool_call>{"name": "look_up", "arguments": {"query": "a", "limit": 2}}</tool_call>'
+READ = ReadCall("look_up", {"query": "a", "limit": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("Hello.", "Hello.", []),
+        (f"I look. {CALL}", "I look.", [READ]),
+        (CALL + CALL, "", [READ, READ]),
+        (CALL.replace('{"query": "a", "limit": 2}', "null"), "", [ReadCall("look_up", {})]),
+    ],
+    ids=["an answer", "content and a call", "two calls", "no arguments"],
+)
+def test_content_and_calls_are_told_apart(text: str, content: str, calls: list[ReadCall]) -> None:
+    reading = PLAIN.read(text, LOOK_UP)
+    assert (reading.content, reading.calls) == (content, calls)
+
+
+def test_a_thought_that_the_prompt_opened_is_read_with_the_calls() -> None:
+    parser = TurnParser(learnt_turn(unlearnable().renderer()).format)
+    tools = Library().bound_tools()
+    written = said(json.dumps('it is "x"'), 2)
+    read = parser.parse(f"Hm.</think>\n\nI look.{written}", tools)
+    assert (read.reasoning, read.content) == ("Hm.", "I look.")
+    (found,) = read.calls
+    assert (found.id, found.name, found.arguments) == ("call_0", "look_up", {"query": 'it is "x"', "limit": 2})
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    parser = TurnParser(learnt_turn(unlearnable().renderer()).format)
+    text = said('"x"', 2)
+    read = parser.parse(f"Hm.</think>\n\n{text}", [])
+    assert (read.reasoning, read.content, read.calls) == ("Hm.", text, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "read", "error"),
+    [
+        (f"First. {CALL}{CALL.replace('2}', '2')} more", [READ], "Expecting ',' delimiter"),
+        (CALL.replace('"name"', '"nam"'), [], "missing key 'name'"),
+        (CALL.replace('"look_up"', "7"), [], "the name of a tool is missing"),
+        (CALL.replace('{"query": "a", "limit": 2}', "[1]"), [], "must be a JSON object"),
+        (CALL.replace("2}", "NaN}"), [], "no JSON object"),
+    ],
+    ids=["broken JSON behind a call", "no name", "a number for a name", "a list", "no number"],
+)
+def test_what_cannot_be_read_is_a_call_with_an_error(text: str, read: list[ReadCall], error: str) -> None:
+    reading = PLAIN.read(text, LOOK_UP)
+    assert reading.calls[:-1] == read
+    assert error in (reading.calls[-1].error or "")
+    assert "<tool_call>" not in reading.content
+    assert reading.content == ("First." if read else "")
+
+
+def test_no_cut_of_a_turn_is_a_call_that_was_not_said() -> None:
+    response = learnt(unlearnable()).format.response
+    assert response is not None
+    thinking = f"Hm.</think>{said(json.dumps('two words'), 20)}{said(json.dumps('x'), 1)}"
+    for reader, text in ((ResponseReader(response), thinking), (PLAIN, CALL + CALL)):
+        whole = reader.read(text, LOOK_UP).calls
+        assert len(whole) == 2
+        for cut in range(len(text)):
+            read = [each for each in reader.read(text[:cut], LOOK_UP).calls if each.error is None]
+            assert read == whole[: len(read)], text[:cut]
+
+
+# --- whole episodes
+
+
+REPLIES = [
+    f"Hm.</think>\n\nI look.{said(json.dumps('it is <b>x</b>'), 2)}",
+    f"Hm.</think>\n\n{said(json.dumps('x'), 3)[:-20]}",
+    "Hm.</think>Done.",
+]
+
+
+def engine(template: ChatTemplate | None = None) -> ScriptedEngine:
+    return ScriptedEngine(REPLIES, template=template or unlearnable(), tokenizer=vocabulary())
+
+
+async def test_an_episode_with_tools_is_played_and_verified(tmp_path: Path) -> None:
+    path = tmp_path / "run.db"
+    async with Run(Library, engine(), file=path) as run:
+        (trajectory,) = [each async for each in run]
+    assert trajectory.reward == 1, trajectory.error
+    assert_exact(trajectory)
+    first, second, _ = trajectory.turns
+    assert [(each.name, each.arguments) for each in first.tool_calls] == [
+        ("look_up", {"query": "it is <b>x</b>", "limit": 2})
+    ]
+    assert (first.text, first.reasoning) == ("I look.", "Hm.")
+    assert [each.error for each in second.tool_calls] == ["what closes a call is missing behind it"]
+    told = RunFile(path).header.template["turns"]
+    assert (told["source"], told["verdict"]) == ("response_template", "limited")
+    assert told["format"]["response"]["template"] == READS_IT
+    result = verify(path)
+    assert result.exit_code == 0, result.output
+
+
+async def test_a_run_is_resumed_only_as_it_was_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.db"
+    for _ in range(2):
+        async with Run(Library, engine(), file=path) as run:
+            assert [each.reward async for each in run] in ([1], [])
+    other = changed(open_pattern=READS_IT["fields"]["tool_calls"]["open_pattern"] + "(?:)")
+    with pytest.raises(ConfigurationChanged, match=r"response\.template\.fields\.tool_calls\.open_pattern"):
+        async with Run(Library, engine(unlearnable(other)), file=path):
+            pass
+
+
+class Required(Library):
+    tool_choice = "required"
+
+
+class Named(Library):
+    tool_choice = "refresh"
+
+
+class Strict(Library):
+    @tool(strict=True)
+    def find(self, word: str) -> str:
+        """Find a word.
+
+        Args:
+            word: which.
+        """
+        return word
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked"),
+    [(Required, "tool_choice='required'"), (Named, "tool_choice='refresh'"), (Strict, "@tool(strict=True)")],
+)
+async def test_what_would_have_to_be_written_is_refused_before_anything_is_sampled(
+    environment: type[Library], asked: str
+) -> None:
+    playing = ScriptedEngine(REPLIES, template=unlearnable(), tokenizer=vocabulary(), record=True)
+    with pytest.raises(BadOption, match=re.escape(f"{asked}: calls are read by the model's response_template")):
+        async with Run(environment, playing):
+            pass
+    assert playing.calls == []
+
+
+async def test_a_turn_that_is_heard_while_it_is_sampled_is_refused_with_the_fix() -> None:
+    class Hears(Library):
+        async def rollout(self, conversation: Conversation) -> None:
+            async with conversation.stream(tool_choice="none") as stream:
+                said = [event async for event in stream]
+            assert "".join(each.text for each in said if isinstance(each, ReasoningPiece)) == "Hm."
+            conversation.add("Go on.")
+            async with conversation.stream() as stream:
+                _ = [event async for event in stream]
+
+    async with Run(Hears, engine()) as run:
+        (trajectory,) = [each async for each in run]
+    assert trajectory.outcome is Outcome.ENV_ERROR
+    assert "conversation.stream(): calls are read by the model's response_template" in (trajectory.error or "")
+    assert len(trajectory.turns) == 1
+
+
+async def test_a_mark_that_the_model_spells_with_letters_is_prose() -> None:
+    tokenizer = ByteTokenizer(["<think>", "</think>"], added_tokens=["<tool_call>"])
+    text = f"Hm.</think>Write {said(json.dumps('x'), 2)}"
+    spelt = [each for char in text for each in tokenizer.encode(char)]
+    first_ids = (*tokenizer.encode("Hm.</think>"), *spelt[len("Hm.</think>") :])
+    replies: list[Any] = [Reply(ids=first_ids), "Hm.</think>Done."]
+
+    class Asks(Library):
+        async def rollout(self, conversation: Conversation) -> None:
+            await conversation.generate()
+            conversation.add("Do it.")
+            await conversation.generate()
+
+    async with Run(Asks, ScriptedEngine(replies, template=unlearnable(), tokenizer=tokenizer)) as run:
+        (trajectory,) = [each async for each in run]
+    first = trajectory.turns[0]
+    assert (first.text, first.tool_calls) == (text.removeprefix("Hm.</think>"), [])
+
+
+def test_a_scripted_model_is_told_to_write_such_calls_as_text() -> None:
+    with pytest.raises(BadOption, match=r"its response_template only reads them.*write the call as text"):
+        ScriptedEngine([Reply("", calls=(call("refresh"),))], template=unlearnable())
+
+
+async def test_a_template_that_nothing_reads_is_refused_with_what_is_missing_and_what_to_do() -> None:
+    with pytest.raises(BadTemplate, match="values_told_apart") as refused:
+        async with Run(Library, engine(unlearnable(None))):
+            pass
+    assert "where a string ends cannot be told" in str(refused.value)
+    for fix in ("--template pythonic", "--tool-format vllm:NAME", "response_template"):
+        assert fix in str(refused.value)
+
+
+@pytest.fixture
+def model(demo_model_folder: Path, tmp_path: Path) -> Path:
+    """The demo model, with the template and the response template of another."""
+    folder = tmp_path / "model"
+    shutil.copytree(demo_model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    template = unlearnable()
+    (folder / "chat_template.jinja").write_text(template.text)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["response_template"] = template.response_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.slow
+def test_check_template_says_where_the_format_comes_from(model: Path) -> None:
+    done = CliRunner().invoke(app, ["check-template", str(model), "--json"])
+    told = json.loads(done.stdout)
+    assert (told["turn"]["source"], told["turn"]["verdict"]) == ("response_template", "limited")
+    assert told["turn"]["enforceable"] is False
+    shown = CliRunner().invoke(app, ["check-template", str(model)]).stdout
+    for words in ("response_template", "limited", "untyped", "auto, none"):
+        assert words in shown
+    assert "cannot be read" not in shown
