@@ -1,31 +1,45 @@
-"""An environment with two hundred tools, of which an episode calls a few."""
+"""Two hundred tools, no two of which take the same, and an environment with all of them."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any
 
 from runner import Environment, Task, Tool, reward
 
-__all__ = ["MANY_TOOLS", "ManyTools"]
+__all__ = ["MANY_TOOLS", "ManyTools", "arguments_of"]
 
 
-def _look_up(number: int) -> Tool:
-    def look_up(query: str, limit: int = 3, kind: Literal["new", "old"] = "new", exact: bool = True) -> str:
-        """Look something up.
+def arguments_of(number: int) -> dict[str, Any]:
+    """Arguments of the tool of that number, of every kind that it takes."""
+    return {
+        f"path_{number}": "some path",
+        "text": "some text\nthat goes on",
+        "mode": f"slow {number}",
+        "items": ["a", "b"],
+        "count": number,
+        "flag": True,
+    }
 
-        Args:
-            query: what to look for.
-            limit: how much at most.
-            kind: which of them.
-            exact: whether to the letter.
-        """
-        return f"{number}: {limit} {kind} things about {query}"
 
-    return Tool(look_up, name=f"look_up_{number}")
+def _act(number: int) -> Tool:
+    def act(**given: Any) -> str:
+        return f"{number} did {given}"
+
+    text = {"type": "string"}
+    properties = {
+        f"path_{number}": text,
+        "text": text,
+        "mode": {"enum": ["fast", f"slow {number}"]},
+        "items": {"type": "array", "items": text},
+        "count": {"type": "integer"},
+        "flag": {"type": "boolean"},
+    }
+    schema = {"type": "object", "properties": properties, "required": [f"path_{number}"]}
+    return Tool(act, name=f"act_{number}", description=f"Act in way {number}.", parameters=schema)
 
 
 # The names of some are how the names of others begin.
-MANY_TOOLS = [_look_up(number) for number in range(200)]
+MANY_TOOLS = [_act(number) for number in range(200)]
 
 
 class ManyTools(Environment):

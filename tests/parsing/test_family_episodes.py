@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from runner import Run, ScriptedEngine
+from runner import Run, Sampling, ScriptedEngine
 from runner.testing import Reply, assert_exact, call
+from tests import sweeps
 from tests.parsing.families import TEMPLATES, Family, Library, assert_played, family, played
-from tests.parsing.many_tools import MANY_TOOLS, ManyTools
+from tests.parsing.many_tools import MANY_TOOLS, ManyTools, arguments_of
 from tests.verifying import verify
 
 pytestmark = pytest.mark.anyio
@@ -31,39 +32,39 @@ async def test_two_rounds_with_parallel_calls_a_malformed_one_and_thoughts(name:
 MANY = ("Qwen3", "Qwen3-Coder", "Llama 3.1", "Gemma 4", "Olmo 3", "DeepSeek V3.2", "Kimi K2", "Command A", "gpt-oss")
 
 
-def calling_many(of: Family) -> ScriptedEngine:
-    """Calls tools whose names begin other tools' names, then answers."""
+def calling_many(of: Family) -> tuple[list[int], ScriptedEngine]:
+    """Calls tools whose names begin other tools' names, then answers; and the numbers of those tools."""
     assert of.form.calls is not None
     stop, call_stop = of.stop_ids
     close = of.form.reasoning.close if of.form.reasoning and of.form.reasoning.opened_by_prompt else ""
-    numbers = (7, 77, 177) if of.form.calls.between else (7,)
-    calls = tuple(call(f"look_up_{number}", query=f"number {number}", kind="old") for number in numbers)
-    last = call("look_up_199", query="the last", limit=1, exact=False)
-    return of.scripted(
-        [
-            Reply(close, calls=calls, stop=call_stop),
-            Reply(close, calls=(last,), stop=call_stop),
-            Reply(f"{close}Done.", stop=stop),
-        ]
-    )
+    first = (1, 17, 177) if of.form.calls.between else (17,)
+    calls = [
+        Reply(close, calls=tuple(call(f"act_{number}", **arguments_of(number)) for number in turn), stop=call_stop)
+        for turn in (first, (199,))
+    ]
+    answer = Reply(f"{close}{of.form.content.open}Done.", stop=stop)
+    return [*first, 199], of.scripted([*calls, answer])
 
 
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("name", sweeps.part(MANY, 3))
 async def test_an_episode_with_two_hundred_tools(name: str, tmp_path: Path) -> None:
     path = tmp_path / "run.db"
-    async with Run(ManyTools, calling_many(family(name)), file=path) as run:
+    numbers, engine = calling_many(family(name))
+    async with Run(ManyTools, engine, file=path, sampling=Sampling(max_tokens=4096)) as run:
         (trajectory,) = [each async for each in run]
     assert trajectory.reward == 1, trajectory.error
     assert_exact(trajectory)
+    calls = [each for turn in trajectory.turns for each in turn.tool_calls]
+    assert [(each.name, each.arguments, each.error) for each in calls] == [
+        (f"act_{number}", arguments_of(number), None) for number in numbers
+    ]
     results = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
-    assert results[0] == "7: 3 old things about number 7"
-    assert results[-1] == "199: 1 new things about the last"
-    assert {each.error for turn in trajectory.turns for each in turn.tool_calls} == {None}
+    assert [int(str(result).partition(" did ")[0]) for result in results] == numbers
     result = verify(path)
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("name", sweeps.part(MANY, 3))
 async def test_the_grammar_of_two_hundred_required_tools_is_built_once(name: str) -> None:
     class Requiring(ManyTools):
         async def rollout(self, conversation: Any) -> None:
@@ -74,7 +75,7 @@ async def test_the_grammar_of_two_hundred_required_tools_is_built_once(name: str
     of = family(name)
     grammars = []
     for _ in range(2):
-        async with Run(Requiring, calling_many(of), group_size=2) as run:
+        async with Run(Requiring, calling_many(of)[1], group_size=2, sampling=Sampling(max_tokens=4096)) as run:
             async for trajectory in run:
                 assert trajectory.outcome.scored, trajectory.error
                 grammars += [turn.constraint.value for turn in trajectory.turns if turn.constraint is not None]
