@@ -22,6 +22,7 @@ from runner.cli.findings import (
     SharedState,
     of_hooks,
     of_lifespan,
+    of_tools,
 )
 from runner.cli.leftovers import TemporaryFiles, unawaited, watched
 from runner.cli.random_model import TURNS, RandomModel
@@ -50,7 +51,8 @@ __all__ = ["check_command"]
 CHECKED = (
     "tool schemas, rewards that raise, are no numbers, or differ when the same is played twice, "
     "random numbers without a seed, what episodes share, what differs within a group, tools of a turn that hang on one "
-    "another, what blocks the event loop or is not awaited, what is left open, lifespan(), hooks, exit_stack"
+    "another, what blocks the event loop or is not awaited, what is left open, lifespan(), hooks, exit_stack, "
+    "arguments that some chat templates cannot write"
 )
 SECONDS: Final = 30.0
 ONE_AT_A_TIME: Final = Concurrency(episodes=1)
@@ -85,7 +87,7 @@ def check_command(name: str, settings: tuple[str, ...], *, episodes: int) -> int
     for finding in checked.findings():
         unlike.setdefault(_of_any_episode(finding), finding)
     findings = list(unlike.values())
-    _print(checked.environment, findings, checked.first)
+    _print(checked, findings)
     return BadEnvironment.exit_code if any(finding.fatal for finding in findings) else 0
 
 
@@ -109,7 +111,11 @@ class Checking:
         """Everything that is wrong, what is wrong for certain in the class itself first."""
         with TemporaryFiles() as temporary, unawaited() as forgotten:
             found = [*of_hooks(self.environment), *self._of_plays(temporary)]
-        return [*found, *forgotten]
+        return [*found, *of_tools(self.known_tools()), *forgotten]
+
+    def known_tools(self) -> list[Tool]:
+        """The tools of the class, and those that were there in an episode."""
+        return list({**{tool.name: tool for tool in self.environment.bound_tools()}, **self.first.tools}.values())
 
     def _of_plays(self, temporary: TemporaryFiles) -> Iterator[Finding]:
         self.first, shared = self._play(Concurrency(episodes=self._episodes), group_size=2)
@@ -165,7 +171,8 @@ class Checking:
         run = partial(
             Run,
             environment,
-            ScriptedEngine(model, context=1 << 20),
+            # With a template that carries every call: what others cannot is found in the tools themselves.
+            ScriptedEngine(model, template="hermes", context=1 << 20),
             tasks=_backwards(tasks) if concurrency is ONE_AT_A_TIME else tasks,
             group_size=2 if has_group_rewards else group_size,
             limits=Limits(turns=min(TURNS, environment.limits.turns or TURNS), seconds=SECONDS),
@@ -269,10 +276,10 @@ def _of_fault(fault: str) -> Finding:
 # --- for people
 
 
-def _print(environment: Environment[Any], findings: Sequence[Finding], played: Played) -> None:
+def _print(checked: Checking, findings: Sequence[Finding]) -> None:
     console = make_console()
-    known = {tool.name: tool for tool in environment.bound_tools()} | played.tools
-    tools = [f"{tool.name}({', '.join(tool.parameters.get('properties', {}))})" for tool in known.values()]
+    environment, played = checked.environment, checked.first
+    tools = [f"{tool.name}({', '.join(tool.parameters.get('properties', {}))})" for tool in checked.known_tools()]
     scorers = [f"{s.name} ({s.kind.replace('_', ' ')}{_weight(s)})" for s in environment.scorers]
     counts = Counter(seen.outcome for seen in played.seen.values())
     outcomes = ", ".join(f"{outcome.value} {count}" for outcome, count in counts.items())

@@ -13,7 +13,9 @@ from typing import Any, Final
 from runner.environment.environment import HOOKS, Environment
 from runner.episode.key import MAIN
 from runner.messages import as_messages
+from runner.parsing.carrying import CARRIED_NAME, ambiguities
 from runner.scoring import ScorerKind
+from runner.tools.tool import Tool
 from runner.trajectory import Outcome, Trajectory
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "SharedState",
     "of_hooks",
     "of_lifespan",
+    "of_tools",
 ]
 
 _CONTAINERS: Final = (list, dict, set, bytearray)
@@ -76,6 +79,24 @@ def of_lifespan(environment: Environment[Any], before: Mapping[str, Any]) -> Ite
                 f"lifespan() sets self.{name}, which episodes do not see: each is played by an object of its own. "
                 f"Yield it; episodes find it as self.shared."
             )
+
+
+def of_tools(tools: Sequence[Tool]) -> Iterator[Finding]:
+    """Arguments that some models cannot write, or not so that they are read as they were meant."""
+    for tool in tools:
+        for name in tool.parameters["properties"]:
+            if not CARRIED_NAME.fullmatch(name):
+                yield Finding(
+                    f"{tool.name}() has an argument {name!r}, which many chat templates write without quotes, so that "
+                    "it cannot be read back: rename it, with letters, digits and _.",
+                    fatal=False,
+                )
+    for unclear in ambiguities(tools):
+        yield Finding(
+            f"{unclear} takes strings and other values: many chat templates write strings without quotes (untyped), "
+            "and what reads as such a value is never a string. Give the argument one type, or make two of it.",
+            fatal=False,
+        )
 
 
 # --- what episodes share

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 from runner.concurrency.user_code import describe_error
 from runner.environment.environment import Environment, NotInEpisode
 from runner.episode.hooks import Hooks
 from runner.episode.model import ChatModel
 from runner.errors import BadEnvironment, BadOption, BadTemplate, DeltarunnerError
+from runner.parsing.carrying import ambiguities, losses
+from runner.parsing.traits import CallTrait
 from runner.scoring import ScorerKind
 from runner.tokens.tool_support import require_tools
+from runner.tools.tool import Tool
 
 __all__ = ["as_environment", "check_playable", "check_tools", "common_system_prompt"]
 
@@ -49,31 +53,80 @@ def check_playable(environment: Environment[Any]) -> None:
         )
 
 
-def check_tools(environment: Environment[Any], chat: ChatModel) -> None:
-    """Refuse tools that the model would not be shown, or whose calls could not be read.
+def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
+    """Refuse tools that the model would not be shown, or whose calls could not be read; say what is read otherwise.
+
+    It looks at the tools of the class. Those that `setup()` adds are known only in an episode.
+
+    Returns:
+        What of the tools' calls this template does not carry as it was meant, a line for people each.
 
     Raises:
         BadTemplate: the template does not carry tools, or writes calls in a form that cannot be read.
-        BadOption: `tool_choice` names no tool, or a call would have to be enforced whose form is not known.
+        BadOption: `tool_choice` names no tool, or cannot be enforced.
     """
     tools = environment.bound_tools()
-    if tools:
-        require_tools(chat.renderer)
-        if not chat.parser.reads_calls:
-            raise BadTemplate(
-                f"template {chat.renderer.template.name!r} writes tool calls in a form that cannot be read "
-                f"({chat.learnt.missing}): {chat.learnt.why}. Give --template pythonic or hermes, or a file that "
-                "writes them otherwise; or name what reads them: --tool-format vllm:NAME, a tool parser of vLLM's; or "
-                "put a response_template that does into the model's tokenizer_config.json."
-            )
+    warnings = _calls_carried(tools, chat) if tools else []
     names = [tool.name for tool in tools]
     choice = environment.tool_choice
     known = ("auto", "none", *names, *(["required"] if names else []))
     # A setup() may bring tools of its own.
-    if choice not in known and not environment.overrides("setup"):
+    sure = not environment.overrides("setup")
+    if sure and choice not in known:
         raise BadOption(f"tool_choice={choice!r}: no such tool. Tools: {', '.join(names) or 'none'}.")
-    if tools and choice in known and not chat.parser.writes_as_read:
-        chat.parser.constraint(tools, choice)  # refuses what would be refused at the first turn
+    if choice in known and (sure or not chat.parser.writes_as_read):
+        chat.parser.constraint(tools, choice)  # now, where each episode would be refused by it
+    return warnings
+
+
+def _calls_carried(tools: Sequence[Tool], chat: ChatModel) -> list[str]:
+    require_tools(chat.renderer)
+    template = f"template {chat.renderer.template.name!r}"
+    form = chat.parser.format
+    if not chat.parser.reads_calls:
+        raise BadTemplate(
+            f"{template} writes tool calls in a form that cannot be read ({chat.learnt.missing}): {chat.learnt.why}. "
+            "Give --template pythonic or hermes, or a file that writes them otherwise; or name what reads them: "
+            "--tool-format vllm:NAME, a tool parser of vLLM's; or put a response_template that does into the model's "
+            "tokenizer_config.json."
+        )
+    if not chat.parser.writes_as_read or form.calls is None:  # how they are read says nothing of how they are written
+        return []
+    warnings = []
+    lost = list(losses(form, tools))
+    if lost:
+        # What is worst stands first.
+        lost.sort(key=lambda loss: not loss.uncallable)
+        told = f"of the tool {lost[0].tool!r}: {lost[0].what}{_others(lost)}"
+        if lost[0].uncallable:
+            raise BadTemplate(f"{template} cannot carry calls {told}")
+        warnings.append(f"{template} does not carry every call {told}")
+    unclear = list(ambiguities(tools)) if CallTrait.UNTYPED in chat.learnt.traits else []
+    if unclear:
+        warnings.append(
+            f"{template} writes strings without quotes ({CallTrait.UNTYPED}), and {unclear[0]} takes other values "
+            "beside them: what reads as such a value is never a string. Give the argument one type, or make two of it."
+            f"{_others(unclear)}"
+        )
+    strict = [tool.name for tool in tools if tool.strict]
+    if strict and not form.calls.trigger:
+        warnings.append(
+            f"{template} has nothing that announces a call ({CallTrait.BARE}), so strict=True of the tool "
+            f"{strict[0]!r} holds only where tool_choice requires a call.{_others(strict)}"
+        )
+    return warnings
+
+
+def _others(found: Sequence[object]) -> str:
+    """The same of all but the first, in a few words."""
+    if len(found) < 2:
+        return ""
+    more = f" and {len(found) - 1 - MOST_OTHERS} others" if len(found) - 1 > MOST_OTHERS else ""
+    return f" Likewise: {', '.join(map(str, found[1 : 1 + MOST_OTHERS]))}{more}."
+
+
+MOST_OTHERS: Final = 5
+"""So many tools or arguments are named beside the first."""
 
 
 def common_system_prompt(environment: Hooks) -> str | None:

@@ -83,7 +83,8 @@ class TaggedReader:
         key = self._key.match(text, at)
         if key is not None:
             name = key["key"]
-            return name, *self._value(text, key.end(), name, properties.get(name), schema, whole)
+            own = properties.get(name, schema.get("additionalProperties"))
+            return name, *self._value(text, key.end(), name, own, schema, whole)
         if not self._typed:
             return None
         try:

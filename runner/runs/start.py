@@ -118,10 +118,11 @@ class Start:
         chat = chat_of(self.engines[0], named=self._named())
         other_models = {name: chat_of(engine) for name, engine in options.engines.items()}
         main = other_models.get(MAIN, chat)
-        check_tools(environment, main)
+        faults = self.state.summary.faults
+        faults.extend(check_tools(environment, main))
         tools = bool(environment.bound_tools())
         system = getattr(type(environment), "system_prompt", None) is not None
-        self.state.summary.faults.extend(await check_appends(main, now, self.workers, tools=tools, system=system))
+        faults.extend(await check_appends(main, now, self.workers, tools=tools, system=system))
         return RunShared(
             environment=environment,
             chat=chat,

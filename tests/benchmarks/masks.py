@@ -19,6 +19,7 @@ from runner.parsing.writing import WrittenCall, id_for, write_calls
 from runner.tools.tool import Tool
 from tests.benchmarks.figures import Figure, main, on_one_core
 from tests.parsing.learnt import CLASSES, learnt
+from tests.parsing.many_tools import MANY_TOOLS, arguments_of
 from tests.tokens.vocabularies import vocabulary
 
 ROUNDS = 5
@@ -55,6 +56,8 @@ def measure() -> Iterator[Figure]:
             as_ids = _Bench(marks)
             enforced = constraint(form, TOOLS, "required", control_tokens=as_ids.marks)
             yield from as_ids.figures(f"{name}, its marks as ids", enforced, calls)
+        many = constraint(form, MANY_TOOLS, "required")
+        yield from bench.figures(f"{name}, {len(MANY_TOOLS)} tools", many, _one_of_many(form), under=(100, 2_000))
         if name == "raw strings":
             yield from bench.figures(
                 f"{name}, behind a thought", _behind_thought(form), f"{CODE * LINES}</think>\n\n{calls}"
@@ -79,6 +82,10 @@ def _written(form: CallFormat) -> str:
     }
     call = WrittenCall("write_file", arguments, id_for(form, "write_file", 0) or "abcdef123")
     return write_calls(form, [call])
+
+
+def _one_of_many(form: CallFormat) -> str:
+    return write_calls(form, [WrittenCall("act_117", arguments_of(117), id_for(form, "act_117", 0) or "abcdef123")])
 
 
 class _Bench:
@@ -109,7 +116,10 @@ class _Bench:
         encoded = ([self.marks[part]] if part in self.marks else self._tokenizer.encode(part) for part in parts)
         return [token_id for ids in encoded for token_id in ids]
 
-    def figures(self, name: str, enforced: Constraint | None, text: str) -> Iterator[Figure]:
+    def figures(
+        self, name: str, enforced: Constraint | None, text: str, under: tuple[float, float] = (50, 600)
+    ) -> Iterator[Figure]:
+        """What a mask costs and what compiling does, and under how many us and ms they should be."""
         assert enforced is not None
         ids = self._ids(text)
         compiling, filling = [], []
@@ -120,8 +130,8 @@ class _Bench:
             compiled = _compiled(compiler, enforced)
             compiling.append((time.process_time() - began) * 1e3)
             filling.append(self._microseconds(compiled, ids))
-        yield Figure(f"a mask and its id: {name}", "us", tuple(filling), under=50)
-        yield Figure("  its grammar compiled", "ms", tuple(compiling), under=600)
+        yield Figure(f"a mask and its id: {name}", "us", tuple(filling), under=under[0])
+        yield Figure("  its grammar compiled", "ms", tuple(compiling), under=under[1])
 
     def _microseconds(self, compiled: Any, ids: list[int]) -> float:
         matcher = xgrammar.GrammarMatcher(compiled)

@@ -42,6 +42,16 @@ BAD = {
     async def setup(self):
         self.tools.append(Tool(self.roll, name="again", description="Roll.", parameters={"type": "objekt"}))
 """,
+    "a string or a number": """
+    @tool
+    def bad(self, word: int | str) -> None:
+        "Say it."
+""",
+    "name with a space": """
+    async def setup(self):
+        given = {"properties": {"first name": {"type": "string"}}, "type": "object"}
+        self.tools.append(Tool(lambda given: "", name="bad", description="Say.", parameters=given, raw=True))
+""",
     # --- rewards
     "raising reward": """
     @reward
@@ -230,6 +240,16 @@ SAYS = {
     "undescribed": (3, "Env.bad is a tool without a docstring"),
     "misdescribed": (3, "its docstring describes 'wrod', but its parameters are: word. Rename it"),
     "wrong schema": (3, 'Tool again: parameters must be a JSON schema with "type": "object"'),
+    "a string or a number": (
+        0,
+        "warning  bad(word: string | integer) takes strings and other values: many chat templates write strings "
+        "without quotes (untyped), and what reads as such a value is never a string. Give the argument one type",
+    ),
+    "name with a space": (
+        0,
+        "warning  bad() has an argument 'first name', which many chat templates write without quotes, so that it "
+        "cannot be read back: rename it",
+    ),
     "raising reward": (3, "error    env_error: reward bad(): ZeroDivisionError: division by zero"),
     "raising reward after a limit": (3, "error    reward bad(): KeyError: 'score'"),
     "reward of text": (3, "bad returned the string 'good'|bad returned 'good'; return a number, a bool or None"),
@@ -293,6 +313,18 @@ def test_an_environment_without_a_mistake_is_ok(folder: Path) -> None:
     assert (result.exit_code, findings(result)) == (0, [])
     assert result.output.endswith("ok\n")
     assert "played   in groups of two, on a scripted engine: completed 8; 64 turns" in result.output
+
+
+def test_what_a_template_cannot_do_is_no_mistake_of_an_environment(folder: Path) -> None:
+    env = """
+class Env(Good):
+    @tool(strict=True)
+    def put(self, value: int, note: str | None = None) -> int:
+        "Put it."
+        return value
+"""
+    result = check(folder, GOOD + env)
+    assert (result.exit_code, findings(result)) == (0, [])
 
 
 # The mistakes that are planted here leave files behind.

@@ -1,12 +1,10 @@
-"""Required calls in the formats of many families, sampled by the real engine: whatever it says, it can be read.
+"""The formats of many families on the real engine: calls that it has to make, and whole episodes that it has to say.
 
 One small model serves all of them. Its vocabulary has the control tokens of every template, and it knows none of them.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -15,23 +13,14 @@ import pytest
 
 from runner import Environment, Limits, Run, Sampling, Task, Turn, VllmEngine, reward, tool
 from runner.engines.base import FinishReason
+from runner.engines.scripted.replies import ReplyEncoder
 from runner.parsing.harmony import NEXT_MESSAGE
-from runner.parsing.learnt import learnt_turn
-from runner.parsing.parser import TurnParser
-from runner.testing import assert_exact
-from runner.tokens.template import ChatTemplate
+from runner.parsing.turn_format import TurnFormat
+from runner.testing import FORCING, Reply, assert_exact, force
 from tests import sweeps
-from tests.conformance.corpus import VARIABLES, control_tokens, corpus, is_special
-from tests.parsing.test_family_episodes import TEMPLATES, ends
+from tests.parsing.families import FAMILIES, TEMPLATES, Family, Library, assert_played, family, played
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.apart]
-
-FAMILIES = {**TEMPLATES, "gpt-oss": "openai-gpt-oss-120b"}
-
-
-def template_of(name: str) -> ChatTemplate:
-    text = next(entry.text for entry in corpus() if entry.name == FAMILIES[name])
-    return ChatTemplate(text, name=FAMILIES[name], variables=VARIABLES)
 
 
 @pytest.fixture(scope="module")
@@ -40,40 +29,21 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="module")
-def model_of_all(small_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model with the control tokens of every family, and random rows for them."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path_factory.mktemp("polyglot")
-    for path in small_model_folder.iterdir():
-        shutil.copy(path, folder / path.name)
-    names = dict.fromkeys(
-        token for name in FAMILIES for token in control_tokens(template_of(name).renderer().written())
-    )
-    vocabulary = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    known = {**vocabulary["model"]["vocab"], **{token["content"]: token["id"] for token in vocabulary["added_tokens"]}}
-    size = max(known.values()) + 1
-    for name in names:
-        if name not in known:
-            token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-            vocabulary["added_tokens"].append({"id": size, "content": name, "special": is_special(name), **token})
-            size += 1
-    (folder / "tokenizer.json").write_text(json.dumps(vocabulary), encoding="utf-8")
-    tensors = load_file(folder / "model.safetensors")
-    rows = tensors["model.embed_tokens.weight"]
-    more = torch.randn(size - len(rows), rows.shape[1], generator=torch.Generator().manual_seed(0)) * rows.std()
-    tensors["model.embed_tokens.weight"] = torch.cat([rows, more.to(rows.dtype)])
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": size}), encoding="utf-8")
-    return folder
-
-
-@pytest.fixture(scope="module")
-async def engine(model_of_all: Path, anyio_backend: str) -> AsyncIterator[VllmEngine]:
-    async with VllmEngine(model_of_all, template="pythonic", max_num_seqs=8, max_model_len=8192) as engine:
+async def engine(polyglot_folder: Path, anyio_backend: str) -> AsyncIterator[VllmEngine]:
+    options: dict[str, Any] = {"template": "pythonic", "max_num_seqs": 8, "max_model_len": 8192, **FORCING}
+    async with VllmEngine(polyglot_folder, **options) as engine:
         yield engine
+
+
+def as_family(engine: VllmEngine, of: Family) -> tuple[int, int]:
+    """Let the engine speak as a family does, and give the ids that end an answer and a turn with calls."""
+    answer, calls = (engine.tokenizer.token_id(name) for name in of.ends)
+    assert answer is not None
+    assert calls is not None
+    # A grammar that is fulfilled leaves the vocabulary's own EOS, which is no token of most of these templates.
+    known = [stop for stop in (answer, calls, engine.tokenizer.eos_id) if stop is not None]
+    engine.template, engine.stop_ids = of.template, tuple(dict.fromkeys(known))
+    return answer, calls
 
 
 class Adder(Environment):
@@ -103,25 +73,21 @@ class Adder(Environment):
         return True
 
 
-def ending_thoughts(parser: TurnParser, engine: VllmEngine) -> Sampling:
+def ending_thoughts(form: TurnFormat, engine: VllmEngine) -> Sampling:
     """What makes a model that knows nothing end at once the thought that a prompt opens."""
-    opened = parser.reasoning.opened_by_prompt
-    closes = NEXT_MESSAGE if parser.format.harmony else parser.reasoning.close if opened else ""
+    opened = form.reasoning is not None and form.reasoning.opened_by_prompt
+    closes = NEXT_MESSAGE if form.harmony else form.reasoning.close if form.reasoning and opened else ""
     return Sampling(max_tokens=400, logit_bias=dict.fromkeys(engine.tokenizer.encode(closes)[:1], 100.0))
 
 
-async def played(
-    environment: type[Environment], name: str, engine: VllmEngine, sampling: Callable[[TurnParser], Sampling]
+async def turns_of(
+    environment: type[Environment], name: str, engine: VllmEngine, sampling: Callable[[TurnFormat], Sampling]
 ) -> list[Turn]:
     """The turns of a family's episodes, which are exact."""
-    template = template_of(name)
-    parser = TurnParser(learnt_turn(template.renderer()).format)
-    stops = [engine.tokenizer.token_id(stop) for stop in ends(template.renderer())]
-    # A grammar that is fulfilled leaves the vocabulary's own EOS, which is no token of most of these templates.
-    known = [stop for stop in (*stops, engine.tokenizer.eos_id) if stop is not None]
-    engine.template, engine.stop_ids = template, tuple(dict.fromkeys(known))
+    of = family(name)
+    as_family(engine, of)
     turns: list[Turn] = []
-    async with Run(environment, engine, sampling=sampling(parser), limits=Limits(turns=2), seed=3) as run:
+    async with Run(environment, engine, sampling=sampling(of.form), limits=Limits(turns=2), seed=3) as run:
         async for trajectory in run:
             assert not trajectory.outcome.failed, trajectory.error
             assert_exact(trajectory)
@@ -138,7 +104,7 @@ def assert_called(turns: list[Turn]) -> None:
 
 @pytest.mark.parametrize("name", sweeps.part(list(FAMILIES), 6))
 async def test_required_calls_of_a_family_are_read_without_an_error(name: str, engine: VllmEngine) -> None:
-    turns = await played(Adder, name, engine, lambda parser: ending_thoughts(parser, engine))
+    turns = await turns_of(Adder, name, engine, lambda form: ending_thoughts(form, engine))
     assert_called([turn for turn in turns if turn.finish is FinishReason.STOP])
 
 
@@ -162,9 +128,41 @@ BY_THEMSELVES = ["Mistral 7B", "Kimi K2", "Gemma 4", "Hunyuan", "Qwen3", "LFM 2.
 async def test_a_strict_call_that_a_model_begins_by_itself_is_read_without_an_error(
     name: str, engine: VllmEngine
 ) -> None:
-    def calling(parser: TurnParser) -> Sampling:
-        assert parser.format.calls is not None
-        (trigger,) = engine.tokenizer.encode(parser.format.calls.trigger)
+    def calling(form: TurnFormat) -> Sampling:
+        assert form.calls is not None
+        (trigger,) = engine.tokenizer.encode(form.calls.trigger)
         return Sampling(max_tokens=100, logit_bias={trigger: 100.0})
 
-    assert_called(await played(StrictAdder, name, engine, calling))
+    assert_called(await turns_of(StrictAdder, name, engine, calling))
+
+
+def forced_ids(reply: Reply, encoder: ReplyEncoder, engine: VllmEngine) -> list[int]:
+    """What has to be sampled for a reply: some formats end a call with what ends the turn."""
+    ids = list(encoder.encode(reply).ids)
+    assert reply.stop is not None
+    return ids if ids[-1] in engine.stop_ids else [*ids, reply.stop]
+
+
+@pytest.mark.parametrize("name", sweeps.part(list(TEMPLATES), 6))
+async def test_what_a_family_says_is_read_as_it_was_meant_and_stays_as_it_was_sampled(
+    name: str, engine: VllmEngine
+) -> None:
+    of = family(name)
+    said = played(of.form, *as_family(engine, of))
+    encoder = ReplyEncoder(engine.tokenizer, of.template)
+    ids = [forced_ids(reply, encoder, engine) for reply in said.replies]
+    forced = force(engine, ids)
+    async with Run(Library, forced, sampling=Sampling(max_tokens=512)) as run:
+        (trajectory,) = [each async for each in run]
+    assert_played(trajectory, said, of.form)
+    assert_exact(trajectory, forced)
+    assert [list(turn.token_ids) for turn in trajectory.turns] == ids
+    sent = [list(each.prompt) for each in forced.calls]
+    assert [list(turn.prompt_ids) for turn in trajectory.turns] == sent
+    # The second round begins with the first one, bit for bit; so does every later one that no template moves.
+    segments = [turn.segment for turn in trajectory.turns]
+    assert segments[:2] == [0, 0]
+    for number, prompt in enumerate(sent[1:]):
+        before = [*sent[number], *ids[number]]
+        follows = prompt[: len(before)] == before and len(prompt) > len(before)
+        assert follows == (segments[number] == segments[number + 1])

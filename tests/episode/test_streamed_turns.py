@@ -26,14 +26,11 @@ from runner import (
 )
 from runner.engines.base import FinishReason
 from runner.messages import ToolCall
-from runner.parsing.learnt import learnt_turn
 from runner.parsing.parser import TurnParser
 from runner.testing import Fault, Latency, Reply, ScriptedEngine
 from runner.tokens.byte_tokenizer import ByteTokenizer
-from runner.tokens.template import ChatTemplate
 from tests import sweeps
-from tests.conformance.corpus import CLOCK, VARIABLES, control_tokens, corpus
-from tests.parsing.test_family_episodes import TEMPLATES, ends
+from tests.parsing.families import FAMILIES, family
 from tests.playing import Plain, play, recording, talked
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
@@ -122,21 +119,12 @@ def family_turn(parser: TurnParser, cut: int) -> str:
     return text[: len(text) - cut]
 
 
-@pytest.mark.parametrize("name", sweeps.part([*TEMPLATES, "gpt-oss"], 3))
+@pytest.mark.parametrize("name", sweeps.part(list(FAMILIES), 3))
 @pytest.mark.parametrize("cut", [0, 9], ids=["whole", "cut"])
 async def test_what_is_heard_is_what_the_turn_says_in_the_formats_of_families(name: str, cut: int) -> None:
-    entry = next(entry for entry in corpus() if entry.name == {**TEMPLATES, "gpt-oss": "openai-gpt-oss-120b"}[name])
-    template = ChatTemplate(entry.text, name=entry.name, variables=VARIABLES)
-    renderer = template.renderer(now=CLOCK)
-    stops = ends(renderer)
-    tokenizer = ByteTokenizer(list(dict.fromkeys((*control_tokens(renderer.written()), *stops))))
-    parser = TurnParser(learnt_turn(renderer).format)
-    engine = recording(
-        family_turn(parser, cut),
-        template=template,
-        tokenizer=tokenizer,
-        stop_ids=tuple(tokenizer.encode(stop)[0] for stop in stops),
-    )
+    of = family(name)
+    text = family_turn(TurnParser(of.form), cut)
+    engine = recording(text, template=of.template, tokenizer=of.tokenizer, stop_ids=of.stop_ids)
     events, turn = await heard(engine)
     assert_heard(events, turn)
     assert joined(events, ReasoningPiece) == "Three."

@@ -18,6 +18,7 @@ from runner.parsing.marks import Marks
 from runner.parsing.reading import CallReader
 from runner.parsing.traits import CallTrait
 from runner.parsing.turn_format import CallFormat
+from runner.parsing.turns import TurnReader
 from runner.parsing.writing import WrittenCall, write_calls
 from runner.tokens.template import ChatTemplate, Renderer
 from tests import sweeps
@@ -120,6 +121,21 @@ def test_where_a_string_may_hold_what_ends_calls_two_inputs_have_one_render(name
     assert both is not None
     within = both[both.index("<zqone") : both.rindex("<zqother") + len("<zqother")]
     assert asker_of(name).turn(Said("look_up", {"query": within})) == both
+
+
+@pytest.mark.parametrize("name", ["Cohere2MoE", "CohereLabs-command-a-plus-05-2026-w4a4"])
+def test_what_stands_in_front_of_an_answer_is_none_of_it_though_the_prompt_opens_a_thought(name: str) -> None:
+    form = learnt_of(name).format
+    assert form.reasoning is not None
+    assert form.reasoning.opened_by_prompt
+    reading = TurnReader(form).read(f"Hm.{form.reasoning.close}<|START_TEXT|>Done.")
+    assert (reading.reasoning, reading.content) == ("Hm.", "Done.")
+
+
+def test_the_end_of_a_thought_is_not_what_stands_in_front_of_an_answer() -> None:
+    form = learnt_of("meituan-longcat-LongCat-2.0").format
+    assert form.reasoning is not None
+    assert form.content.open == ""
 
 
 def test_a_format_is_that_of_a_templates_options() -> None:

@@ -39,8 +39,8 @@ from runner.parsing.turn_format import ResponseFormat
 from runner.testing import Reply, assert_exact, call
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate
+from tests.parsing.families import Library
 from tests.parsing.response_templates import HERMES, READS_IT, changed, said, unlearnable, vocabulary
-from tests.parsing.test_family_episodes import Library
 from tests.verifying import verify
 
 pytestmark = pytest.mark.anyio

@@ -39,7 +39,7 @@ from runner.testing import Reply, assert_exact, call, play_async
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate
 from tests.conformance.corpus import VARIABLES, control_tokens, corpus, is_special
-from tests.parsing.test_family_episodes import Library
+from tests.parsing.families import Library
 from tests.verifying import verify
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]  # vLLM is imported, which takes seconds

@@ -30,9 +30,16 @@ def learn_reasoning(asker: Asker) -> ReasoningFormat | None:
     return None
 
 
-def learn_content(asker: Asker) -> ContentFormat:
-    """What the template puts around what was said, which is nothing for most."""
+def learn_content(asker: Asker, reasoning: ReasoningFormat | None) -> ContentFormat:
+    """What the template puts around what was said, which is nothing for most.
+
+    Args:
+        asker: asks the template.
+        reasoning: how it writes a thought: a prompt may open one that an answer in the history does not have.
+    """
     prompt, answer = asker.prompt(), asker.turn(content=ANSWERED)
+    if prompt is not None and reasoning is not None and reasoning.opened_by_prompt:
+        prompt = prompt.rstrip().removesuffix(reasoning.open.rstrip())
     if prompt is None or answer is None or not answer.startswith(prompt):
         return ContentFormat("", "")
     front = answer.partition(ANSWERED)[0][len(prompt) :].strip()

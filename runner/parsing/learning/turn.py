@@ -114,7 +114,8 @@ def learn_turn(renderer: Renderer) -> LearntTurn:
         form = TurnFormat(harmony, THOUGHT, ContentFormat("", ""), harmony=True)
         traits = check_calls(asker, harmony, lambda text, schemas: read_harmony(text))
         return LearntTurn(form, tuple(sorted(traits)), None, "", asker.renders)
-    reasoning, content = learn_reasoning(asker), learn_content(asker)
+    reasoning = learn_reasoning(asker)
+    content = learn_content(asker, reasoning)
     try:
         calls = learn_calls(asker)
         traits = check_calls(asker, calls)

@@ -33,7 +33,7 @@ from runner.tokens.lookback.values import (
     is_independent,
     is_text,
     may_hold_end,
-    namespaces_in,
+    reaches_namespace,
 )
 
 __all__ = ["Interpreter"]
@@ -330,7 +330,7 @@ class Interpreter(Evaluator):
         if self._namespaces == number or self._exits[-1].broken:  # some may live on where the loop was left
             return
         kept = [self._state.namespaces.get(each, {}) for each in range(1, number + 1)]
-        if max(namespaces_in([*self._state.scopes, *kept]), default=0) <= number:
+        if not reaches_namespace([*self._state.scopes, *kept], above=number):
             for each in [each for each in self._state.namespaces if each > number]:
                 del self._state.namespaces[each]
             self._namespaces = number

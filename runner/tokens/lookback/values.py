@@ -38,7 +38,7 @@ __all__ = [
     "is_independent",
     "is_text",
     "may_hold_end",
-    "namespaces_in",
+    "reaches_namespace",
     "same",
 ]
 
@@ -325,11 +325,21 @@ def may_hold_end(value: Value) -> bool:
     return any(map(may_hold_end, _contents(value)))
 
 
-def namespaces_in(value: Value) -> set[int]:
-    """Numbers of the namespaces that can be reached from a value."""
-    if isinstance(value, NamespaceOf):
-        return {value.number}
-    return set().union(*map(namespaces_in, _contents(value)))
+def reaches_namespace(value: Value, above: int) -> bool:
+    """Whether a namespace of a higher number than `above` can be reached from a value."""
+    # Asked behind every pass of a loop, and the schemas of many tools are among what can be reached: without recursion.
+    reached = [value]
+    while reached:
+        each = reached.pop()
+        if isinstance(each, NamespaceOf):
+            if each.number > above:
+                return True
+        elif isinstance(each, _CONTAINERS):
+            reached.extend(_contents(each))
+    return False
+
+
+_CONTAINERS: Final = (list, tuple, dict, Text, GappedList, Loop)
 
 
 def _contents(value: Value) -> Iterable[Value]:

@@ -1,0 +1,177 @@
+"""What a run says of its tools before anything is sampled: calls that its template cannot carry as they were meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runner import BadOption, BadTemplate, Environment, Run, ScriptedEngine, Task, Tool, reward, tool
+from runner.cli.report import summary_table
+from runner.parsing.learnt import learnt_turn
+from runner.parsing.traits import CallTrait
+from runner.testing import Reply
+from runner.tokens.template import ChatTemplate
+from tests.parsing.families import family
+
+pytestmark = pytest.mark.anyio
+
+POOR = ChatTemplate(
+    """{% for t in tools or [] %}{{ t | tojson }}
+{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call><function={{ c.function.name }}>{% for k, v in
+c.function.arguments.items() %}<parameter={{ k }}>{% if v is mapping or (v is iterable and v is not string)
+%}{{ raise_exception('no lists and no objects') }}{% endif %}{{ v if v is string else v | tojson
+}}</parameter>{% endfor %}</function></tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}""",
+    name="poor",
+)
+"""A template that refuses lists and objects."""
+
+
+class Asking(Environment):
+    """Three questions."""
+
+    def tasks(self) -> list[Task]:
+        return [Task(str(number), prompt="Well?") for number in range(3)]
+
+    @reward
+    def done(self) -> bool:
+        return True
+
+
+class Putting(Asking):
+    @tool
+    def put(self, key: str, value: int | str, more: list[int] | str = "", note: str | None = None) -> None:
+        """Put it."""
+
+    @tool
+    def add(self, a: int, b: float = 1.0) -> float:
+        """Add."""
+        return a + b
+
+
+def taking(*names: str, required: tuple[str, ...] = (), kind: Any = "string", **settings: Any) -> type[Asking]:
+    """An environment whose tool has arguments of these names."""
+    schema = {"type": "object", "properties": {key: {"type": kind} for key in names}, "required": list(required)}
+
+    class Taking(Asking):
+        def bound_tools(self) -> list[Tool]:
+            given = {"name": "look_up", "description": "Look up.", "parameters": schema, **settings}
+            return [Tool(lambda **arguments: str(arguments), **given)]
+
+    return Taking
+
+
+def of_family(name: str) -> ScriptedEngine:
+    said = family(name)
+    return said.scripted([Reply("Done.", stop=said.stop_ids[0])] * 3)
+
+
+async def told(environment: Any, engine: ScriptedEngine) -> list[str]:
+    """What a run says of tools that plays three episodes."""
+    async with Run(environment, engine) as run:
+        begun = list(run.summary.faults)
+        assert [trajectory.error async for trajectory in run] == [""] * 3
+    assert list(run.summary.faults) == begun  # no episode says it again
+    return [fault for fault in begun if "of the tool" in fault or "strings" in fault]
+
+
+async def refused(environment: Any, engine: ScriptedEngine, kind: type[Exception] = BadTemplate) -> str:
+    with pytest.raises(kind) as raised:
+        async with Run(environment, engine):
+            pass
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Coder", "GLM 4.6", "MiniMax M2", "Seed-OSS"])
+async def test_arguments_that_take_strings_and_more_are_named_once_a_run_where_strings_have_no_quotes(
+    name: str,
+) -> None:
+    (warning,) = await told(Putting, of_family(name))
+    assert warning == (
+        f"template {family(name).template.name!r} writes strings without quotes (untyped), and put(value: string | "
+        "integer) takes other values beside them: what reads as such a value is never a string. Give the argument one "
+        "type, or make two of it. Likewise: put(more: string | array)."
+    )
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Kimi K2", "Gemma 4", "LFM 2.5", "DeepSeek V3.2", "gpt-oss"])
+async def test_and_nothing_is_said_where_strings_can_be_told(name: str) -> None:
+    assert await told(Putting, of_family(name)) == []
+
+
+async def test_nor_where_every_argument_has_one_type() -> None:
+    class Plain(Asking):
+        @tool
+        def add(self, a: int, b: str, c: str | None = None) -> None:
+            """Add."""
+
+    assert await told(Plain, of_family("Qwen3-Coder")) == []
+
+
+async def test_the_warning_is_shown_with_what_came_of_the_run() -> None:
+    from rich.console import Console
+
+    async with Run(Putting, of_family("Qwen3-Coder")) as run:
+        async for _ in run:
+            pass
+    console = Console(width=1000)
+    with console.capture() as captured:
+        console.print(summary_table(run.summary.as_dict()))
+    assert "put(value: string | integer) takes other values" in captured.get()
+
+
+async def test_a_tool_that_can_never_be_called_is_refused_before_anything_is_sampled() -> None:
+    engine = of_family("Qwen3-Coder")
+    message = await refused(taking("query", "first name", required=("first name",)), engine)
+    assert message.startswith("template 'Qwen-Qwen3-Coder-30B-A3B-Instruct' cannot carry calls of the tool 'look_up'")
+    assert "its argument 'first name' cannot be read back (" in message
+    assert "Rename it: letters, digits and _ are read in every format." in message
+    assert await told(taking("query", "first name", required=("first name",)), of_family("Qwen3")) == []
+
+
+async def test_an_argument_that_may_be_left_out_is_warned_of() -> None:
+    (warning,) = await told(taking("query", "first name", "last name"), of_family("Qwen3-Coder"))
+    assert "does not carry every call of the tool 'look_up': its argument 'first name' cannot be read back" in warning
+    assert warning.endswith("Likewise: look_up(last name).")
+
+
+async def test_a_type_that_the_template_cannot_write_is_named_with_the_tool_and_the_fix() -> None:
+    assert CallTrait.SOME_TYPES_UNWRITABLE in learnt_turn(POOR.renderer()).traits
+    poor = ScriptedEngine("Done.", template=POOR)
+    message = await refused(taking("names", required=("names",), kind="array"), poor)
+    assert "cannot carry calls of the tool 'look_up': its argument 'names' cannot be read back" in message
+    assert "a value of type array cannot be written). Give it another type, or the run another template" in message
+    (warning,) = await told(taking("names", kind="array"), poor)
+    assert "does not carry every call of the tool 'look_up': its argument 'names'" in warning
+    assert await told(taking("names", required=("names",)), poor) == []
+
+
+async def test_strict_tools_are_warned_of_where_nothing_announces_a_call() -> None:
+    (warning,) = await told(taking("query", strict=True), of_family("Llama 3.1"))
+    assert "has nothing that announces a call (bare), so strict=True of the tool 'look_up' holds only where" in warning
+    assert await told(taking("query", strict=True), of_family("Qwen3")) == []
+
+
+async def test_a_choice_that_cannot_be_enforced_is_refused_before_anything_is_sampled() -> None:
+    class Requiring(taking("names")):  # type: ignore[misc]  # a class made here
+        tool_choice = "required"
+
+        def bound_tools(self) -> list[Tool]:
+            return [Tool(lambda **given: "", name="f", description="Do.", parameters=NOTHING_FITS)]
+
+    message = await refused(Requiring, of_family("Qwen3-Coder"), BadOption)
+    assert message.startswith("tool_choice='required': ")
+
+
+NOTHING_FITS = {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}
+
+
+async def test_what_setup_adds_is_not_looked_at_before_the_run() -> None:
+    class Adding(Asking):
+        def setup(self) -> None:
+            self.tools += taking("first name", required=("first name",))().bound_tools()
+
+    assert await told(Adding, of_family("Qwen3-Coder")) == []

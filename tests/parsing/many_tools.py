@@ -1,0 +1,56 @@
+"""Two hundred tools, no two of which take the same, and an environment with all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runner import Environment, Task, Tool, reward
+
+__all__ = ["MANY_TOOLS", "ManyTools", "arguments_of"]
+
+
+def arguments_of(number: int) -> dict[str, Any]:
+    """Arguments of the tool of that number, of every kind that it takes."""
+    return {
+        f"path_{number}": "some path",
+        "text": "some text\nthat goes on",
+        "mode": f"slow {number}",
+        "items": ["a", "b"],
+        "count": number,
+        "flag": True,
+    }
+
+
+def _act(number: int) -> Tool:
+    def act(**given: Any) -> str:
+        return f"{number} did {given}"
+
+    text = {"type": "string"}
+    properties = {
+        f"path_{number}": text,
+        "text": text,
+        "mode": {"enum": ["fast", f"slow {number}"]},
+        "items": {"type": "array", "items": text},
+        "count": {"type": "integer"},
+        "flag": {"type": "boolean"},
+    }
+    schema = {"type": "object", "properties": properties, "required": [f"path_{number}"]}
+    return Tool(act, name=f"act_{number}", description=f"Act in way {number}.", parameters=schema)
+
+
+# The names of some are how the names of others begin.
+MANY_TOOLS = [_act(number) for number in range(200)]
+
+
+class ManyTools(Environment):
+    """One question."""
+
+    def tasks(self) -> list[Task]:
+        return [Task("where", prompt="Where is it?")]
+
+    def bound_tools(self) -> list[Tool]:
+        return list(MANY_TOOLS)
+
+    @reward
+    def done(self) -> bool:
+        return self.episode.text == "Done."

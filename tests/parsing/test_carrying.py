@@ -1,0 +1,219 @@
+"""What a format cannot carry of some tools' calls, by writing and reading them in formats of every class."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+from pydantic import TypeAdapter
+
+from runner.parsing.carrying import CARRIED_NAME, ambiguities, losses
+from runner.parsing.harmony import CALLS
+from runner.parsing.notations import ValueType
+from runner.parsing.reading import CallReader
+from runner.parsing.turn_format import CallFormat, ContentFormat, TaggedArguments, TurnFormat
+from runner.tools.tool import Tool
+from tests.parsing.enforced import TOOLS, every_class, form_of, written
+from tests.parsing.families import FAMILIES, family
+from tests.parsing.many_tools import MANY_TOOLS
+
+UNUSUAL = ("first name", "a,b", "a=b", 'a"b', "a>b", "a[0]")
+USUAL = ("größe", "x.y", "c-d", "$ref", "_", "5")
+
+
+def turn(calls: CallFormat) -> TurnFormat:
+    return TurnFormat(calls, None, ContentFormat("", ""))
+
+
+def named(*names: str, required: tuple[str, ...] = (), schema: Any = None) -> Tool:
+    """A tool that has arguments of these names."""
+    parameters = {
+        "type": "object",
+        "properties": dict.fromkeys(names, {"type": "string"} if schema is None else schema),
+        "required": list(required),
+    }
+    return Tool(lambda **given: str(given), name="look_up", description="Look up.", parameters=parameters)
+
+
+def tagged(form: CallFormat, **changes: Any) -> TurnFormat:
+    assert isinstance(form.arguments, TaggedArguments)
+    return turn(replace(form, arguments=replace(form.arguments, **changes)))
+
+
+# --- what does not come back
+
+
+@every_class
+def test_what_python_functions_take_is_carried_in_every_class_of_formats(name: str) -> None:
+    assert list(losses(turn(form_of(name)), TOOLS)) == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_and_by_every_family(name: str) -> None:
+    assert list(losses(family(name).form, TOOLS)) == []
+
+
+@every_class
+def test_names_of_arguments_that_a_format_cannot_carry_are_those_that_it_writes_without_quotes(name: str) -> None:
+    form = form_of(name)
+    lost = list(losses(turn(form), [named(*UNUSUAL, *USUAL, required=UNUSUAL[:1])]))
+    without_quotes = isinstance(form.arguments, TaggedArguments)
+    assert [loss.argument for loss in lost] == (list(UNUSUAL) if without_quotes else [])
+    # Only without an argument that is required can a tool not be called at all.
+    assert [loss.uncallable for loss in lost] == [loss.argument == UNUSUAL[0] for loss in lost]
+    assert all("Rename it: letters, digits and _" in loss.what for loss in lost)
+
+
+def test_names_that_are_said_to_be_carried_everywhere_are() -> None:
+    assert all(map(CARRIED_NAME.fullmatch, USUAL))
+    assert not any(map(CARRIED_NAME.fullmatch, UNUSUAL))
+
+
+def test_harmony_is_read_by_its_own_reader() -> None:
+    form = TurnFormat(CALLS, None, ContentFormat("", ""), harmony=True)
+    assert list(losses(form, [*TOOLS, named(*UNUSUAL, *USUAL, required=UNUSUAL)])) == []
+
+
+@pytest.mark.parametrize("missing", ["array", "null", "object"])
+def test_a_type_that_a_format_cannot_write_is_named(missing: ValueType) -> None:
+    form = form_of("raw strings")
+    assert isinstance(form.arguments, TaggedArguments)
+    styles = {kind: style for kind, style in form.arguments.styles.items() if kind != missing}
+    poor = tagged(form, styles=styles)
+    (only,) = losses(poor, [named("a", required=("a",), schema={"type": missing})])
+    assert only.uncallable
+    assert only.what.startswith(f"its argument 'a' cannot be read back (a value of type {missing} cannot be written)")
+    assert "Give it another type, or the run another template" in only.what
+    (half,) = losses(poor, [named("a", required=("a",), schema={"type": ["string", missing]})])
+    assert not half.uncallable
+    assert half.what.startswith(f"its argument 'a' cannot be of type {missing} (")
+
+
+def test_null_is_not_missed_where_the_argument_can_be_left_out() -> None:
+    form = form_of("raw strings")
+    assert isinstance(form.arguments, TaggedArguments)
+    styles = {kind: style for kind, style in form.arguments.styles.items() if kind != "null"}
+    assert list(losses(tagged(form, styles=styles), [named("a", schema={"type": ["string", "null"]})])) == []
+
+
+def test_a_call_without_arguments_that_cannot_be_written_is_named() -> None:
+    poor = tagged(form_of("raw strings"), none=None)
+    (never,) = losses(poor, [named()])
+    assert never.uncallable
+    assert "a call without arguments cannot be written" in never.what
+    (sometimes,) = losses(poor, [named("a")])
+    assert not sometimes.uncallable
+    assert list(losses(poor, [named("a", required=("a",))])) == []
+
+
+@every_class
+def test_one_of_two_hundred_tools_is_found(name: str) -> None:
+    form, tools = form_of(name), list(MANY_TOOLS)
+    assert list(losses(turn(form), tools)) == []
+    tools.insert(100, named("first name", required=("first name",)))
+    lost = list(losses(turn(form), tools))
+    assert [str(loss) for loss in lost] == (
+        ["look_up(first name)"] if isinstance(form.arguments, TaggedArguments) else []
+    )
+
+
+# --- what looks alike
+
+
+class Mixed(enum.Enum):
+    FIVE = "5"
+    ALSO_FIVE = 5
+
+
+class Told(enum.Enum):
+    NAME = "five"
+    NUMBER = 5
+
+
+UNCLEAR: Mapping[str, tuple[Any, str]] = {
+    "a string or a number": (int | str, "string | integer"),
+    "or a float": (float | str, "string | integer | number"),
+    "or a truth value": (bool | str | None, "string | boolean"),
+    "or a list": (list[str] | str, "string | array"),
+    "or an object": (dict[str, int] | str, "string | object"),
+    "anything": (Any, "any"),
+    "listed strings that read as another listed value": (Literal["1", 1], "string | integer"),
+    "the same in an enumeration": (Mixed, "string | integer"),
+    "the word null, or null": (Literal["null", "some"] | None, "string | null"),
+}
+CLEAR: Mapping[str, Any] = {
+    "a string": str,
+    "a string or null": str | None,
+    "a number": int | float | None,
+    "listed strings that read as numbers": Literal["1", "2"],
+    "listed strings that read as nothing else": Literal["auto", 1, 2],
+    "listed strings, or a number": Literal["auto"] | int,
+    "an enumeration": Told,
+    "strings within a list": list[int | str],
+    "anything within an object": dict[str, Any],
+}
+
+
+def taking(kind: Any) -> Tool:
+    def put(value: Any, plain: str = "") -> None:
+        """Put it."""
+
+    put.__annotations__["value"] = kind
+    return Tool(put)
+
+
+@pytest.mark.parametrize("what", UNCLEAR)
+def test_a_string_beside_what_looks_like_one_is_ambiguous(what: str) -> None:
+    kind, told = UNCLEAR[what]
+    assert [str(each) for each in ambiguities([taking(kind)])] == [f"put(value: {told})"]
+
+
+@pytest.mark.parametrize("what", CLEAR)
+def test_what_cannot_be_mistaken_is_not_ambiguous(what: str) -> None:
+    assert list(ambiguities([taking(CLEAR[what])])) == []
+
+
+WORDS: list[Any] = ["5", "2.5", "true", "[1]", '{"a": 1}', "1", "auto", "five", "some", "null", "word"]
+
+
+@pytest.mark.parametrize("what", [*UNCLEAR, *CLEAR])
+def test_an_argument_is_ambiguous_where_a_string_that_it_takes_is_read_as_something_else(what: str) -> None:
+    kind = UNCLEAR[what][0] if what in UNCLEAR else CLEAR[what]
+    tool, form = taking(kind), form_of("raw strings")
+    adapter = TypeAdapter(kind)
+    changed = []
+    for word in WORDS:
+        try:
+            adapter.validate_json(json.dumps(word), strict=True)
+        except ValueError:
+            continue
+        (call,) = CallReader(form).read(written(form, ("put", {"value": word})), {"put": tool.parameters}).calls
+        assert call.error is None
+        if call.arguments["value"] != word:
+            changed.append(word)
+    # Of any string, or null, the word "null" is lost and nothing else; listed, it was meant.
+    listed = what == "the word null, or null"
+    assert (changed not in ([], ["null"]) or (listed and changed == ["null"])) == (what in UNCLEAR)
+
+
+def test_arguments_that_a_schema_does_not_name_are_ambiguous_where_they_may_be_anything() -> None:
+    def free(more: Any) -> Tool:
+        schema = {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": more}
+        return Tool(lambda given: str(given), name="put", description="Put.", parameters=schema, raw=True)
+
+    assert [str(each) for each in ambiguities([free(True)])] == ["put(...: any)"]
+    assert list(ambiguities([free(False)])) == []
+    assert list(ambiguities([free({"type": "string"})])) == []
+    form = form_of("raw strings")
+    (call,) = (
+        CallReader(form).read(written(form, ("put", {"b": "5"})), {"put": free({"type": "string"}).parameters}).calls
+    )
+    assert call.arguments == {"b": "5"}
+
+
+def test_a_reference_to_nothing_stops_nobody() -> None:
+    assert [str(each) for each in ambiguities([named("a", schema={"$ref": "#/$defs/nothing"})])] == ["look_up(a: any)"]
