@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import anyio
 
 from runner.episode.prompting import next_prompt, oversized
-from runner.episode.state import ConversationState, EpisodeState, Retry, checked_tools
+from runner.episode.rewriting import head_at
+from runner.episode.state import ConversationState, EpisodeState, checked_tools
 from runner.episode.tool_calls import answer_calls
 from runner.episode.turn import take_turn
 from runner.errors import BadOption, EpisodeOver
 from runner.messages import Message, Prompt, as_messages, check_answers
 from runner.options import Sampling, ToolChoice
-from runner.tokens.bridging.history import AlignmentKind, compare, same_tools
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
 
@@ -71,7 +71,7 @@ class Conversation:
     @property
     def tools(self) -> list[Tool]:
         """The tools that the agent may call now; `replace` gives it others."""
-        return self._state.tools
+        return self._state.head.tools
 
     @property
     def turns(self) -> list[Turn]:
@@ -81,8 +81,8 @@ class Conversation:
     @property
     def messages(self) -> list[Message]:
         """The messages so far, those included that were added and that the model did not see yet; a copy."""
-        segment = self._state.segment
-        return [*(segment.messages if segment else ()), *self._state.queued]
+        head = self._state.head
+        return [*head.seen, *head.queued]
 
     @property
     def context(self) -> int:
@@ -95,11 +95,11 @@ class Conversation:
         Raises:
             BadMessage: one is no message, or answers no call. Then none of them is added.
         """
-        state = self._state
+        head = self._state.head
         new = [made for message in messages for made in as_messages(message)]
         if any(message["role"] == "tool" for message in new):
-            check_answers(new, state.segment.messages if state.segment else (), state.queued)
-        state.queued.extend(new)
+            check_answers(new, head.seen, head.queued)
+        head.queued.extend(new)
 
     async def generate(self, *, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None) -> Turn:
         """Let the agent speak.
@@ -117,7 +117,7 @@ class Conversation:
             BadOption: the sampling, the limits or the tool choice cannot be used.
         """
         with self._speaking():
-            return await take_turn(self._state, sampling, tool_choice)
+            return await take_turn(self._state, self._state.head, sampling, tool_choice)
         # Only `close` leaves the block without a turn: it cancels the scope, which swallows its own cancellation.
         raise self._is_over()
 
@@ -147,17 +147,18 @@ class Conversation:
             EpisodeOver: there is no exact bridge to them.
         """
         state = self._state
-        queued = list(state.queued)
+        head = state.head
+        queued = list(head.queued)
         try:
             self.add(*messages)
-            if state.segment is not None and not state.queued:
-                return state.context - len(state.segment.log)
-            size = oversized(state)
+            if head.node is not None and not head.whole and not head.queued:
+                return state.context - head.node.turn.end
+            size = oversized(state, head)
             if size:
                 return state.context - size // state.chat.tokenizer.longest_token
-            return state.context - len((await next_prompt(state)).ids)
+            return state.context - len((await next_prompt(state, head, extend=True)).ids)
         finally:
-            state.queued = queued
+            head.queued = queued
 
     def replace(self, messages: Prompt | None = None, *, tools: Sequence[Tool] | None = None) -> None:
         """Change what the agent saw; there is no other way to.
@@ -174,21 +175,9 @@ class Conversation:
         history = self.messages if messages is None else as_messages(messages)
         check_answers(history)
         if tools is not None:
-            state.tools = checked_tools(tools)
+            state.head.tools = checked_tools(tools)
         state.play.limits.context_rewritten(state.name)
-        state.retry = None
-        segment = state.segment
-        if segment is not None and same_tools(segment.tools, state.schemas()):
-            alignment = compare(segment.messages, history)
-            if alignment.kind in (AlignmentKind.SAME, AlignmentKind.APPEND):
-                state.queued = list(alignment.appended)
-                return
-            if alignment.kind is AlignmentKind.RETRY and segment.messages[alignment.index]["role"] == "assistant":
-                state.retry = Retry(segment, state.message_start, segment.messages[: alignment.index])
-                history = list(state.retry.messages)
-        state.segment = None
-        state.queued = history
-        state.cause = "environment" if state.segments else "start"
+        state.head = head_at(state, history)
 
     async def close(self) -> None:
         """End the conversation: a turn that is being sampled is cut, and what its engine kept of it is given back.
@@ -202,7 +191,7 @@ class Conversation:
             # that speaks may be the author's and swallow its cancellation.
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + DRAIN_SECONDS):
                 await self._speech.over.wait()
-        self._state.chat.engine.close_session(self._state.session)
+        self._state.close_sessions()
 
     @contextmanager
     def _speaking(self) -> Iterator[None]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from runner.engines.base import FinishReason, GenerationRequest, vocabulary_size
+from runner.engines.base import FinishReason, GenerationRequest, Session, vocabulary_size
+from runner.episode.forest import Head, Node
 from runner.episode.key import MAIN
 from runner.episode.limits import Ending
+from runner.episode.model import ChatModel
 from runner.episode.parsed_turn import ParsedTurn, cut_in_reasoning, text_of
 from runner.episode.prompting import PreparedPrompt, next_prompt
 from runner.episode.sample import Sample, sample
@@ -17,33 +20,77 @@ from runner.episode.state import ConversationState
 from runner.errors import BadOption, EngineError, RequestRejected
 from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice
 from runner.seeds import derive_seed
-from runner.trajectory import Outcome, Turn
+from runner.tools.tool import Tool
+from runner.trajectory import AGAIN, RETRY, Outcome, Turn
 
 __all__ = ["take_turn"]
 
 
 async def take_turn(
-    state: ConversationState, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None
+    state: ConversationState,
+    head: Head,
+    sampling: Sampling | None = None,
+    tool_choice: ToolChoice | None = None,
+    *,
+    handle: Callable[[int], str] | None = None,
 ) -> Turn:
-    """Let the agent of a conversation speak once."""
+    """Let the agent of a conversation speak once, where `head` stands, which moves behind the turn.
+
+    Args:
+        state: the conversation.
+        head: where it speaks; of several turns at the same time each has another one.
+        sampling: goes over the conversation's.
+        tool_choice: goes over the environment's.
+        handle: what names the turn of a number to a client.
+    """
     limits = state.play.limits
     await limits.admit(state.name, trained=state.train)
-    prompt = await next_prompt(state)
-    _refuse_too_long(state, prompt)
-    request = _request(state, prompt, sampling, tool_choice)
-    sampled, turn = Sample(prompt.segment.log), None
-    try:
-        await _sampling(state, prompt, request, sampled)
-    finally:
-        # Cancelled or failed, what the model saw and said is kept all the same: the engine had it from admission on.
-        if sampled.admitted:
-            turn = _record(state, prompt, request, sampled)
-            _parse(state, prompt, turn, sampled.text)
-            limits.count(turn, trained=state.train)
+    with _extending(head) as extend, state.number() as number, state.session() as session:
+        prompt = await next_prompt(state, head, extend=extend)
+        _refuse_too_long(state, prompt)
+        place = _Place(state, head, number, session)
+        request = _request(place, prompt, sampling, tool_choice)
+        sampled, turn = Sample(prompt.segment.log), None
+        try:
+            await _sampling(state, prompt, request, sampled)
+        finally:
+            # Cancelled or failed, what the model saw and said is kept all the same: the engine had it from admission.
+            if sampled.admitted:
+                turn = _record(place, prompt, request, sampled)
+                turn.handle = handle(number) if handle is not None else ""
+                limits.count(turn, trained=state.train)
     if sampled.error is not None:
         _end_by(state, sampled.error)
     assert turn is not None  # an engine that did not fail has admitted the request
     return turn
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a turn is sampled."""
+
+    state: ConversationState
+    """The conversation."""
+    head: Head
+    """Where in its forest."""
+    number: int
+    """The turn's number."""
+    session: Session
+    """What the engine keeps of the turns before."""
+
+
+@contextmanager
+def _extending(head: Head) -> Iterator[bool]:
+    """Whether the turn may extend the segment of the one before it; nobody else may meanwhile, nor once it has."""
+    node = head.node
+    if node is None or not node.ends_segment:
+        yield False
+        return
+    node.extended = True
+    try:
+        yield True
+    finally:
+        node.extended = len(node.segment.log) > node.turn.end
 
 
 def _refuse_too_long(state: ConversationState, prompt: PreparedPrompt) -> None:
@@ -76,13 +123,14 @@ class _Request:
 
 
 def _request(
-    state: ConversationState, prompt: PreparedPrompt, sampling: Sampling | None, tool_choice: ToolChoice | None
+    place: _Place, prompt: PreparedPrompt, sampling: Sampling | None, tool_choice: ToolChoice | None
 ) -> _Request:
-    play, chat, number = state.play, state.chat, len(state.turns)
+    state, number = place.state, place.number
+    play, chat, tools = state.play, state.chat, place.head.tools
     own = state.sampling()
     settings = own if sampling is None else sampling.over(own)
     settings.check_vocabulary(vocabulary_size(chat.engine))
-    choice = _tool_choice(state, tool_choice)
+    choice = _tool_choice(state, tools, tool_choice)
     ceilings = {"max_tokens": settings.max_tokens, "context": state.context - len(prompt.ids)}
     left = play.limits.tokens_left() if state.train else None
     if left is not None:
@@ -94,28 +142,29 @@ def _request(
         sampling=settings if ceiling == "max_tokens" else settings.shortened(ceilings[ceiling]),
         stop_ids=settings.all_stop_ids(chat.stop_ids),
         seed=derive_seed(play.seed, state.name, number),
-        session=state.session,
-        constraint=_constraint(state, settings, choice),
+        session=place.session,
+        constraint=_constraint(chat, tools, settings, choice),
         # We look for stop strings in the deltas as they come, and what was sampled past one is thrown away.
         acts_on_deltas=bool(settings.stop),
     )
     return _Request(generation, _unconstrained(settings), choice, ceiling)
 
 
-def _tool_choice(state: ConversationState, given: ToolChoice | None) -> ToolChoice:
-    if not state.tools:
+def _tool_choice(state: ConversationState, tools: Sequence[Tool], given: ToolChoice | None) -> ToolChoice:
+    if not tools:
         return "none"
     if given is not None:
         return given
     # The environment's is meant for `main`: another agent may not have the tool that it names.
     choice = state.play.environment.tool_choice
-    known = ("auto", "none", *(tool.name for tool in state.tools))
+    known = ("auto", "none", *(tool.name for tool in tools))
     return choice if state.name == MAIN or choice in known else "auto"
 
 
-def _constraint(state: ConversationState, settings: Sampling, tool_choice: ToolChoice) -> Constraint | None:
-    tools = state.tools
-    enforced = state.chat.parser.constraint(tools, tool_choice) if tools else None
+def _constraint(
+    chat: ChatModel, tools: Sequence[Tool], settings: Sampling, tool_choice: ToolChoice
+) -> Constraint | None:
+    enforced = chat.parser.constraint(tools, tool_choice) if tools else None
     given = _given_constraint(settings)
     if enforced and given:
         raise BadOption(
@@ -160,27 +209,22 @@ def _sampling(
 # --- what came of it
 
 
-def _record(state: ConversationState, prompt: PreparedPrompt, request: _Request, sampled: Sample) -> Turn:
-    """Put the prompt and the turn into the conversation; what the turn says is not read yet."""
-    segment = prompt.segment
-    if state.segment is not segment:
-        state.segment = segment
-        state.segments.append(segment)
+def _record(place: _Place, prompt: PreparedPrompt, request: _Request, sampled: Sample) -> Turn:
+    """Put the prompt and the turn into the conversation, and read what it says."""
+    state, head, segment = place.state, place.head, prompt.segment
     if prompt.taken_back is not None:
-        prompt.taken_back.take_back(sampled.start)
-        state.retry = None
+        _take_back(prompt.taken_back)
     segment.messages.extend(prompt.messages)
     # Only now, since a prompt that the engine never got stays queued; what was added meanwhile stays too.
-    del state.queued[: prompt.queued]
+    del head.queued[: prompt.queued]
     turn = Turn(
         agent=state.name,
-        number=len(state.turns),
+        number=place.number,
         log=segment.log,
         start=sampled.start,
         end=sampled.end,
         finish=sampled.finish,
         stop=sampled.stop,
-        segment=len(state.segments) - 1,
         seed=request.generation.seed,
         sampling=request.sampling,
         constraint=request.generation.constraint,
@@ -196,30 +240,63 @@ def _record(state: ConversationState, prompt: PreparedPrompt, request: _Request,
         # An engine knows one number only; which limit it stands for is known here.
         if request.ceiling == "context":
             turn.finish = FinishReason.CONTEXT
-    state.turns.append(turn)
+    node = _node(place, prompt, turn)
+    _parse(place, node, turn, sampled.text)
+    segment.messages.append(node.reply)
+    state.record(node)
+    turn.segment = next(at for at, each in reversed([*enumerate(state.segments)]) if each is segment)
+    head.node, head.whole, head.again = node, "", None
     return turn
 
 
-def _parse(state: ConversationState, prompt: PreparedPrompt, turn: Turn, text: str | None) -> None:
-    """Fill in what the sampled ids say, as text, reasoning and calls, and add it to the messages.
+def _take_back(node: Node) -> None:
+    """What was sampled of its message is trained on no more."""
+    first = node.spoken
+    for each in node.path():
+        each.turn.log.take_back(each.turn.start, each.turn.end)
+        if each is first:
+            break
+
+
+def _node(place: _Place, prompt: PreparedPrompt, turn: Turn) -> Node:
+    """The place of a turn in the forest; what it says is not read yet."""
+    before, again, messages = place.head.node, place.head.again, prompt.segment.messages
+    begin, calls, answered = turn.start, 0 if before is None else before.calls, len(messages) - prompt.asked
+    if prompt.continued and before is not None:
+        # A call may be cut in two, so the message is read again from its first turn on.
+        messages.pop()
+        begin, calls, answered = before.begin, before.calls_before, before.answered
+    elif again is not None and prompt.segment.cause in (RETRY, AGAIN):
+        calls = again.calls_before
+    return Node(
+        turn=turn,
+        segment=prompt.segment,
+        parent=before,
+        answered=answered,
+        start=len(messages),
+        reply={"role": "assistant", "content": ""},
+        begin=begin,
+        calls_before=calls,
+        calls=calls,
+        plain=prompt.plain,
+    )
+
+
+def _parse(place: _Place, node: Node, turn: Turn, text: str | None) -> None:
+    """Fill in what the sampled ids say, as text, reasoning and calls.
 
     Where a stop string was found, `text` is what stands before it; None reads the ids.
     """
-    chat, ids, messages = state.chat, turn.log.ids, prompt.segment.messages
-    if prompt.continued:
-        # A call may be cut in two, so the message is read again from its first turn on.
-        messages.pop()
-        if text is not None:
-            text = chat.tokenizer.decode(ids[state.message_start : turn.start]) + text
-    else:
-        state.message_start, state.calls_before_message = turn.start, state.calls
-    spoken = ids[state.message_start : turn.end]
+    chat, ids = place.state.chat, turn.log.ids
+    if text is not None and node.begin < turn.start:
+        text = chat.tokenizer.decode(ids[node.begin : turn.start]) + text
+    spoken = ids[node.begin : turn.end]
     if text is None:
         stopped = turn.finish is FinishReason.STOP and isinstance(turn.stop, int)
         text = text_of(spoken, chat, stopped=stopped)
-    before = state.calls_before_message
-    said = ParsedTurn.of(text, spoken, chat, state.tools, before=before, tool_choice=turn.tool_choice)
+    before = node.calls_before
+    said = ParsedTurn.of(text, spoken, chat, place.head.tools, before=before, tool_choice=turn.tool_choice)
     turn.text, turn.reasoning, turn.tool_calls = said.text, said.reasoning, said.tool_calls
     turn.thinking = cut_in_reasoning(turn, text, chat)
-    state.calls = before + len(said.tool_calls)
-    messages.append(said.as_message())
+    node.calls = before + len(said.tool_calls)
+    node.reply = said.as_message()

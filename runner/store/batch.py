@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
-from runner.store.codec import segment_values, trajectory_values, turn_values
+from runner.store.codec import origin_values, segment_values, trajectory_values, turn_values
 from runner.store.columns import Table, encode_text, insertion
 from runner.store.json_values import class_name, encode_json
 from runner.store.schema import CONSTRAINTS, EPISODES, SAMPLINGS, SEGMENTS, TASKS, TOOLS, TOP_LOGPROBS, TURNS
@@ -102,7 +102,7 @@ class Packer:
         batch.insert(EPISODES, [key, *trajectory_values(trajectory), *written])
         for number, segment in enumerate(trajectory.segments):
             tools = self._refer(batch, TOOLS, "tools", encode_json(segment.tools)) if segment.tools else None
-            batch.insert(SEGMENTS, [key, number, *segment_values(segment), tools])
+            batch.insert(SEGMENTS, [key, number, *segment_values(segment), *origin_values(segment), tools])
         for position, turn in enumerate(trajectory.turns):
             constrained, sampled = self._constraint(batch, turn), self._sampling(batch, turn)
             batch.insert(TURNS, [key, position, constrained, sampled, *turn_values(turn)])

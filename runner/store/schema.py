@@ -45,7 +45,7 @@ __all__ = [
     "schema_statements",
 ]
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 """The version of the tables, kept in `PRAGMA user_version`. A file of any other version is refused by its number."""
 
 APPLICATION_ID: Final = 0x64656C74
@@ -127,6 +127,7 @@ SEGMENT: Final = (
     field("cause", "TEXT NOT NULL", "why it was begun"),
     field("unseen", "INTEGER NOT NULL", "how many of the last messages the model never saw"),
     field("messages", "TEXT NOT NULL", "JSON: the view of it", JSON),
+    field("shared", "INTEGER NOT NULL", "how many of its first `ids` are a copy of those that its origin has"),
     derived("ids", "BLOB NOT NULL", "int32, little-endian, 4 bytes an id", "log.ids", Form(pack)),
     derived(
         "logprobs",
@@ -138,8 +139,8 @@ SEGMENT: Final = (
     derived(
         "sources",
         "TEXT NOT NULL",
-        "JSON runs `[[source, length], ...]`: 0 first prompt, 1 bridge, 2 sampled, 3 sampled in a turn that the next "
-        "segment plays again. The loss mask is 1 where it is 2",
+        "JSON runs `[[source, length], ...]`: 0 first prompt, 1 bridge, 2 sampled, 3 sampled in a turn that was taken "
+        "back. The loss mask is 1 where it is 2",
         "log.sources",
         Form(lambda sources: encode_json(list(source_spans(sources)))),
     ),
@@ -159,6 +160,8 @@ SEGMENTS: Final = Table(
         Column("episode", "INTEGER NOT NULL", "`episodes.key`"),
         Column("number", "INTEGER NOT NULL", "counts from 0 in its trajectory"),
         *SEGMENT,
+        Column("origin_agent", "TEXT", "the agent of the turn that it follows; NULL where it follows none"),
+        Column("origin_turn", "INTEGER", "`turns.number` of that turn"),
         Column(
             "tools",
             "INTEGER",
@@ -203,6 +206,8 @@ TURN: Final = (
     field("thinking", "INTEGER NOT NULL", "1: it was cut inside its reasoning", FLAG),
     field("tool_choice", "TEXT NOT NULL", "`auto`, `required`, `none`, or the tool that it had to call"),
     field("reward", "REAL NOT NULL", "the credit that the author gave to this turn"),
+    field("handle", "TEXT NOT NULL", "what names it to a client that asked for it with `Episode.chat`, or empty"),
+    field("left_out", "INTEGER NOT NULL", "1: its conversation went on elsewhere, and it is not trained on", FLAG),
 )
 
 TIMINGS: Final = (

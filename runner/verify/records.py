@@ -184,7 +184,8 @@ class _Records:
     # --- turns and messages
 
     def _check_turn(self, turn: Turn, position: int) -> None:
-        if turn.number != position:
+        before = self._trajectory.turns[position - 1].number if position else -1
+        if turn.number != position and (not self._trajectory.branched or turn.number <= before):
             self._differ(Kind.LAYOUT, "the number of the turn", turn.number, position)
         seed = derive_seed(self._trajectory.seed, turn.agent, turn.number)
         if turn.seed is not None and turn.seed != seed:
