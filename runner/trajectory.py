@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from runner.chat_requests import ChatRequest
 from runner.engines.base import FinishReason
 from runner.messages import Message, ToolCall
 from runner.options import Constraint, Sampling, ToolChoice
@@ -316,6 +317,11 @@ class Trajectory:
     """How long the episode was alive."""
     waited: float = 0.0
     """How many of those seconds its turns waited for a place in the engine."""
+    thread: str = ""
+    """The name that its seeds follow from, where it was given its own only at the end, as threads of `Episode.chat`
+    are; else ""."""
+    requests: list[ChatRequest] = field(default_factory=list)
+    """The requests of `Episode.chat` that it answered, in order."""
 
     def __repr__(self) -> str:
         return (
@@ -327,7 +333,7 @@ class Trajectory:
     def branched(self) -> bool:
         """Whether turns may have been sampled at the same time; the number of one that came to nothing is missing."""
         causes = [segment.cause for segment in self.segments]
-        return causes.count("start") > 1 or AGAIN in causes or BRANCH in causes
+        return bool(self.requests) or causes.count("start") > 1 or AGAIN in causes or BRANCH in causes
 
     @property
     def messages(self) -> list[Message]:

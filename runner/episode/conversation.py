@@ -19,7 +19,7 @@ from runner.options import Sampling, ToolChoice
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
 
-__all__ = ["Conversation", "open_conversation"]
+__all__ = ["Conversation", "open_conversation", "open_thread"]
 
 DRAIN_SECONDS = 10.0
 """How long a conversation that is closed waits for what was sampled of a turn in flight."""
@@ -44,6 +44,12 @@ def open_conversation(
     conversation = state.conversation = Conversation(state)
     play.states[name] = state
     return conversation
+
+
+def open_thread(play: EpisodeState, name: str, tools: Sequence[Tool], train: bool) -> ConversationState:
+    """Open the conversation of a thread of requests, which give their messages themselves."""
+    open_conversation(play, name, system_prompt=None, prompt=(), tools=tools, train=train)
+    return play.states[name]
 
 
 class Conversation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from runner.messages import Message
 from runner.tools.tool import Tool
@@ -23,7 +23,7 @@ class Node:
     parent: Node | None
     """The turn that it follows, of this conversation or of the one that it branched from; None for a first."""
     answered: int
-    """How many of its segment's messages stand before those that it was asked; 0 where its prompt was rendered whole."""
+    """How many messages of its segment stand before those that it was asked; 0 where its prompt was rendered whole."""
     start: int
     """How many of the segment's messages its message stands behind."""
     reply: Message
@@ -98,6 +98,10 @@ class Head:
     def seen(self) -> list[Message]:
         """The messages that what is queued comes behind."""
         return [] if self.node is None or self.whole else self.node.messages
+
+    def copied(self) -> Head:
+        """The same place, for another turn that is asked there."""
+        return replace(self, queued=list(self.queued))
 
     def schemas(self) -> list[dict[str, object]]:
         """The tools in OpenAI's form, as templates read them."""

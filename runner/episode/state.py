@@ -17,6 +17,7 @@ from typing import Any
 
 import anyio
 
+from runner.chat_requests import ChatRequest
 from runner.concurrency.clocks import Waiting
 from runner.concurrency.exit_stack import ThreadedExitStack
 from runner.concurrency.user_code import AuthorCode, TooSlow
@@ -52,6 +53,10 @@ class EpisodeState:
         """Calls the author's hooks and tools."""
         self.states: dict[str, ConversationState] = {}
         """The conversations so far, by agent, in the order in which they were opened."""
+        self.desk: Any = None
+        """Where it takes requests: a `ChatDesk`, which stands above this module."""
+        self.renamed: dict[str, str] = {}
+        """What threads of requests are called in the end, by the name that they were opened with."""
         self.faults: list[str] = []
         """What went wrong without changing the outcome, such as a `close()` or a metric that raised."""
         self.exit_stack = ThreadedExitStack(self._leave, f"episode {key.id} of {type(shared.environment).__name__}")
@@ -139,6 +144,10 @@ class ConversationState:
         """Its token logs, with the messages that are their view."""
         self.numbered = 0
         """How many numbers of turns were given out."""
+        self.requests: list[ChatRequest] = []
+        """The requests that were answered here."""
+        self.thread = name
+        """The name that its seeds follow from: that which it was opened with."""
         self._own_sampling = sampling
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
@@ -222,6 +231,8 @@ class ConversationState:
             self.head = Head(head.tools, node=node)
         trajectory.segments = segments
         trajectory.turns = self.turns
+        trajectory.requests = self.requests
+        trajectory.thread = "" if self.thread == self.name else self.thread
 
     def _order_segments(self) -> None:
         """Put the segments in the order of their first turns: of turns at the same time, a later one may end first."""

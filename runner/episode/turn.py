@@ -137,11 +137,11 @@ def _request(
         ceilings["tokens"] = left
     ceiling = min(ceilings, key=ceilings.__getitem__)
     generation = GenerationRequest(
-        name=f"{play.key.id}/{state.name}/{number}",
+        name=f"{play.key.id}/{state.thread}/{number}",
         prompt=prompt.ids,
         sampling=settings if ceiling == "max_tokens" else settings.shortened(ceilings[ceiling]),
         stop_ids=settings.all_stop_ids(chat.stop_ids),
-        seed=derive_seed(play.seed, state.name, number),
+        seed=derive_seed(play.seed, state.thread, number),
         session=place.session,
         constraint=_constraint(chat, tools, settings, choice),
         # We look for stop strings in the deltas as they come, and what was sampled past one is thrown away.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from runner.chat_requests import Again, Delivery, Tolerated, Verdict
 from runner.engines.base import FinishReason
 from runner.messages import ToolCall
 from runner.store.columns import (
@@ -31,6 +32,8 @@ __all__ = [
     "EPISODES",
     "FORMAT",
     "JUNCTION",
+    "REQUEST",
+    "REQUESTS",
     "SAMPLINGS",
     "SEGMENT",
     "SEGMENTS",
@@ -107,6 +110,7 @@ TRAJECTORY: Final = (
     ),
     field("seconds", "REAL NOT NULL", "how long the episode was alive", arrow="float64"),
     field("waited", "REAL NOT NULL", "how many of those seconds it waited for a place in the engine"),
+    field("thread", "TEXT NOT NULL", "the name that its seeds follow from, or empty where that is its agent's", TEXT),
 )
 
 EPISODES: Final = Table(
@@ -263,6 +267,47 @@ TOP_LOGPROBS: Final = Table(
     key="PRIMARY KEY (episode, position)",
 )
 
+# --- its requests
+
+REQUEST: Final = (
+    field("number", "INTEGER NOT NULL", "counts the requests of its episode from 0"),
+    field("label", "TEXT NOT NULL", "the client's own name for who asked, or empty", TEXT),
+    field("form", "TEXT NOT NULL", "the form in which it came"),
+    field("verdict", "TEXT NOT NULL", "what its history was to the turns that there were", member_of(Verdict)),
+    field("again", "TEXT NOT NULL", "what was done where its prompt had been asked before, or empty", member_of(Again)),
+    field("turn", "INTEGER", "`turns.number` of the turn that answered it; NULL where nothing did"),
+    field("parent_agent", "TEXT NOT NULL", "the agent of the turn that it goes on from, or empty", TEXT),
+    field("parent_turn", "INTEGER", "`turns.number` of that turn"),
+    field(
+        "tolerated",
+        "TEXT NOT NULL",
+        "JSON: the names of the differences that changed nothing",
+        Form(
+            lambda names: encode_json([name.value for name in names]),
+            lambda stored: tuple(map(Tolerated, decode_json(stored))),
+        ),
+    ),
+    field("volatile", "INTEGER NOT NULL", "how many lines were taken out of system messages"),
+    field(
+        "not_granted",
+        "TEXT NOT NULL",
+        "JSON: the sampling that it asked for and did not get",
+        Form(lambda given: encode_json(dict(given)), decode_json),
+    ),
+    field("messages", "INTEGER NOT NULL", "how many messages it had"),
+    field("size", "INTEGER NOT NULL", "how many bytes these have as JSON"),
+    field("align_seconds", "REAL NOT NULL", "how long it took to find where it stands"),
+    field("delivery", "TEXT NOT NULL", "how far its answer came", member_of(Delivery)),
+    field("error", "TEXT NOT NULL", "why there is no answer, or empty", TEXT),
+)
+
+REQUESTS: Final = Table(
+    "requests",
+    "a request of `Episode.chat`: what its history was found to be",
+    (Column("episode", "INTEGER NOT NULL", "`episodes.key`"), *REQUEST),
+    key="PRIMARY KEY (episode, number)",
+)
+
 # --- what rows refer to, and what stands for the whole run
 
 
@@ -328,7 +373,7 @@ LAUNCHES: Final = Table(
     ),
 )
 
-TABLES: Final = (RUN, LAUNCHES, TASKS, EPISODES, SEGMENTS, TURNS, TOP_LOGPROBS, CONSTRAINTS, SAMPLINGS, TOOLS)
+TABLES: Final = (RUN, LAUNCHES, TASKS, EPISODES, SEGMENTS, TURNS, TOP_LOGPROBS, REQUESTS, CONSTRAINTS, SAMPLINGS, TOOLS)
 """Every table of a run file."""
 
 

@@ -220,7 +220,7 @@ def _check_sent(trajectory: Trajectory, engine: Engine) -> None:
     calls: Any = getattr(engine, "calls", ())
     by_name = {call.name: call for call in calls}  # of several attempts the last
     for turn in trajectory.turns:
-        call = by_name.get(f"{trajectory.id}/{turn.agent}/{turn.number}")
+        call = by_name.get(f"{trajectory.id}/{trajectory.thread or turn.agent}/{turn.number}")
         if call is None:
             continue
         name = _name(trajectory, turn)
