@@ -342,8 +342,8 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """What was said in the last turn; "" if it never spoke."""
-        return self.turns[-1].text if self.turns else ""
+        """What was said in the last turn that was not left out; "" if it never spoke."""
+        return next((turn.text for turn in reversed(self.turns) if not turn.left_out), "")
 
     @property
     def sampled(self) -> int:

@@ -69,6 +69,7 @@ class _Job:
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     done: anyio.Event = field(default_factory=anyio.Event)
     attempt: Attempt | None = None
+    record: ChatRequest | None = None
     turn: Turn | None = None
     error: Exception | None = None
     gone: bool = False
@@ -124,14 +125,14 @@ class ChatDesk:
         except BaseException:
             job.gone = True
             if job.attempt is not None:
-                _lose(job.attempt)
+                job.attempt.gone = True
             job.scope.cancel()
             raise
         if job.error is not None:
             raise job.error
         assert job.turn is not None  # or there is an error
-        if job.attempt is not None and job.attempt.record is not None:
-            job.attempt.record.delivery = Delivery.DELIVERED
+        if job.attempt is not None and job.record is not None:
+            job.record.delivery = Delivery.DELIVERED
             job.attempt.gone = False
         return job.turn
 
@@ -173,7 +174,7 @@ class ChatDesk:
             return self._replay(job, found, found.before.node.turn, seconds)
         thread = self._thread(asked, found, tools)
         sampling, not_granted = _granted(thread, asked.sampling)
-        record = self._record(thread, asked, found, seconds)
+        record = job.record = self._record(thread, asked, found, seconds)
         record.not_granted = not_granted
         head = _head(found, tools)
         if found.again is Again.TAKEN_BACK and found.before is not None:
@@ -211,8 +212,8 @@ class ChatDesk:
     def _replay(self, job: _Job, found: Aligned, turn: Turn, seconds: float) -> Turn:
         assert found.before is not None
         job.attempt = found.before
-        record = self._record(found.before.thread, job.asked, found, seconds)
-        record.turn, record.delivery = turn.number, Delivery.DELIVERED
+        record = job.record = self._record(found.before.thread, job.asked, found, seconds)
+        record.turn, record.delivery = turn.number, Delivery.UNDELIVERED  # until whoever asked has it
         return turn
 
     def _settle(self, attempt: Attempt, head: Head, added: Sequence[Node]) -> None:
@@ -267,10 +268,6 @@ class ChatDesk:
             return f"call_{blake2b(turn, digest_size=6).hexdigest()}"
 
         return named
-
-
-def _lose(attempt: Attempt) -> None:
-    attempt.gone = True
 
 
 def _head(found: Aligned, tools: list[Tool]) -> Head:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import anyio
 
+from runner.checked import whole
+from runner.concurrency.at_once import at_once
+from runner.episode.forest import Head, Node
 from runner.episode.prompting import next_prompt, oversized
-from runner.episode.rewriting import head_at
+from runner.episode.rewriting import head_at, left_behind
 from runner.episode.state import ConversationState, EpisodeState, checked_tools
 from runner.episode.tool_calls import answer_calls
 from runner.episode.turn import take_turn
@@ -185,6 +189,90 @@ class Conversation:
         state.play.limits.context_rewritten(state.name)
         state.head = head_at(state, history)
 
+    def branch(
+        self,
+        name: str,
+        *,
+        turn: Turn | None = None,
+        tools: Sequence[Tool] | None = None,
+        train: bool = True,
+        sampling: Sampling | None = None,
+    ) -> Conversation:
+        """Open another conversation that begins as this one stands, and goes its own way from there.
+
+        It goes on from the very ids; in training both share them. What it says is a trajectory of its own, with a
+        reward of its own. Branches may speak at the same time.
+
+        Args:
+            name: the agent of the branch.
+            turn: the turn of this conversation that it goes on from; None where this one stands now, with what was
+                added since.
+            tools: what it may call; None has the same. With others everything is rendered anew, since templates print
+                them.
+            train: what it says is trained on.
+            sampling: goes over the run's and the class's; None has that of this conversation.
+
+        Raises:
+            BadOption: there is an agent of that name, it plays on an engine of its own, or the turn is another's.
+        """
+        state = self._state
+        if name in state.play.states:
+            raise BadOption(f"branch({name!r}): there is an agent of that name; give it another one.")
+        if state.play.shared.chat_of(name) is not state.chat:
+            raise BadOption(f"branch({name!r}): that agent plays on an engine of its own, which has other ids.")
+        head = state.head.copied() if turn is None else Head(state.head.tools, [], self._node(turn))
+        head.tools = checked_tools(head.tools if tools is None else tools)
+        own = state.own_sampling if sampling is None else sampling
+        branch = open_conversation(
+            state.play, name, system_prompt=None, prompt=(), tools=head.tools, train=train, sampling=own
+        )
+        branch._state.head = head
+        return branch
+
+    async def tries(
+        self, count: int, *, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None
+    ) -> list[Turn]:
+        """Let the agent say the next turn several times, at the same time and from the same ids.
+
+        All of them are in its trajectory, and trained. It stands behind the first of them, until `keep` says otherwise.
+
+        Args:
+            count: how many times.
+            sampling: goes over the run's and the environment's, field by field; each try has a seed of its own.
+            tool_choice: goes over the environment's.
+
+        Returns:
+            The turns, in the order in which they were asked for.
+
+        Raises:
+            EpisodeOver: as in `generate`; what was sampled of the others is kept.
+        """
+        whole(f"tries({count!r})", count, least=1)
+        state = self._state
+        heads = [state.head.copied() for _ in range(count)]
+        with self._speaking():
+            await at_once([partial(take_turn, state, head, sampling, tool_choice) for head in heads])
+            state.head = heads[0]
+            return [head.node.turn for head in heads if head.node is not None]
+        raise self._is_over()
+
+    def keep(self, turn: Turn, *, train_others: bool = False) -> None:
+        """Go on from one of several tries, or from an earlier turn; what comes next has its very ids before it.
+
+        Args:
+            turn: a turn of this conversation.
+            train_others: the other tries of it, and what followed them and it, stay trained.
+
+        Raises:
+            BadOption: the turn is none of this conversation's.
+        """
+        state, kept = self._state, self._node(turn)
+        state.play.limits.context_rewritten(state.name)
+        for node in () if train_others else left_behind(state, kept):
+            node.turn.left_out = True
+            node.turn.log.take_back(node.turn.start, node.turn.end)
+        state.head = Head(state.head.tools, [], kept)
+
     async def close(self) -> None:
         """End the conversation: a turn that is being sampled is cut, and what its engine kept of it is given back.
 
@@ -198,6 +286,12 @@ class Conversation:
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + DRAIN_SECONDS):
                 await self._speech.over.wait()
         self._state.close_sessions()
+
+    def _node(self, turn: Turn) -> Node:
+        node = self._state.node_of(turn)
+        if node is None:
+            raise BadOption(f"{turn!r} is no turn of conversation {self.name!r}: give one of its turns.")
+        return node
 
     @contextmanager
     def _speaking(self) -> Iterator[None]:

@@ -61,8 +61,8 @@ class Episode:
 
     @property
     def text(self) -> str:
-        """What `main` said last; "" if it never spoke."""
-        return self.turns[-1].text if self.turns else ""
+        """What `main` said last, but for what was left out; "" if it never spoke."""
+        return next((turn.text for turn in reversed(self.turns) if not turn.left_out), "")
 
     @property
     def ended(self) -> bool:

@@ -10,7 +10,7 @@ from runner.episode.state import ConversationState
 from runner.messages import Message
 from runner.tokens.bridging.history import Alignment, AlignmentKind, compare, same_tools
 
-__all__ = ["before", "head_at"]
+__all__ = ["before", "head_at", "left_behind"]
 
 
 def head_at(state: ConversationState, history: Sequence[Message]) -> Head:
@@ -39,6 +39,20 @@ def before(node: Node, now: Head, whole: str, *, takes_back: bool) -> Head:
     first = node.spoken
     cause = "" if node.answered else whole
     return Head(now.tools, list(node.asked), first.parent, cause, again=node, takes_back=takes_back)
+
+
+def left_behind(state: ConversationState, kept: Node) -> list[Node]:
+    """The other tries of a turn, and what followed them and it."""
+    first, left = kept.spoken, set[Node]()
+    on_path = set(kept.path())
+    for node in state.nodes:
+        begun = node.spoken
+        again = begun.parent is first.parent and begun is not first
+        if node in on_path:
+            continue
+        if (again and begun.turn.prompt_ids == first.turn.prompt_ids) or node.parent is kept or node.parent in left:
+            left.add(node)
+    return [node for node in state.nodes if node in left]
 
 
 def _aligned(node: Node, now: Head, history: Sequence[Message]) -> tuple[Node, Alignment] | None:

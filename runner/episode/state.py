@@ -148,7 +148,8 @@ class ConversationState:
         """The requests that were answered here."""
         self.thread = name
         """The name that its seeds follow from: that which it was opened with."""
-        self._own_sampling = sampling
+        self.own_sampling = sampling
+        """The sampling that it was opened with; None for none of its own."""
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
         # Only an episode's very first request waits behind those of episodes under way; a second agent's does not.
@@ -193,10 +194,14 @@ class ConversationState:
 
     def record(self, node: Node) -> None:
         """Add a turn to the forest; one that was begun earlier may end later."""
-        if not any(node.segment is each for each in reversed(self.segments)):
+        if not self.has(node.segment):
             self.segments.append(node.segment)
         self.nodes.append(node)
         insort(self.turns, node.turn, key=lambda turn: turn.number)
+
+    def has(self, segment: Segment) -> bool:
+        """Whether a segment is one of this conversation's."""
+        return any(segment is each for each in reversed(self.segments))
 
     def node_of(self, turn: Turn) -> Node | None:
         """The place of a turn in the forest; None for a turn of somebody else."""
@@ -210,7 +215,7 @@ class ConversationState:
             if not isinstance(given, Sampling):
                 raise BadOption(f"self.sampling = {given!r:.60}: give Sampling(...).")
             self._sampling = play.shared.sampling_of(
-                train=self.train, conversation=self._own_sampling, environment=given
+                train=self.train, conversation=self.own_sampling, environment=given
             )
             self._environment_sampling = given
         play.check_limits()

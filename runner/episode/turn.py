@@ -45,7 +45,7 @@ async def take_turn(
     """
     limits = state.play.limits
     await limits.admit(state.name, trained=state.train)
-    with _extending(head) as extend, state.number() as number, state.session() as session:
+    with _extending(state, head) as extend, state.number() as number, state.session() as session:
         prompt = await next_prompt(state, head, extend=extend)
         _refuse_too_long(state, prompt)
         place = _Place(state, head, number, session)
@@ -80,10 +80,10 @@ class _Place:
 
 
 @contextmanager
-def _extending(head: Head) -> Iterator[bool]:
+def _extending(state: ConversationState, head: Head) -> Iterator[bool]:
     """Whether the turn may extend the segment of the one before it; nobody else may meanwhile, nor once it has."""
     node = head.node
-    if node is None or not node.ends_segment:
+    if node is None or not node.ends_segment or not state.has(node.segment):
         yield False
         return
     node.extended = True

@@ -70,7 +70,9 @@ def filled_in(given: Any, turns: Sequence[Any]) -> Any:
     return given
 
 
-LOOKS = Reply("<think>\nI look first.\n</think>\n\n\n\nI will look.  \n", calls=[call("run", command="ls  -l", seconds=2.0)])
+LOOKS: Any = Reply(
+    "<think>\nI look first.\n</think>\n\n\n\nI will look.  \n", calls=[call("run", command="ls  -l", seconds=2.0)]
+)
 CUT = Reply("It was a long way to where the files are.", fault=Fault.stall(at=12), chunks=1)
 TWO = [call("run", command="one"), call("run", command="two")]
 
@@ -241,8 +243,13 @@ RECORDINGS: dict[str, Recording] = {
         [
             first(),
             Request([*BEGUN, "$0", result()], "append", cut=True, parent=0),
-            Request([*BEGUN, "$0", result([{"type": "text", "text": "three files"}])], "again", again="taken_back",
-                    tolerated=frozenset({"content_parts"}), parent=0),
+            Request(
+                [*BEGUN, "$0", result([{"type": "text", "text": "three files"}])],
+                "again",
+                again="taken_back",
+                tolerated=frozenset({"content_parts"}),
+                parent=0,
+            ),
         ],
         says=[LOOKS, CUT, "Done."],
         causes=("start", "retry"),

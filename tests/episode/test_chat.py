@@ -12,7 +12,8 @@ import pytest
 
 from runner import Conversation, Outcome, RunFile, Sampling, Trajectory, Turn
 from runner.chat_requests import Again, Delivery, Verdict
-from runner.testing import AwkwardTokenizer, assert_exact, call
+from runner.testing import assert_exact, call
+from tests.episode.awkward import misspelling
 from tests.playing import Plain, play_all, recording
 from tests.verifying import verify
 
@@ -45,9 +46,8 @@ async def asked(loop: Callable[[Any], Awaitable[None]], says: Any, **options: An
         async def rollout(self, conversation: Conversation) -> None:
             await loop(self.episode)
 
-    # A vocabulary in which the same words have other ids than were sampled; a file does not tell it.
-    tokenizer = None if "file" in options else AwkwardTokenizer()
-    engine = recording(says, template="hermes", tokenizer=tokenizer)
+    # Verification does not know the awkward vocabulary.
+    engine = recording(says, template="hermes") if "file" in options else misspelling(says)
     trajectories = await play_all(Foreign, engine, **options)
     for trajectory in trajectories:
         assert trajectory.outcome is Outcome.COMPLETED, trajectory.error

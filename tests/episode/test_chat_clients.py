@@ -8,9 +8,10 @@ import anyio
 import pytest
 
 from runner import Conversation, Outcome, Trajectory
-from runner.testing import AwkwardTokenizer, assert_exact
+from runner.testing import assert_exact
+from tests.episode.awkward import misspelling
 from tests.episode.client_recordings import RECORDINGS, Recording, Request, filled_in
-from tests.playing import Plain, play_all, recording
+from tests.playing import Plain, play_all
 
 pytestmark = pytest.mark.anyio
 
@@ -42,12 +43,7 @@ async def played(recorded: Recording) -> tuple[list[Trajectory], Any]:
             for request in recorded.requests:
                 await (ask_and_go_away if request.cut else ask)(self.episode, request, turns)
 
-    def says(asked: Any) -> Any:
-        spoken.append(asked.agent)
-        return recorded.says[len(spoken) - 1]
-
-    spoken: list[str] = []
-    engine = recording(says, template="hermes", tokenizer=AwkwardTokenizer())
+    engine = misspelling(recorded.says)
     return await play_all(Foreign, engine), engine
 
 
