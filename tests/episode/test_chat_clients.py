@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
+from typer.testing import CliRunner
 
-from runner import Conversation, Outcome, Trajectory
+from runner import Conversation, Outcome, RunFile, Trajectory
+from runner.cli.app import app
 from runner.testing import assert_exact
 from tests.episode.awkward import misspelling
 from tests.episode.client_recordings import RECORDINGS, Recording, Request, filled_in
-from tests.playing import Plain, play_all
+from tests.playing import Plain, play_all, recording
+from tests.verifying import verify
 
 pytestmark = pytest.mark.anyio
 
@@ -36,15 +41,17 @@ async def ask_and_go_away(episode: Any, request: Request, turns: list[Any]) -> N
     await anyio.wait_all_tasks_blocked()
 
 
-async def played(recorded: Recording) -> tuple[list[Trajectory], Any]:
+async def played(recorded: Recording, path: Path | None = None) -> tuple[list[Trajectory], Any]:
     class Foreign(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             turns: list[Any] = []
             for request in recorded.requests:
                 await (ask_and_go_away if request.cut else ask)(self.episode, request, turns)
 
-    engine = misspelling(recorded.says)
-    return await play_all(Foreign, engine), engine
+    words = iter(recorded.says)
+    # Verification does not know the awkward vocabulary.
+    engine = misspelling(recorded.says) if path is None else recording(lambda asked: next(words), template="hermes")
+    return await play_all(Foreign, engine, file=path), engine
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
@@ -68,6 +75,27 @@ async def test_what_a_client_does_to_its_history_has_its_verdict(name: str) -> N
         assert request.parent_turn == wanted.parent, number
     last = next(each for each in trajectories if by_number[max(by_number)] in each.requests)
     assert tuple(segment.cause for segment in last.segments) == recorded.causes
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+async def test_what_came_of_it_follows_from_the_file_and_is_shown(name: str, tmp_path: Path) -> None:
+    recorded, path = RECORDINGS[name], tmp_path / "run.db"
+    trajectories, _ = await played(recorded, path)
+    result = await anyio.to_thread.run_sync(verify, path)
+    assert result.exit_code == 0, result.output
+    with RunFile(path) as run_file:
+        stored = [run_file.trajectory(row) for row in run_file]
+    assert [each.requests for each in stored] == [each.requests for each in trajectories]
+    shown = await anyio.to_thread.run_sync(show, path)
+    for request in recorded.requests:
+        assert request.verdict in shown
+        assert all(name in shown for name in request.tolerated)
+
+
+def show(path: Path) -> str:
+    result = CliRunner().invoke(app, ["show", str(path), "t0#0", "--requests"], terminal_width=400)
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 def test_every_mutation_is_among_the_recordings() -> None:
