@@ -70,8 +70,8 @@ def align(
     walk = histories.walk(read)
     if not walk.places:
         raise BadMessage("a request begins with what was said of a turn that was cut: put what it was asked before it.")
-    given = [handle for each in reversed(walk.messages) for handle in each.handles][:8]
-    named = histories.named([*handles, *given])
+    echoed = next((each.handles for each in reversed(walk.messages) if histories.named(each.handles)), ())
+    named = histories.named([*handles, *echoed])
     parent = _parent(walk, named, label)
     depth = 0 if parent is None else _depth(walk, parent)
     found = _verdict(walk, parent, depth, tools, label, histories)
@@ -108,11 +108,11 @@ def _reasons(walk: Walk, attempt: Attempt) -> bool:
     """Whether the history has no other reasoning than its turns had; it may lack it."""
     said = {id(each.said): each for each in attempt.path()}
     for message, place in zip(walk.messages, walk.places, strict=True):
-        reasoning = message.message.get("reasoning_content", "").strip()
-        turn = said.get(id(place))
+        reasoning = message.message.get("reasoning_content")
+        turn = said.get(id(place)) if reasoning else None
         if reasoning and turn is not None and turn.node is not None:
             known = turn.node.reply.get("reasoning_content", "")
-            if reasoning != known.strip():
+            if reasoning.strip() != known.strip():
                 return False
     return True
 
@@ -224,7 +224,6 @@ def _changed(walk: Walk, parent: Attempt | None) -> set[Tolerated]:
             changed.add(Tolerated.REASONING_STRIPPED)
         if ours["content"] != theirs["content"]:
             changed.add(Tolerated.WHITE_SPACE)
-        ids = {call["id"] for call in turn.node.turn.as_message().get("tool_calls", ())}
-        if not ids.issuperset(heard.call_ids):
+        if not turn.call_ids.issuperset(heard.call_ids):
             changed.add(Tolerated.CALL_IDS)
     return changed

@@ -66,6 +66,8 @@ class Attempt:
     """Set once nothing more is sampled for it."""
     gone: bool = False
     """Whether whoever asked went away."""
+    call_ids: frozenset[str] = frozenset()
+    """The ids of its calls as they were given."""
 
     @property
     def label(self) -> str:
@@ -151,6 +153,7 @@ class Histories:
     def say(self, attempt: Attempt, node: Node, handles: Sequence[str]) -> None:
         """Add what was sampled for a turn."""
         attempt.node = node
+        attempt.call_ids = frozenset(call["id"] for call in node.turn.as_message().get("tool_calls", ()))
         self._known[id(node)] = attempt
         (reply,) = self.reader.read([node.reply])
         attempt.said = _stepped(attempt.asked, reply.key, None)
@@ -193,7 +196,8 @@ class Histories:
             walk.messages.append(message)
             walk.places.append(place)
             walk.answers.append(answered)
-            walk.tolerated |= message.tolerated
+            if message.tolerated:
+                walk.tolerated |= message.tolerated
         return walk
 
     def _next(
@@ -203,7 +207,9 @@ class Histories:
         message = messages[index]
         if message.role != "assistant":
             return 1, message
-        end = index
+        end = index + 1
+        if end < len(messages) and messages[end].role != "assistant" and (message.key, None) in place.after:
+            return 1, message
         while end < len(messages) and messages[end].role == "assistant":
             end += 1
         # What ends a history is no part of it where its turn is asked for again.
@@ -229,9 +235,8 @@ class Histories:
         last: int | None = None  # where the calls of a turn stand that may go on
         for message in messages:
             before = gathered[last] if last is not None else None
-            if message.role == "assistant" and before is not None and last is not None and len(gathered) > last + 1:
-                turn = self.named(before.handles) if before.handles else None
-                if turn is not None and message.handles and self.named(message.handles) is turn:
+            if before is not None and last is not None and message.role == "assistant" and len(gathered) > last + 1:
+                if message.handles[:1] == before.handles[:1] != () and self.named(message.handles) is not None:
                     gathered[last] = joined([before, message])
                     walk.tolerated |= {Tolerated.REORDERED}
                     continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import orjson
@@ -39,22 +39,21 @@ class ReadMessage:
     """What the client changed in any case."""
     volatile: int = 0
     """How many lines were taken out of it."""
+    # Made once, and not at every look at a history.
+    role: str = field(init=False)
+    """Who speaks."""
+    call_ids: tuple[str, ...] = field(init=False)
+    """The ids of its calls."""
+    handles: tuple[str, ...] = field(init=False)
+    """What may name a turn in it: the ids of calls without their number."""
 
-    @property
-    def role(self) -> str:
-        """Who speaks."""
-        return self.message["role"]
-
-    @property
-    def call_ids(self) -> list[str]:
-        """The ids of its calls."""
-        return [call["id"] for call in self.message.get("tool_calls", ())]
-
-    @property
-    def handles(self) -> list[str]:
-        """What may name a turn in it: the ids of calls without their number."""
-        answered = self.message.get("tool_call_id")
-        return [each.rpartition("_")[0] for each in (self.call_ids if answered is None else [answered])]
+    def __post_init__(self) -> None:
+        message, set_it = self.message, object.__setattr__
+        answered = message.get("tool_call_id")
+        ids = tuple(call["id"] for call in message.get("tool_calls", ()))
+        set_it(self, "role", message["role"])
+        set_it(self, "call_ids", ids)
+        set_it(self, "handles", tuple(each.rpartition("_")[0] for each in (ids if answered is None else (answered,))))
 
 
 class MessageReader:
