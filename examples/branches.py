@@ -70,13 +70,17 @@ class RetryFromTheMiddle(Rhymes):
 
 
 async def main(engine: Engine) -> None:
-    async with engine:
-        for environment in (BestOfN(), TreeSearch(), RetryFromTheMiddle()):
-            async with Run(environment, engine) as run:
-                async for trajectory in run:
-                    causes = [segment.cause for segment in trajectory.segments]
-                    print(f"{trajectory.id} {trajectory.agent}: {len(trajectory.turns)} turns, {causes}")
+    for environment in (BestOfN(), TreeSearch(), RetryFromTheMiddle()):
+        async with Run(environment, engine) as run:
+            async for trajectory in run:
+                causes = [segment.cause for segment in trajectory.segments]
+                print(f"{trajectory.id} {trajectory.agent}: {len(trajectory.turns)} turns, {causes}")
+
+
+async def on_the_demo_model() -> None:
+    async with VllmEngine("smollm2-135m") as engine:
+        await main(engine)
 
 
 if __name__ == "__main__":  # vLLM starts processes of its own, which import this file
-    anyio.run(main, VllmEngine("smollm2-135m"))
+    anyio.run(on_the_demo_model)

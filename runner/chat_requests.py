@@ -76,6 +76,8 @@ class Tolerated(enum.StrEnum):
     """Calls of one turn as several messages with results between them."""
     CALL_IDS = "call_ids"
     """Other ids of calls than those that were given; results are matched by their place."""
+    SYSTEM_AS_USER = "system_as_user"
+    """System messages in mid-conversation, which were asked to be put before the model as a user's."""
     CUT_ITEMS = "cut_items"
     """Finished parts of a turn that was cut, which are left out."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from runner.chat_requests import Again, Tolerated, Verdict
 from runner.engines.base import FinishReason
 from runner.episode.histories import Attempt, Histories, Walk
+from runner.episode.reading import said_by_user
 from runner.errors import BadMessage
 from runner.messages import Message, check_answers
 from runner.tokens.bridging.history import same_tools
@@ -54,6 +55,7 @@ def align(
     *,
     label: str = "",
     handles: Sequence[str] = (),
+    system_as_user: bool = False,
 ) -> Aligned:
     """Find where a request goes on.
 
@@ -65,6 +67,8 @@ def align(
         BadMessage: it holds what is no message, or nothing that could be answered.
     """
     read = histories.reader.read(messages)
+    if system_as_user:
+        read = [*read[:1], *map(said_by_user, read[1:])]
     if not read:
         raise BadMessage("a request has no message: give the whole history, such as a user message.")
     walk = histories.walk(read)

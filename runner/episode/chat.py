@@ -59,6 +59,8 @@ class Asked:
     """Whether a thread that begins with it is trained; None trains those that are offered tools."""
     handles: Sequence[str] = ()
     """What it sends back beside call ids that names a turn."""
+    system_as_user: bool = False
+    """Whether system messages in mid-conversation are put before the model as a user's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -202,7 +204,14 @@ class ChatDesk:
             for state in self._play.states.values():
                 if state not in self.threads:
                     self._histories.take_in(state)
-            found = align(self._histories, asked.messages, schemas, label=asked.label, handles=asked.handles)
+            found = align(
+                self._histories,
+                asked.messages,
+                schemas,
+                label=asked.label,
+                handles=asked.handles,
+                system_as_user=asked.system_as_user,
+            )
             seconds = time.perf_counter() - began
             if found.again is not Again.TAKEN_BACK or found.before is None or found.before.over.is_set():
                 return found, seconds

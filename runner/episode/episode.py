@@ -128,7 +128,7 @@ class Episode:
 
     async def chat(
         self,
-        messages: Prompt,
+        messages: str | Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any] | Tool] = (),
         sampling: Sampling | None = None,
@@ -136,6 +136,7 @@ class Episode:
         label: str = "",
         train: bool | None = None,
         handles: Sequence[str] = (),
+        system_as_user: bool = False,
     ) -> Turn:
         """Answer a loop that is not ours: it asks with its whole history, and a conversation of the episode answers.
 
@@ -154,19 +155,22 @@ class Episode:
             label: the client's own name for who asks, such as the id of a sub-agent.
             train: whether a thread that begins with this request is trained; None trains those that offer tools.
             handles: what else the client sends back that names a turn (`Turn.handle`).
+            system_as_user: system messages in mid-conversation are put before the model as a user's, for templates
+                that take none there.
 
         Raises:
             EpisodeOver: the episode has ended or a limit was reached.
             BadInput: the messages, tools or sampling cannot be used.
         """
         asked = Asked(
-            messages=[{"role": "user", "content": messages}] if isinstance(messages, str) else _listed(messages),
+            messages=[{"role": "user", "content": messages}] if isinstance(messages, str) else messages,
             tools=tools,
             sampling=sampling,
             tool_choice=tool_choice,
             label=label,
             train=train,
             handles=handles,
+            system_as_user=system_as_user,
         )
         turn: Turn = await self._play.desk.ask(asked)
         return turn
@@ -227,7 +231,3 @@ class Episode:
             yield
         finally:
             limiter.release_on_behalf_of(owner)
-
-
-def _listed(messages: Any) -> list[Any]:
-    return [messages] if isinstance(messages, Mapping) else list(messages)

@@ -235,17 +235,20 @@ class Histories:
         last: int | None = None  # where the calls of a turn stand that may go on
         for message in messages:
             before = gathered[last] if last is not None else None
-            if before is not None and last is not None and message.role == "assistant" and len(gathered) > last + 1:
-                if message.handles[:1] == before.handles[:1] != () and self.named(message.handles) is not None:
-                    gathered[last] = joined([before, message])
-                    walk.tolerated |= {Tolerated.REORDERED}
-                    continue
+            apart = last is not None and message.role == "assistant" and len(gathered) > last + 1
+            if apart and before is not None and last is not None and self._are_one_turn(before, message):
+                gathered[last] = joined([before, message])
+                walk.tolerated.add(Tolerated.REORDERED)
+                continue
             if message.role == "assistant":
                 last = len(gathered)
             elif message.role != "tool":
                 last = None
             gathered.append(message)
         return gathered
+
+    def _are_one_turn(self, one: ReadMessage, other: ReadMessage) -> bool:
+        return one.handles[:1] == other.handles[:1] != () and self.named(one.handles) is not None
 
 
 class _Calls:

@@ -14,7 +14,7 @@ from runner.errors import BadMessage
 from runner.messages import Message, as_messages, canonical_json
 from runner.tokens.bridging.history import canonical, normalize
 
-__all__ = ["MessageReader", "ReadMessage", "joined"]
+__all__ = ["MessageReader", "ReadMessage", "joined", "said_by_user"]
 
 VOLATILE: Final = ("x-anthropic-billing-header:",)
 """What lines of a system message begin with that differ from request to request, and are no instruction."""
@@ -68,6 +68,8 @@ class MessageReader:
         Raises:
             BadMessage: one is no message, or holds what is no text; named by its place.
         """
+        if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
+            raise BadMessage(f"expected a list of messages, the whole history, got {type(messages).__name__}.")
         return [self._read(index, message) for index, message in enumerate(messages)]
 
     def _read(self, index: int, message: Mapping[str, Any]) -> ReadMessage:
@@ -114,6 +116,14 @@ def key_of(message: Message) -> bytes:
     ]
     counting = canonical_json([message["role"], message["content"].strip(), message.get("name"), calls])
     return hashlib.blake2b(counting.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def said_by_user(read: ReadMessage) -> ReadMessage:
+    """A system message as a user's; any other one as it is."""
+    if read.role != "system":
+        return read
+    message: Message = {**read.message, "role": "user"}
+    return replace(read, message=message, key=key_of(message), tolerated=read.tolerated | {Tolerated.SYSTEM_AS_USER})
 
 
 def joined(messages: Sequence[ReadMessage]) -> ReadMessage:

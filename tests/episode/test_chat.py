@@ -11,9 +11,10 @@ import anyio.to_thread
 import pytest
 
 from runner import Conversation, Outcome, RunFile, Sampling, Trajectory, Turn
-from runner.chat_requests import Again, Delivery, Verdict
+from runner.chat_requests import Again, Delivery, Tolerated, Verdict
 from runner.testing import assert_exact, call
 from tests.episode.awkward import misspelling
+from tests.histories import OPENER, template
 from tests.playing import Plain, play_all, recording
 from tests.verifying import verify
 
@@ -165,3 +166,39 @@ async def test_the_run_s_sampling_wins_for_a_thread_that_is_trained() -> None:
     assert turn.sampling is not None
     assert (turn.sampling.temperature, turn.sampling.max_tokens, turn.sampling.stop) == (1, 9, ("x",))
     assert trajectory.requests[0].not_granted == {"temperature": 0}
+
+
+@pytest.mark.parametrize("system_as_user", [False, True])
+async def test_a_late_system_message_is_a_users_where_that_is_wanted(system_as_user: bool) -> None:
+    late = {"role": "system", "content": "Five tools are left."}
+
+    class Foreign(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            first = await self.episode.chat([SYSTEM, TASK], train=True)
+            messages = [SYSTEM, TASK, first.as_message(), late, user("Go on.")]
+            await self.episode.chat(messages, system_as_user=system_as_user)
+
+    (trajectory,) = await play_all(Foreign, recording(["one", "two"], template=refusing()))
+    if not system_as_user:
+        assert trajectory.outcome is Outcome.TOKEN_ERROR, "the template takes none there"
+        return
+    assert (trajectory.outcome, verdicts(trajectory)) == (Outcome.COMPLETED, ["new", "append"])
+    assert [message["role"] for message in trajectory.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "user",
+        "assistant",
+    ]
+    assert trajectory.requests[1].tolerated == (Tolerated.SYSTEM_AS_USER,)
+
+
+def refusing() -> Any:
+    """A template that takes a system message at the beginning alone."""
+    text = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('a system message comes first') }}{% endif %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + OPENER
+    )
+    return template(text)
