@@ -195,7 +195,7 @@ class ChatDesk:
             record.error = "" if cut else str(error)
             raise
         finally:
-            self._settle(attempt, head, thread.nodes[known:])
+            self._settle(attempt, found, head, thread.nodes[known:])
 
     async def _aligned(self, asked: Asked, tools: Sequence[Tool]) -> tuple[Aligned, float]:
         schemas = [tool.as_openai() for tool in tools]
@@ -225,11 +225,13 @@ class ChatDesk:
         record.turn, record.delivery = turn.number, Delivery.UNDELIVERED  # until whoever asked has it
         return turn
 
-    def _settle(self, attempt: Attempt, head: Head, added: Sequence[Node]) -> None:
+    def _settle(self, attempt: Attempt, found: Aligned, head: Head, added: Sequence[Node]) -> None:
         """Put what came of a request into the tree."""
         node = next((each for each in added if each is head.node), None)
         if node is None:
             self._histories.forget(attempt)
+            if found.again is Again.TAKEN_BACK and found.before is not None:
+                found.before.taken_back = False
             return
         assert attempt.record is not None
         attempt.record.turn = node.turn.number

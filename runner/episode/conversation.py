@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -250,8 +250,12 @@ class Conversation:
         whole(f"tries({count!r})", count, least=1)
         state = self._state
         heads = [state.head.copied() for _ in range(count)]
-        with self._speaking():
-            await at_once([partial(take_turn, state, head, sampling, tool_choice) for head in heads])
+        with self._speaking(), ExitStack() as numbers:
+            # In this order, whichever of them begins first: their seeds follow from it.
+            numbered = [(head, numbers.enter_context(state.number())) for head in heads]
+            await at_once(
+                [partial(take_turn, state, head, sampling, tool_choice, number=number) for head, number in numbered]
+            )
             state.head = heads[0]
             return [head.node.turn for head in heads if head.node is not None]
         raise self._is_over()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -32,6 +32,7 @@ async def take_turn(
     sampling: Sampling | None = None,
     tool_choice: ToolChoice | None = None,
     *,
+    number: int | None = None,
     handle: Callable[[int], str] | None = None,
 ) -> Turn:
     """Let the agent of a conversation speak once, where `head` stands, which moves behind the turn.
@@ -41,11 +42,13 @@ async def take_turn(
         head: where it speaks; of several turns at the same time each has another one.
         sampling: goes over the conversation's.
         tool_choice: goes over the environment's.
+        number: the turn's number, where that was given out before.
         handle: what names the turn of a number to a client.
     """
     limits = state.play.limits
     await limits.admit(state.name, trained=state.train)
-    with _extending(state, head) as extend, state.number() as number, state.session() as session:
+    numbered = state.number() if number is None else nullcontext(number)
+    with _extending(state, head) as extend, numbered as number, state.session() as session:
         prompt = await next_prompt(state, head, extend=extend)
         _refuse_too_long(state, prompt)
         place = _Place(state, head, number, session)

@@ -12,7 +12,7 @@ from typing import Any
 from runner import Sampling
 from runner.testing import Fault, Reply, call
 
-__all__ = ["RECORDINGS", "RUN", "Recording", "Request", "filled_in"]
+__all__ = ["RECORDINGS", "RUN", "SENT", "Recording", "Request", "filled_in"]
 
 RUN: Any = {
     "type": "function",
@@ -73,7 +73,9 @@ def filled_in(given: Any, turns: Sequence[Any]) -> Any:
 LOOKS: Any = Reply(
     "<think>\nI look first.\n</think>\n\n\n\nI will look.  \n", calls=[call("run", command="ls  -l", seconds=2.0)]
 )
-CUT = Reply("It was a long way to where the files are.", fault=Fault.stall(at=12), chunks=1)
+SENT = 12
+"""How many ids come of a turn that is cut."""
+CUT = Reply("It was a long way to where the files are.", fault=Fault.stall(at=SENT), chunks=1)
 TWO = [call("run", command="one"), call("run", command="two")]
 
 SYSTEM: Any = {"role": "system", "content": "You mend programs."}

@@ -12,21 +12,28 @@ import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
-import trio.testing
 
 from runner import Conversation, EpisodeOver, Limits, Outcome, Trajectory, Turn, tool
 from runner.chat_requests import Again, Delivery, Verdict
-from runner.concurrency.clocks import Asking, Clock, Waiting
 from runner.episode.histories import Histories
 from runner.testing import Fault, Reply, assert_exact, call
 from tests.episode.awkward import misspelling
 from tests.episode.client_recordings import RUN
-from tests.playing import Plain, assert_nothing_open, play_all, recording
+from tests.playing import Plain, assert_nothing_open, play_all
 
 pytestmark = pytest.mark.anyio
 
 ASKED: Any = [{"role": "user", "content": "Mend it."}]
 STALLS = Reply("It was a long way.", fault=Fault.stall(at=5), chunks=1)
+
+
+ENGINES: list[Any] = []
+
+
+async def sampled(count: int) -> None:
+    """Wait until so many ids were sampled."""
+    while ENGINES[-1].stats().sampled_tokens < count:
+        await anyio.lowlevel.checkpoint()
 
 
 def trained(trajectory: Trajectory) -> int:
@@ -35,6 +42,7 @@ def trained(trajectory: Trajectory) -> int:
 
 async def played(environment: Any, says: Any, **options: Any) -> Trajectory:
     engine = misspelling(says)
+    ENGINES.append(engine)
     (trajectory,) = await play_all(environment, engine, **options)
     assert_exact(trajectory, engine)
     assert_nothing_open(engine)
@@ -87,7 +95,11 @@ async def test_threads_of_a_synchronous_program_ask_side_by_side() -> None:
                 self.said = sorted(pool.map(ask, range(3)))
 
     trajectory = await played(Program, lambda asked: "words")
-    assert sorted(request.verdict for request in trajectory.requests) == ["append", "branch", "branch", "new"]
+    new, append, *others = (request.verdict for request in trajectory.requests)
+    assert (new, append) == ("new", "append")
+    # Which of both depends on whether the thread before it has its answer yet.
+    assert set(others) <= {Verdict.BRANCH, Verdict.REWOUND}
+    assert [segment.shared for segment in trajectory.segments] == [0, trajectory.turns[0].end, trajectory.turns[0].end]
     assert trajectory.outcome is Outcome.COMPLETED
     assert trained(trajectory) == trajectory.sampled
 
@@ -97,7 +109,7 @@ async def test_a_client_that_goes_away_frees_the_engine_and_asks_again_from_the_
         async def rollout(self, conversation: Conversation) -> None:
             async with anyio.create_task_group() as group:
                 group.start_soon(partial(self.episode.chat, ASKED, tools=[RUN]))
-                await anyio.wait_all_tasks_blocked()
+                await sampled(5)
                 group.cancel_scope.cancel()
             await self.episode.chat(ASKED, tools=[RUN])
 
@@ -139,14 +151,9 @@ async def test_an_answer_that_was_finished_and_never_came_is_given_and_nothing_i
 async def test_what_is_in_flight_when_the_program_ends_is_cut_and_kept() -> None:
     class Leaves(Plain):
         async def rollout(self, conversation: Conversation) -> None:
-            async def ask() -> None:
-                with pytest.raises(EpisodeOver):
-                    await self.episode.chat(ASKED, tools=[RUN])
-                self.asked = True
-
             async with anyio.create_task_group() as group:
                 group.start_soon(partial(self.episode.chat, ASKED, tools=[RUN]))
-                await anyio.wait_all_tasks_blocked()
+                await sampled(5)
                 group.cancel_scope.cancel()
 
     trajectory = await played(Leaves, [STALLS])
@@ -187,70 +194,6 @@ async def test_a_limit_of_turns_ends_every_request() -> None:
     assert [request.delivery for request in trajectory.requests] == [Delivery.DELIVERED, Delivery.REFUSED]
     assert "turn_limit" in trajectory.requests[1].error
     assert trajectory.requests[1].verdict is Verdict.APPEND
-
-
-# --- clocks
-
-
-class TestClocks:
-    """On trio's virtual clock."""
-
-    @pytest.fixture
-    def anyio_backend(self, clock: trio.testing.MockClock) -> tuple[str, dict[str, object]]:
-        return "trio", {"clock": clock}
-
-    async def test_a_clock_stands_still_only_while_all_that_ask_wait(self, clock: trio.testing.MockClock) -> None:
-        with Clock(10) as over:
-            with Asking():
-                with Waiting():
-                    clock.jump(100)
-                    await anyio.lowlevel.checkpoint()
-                    assert not over.fired, "the only one waits"
-                with Asking(), Waiting():
-                    clock.jump(4)
-                    await anyio.lowlevel.checkpoint()
-                    assert over.scope.deadline < float("inf"), "one of two waits, the other is at work"
-                    with Waiting():
-                        clock.jump(100)
-                        await anyio.lowlevel.checkpoint()
-                        assert not over.fired, "both wait"
-            clock.jump(7)
-            await anyio.lowlevel.checkpoint()
-        assert over.fired, "4 and 7 seconds were worked"
-
-    async def test_what_an_outsider_has_sampled_is_under_the_clock_of_the_play(
-        self, clock: trio.testing.MockClock
-    ) -> None:
-        class Outside(Plain):
-            async def rollout(self, conversation: Conversation) -> None:
-                handed.set()
-                await anyio.sleep_forever()
-
-        async def outsider() -> None:
-            await handed.wait()
-            with pytest.raises(EpisodeOver):
-                await episodes[0].chat(ASKED, tools=[RUN])
-
-        class Tells(Outside):
-            def setup(self) -> None:
-                episodes.append(self.episode)
-
-        handed = anyio.Event()
-        episodes: list[Any] = []
-        async with anyio.create_task_group() as group:
-            group.start_soon(outsider)
-            group.start_soon(_let_pass, clock, handed)
-            engine = recording([STALLS], template="hermes")
-            (trajectory,) = await play_all(Tells, engine, limits=Limits(seconds=60))
-        assert (trajectory.outcome, trajectory.limit) == (Outcome.TIME_LIMIT, "seconds")
-        assert trajectory.turns[0].finish == "abort"
-        assert_nothing_open(engine)
-
-
-async def _let_pass(clock: trio.testing.MockClock, handed: anyio.Event) -> None:
-    await handed.wait()
-    await anyio.wait_all_tasks_blocked()
-    clock.jump(61)
 
 
 def test_nobody_is_left_in_a_thread() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +15,7 @@ from runner import Conversation, Outcome, RunFile, Trajectory
 from runner.cli.app import app
 from runner.testing import assert_exact
 from tests.episode.awkward import misspelling
-from tests.episode.client_recordings import RECORDINGS, Recording, Request, filled_in
+from tests.episode.client_recordings import RECORDINGS, SENT, Recording, Request, filled_in
 from tests.playing import Plain, play_all, recording
 from tests.verifying import verify
 
@@ -32,10 +33,12 @@ async def ask(episode: Any, request: Request, turns: list[Any]) -> None:
     turns.append(turn)
 
 
-async def ask_and_go_away(episode: Any, request: Request, turns: list[Any]) -> None:
+async def ask_and_go_away(episode: Any, request: Request, turns: list[Any], engine: Any) -> None:
+    enough = engine.stats().sampled_tokens + SENT
     async with anyio.create_task_group() as group:
         group.start_soon(ask, episode, request, turns)
-        await anyio.wait_all_tasks_blocked()
+        while engine.stats().sampled_tokens < enough:
+            await anyio.lowlevel.checkpoint()
         group.cancel_scope.cancel()
     turns.append(None)
     await anyio.wait_all_tasks_blocked()
@@ -46,7 +49,10 @@ async def played(recorded: Recording, path: Path | None = None) -> tuple[list[Tr
         async def rollout(self, conversation: Conversation) -> None:
             turns: list[Any] = []
             for request in recorded.requests:
-                await (ask_and_go_away if request.cut else ask)(self.episode, request, turns)
+                if request.cut:
+                    await ask_and_go_away(self.episode, request, turns, engine)
+                else:
+                    await ask(self.episode, request, turns)
 
     words = iter(recorded.says)
     # Verification does not know the awkward vocabulary.
