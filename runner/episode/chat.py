@@ -27,6 +27,7 @@ from runner.episode.rewriting import before
 from runner.episode.state import ConversationState, EpisodeState
 from runner.episode.turn import take_turn
 from runner.errors import EpisodeOver
+from runner.messages import canonical_json
 from runner.options import Sampling, ToolChoice
 from runner.tools.foreign import tools_of
 from runner.tools.tool import Tool
@@ -92,6 +93,7 @@ class ChatDesk:
         self._open_thread = open_thread
         self._histories = Histories()
         self._numbered = 0
+        self._tools: dict[str, list[Tool]] = {}
         self._group: TaskGroup | None = None
         self._context: Context
         self._send: MemoryObjectSendStream[_Job] | None = None
@@ -170,7 +172,7 @@ class ChatDesk:
 
     async def _answer(self, job: _Job) -> Turn:
         asked = job.asked
-        tools = tools_of(asked.tools)
+        tools = self._tools_of(asked.tools)
         found, seconds = await self._aligned(asked, tools)
         if found.again is Again.REPLAYED and found.before is not None and found.before.node is not None:
             return self._replay(job, found, found.before.node.turn, seconds)
@@ -196,6 +198,15 @@ class ChatDesk:
             raise
         finally:
             self._settle(attempt, found, head, thread.nodes[known:])
+
+    def _tools_of(self, given: Sequence[Any]) -> list[Tool]:
+        """The tools of a request; they come again with every one, and making them takes a look at each schema."""
+        if any(isinstance(each, Tool) for each in given):
+            return tools_of(given)
+        key = canonical_json(list(given))
+        if key not in self._tools:
+            self._tools[key] = tools_of(given)
+        return list(self._tools[key])
 
     async def _aligned(self, asked: Asked, tools: Sequence[Tool]) -> tuple[Aligned, float]:
         schemas = [tool.as_openai() for tool in tools]
@@ -290,6 +301,10 @@ def _head(found: Aligned, tools: list[Tool]) -> Head:
         stands = Head(tools, [], again.node)
         return before(again.node, stands, "environment", takes_back=found.again is Again.TAKEN_BACK)
     node = None if parent is None else parent.node
+    if node is not None and not found.whole:
+        # The same tools in another order: templates print them, so they stay as they were shown.
+        shown = [tool["function"]["name"] for tool in node.segment.tools]
+        tools = sorted(tools, key=lambda tool: shown.index(tool.name))
     whole = found.whole or ("start" if node is None else "")
     return Head(tools, found.messages, node, whole)
 

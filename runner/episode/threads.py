@@ -32,6 +32,12 @@ def name_threads(play: EpisodeState, threads: Sequence[ConversationState]) -> No
         taken.add(name)
         play.renamed[thread.thread] = name
     _rename(play, threads)
+    home = play.states.get(MAIN)
+    # A thread that never spoke leaves no trajectory, and what it was asked is to be told all the same.
+    silent = [thread for thread in threads if not thread.turns and thread is not home]
+    if home is not None and home.turns:
+        home.requests += [request for thread in silent for request in thread.requests]
+        home.requests.sort(key=lambda request: request.number)
 
 
 def _main(play: EpisodeState, threads: Sequence[ConversationState]) -> ConversationState | None:

@@ -10,7 +10,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from runner import Conversation, Outcome, RunFile, Sampling, Trajectory, Turn
+from runner import BadInput, Conversation, EpisodeOver, Limits, Outcome, RunFile, Sampling, Trajectory, Turn
 from runner.chat_requests import Again, Delivery, Tolerated, Verdict
 from runner.testing import assert_exact, call
 from tests.episode.awkward import misspelling
@@ -202,3 +202,52 @@ def refusing() -> Any:
         "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + OPENER
     )
     return template(text)
+
+
+async def test_the_same_tools_in_another_order_are_shown_as_they_were() -> None:
+    look = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
+
+    async def loop(episode: Any) -> None:
+        turn = await episode.chat([SYSTEM, TASK], tools=[RUN, look])
+        await episode.chat([SYSTEM, TASK, turn.as_message(), user("And?")], tools=[look, RUN])
+
+    (trajectory,) = await asked(loop, ["one", "two"])
+    assert verdicts(trajectory) == ["new", "append"]
+    assert len(trajectory.segments) == 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "message"),
+    [
+        ([], [], "a request has no message"),
+        ([{"role": "user"}, {"role": "robot", "content": "x"}], [], "message 1: a message's role is"),
+        ([user("x"), {"role": "tool", "tool_call_id": "c", "content": "y"}], [], "answers no call"),
+        ([user("x"), {"role": "assistant", "content": "y"}], [], "message 1 is the last one and an assistant's"),
+        ([user("x")], [{"type": "web_search"}], "tool 0 is of type 'web_search': only functions"),
+        ([user("x")], [RUN, RUN], "two tools are called 'run'"),
+        (user("x"), [], "expected a list of messages"),
+    ],
+    ids=["none", "role", "answer", "spoken", "kind", "twice", "no list"],
+)
+async def test_what_cannot_be_asked_is_refused_by_its_place_and_ends_nothing(
+    messages: Any, tools: Any, message: str
+) -> None:
+    async def loop(episode: Any) -> None:
+        with pytest.raises(BadInput, match=message):
+            await episode.chat(messages, tools=tools)
+        await episode.chat([SYSTEM, TASK], tools=[RUN])
+
+    (trajectory,) = await asked(loop, ["one"])
+    assert verdicts(trajectory) == ["new"]
+
+
+async def test_a_history_that_does_not_fit_ends_nothing() -> None:
+    async def loop(episode: Any) -> None:
+        for _ in range(3):
+            with pytest.raises(EpisodeOver, match="context"):
+                await episode.chat([SYSTEM, user("x" * 5000)], tools=[RUN])
+        await episode.chat([SYSTEM, TASK], tools=[RUN])
+
+    (trajectory,) = await asked(loop, ["one"], limits=Limits(context=1500))
+    assert [request.delivery for request in trajectory.requests] == [Delivery.REFUSED] * 3 + [Delivery.DELIVERED]
+    assert "do not fit the context" in trajectory.requests[0].error

@@ -101,7 +101,7 @@ def same_tools(stored: Sequence[Mapping[str, Any]] | None, incoming: Sequence[Ma
     None and [] are both no tools, an empty description or empty parameters are the same as none, and the order of
     keys does not matter. Other keys (`strict`, ...) are not the model's to read.
     """
-    return _tools(stored) == _tools(incoming)
+    return stored == incoming or _tools(stored) == _tools(incoming)
 
 
 def _kind(stored: Sequence[Message], incoming: Sequence[Message], index: int) -> AlignmentKind:
