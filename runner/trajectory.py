@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from runner.chat_requests import ChatRequest
 from runner.engines.base import FinishReason
 from runner.messages import Message, ToolCall
 from runner.options import Constraint, Sampling, ToolChoice
@@ -23,7 +24,16 @@ if TYPE_CHECKING:
 
     from runner.tasks import Task
 
-__all__ = ["Group", "Outcome", "Segment", "Timings", "Trajectory", "Turn"]
+__all__ = ["AGAIN", "BRANCH", "RETRY", "Group", "Origin", "Outcome", "Segment", "Timings", "Trajectory", "Turn"]
+
+RETRY = "retry"
+"""The cause of a segment that samples a turn anew, from the same prompt; that turn is taken back."""
+
+AGAIN = "again"
+"""The cause of a segment that samples a turn once more, from the same prompt; that turn is trained as it was."""
+
+BRANCH = "branch"
+"""The cause of a segment that goes on behind a turn of another one, from its very ids."""
 
 
 class Outcome(enum.StrEnum):
@@ -96,6 +106,21 @@ class Timings:
 
 
 @dataclass(slots=True, repr=False)
+class Origin:
+    """The turn that a segment follows."""
+
+    agent: str
+    """The agent that spoke."""
+    number: int
+    """The number of the turn among those of its agent."""
+    turn: Turn | None = None
+    """The turn itself; None where it is another agent's and was read from a file."""
+
+    def __repr__(self) -> str:
+        return f"<Origin turn {self.number} of {self.agent!r}>"
+
+
+@dataclass(slots=True, repr=False)
 class Segment:
     """One contiguous token log, and the messages that are its view."""
 
@@ -106,12 +131,18 @@ class Segment:
     model stand at the end; `unseen` says how many."""
     cause: str = "start"
     """Why the segment was begun: "start"; "reencoded" where the first prompt of a conversation holds, as text, what its
-    episode sampled; "environment" where that changed what was seen; "retry" where the last turn is played again from
-    the same prompt; else the name of what a template lacks for an exact bridge."""
+    episode sampled; "branch" where it goes on from a turn of another segment by its very ids; "again" and "retry" where
+    a turn is sampled once more from the same prompt, the latter where that is taken back; "environment" where that
+    changed what was seen; "foreign", "retold" and "tools" where a request did; else the name of what a template lacks
+    for an exact bridge."""
     unseen: int = 0
     """How many of the last messages the model never saw."""
     tools: Sequence[Mapping[str, Any]] = ()
     """The tools that could be called, in OpenAI's form, as the prompts were rendered with them."""
+    origin: Origin | None = None
+    """The turn that the segment follows; None where it follows none."""
+    shared: int = 0
+    """How many of its first ids are a copy of those that `origin` has; 0 where its prompt was rendered whole."""
 
     def __repr__(self) -> str:
         return f"<Segment {self.cause!r}: {len(self.messages)} messages, {len(self.log)} ids>"
@@ -167,6 +198,24 @@ class Turn:
     """The turn was cut inside its reasoning."""
     reward: float = 0.0
     """Credit for this turn alone, for the environment's author to assign."""
+    left_out: bool = False
+    """It was left behind by `Conversation.keep`, and is not trained on."""
+    handle: str = ""
+    """What names the turn to a client that asked for it with `Episode.chat`; "" for any other turn."""
+
+    def as_message(self) -> Message:
+        """What was said as an assistant message, as a client is to send it back: its call ids name the turn."""
+        message: Message = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        calls = [
+            {**call.as_message(), "id": f"{self.handle}_{number}" if self.handle else call.id}
+            for number, call in enumerate(self.tool_calls)
+            if call.error is None
+        ]
+        if calls:
+            message["tool_calls"] = calls  # type: ignore[typeddict-item]  # a call with another id
+        return message
 
     def __repr__(self) -> str:
         said = reprlib.repr(self.text)
@@ -176,7 +225,7 @@ class Turn:
 
     @property
     def retried(self) -> bool:
-        """Whether it was taken back and played again in a later segment; then it is not trained on."""
+        """Whether it was taken back, as one that was played again in a later segment; then it is not trained on."""
         return self.end > self.start and self.log.sources[self.start] == Source.RETRIED
 
     @property
@@ -268,6 +317,11 @@ class Trajectory:
     """How long the episode was alive."""
     waited: float = 0.0
     """How many of those seconds its turns waited for a place in the engine."""
+    thread: str = ""
+    """The name that its seeds follow from, where it was given its own only at the end, as threads of `Episode.chat`
+    are; else ""."""
+    requests: list[ChatRequest] = field(default_factory=list)
+    """The requests of `Episode.chat` that it answered, in order."""
 
     def __repr__(self) -> str:
         return (
@@ -276,14 +330,20 @@ class Trajectory:
         )
 
     @property
+    def branched(self) -> bool:
+        """Whether turns may have been sampled at the same time; the number of one that came to nothing is missing."""
+        causes = [segment.cause for segment in self.segments]
+        return bool(self.requests) or causes.count("start") > 1 or AGAIN in causes or BRANCH in causes
+
+    @property
     def messages(self) -> list[Message]:
         """The messages of the last segment."""
         return self.segments[-1].messages if self.segments else []
 
     @property
     def text(self) -> str:
-        """What was said in the last turn; "" if it never spoke."""
-        return self.turns[-1].text if self.turns else ""
+        """What was said in the last turn that was not left out; "" if it never spoke."""
+        return next((turn.text for turn in reversed(self.turns) if not turn.left_out), "")
 
     @property
     def sampled(self) -> int:

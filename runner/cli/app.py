@@ -160,12 +160,15 @@ def show(
     agent: Annotated[str | None, typer.Option(help="Of an episode with several agents.")] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="The token ids too.")] = False,
     brief: Annotated[bool, typer.Option("--brief", help="Leave out what the chat template wrote.")] = False,
+    requests: Annotated[
+        bool, typer.Option("--requests", help="What somebody else's loop asked, in place of the transcript.")
+    ] = False,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="Rows of the table.")] = 50,
 ) -> int:
     """What is in a run file: a table of its episodes, or the transcript of one."""
     from runner.cli.show import show_command
 
-    return show_command(file, episode, agent=agent, tokens=tokens, brief=brief, limit=limit)
+    return show_command(file, episode, agent=agent, tokens=tokens, brief=brief, requests=requests, limit=limit)
 
 
 @command("export")

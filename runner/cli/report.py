@@ -83,6 +83,10 @@ def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, Rende
     yield "turns", Text(" · ".join([str(summary["turns"]), *(f"{n} {c}" for n, c in summary["finishes"].items())]))
     if summary.get("calls"):
         yield "tool calls", _calls(summary["calls"], summary["malformed_calls"])
+    if summary.get("requests"):
+        yield "requests", Text(" · ".join(f"{name} {n}" for name, n in summary["requests"].items()))
+    if summary.get("tolerated"):
+        yield "  tolerated", Text(" · ".join(f"{name} {n}" for name, n in summary["tolerated"].items()))
     yield "tokens", Text(_tokens(summary["tokens"]))
     if summary["junctions"]:
         yield "junctions", Text("\n".join(_junctions(summary["junctions"])))

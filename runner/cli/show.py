@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.cli.report import make_console, summary_table
+from runner.cli.requests_shown import show_requests
+from runner.errors import BadOption
 from runner.store.reader import EpisodeRow, RunFile
 from runner.trajectory import Trajectory
 from runner.transcript import decoder, printable, printable_line, transcript
@@ -18,11 +20,17 @@ from runner.transcript import decoder, printable, printable_line, transcript
 __all__ = ["show_command"]
 
 
-def show_command(file: Path, episode: str | None, *, agent: str | None, tokens: bool, brief: bool, limit: int) -> int:
+def show_command(
+    file: Path, episode: str | None, *, agent: str | None, tokens: bool, brief: bool, requests: bool, limit: int
+) -> int:
     console = make_console()
     with RunFile(file) as run_file:
+        if requests and episode is None:
+            raise BadOption("--requests: name the episode too, as in deltarunner show FILE EPISODE --requests.")
         if episode is None:
             _overview(run_file, console, limit)
+        elif requests:
+            show_requests(run_file, console, _meant(run_file, episode))
         else:
             _transcript(run_file, console, episode, agent, tokens=tokens, brief=brief)
     return 0

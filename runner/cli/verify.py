@@ -27,6 +27,7 @@ from runner.store.reader import EpisodeRow, RunFile
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer, load_tokenizer
+from runner.trajectory import Trajectory
 from runner.transcript import printable
 from runner.verify.audit import first_misfit, launch_difference
 from runner.verify.differences import Difference, Kind
@@ -123,7 +124,11 @@ def _difference(run_file: RunFile, row: EpisodeRow, chats: Chats) -> Difference 
     if wrong is not None:
         explanation = f"its row counts {counted[wrong]} ({wrong}), and it holds {held[wrong]}"
         return differ(kind=Kind.LAYOUT, explanation=explanation)
-    return first_difference(trajectory, chats.of(row.agent)) or first_contradiction(trajectory, run_file.header)
+
+    def other(agent: str) -> Trajectory:
+        return run_file.trajectory(row, agent=agent)
+
+    return first_difference(trajectory, chats.of(row.agent), other) or first_contradiction(trajectory, run_file.header)
 
 
 _COUNTS = ("turns", "segments", "tokens", "sampled", "prompted", "cached")

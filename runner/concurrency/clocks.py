@@ -11,7 +11,7 @@ from typing import Self
 
 import anyio
 
-__all__ = ["Clock", "Standstill", "Waiting", "WhileSampling"]
+__all__ = ["Asking", "Clock", "Standstill", "Waiting", "WhileSampling"]
 
 _running: ContextVar[tuple[Clock, ...]] = ContextVar("running_clocks", default=())
 
@@ -25,7 +25,7 @@ class Clock:
     it off: the block may be left open while its limit changes, which a scope around a single hook could not.
     """
 
-    __slots__ = ("_outer", "_remaining", "_stops", "counts_sampling", "scope", "seconds")
+    __slots__ = ("_asking", "_outer", "_remaining", "_still", "_stops", "counts_sampling", "scope", "seconds")
 
     def __init__(self, seconds: float | None = None, *, counts_sampling: bool = False) -> None:
         self.seconds = seconds
@@ -37,6 +37,8 @@ class Clock:
         self._remaining = math.inf
         # Several tasks under one clock may wait at once: it goes on when the last of them does.
         self._stops = 0
+        self._asking = 0
+        self._still = False
         self._outer: tuple[Clock, ...] = ()
 
     @property
@@ -48,7 +50,7 @@ class Clock:
         """Set a new limit that counts from now."""
         self.seconds = seconds
         self._remaining = math.inf if seconds is None else seconds
-        if not self._stops:
+        if not self._still:
             self.scope.deadline = anyio.current_time() + self._remaining
 
     def lift(self) -> None:
@@ -58,16 +60,36 @@ class Clock:
     def stop(self) -> None:
         """Stand still, once for each of several waits at the same time."""
         self._stops += 1
-        if self._stops == 1 and self.scope.deadline != math.inf:
-            # A deadline that has passed in this very moment fires when the clock goes on.
-            self._remaining = max(0.0, self.scope.deadline - anyio.current_time())
-            self.scope.deadline = math.inf
+        self._settle()
 
     def go_on(self) -> None:
         """Undo one `stop`."""
         self._stops -= 1
-        if not self._stops and self._remaining != math.inf:
+        self._settle()
+
+    def begin_asking(self) -> None:
+        """One more asks for a turn at the same time: it stands still while as many wait as ask."""
+        self._asking += 1
+        self._settle()
+
+    def end_asking(self) -> None:
+        """Undo one `begin_asking`."""
+        self._asking -= 1
+        self._settle()
+
+    def _settle(self) -> None:
+        still = self._stops >= max(1, self._asking)
+        if still and not self._still and self.scope.deadline != math.inf:
+            # A deadline that has passed in this very moment fires when the clock goes on.
+            self._remaining = max(0.0, self.scope.deadline - anyio.current_time())
+            self.scope.deadline = math.inf
+        elif self._still and not still and self._remaining != math.inf:
             self.scope.deadline = anyio.current_time() + self._remaining
+        self._still = still
+
+    def is_over_this_task(self) -> bool:
+        """Whether it runs over the current task."""
+        return self in _running.get()
 
     def __enter__(self) -> Self:
         self.start(self.seconds)
@@ -126,6 +148,25 @@ class Waiting:
 
     def __exit__(self, *_: object) -> None:
         self.over()
+
+
+class Asking:
+    """One of several that ask for turns at the same time, under clocks that stand still only while all of them wait.
+
+    A clock that stood still while any of them waits would never fire for a program with many threads; one that stood
+    still for none would make an outcome depend on how wide the run is.
+    """
+
+    __slots__ = ("_clocks",)
+
+    def __enter__(self) -> None:
+        self._clocks = _running.get()
+        for clock in self._clocks:
+            clock.begin_asking()
+
+    def __exit__(self, *_: object) -> None:
+        for clock in self._clocks:
+            clock.end_asking()
 
 
 class WhileSampling:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import anyio
 
+from runner.checked import whole
+from runner.concurrency.at_once import at_once
+from runner.episode.forest import Head, Node
 from runner.episode.prompting import next_prompt, oversized
-from runner.episode.state import ConversationState, EpisodeState, Retry, checked_tools
+from runner.episode.rewriting import head_at, left_behind
+from runner.episode.state import ConversationState, EpisodeState, checked_tools
 from runner.episode.streamed_turn import StreamedTurn, heard
 from runner.episode.tool_calls import answer_calls
 from runner.episode.turn import take_turn
@@ -17,11 +22,10 @@ from runner.episode.turn_events import TurnEvent
 from runner.errors import BadOption, EpisodeOver
 from runner.messages import Message, Prompt, as_messages, check_answers
 from runner.options import Sampling, ToolChoice
-from runner.tokens.bridging.history import AlignmentKind, compare, same_tools
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
 
-__all__ = ["Conversation", "open_conversation"]
+__all__ = ["Conversation", "open_conversation", "open_thread"]
 
 DRAIN_SECONDS = 10.0
 """How long a conversation that is closed waits for what was sampled of a turn in flight."""
@@ -46,6 +50,12 @@ def open_conversation(
     conversation = state.conversation = Conversation(state)
     play.states[name] = state
     return conversation
+
+
+def open_thread(play: EpisodeState, name: str, tools: Sequence[Tool], train: bool) -> ConversationState:
+    """Open the conversation of a thread of requests, which give their messages themselves."""
+    open_conversation(play, name, system_prompt=None, prompt=(), tools=tools, train=train)
+    return play.states[name]
 
 
 class Conversation:
@@ -73,7 +83,7 @@ class Conversation:
     @property
     def tools(self) -> list[Tool]:
         """The tools that the agent may call now; `replace` gives it others."""
-        return self._state.tools
+        return self._state.head.tools
 
     @property
     def turns(self) -> list[Turn]:
@@ -83,8 +93,8 @@ class Conversation:
     @property
     def messages(self) -> list[Message]:
         """The messages so far, those included that were added and that the model did not see yet; a copy."""
-        segment = self._state.segment
-        return [*(segment.messages if segment else ()), *self._state.queued]
+        head = self._state.head
+        return [*head.seen, *head.queued]
 
     @property
     def context(self) -> int:
@@ -97,11 +107,11 @@ class Conversation:
         Raises:
             BadMessage: one is no message, or answers no call. Then none of them is added.
         """
-        state = self._state
+        head = self._state.head
         new = [made for message in messages for made in as_messages(message)]
         if any(message["role"] == "tool" for message in new):
-            check_answers(new, state.segment.messages if state.segment else (), state.queued)
-        state.queued.extend(new)
+            check_answers(new, head.seen, head.queued)
+        head.queued.extend(new)
 
     async def generate(self, *, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None) -> Turn:
         """Let the agent speak.
@@ -124,7 +134,7 @@ class Conversation:
         self, tell: Callable[[TurnEvent], None] | None, sampling: Sampling | None, tool_choice: ToolChoice | None
     ) -> Turn:
         with self._speaking():
-            return await take_turn(self._state, sampling, tool_choice, tell=tell)
+            return await take_turn(self._state, self._state.head, sampling, tool_choice, tell=tell)
         # Only `close` leaves the block without a turn: it cancels the scope, which swallows its own cancellation.
         raise self._is_over()
 
@@ -146,7 +156,12 @@ class Conversation:
             RuntimeError: nothing was added, or another `generate` of this conversation is running.
             BadOption: the sampling, the limits or the tool choice cannot be used.
         """
-        async with heard(self.turns, lambda tell: self._generate(tell, sampling, tool_choice)) as streamed:
+
+        def last() -> Turn | None:
+            node = self._state.head.node
+            return None if node is None else node.turn
+
+        async with heard(last, lambda tell: self._generate(tell, sampling, tool_choice)) as streamed:
             yield streamed
 
     async def call_tools(self, turn: Turn) -> list[Message]:
@@ -175,17 +190,18 @@ class Conversation:
             EpisodeOver: there is no exact bridge to them.
         """
         state = self._state
-        queued = list(state.queued)
+        head = state.head
+        queued = list(head.queued)
         try:
             self.add(*messages)
-            if state.segment is not None and not state.queued:
-                return state.context - len(state.segment.log)
-            size = oversized(state)
+            if head.node is not None and not head.whole and not head.queued:
+                return state.context - head.node.turn.end
+            size = oversized(state, head)
             if size:
                 return state.context - size // state.chat.tokenizer.longest_token
-            return state.context - len((await next_prompt(state)).ids)
+            return state.context - len((await next_prompt(state, head, extend=True)).ids)
         finally:
-            state.queued = queued
+            head.queued = queued
 
     def replace(self, messages: Prompt | None = None, *, tools: Sequence[Tool] | None = None) -> None:
         """Change what the agent saw; there is no other way to.
@@ -202,21 +218,97 @@ class Conversation:
         history = self.messages if messages is None else as_messages(messages)
         check_answers(history)
         if tools is not None:
-            state.tools = checked_tools(tools)
+            state.head.tools = checked_tools(tools)
         state.play.limits.context_rewritten(state.name)
-        state.retry = None
-        segment = state.segment
-        if segment is not None and same_tools(segment.tools, state.schemas()):
-            alignment = compare(segment.messages, history)
-            if alignment.kind in (AlignmentKind.SAME, AlignmentKind.APPEND):
-                state.queued = list(alignment.appended)
-                return
-            if alignment.kind is AlignmentKind.RETRY and segment.messages[alignment.index]["role"] == "assistant":
-                state.retry = Retry(segment, state.message_start, segment.messages[: alignment.index])
-                history = list(state.retry.messages)
-        state.segment = None
-        state.queued = history
-        state.cause = "environment" if state.segments else "start"
+        state.head = head_at(state, history)
+
+    def branch(
+        self,
+        name: str,
+        *,
+        turn: Turn | None = None,
+        tools: Sequence[Tool] | None = None,
+        train: bool = True,
+        sampling: Sampling | None = None,
+    ) -> Conversation:
+        """Open another conversation that begins as this one stands, and goes its own way from there.
+
+        It goes on from the very ids; in training both share them. What it says is a trajectory of its own, with a
+        reward of its own. Branches may speak at the same time.
+
+        Args:
+            name: the agent of the branch.
+            turn: the turn of this conversation that it goes on from; None where this one stands now, with what was
+                added since.
+            tools: what it may call; None has the same. With others everything is rendered anew, since templates print
+                them.
+            train: what it says is trained on.
+            sampling: goes over the run's and the class's; None has that of this conversation.
+
+        Raises:
+            BadOption: there is an agent of that name, it plays on an engine of its own, or the turn is another's.
+        """
+        state = self._state
+        if name in state.play.states:
+            raise BadOption(f"branch({name!r}): there is an agent of that name; give it another one.")
+        if state.play.shared.chat_of(name) is not state.chat:
+            raise BadOption(f"branch({name!r}): that agent plays on an engine of its own, which has other ids.")
+        head = state.head.copied() if turn is None else Head(state.head.tools, [], self._node(turn))
+        head.tools = checked_tools(head.tools if tools is None else tools)
+        own = state.own_sampling if sampling is None else sampling
+        branch = open_conversation(
+            state.play, name, system_prompt=None, prompt=(), tools=head.tools, train=train, sampling=own
+        )
+        branch._state.head = head
+        return branch
+
+    async def tries(
+        self, count: int, *, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None
+    ) -> list[Turn]:
+        """Let the agent say the next turn several times, at the same time and from the same ids.
+
+        All of them are in its trajectory, and trained. It stands behind the first of them, until `keep` says otherwise.
+
+        Args:
+            count: how many times.
+            sampling: goes over the run's and the environment's, field by field; each try has a seed of its own.
+            tool_choice: goes over the environment's.
+
+        Returns:
+            The turns, in the order in which they were asked for.
+
+        Raises:
+            EpisodeOver: as in `generate`; what was sampled of the others is kept.
+        """
+        whole(f"tries({count!r})", count, least=1)
+        state = self._state
+        heads = [state.head.copied() for _ in range(count)]
+        with self._speaking(), ExitStack() as numbers:
+            # In this order, whichever of them begins first: their seeds follow from it.
+            numbered = [(head, numbers.enter_context(state.number())) for head in heads]
+            await at_once(
+                [partial(take_turn, state, head, sampling, tool_choice, number=number) for head, number in numbered]
+            )
+            state.head = heads[0]
+            return [head.node.turn for head in heads if head.node is not None]
+        raise self._is_over()
+
+    def keep(self, turn: Turn, *, train_others: bool = False) -> None:
+        """Go on from one of several tries, or from an earlier turn; what comes next has its very ids before it.
+
+        Args:
+            turn: a turn of this conversation.
+            train_others: the other tries of it, and what followed them and it, stay trained.
+
+        Raises:
+            BadOption: the turn is none of this conversation's.
+        """
+        state, kept = self._state, self._node(turn)
+        state.play.limits.context_rewritten(state.name)
+        for node in () if train_others else left_behind(state, kept):
+            node.turn.left_out = True
+            node.turn.log.take_back(node.turn.start, node.turn.end)
+        state.head = Head(state.head.tools, [], kept)
 
     async def close(self) -> None:
         """End the conversation: a turn that is being sampled is cut, and what its engine kept of it is given back.
@@ -230,7 +322,13 @@ class Conversation:
             # that speaks may be the author's and swallow its cancellation.
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + DRAIN_SECONDS):
                 await self._speech.over.wait()
-        self._state.chat.engine.close_session(self._state.session)
+        self._state.close_sessions()
+
+    def _node(self, turn: Turn) -> Node:
+        node = self._state.node_of(turn)
+        if node is None:
+            raise BadOption(f"{turn!r} is no turn of conversation {self.name!r}: give one of its turns.")
+        return node
 
     @contextmanager
     def _speaking(self) -> Iterator[None]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import anyio
 
 from runner.concurrency.clocks import Waiting
+from runner.episode.chat import Asked
 from runner.episode.conversation import Conversation, open_conversation
 from runner.episode.key import MAIN, task_rng
 from runner.episode.state import EpisodeState
 from runner.messages import Message, Prompt, as_messages
-from runner.options import Sampling
+from runner.options import Sampling, ToolChoice
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
 
@@ -59,8 +61,8 @@ class Episode:
 
     @property
     def text(self) -> str:
-        """What `main` said last; "" if it never spoke."""
-        return self.turns[-1].text if self.turns else ""
+        """What `main` said last, but for what was left out; "" if it never spoke."""
+        return next((turn.text for turn in reversed(self.turns) if not turn.left_out), "")
 
     @property
     def ended(self) -> bool:
@@ -123,6 +125,55 @@ class Episode:
         return open_conversation(
             self._play, name, system_prompt=system_prompt, prompt=prompt, tools=tools, train=train, sampling=sampling
         )
+
+    async def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any] | Tool] = (),
+        sampling: Sampling | None = None,
+        tool_choice: ToolChoice | None = None,
+        label: str = "",
+        train: bool | None = None,
+        handles: Sequence[str] = (),
+        system_as_user: bool = False,
+    ) -> Turn:
+        """Answer a loop that is not ours: it asks with its whole history, and a conversation of the episode answers.
+
+        Where the history goes on from turns of the episode, their very ids are gone on from; what the history is
+        found to be stands in the trajectory's `requests`. What several ask at once is answered side by side. A
+        client whose last turn was cut by its own cancellation may ask the same again.
+
+        Any task may ask, and threads by `anyio.from_thread.run`. `turn.as_message()` is what the client is to append.
+
+        Args:
+            messages: the whole history, as a client of OpenAI's chat has it; developers speak as the system.
+            tools: the tools that may be called: schemas in OpenAI's form.
+            sampling: how the client would have the turn sampled. In a thread that is trained the run's sampling wins,
+                but for `stop`, `stop_ids`, `schema`, `regex` and `choice`; of two `max_tokens` the smaller one.
+            tool_choice: whether the turn may, must or must not call a tool.
+            label: the client's own name for who asks, such as the id of a sub-agent.
+            train: whether a thread that begins with this request is trained; None trains those that offer tools.
+            handles: what else the client sends back that names a turn (`Turn.handle`).
+            system_as_user: system messages in mid-conversation are put before the model as a user's, for templates
+                that take none there.
+
+        Raises:
+            EpisodeOver: the episode has ended or a limit was reached.
+            BadInput: the messages, tools or sampling cannot be used.
+        """
+        asked = Asked(
+            messages=[{"role": "user", "content": messages}] if isinstance(messages, str) else messages,
+            tools=tools,
+            sampling=sampling,
+            tool_choice=tool_choice,
+            label=label,
+            train=train,
+            handles=handles,
+            system_as_user=system_as_user,
+        )
+        turn: Turn = await self._play.desk.ask(asked)
+        return turn
 
     async def answer(self, turn: Turn) -> list[Message] | None:
         """Answer a turn: run its calls, or ask `step(turn)` where it makes none.

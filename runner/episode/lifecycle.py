@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import anyio
@@ -11,7 +12,8 @@ import anyio
 from runner.concurrency.cancellation import cancellation_is_asked_for, forget_native_cancellation
 from runner.concurrency.clocks import Clock
 from runner.concurrency.user_code import describe_error
-from runner.episode.conversation import Conversation, open_conversation
+from runner.episode.chat import ChatDesk
+from runner.episode.conversation import Conversation, open_conversation, open_thread
 from runner.episode.episode import Episode
 from runner.episode.hooks import check_system_prompts
 from runner.episode.key import MAIN, EpisodeKey
@@ -19,6 +21,7 @@ from runner.episode.limits import Ending
 from runner.episode.outcome import failure, judge
 from runner.episode.shared import RunShared
 from runner.episode.state import EpisodeState
+from runner.episode.threads import name_threads
 from runner.messages import as_messages
 from runner.scoring import Score, ScorerKind, as_metrics, scores_by_agent, weighted_sum
 from runner.tasks import own_copy
@@ -50,6 +53,7 @@ class Play(EpisodeState):
         """The phase of its life that the episode is in."""
         self.began = anyio.current_time()
         """When it was made, in the event loop's time."""
+        self.desk = ChatDesk(self, open_thread)
         self.episode = Episode(self)
         """The same as the author sees it."""
         self._outer = Clock()
@@ -136,6 +140,7 @@ class Play(EpisodeState):
             return
         try:
             ending = await self._play()
+            name_threads(self, self.desk.threads)
             if ending.outcome.scored and any(state.turns for state in self.states.values()):
                 await self._score(ending)
         finally:
@@ -203,11 +208,13 @@ class Play(EpisodeState):
         self._enter(Phase.PLAYING)
         with self.limits.clock as clock:
             clock.start(self.limits.configured.seconds)
-            try:
-                await self.author_code.call(self.environment.rollout, main, name="rollout()")
-                self.check_limits()
-            except (Exception, BaseExceptionGroup) as raised:
-                error = raised
+            # The usual loop hands nothing to tasks that are not the episode's own.
+            async with self.desk.open() if self.environment.overrides("rollout") else nullcontext():
+                try:
+                    await self.author_code.call(self.environment.rollout, main, name="rollout()")
+                    self.check_limits()
+                except (Exception, BaseExceptionGroup) as raised:
+                    error = raised
         self._ending = self._ending or judge(self, error)
         return self._ending
 
@@ -287,6 +294,7 @@ class Play(EpisodeState):
     def trajectories(self) -> list[Trajectory]:
         """What each agent that spoke saw and did; `main` first, also silent where no trained one spoke."""
         ending = self._ending or Ending(Outcome.CANCELLED)
+        name_threads(self, self.desk.threads)
         seconds = anyio.current_time() - self.began
         spoke = {name: state for name, state in self.states.items() if state.turns}
         others = [self._trajectory(name, ending, seconds) for name in spoke if name != MAIN]
@@ -310,7 +318,7 @@ class Play(EpisodeState):
             trained=agent == MAIN and MAIN not in self.shared.other_models,
             outcome=ending.outcome,
             limit=ending.limit,
-            limit_agent=ending.agent,
+            limit_agent=self.renamed.get(ending.agent, ending.agent),
             reason=self.episode.reason,
             error=ending.error,
             seconds=seconds,

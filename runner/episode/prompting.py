@@ -11,30 +11,27 @@ from typing import Any, NoReturn, TypeVar
 from runner.concurrency.clocks import Waiting
 from runner.concurrency.threads import Job
 from runner.engines.base import FinishReason
+from runner.episode.forest import Head, Node
 from runner.episode.limits import Ending
 from runner.episode.model import ChatModel
-from runner.episode.state import ConversationState, Retry
+from runner.episode.state import ConversationState
 from runner.messages import Message
 from runner.options import HistoryPolicy
 from runner.tokens.bridging.bridge import Bridge
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
-from runner.tokens.log import Source, TokenLog
+from runner.tokens.log import Source
 from runner.tokens.shape import AnsweredTurn, is_plain
-from runner.trajectory import Outcome, Segment, Turn
+from runner.trajectory import AGAIN, BRANCH, RETRY, Origin, Outcome, Segment, Turn
 
 __all__ = [
     "REENCODED",
-    "RETRY",
     "PreparedPrompt",
     "followed_junction",
     "forked_junction",
     "next_prompt",
     "oversized",
 ]
-
-RETRY = "retry"
-"""The cause of a segment that samples the last turn of another one anew, from the same prompt."""
 
 REENCODED = "reencoded"
 """The cause of a first segment whose prompt holds what the same episode sampled: other ids may say the same."""
@@ -59,98 +56,136 @@ class PreparedPrompt:
     """The ids to be appended to the log."""
     source: Source
     """Where `new_ids` came from."""
+    plain: bool
+    """Whether all its messages are plain."""
     messages: Sequence[Message] = ()
     """The messages to be appended to the segment."""
+    asked: int = 0
+    """How many of the last of them are what the turn is asked."""
     queued: int = 0
     """How many of the conversation's queued messages are among them."""
     junction: Junction | None = None
     """How the prompt was made from the turn before; None where it was not."""
     continued: bool = False
     """A cut turn goes on."""
-    taken_back: TokenLog | None = None
-    """The log whose last turn is played again."""
+    taken_back: Node | None = None
+    """The turn that is played again and not trained on."""
 
 
-async def next_prompt(state: ConversationState) -> PreparedPrompt:
+async def next_prompt(state: ConversationState, head: Head, *, extend: bool) -> PreparedPrompt:
     """The prompt of the next turn, of the queued messages and what was seen before.
+
+    Args:
+        state: the conversation.
+        head: where it speaks next.
+        extend: the segment of the turn that it goes on from may be extended; else a new one has a copy of its ids.
 
     Raises:
         EpisodeOver: it cannot fit the context, or there is none that is exact.
         RuntimeError: nothing was added that could be answered.
     """
-    _refuse_oversized(state)
+    _refuse_oversized(state, head)
     # A copy: while a template renders in a thread, the author may add what only the turn after this one will see.
-    queued = list(state.queued)
+    queued = list(head.queued)
     try:
-        prompt = await _prompt_of(state, queued)
+        prompt = await _prompt_of(state, head, queued)
     except Unbridgeable as missing:
-        _end_without_prompt(state, missing)
+        _end_without_prompt(state, head, missing)
     prompt.queued = len(queued)
+    if head.node is not None and prompt.segment is head.node.segment and not extend:
+        _branch_off(prompt, head.node)
     return prompt
 
 
-async def _prompt_of(state: ConversationState, queued: list[Message]) -> PreparedPrompt:
-    segment, retry = state.segment, state.retry
-    if segment is not None and queued:
-        return await _answering(state, segment, queued)
-    if segment is not None:
-        if state.turns[-1].finish is FinishReason.STOP:
+async def _prompt_of(state: ConversationState, head: Head, queued: list[Message]) -> PreparedPrompt:
+    node, again = head.node, head.again
+    if again is not None and queued == list(again.asked):
+        return _once_more(again, takes_back=head.takes_back)
+    if node is not None and not head.whole and queued:
+        return await _answering(state, head, node, queued)
+    if node is not None and not head.whole:
+        if node.turn.finish is FinishReason.STOP:
             raise RuntimeError(
                 f"nothing was added to conversation {state.name!r} since its last turn: add() an answer."
             )
-        return PreparedPrompt(segment, segment.log.ids, (), Source.BRIDGE, continued=True)
+        segment, ids = node.segment, node.turn.log.ids[: node.turn.end]
+        return PreparedPrompt(segment, ids, (), Source.BRIDGE, node.plain, continued=True)
     if not queued:
         raise RuntimeError(f"conversation {state.name!r} has no message yet: add() one, or give it a prompt.")
-    if retry is not None and queued == retry.messages:
-        return _retried(retry, queued)
-    return _first(state, queued)
+    return _first(state, head, queued)
 
 
-def _first(state: ConversationState, messages: Sequence[Message]) -> PreparedPrompt:
+def _first(state: ConversationState, head: Head, messages: Sequence[Message]) -> PreparedPrompt:
     """The first prompt of a segment, rendered from the start."""
-    state.plain = state.plain and all(map(is_plain, messages))
-    again = not state.segments and any(map(state.play.was_said, messages))
-    cause = REENCODED if again else state.cause
-    tools = state.schemas()
+    reencoded = head.node is None and not head.whole and not state.segments
+    again = reencoded and any(map(state.play.was_said, messages))
+    cause = REENCODED if again else head.whole or "start"
+    tools = head.schemas()
     ids = state.chat.bridger.first_prompt(messages, tools)
     junction = forked_junction(cause) if cause != "start" else None
-    return PreparedPrompt(Segment(cause=cause, tools=tools), ids, ids, Source.PROMPT, messages, junction=junction)
+    segment = Segment(cause=cause, tools=tools, origin=_origin(head.node))
+    plain = all(map(is_plain, messages))
+    return PreparedPrompt(segment, ids, ids, Source.PROMPT, plain, messages, len(messages), junction=junction)
 
 
-def _retried(retry: Retry, messages: Sequence[Message]) -> PreparedPrompt:
+def _once_more(again: Node, *, takes_back: bool) -> PreparedPrompt:
     """The very ids of a turn's prompt, once more."""
-    log = retry.segment.log
-    ids = log.ids[: retry.start]
-    again = Segment(cause=RETRY, tools=retry.segment.tools)
-    return PreparedPrompt(again, ids, ids, Source.PROMPT, messages, junction=forked_junction(RETRY), taken_back=log)
+    first = again.spoken
+    start = first.turn.start
+    ids, messages = first.turn.log.ids[:start], again.segment.messages[: again.start]
+    cause = RETRY if takes_back else AGAIN
+    segment = Segment(cause=cause, tools=again.segment.tools, origin=_origin(first), shared=start)
+    return PreparedPrompt(
+        segment,
+        ids,
+        ids,
+        Source.PROMPT,
+        again.plain,
+        messages,
+        len(messages) - again.answered,
+        junction=forked_junction(cause),
+        taken_back=again if takes_back else None,
+    )
 
 
-async def _answering(state: ConversationState, segment: Segment, new: Sequence[Message]) -> PreparedPrompt:
+def _branch_off(prompt: PreparedPrompt, node: Node) -> None:
+    """Begin a segment of its own with a copy of the ids that the prompt goes on from."""
+    tools, shared = node.segment.tools, node.turn.end
+    prompt.segment = Segment(cause=BRANCH, tools=tools, origin=_origin(node), shared=shared)
+    prompt.new_ids, prompt.source = prompt.ids, Source.PROMPT
+    prompt.messages = [*node.messages, *prompt.messages]
+
+
+def _origin(node: Node | None) -> Origin | None:
+    return None if node is None else Origin(node.turn.agent, node.turn.number, node.turn)
+
+
+async def _answering(state: ConversationState, head: Head, node: Node, new: Sequence[Message]) -> PreparedPrompt:
     """The prompt after a turn that is answered, by the run's policy."""
-    state.plain = state.plain and all(map(is_plain, new))
-    last, history, tools = state.turns[-1], state.chat.history, state.schemas()
+    plain = node.plain and all(map(is_plain, new))
+    segment, last, history, tools = node.segment, node.turn, state.chat.history, head.schemas()
     if tools != segment.tools:
-        return await _forked(state, segment, new, tools, "environment")
+        return await _forked(state, node, new, tools, "environment")
     if last.thinking and not history.close_reasoning:
         raise Unbridgeable(Property.REASONING_CLOSED, "the turn was cut inside its reasoning")
     if history.policy is HistoryPolicy.FORK:
-        return await _followed(state, segment, new, tools)
+        return await _followed(state, node, new, tools)
     try:
-        bridge = await _bridge(state, segment, new, tools)
+        bridge = await _bridge(state, node, new, tools, plain)
     except Unbridgeable as missing:
         if missing.property in _NO_FORK_HELPS or history.policy is HistoryPolicy.REFUSE:
             raise
-        return await _forked(state, segment, new, tools, missing.property.value)
+        return await _forked(state, node, new, tools, missing.property.value)
     junction = bridge.junction
     if last.dropped:
         junction = replace(junction, dropped=last.dropped, cause="stop_string")
-    ids = segment.log.ids + array("i", bridge.ids)
-    return PreparedPrompt(segment, ids, bridge.ids, Source.BRIDGE, new, junction=junction)
+    ids = last.log.ids[: last.end] + array("i", bridge.ids)
+    return PreparedPrompt(segment, ids, bridge.ids, Source.BRIDGE, plain, new, len(new), junction=junction)
 
 
-async def _bridge(state: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas) -> Bridge:
-    bridger, last = state.chat.bridger, state.turns[-1]
-    answered = AnsweredTurn(segment.messages, new, tools, last.number, state.plain)
+async def _bridge(state: ConversationState, node: Node, new: Sequence[Message], tools: Schemas, plain: bool) -> Bridge:
+    bridger, last = state.chat.bridger, node.turn
+    answered = AnsweredTurn(node.messages, new, tools, last.number, plain)
     tail = bridger.locality.tail_at_once(answered)
     if tail is None:
         tail = await _in_thread(state, partial(bridger.tail, answered))
@@ -158,28 +193,27 @@ async def _bridge(state: ConversationState, segment: Segment, new: Sequence[Mess
 
 
 async def _forked(
-    state: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas, cause: str
+    state: ConversationState, node: Node, new: Sequence[Message], tools: Schemas, cause: str
 ) -> PreparedPrompt:
     """A new segment with everything rendered anew, loss mask 0 throughout."""
-    bridger, messages = state.chat.bridger, [*segment.messages, *new]
+    bridger, messages = state.chat.bridger, [*node.messages, *new]
     text = await _in_thread(state, partial(bridger.prompt_text, messages, tools))
     ids = bridger.prompt_ids(text)
-    again, junction = Segment(cause=cause, tools=tools), forked_junction(cause)
-    return PreparedPrompt(again, ids, ids, Source.PROMPT, messages, junction=junction)
+    again, junction = Segment(cause=cause, tools=tools, origin=_origin(node)), forked_junction(cause)
+    plain = node.plain and all(map(is_plain, new))
+    return PreparedPrompt(again, ids, ids, Source.PROMPT, plain, messages, len(messages), junction=junction)
 
 
-async def _followed(
-    state: ConversationState, segment: Segment, new: Sequence[Message], tools: Schemas
-) -> PreparedPrompt:
+async def _followed(state: ConversationState, node: Node, new: Sequence[Message], tools: Schemas) -> PreparedPrompt:
     """What the template makes of everything: an append where it leaves the past as it was, else a fork."""
-    fork = await _forked(state, segment, new, tools, "template")
-    before = len(segment.log)
+    fork = await _forked(state, node, new, tools, "template")
+    before = node.turn.end
     unsampled = any(message["role"] == "assistant" for message in new)
-    if unsampled or fork.ids[:before] != segment.log.ids:
+    if unsampled or fork.ids[:before] != node.turn.log.ids[:before]:
         return fork
     added = fork.ids[before:]
-    junction = followed_junction(state.chat, fork.ids, state.turns[-1], len(added))
-    return PreparedPrompt(segment, fork.ids, added, Source.BRIDGE, new, junction=junction)
+    junction = followed_junction(state.chat, fork.ids, node.turn, len(added))
+    return PreparedPrompt(node.segment, fork.ids, added, Source.BRIDGE, fork.plain, new, len(new), junction=junction)
 
 
 async def _in_thread(state: ConversationState, render: Callable[[], T]) -> T:
@@ -195,29 +229,29 @@ async def _in_thread(state: ConversationState, render: Callable[[], T]) -> T:
 # --- where there is none
 
 
-def oversized(state: ConversationState) -> int:
+def oversized(state: ConversationState, head: Head) -> int:
     """Characters of the queued messages where they are too many for the context in any case, else 0."""
-    size = sum(len(message["content"]) for message in state.queued)
+    size = sum(len(message["content"]) for message in head.queued)
     return size if size > state.context * state.chat.tokenizer.longest_token else 0
 
 
-def _refuse_oversized(state: ConversationState) -> None:
+def _refuse_oversized(state: ConversationState, head: Head) -> None:
     # Before it is encoded: that takes its time on a huge text, on the event loop.
-    size = oversized(state)
+    size = oversized(state, head)
     if size:
         play = state.play
         text = f"{play.key.id}: {size} characters cannot fit the context of {state.context} ids"
         play.limits.refuse_prompt(state.name, text, trained=state.train)
 
 
-def _end_without_prompt(state: ConversationState, missing: Unbridgeable) -> NoReturn:
+def _end_without_prompt(state: ConversationState, head: Head, missing: Unbridgeable) -> NoReturn:
     """End the episode: whose fault it is depends on who spoke, and on what cut the turn that cannot be answered."""
     name = state.name
     ending: Ending | None = None
     if not state.train:
         ending = Ending(Outcome.ENV_ERROR, agent=name, error=f"agent {name!r}: {missing}")
-    elif missing.property is Property.REASONING_CLOSED:
-        ending = Ending.of_cut_turn(state.turns[-1], str(missing))
+    elif missing.property is Property.REASONING_CLOSED and head.node is not None:
+        ending = Ending.of_cut_turn(head.node.turn, str(missing))
     state.play.limits.end_episode(ending or Ending(Outcome.TOKEN_ERROR, agent=name, error=str(missing)))
 
 

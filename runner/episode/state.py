@@ -10,15 +10,19 @@ objects of the author.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from bisect import insort
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import anyio
 
+from runner.chat_requests import ChatRequest
 from runner.concurrency.clocks import Waiting
 from runner.concurrency.exit_stack import ThreadedExitStack
 from runner.concurrency.user_code import AuthorCode, TooSlow
+from runner.engines.base import Session
+from runner.episode.forest import Head, Node
 from runner.episode.key import EpisodeKey
 from runner.episode.limits import EpisodeLimits
 from runner.episode.shared import RunShared
@@ -26,9 +30,9 @@ from runner.errors import BadOption
 from runner.messages import Message, check_answers
 from runner.options import Limits, Sampling
 from runner.tools.tool import Tool
-from runner.trajectory import Segment, Trajectory, Turn
+from runner.trajectory import BRANCH, Origin, Segment, Trajectory, Turn
 
-__all__ = ["ConversationState", "EpisodeState", "Retry", "checked_tools"]
+__all__ = ["ConversationState", "EpisodeState", "checked_tools"]
 
 
 class EpisodeState:
@@ -49,6 +53,10 @@ class EpisodeState:
         """Calls the author's hooks and tools."""
         self.states: dict[str, ConversationState] = {}
         """The conversations so far, by agent, in the order in which they were opened."""
+        self.desk: Any = None
+        """Where it takes requests: a `ChatDesk`, which stands above this module."""
+        self.renamed: dict[str, str] = {}
+        """What threads of requests are called in the end, by the name that they were opened with."""
         self.faults: list[str] = []
         """What went wrong without changing the outcome, such as a `close()` or a metric that raised."""
         self.exit_stack = ThreadedExitStack(self._leave, f"episode {key.id} of {type(shared.environment).__name__}")
@@ -125,34 +133,28 @@ class ConversationState:
         """The same as the author sees it: a `Conversation`, which stands above this module and has no type here."""
         self.chat = play.shared.chat_of(name)
         """The model that speaks for it."""
-        self.tools = checked_tools(tools)
-        """What it may call now."""
+        check_answers(messages)
+        self.head = Head(checked_tools(tools), list(messages))
+        """Where it speaks next."""
         self.turns: list[Turn] = []
-        """What it said, in order."""
+        """What it said, by number."""
+        self.nodes: list[Node] = []
+        """The same as a forest, in the order in which the turns ended."""
         self.segments: list[Segment] = []
         """Its token logs, with the messages that are their view."""
-        self.segment: Segment | None = None
-        """The segment that the next prompt extends; None where that prompt is to be rendered from the start."""
-        self.cause = "start"
-        """The reason that the next segment is given if the next prompt begins one."""
-        self.retry: Retry | None = None
-        """The turn that the next segment plays again."""
-        check_answers(messages)
-        self.queued = list(messages)
-        """Messages that were added and not put before the model yet."""
-        self.plain = True
-        """Whether every message so far is plain, and gives a template nothing special to look back at (`is_plain`)."""
-        self.calls = 0
-        """How many calls it made, for the ids of the next ones."""
-        # Of the assistant message that was sampled last. A turn that goes on with a cut one is read from there again.
-        self.message_start = 0
-        self.calls_before_message = 0
-        self._own_sampling = sampling
+        self.numbered = 0
+        """How many numbers of turns were given out."""
+        self.requests: list[ChatRequest] = []
+        """The requests that were answered here."""
+        self.thread = name
+        """The name that its seeds follow from: that which it was opened with."""
+        self.own_sampling = sampling
+        """The sampling that it was opened with; None for none of its own."""
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
         # Only an episode's very first request waits behind those of episodes under way; a second agent's does not.
-        self.session = self.chat.engine.session(late=bool(play.states))
-        """What the engine keeps of this conversation between turns."""
+        self._sessions = [self.chat.engine.session(late=bool(play.states))]
+        self._free_sessions = list(self._sessions)
 
     @property
     def context(self) -> int:
@@ -161,9 +163,49 @@ class ConversationState:
         engine = self.chat.engine.context
         return engine if limit is None else min(limit, engine)
 
-    def schemas(self) -> list[dict[str, Any]]:
-        """The tools in OpenAI's form, as templates read them."""
-        return [tool.as_openai() for tool in self.tools]
+    @contextmanager
+    def session(self) -> Iterator[Session]:
+        """What the engine keeps of this conversation between turns; of turns at the same time, each has its own."""
+        if not self._free_sessions:
+            self._sessions.append(self.chat.engine.session(late=True))
+            self._free_sessions.append(self._sessions[-1])
+        session = self._free_sessions.pop()
+        try:
+            yield session
+        finally:
+            self._free_sessions.append(session)
+
+    def close_sessions(self) -> None:
+        """Give the engine's room back."""
+        for session in self._sessions:
+            self.chat.engine.close_session(session)
+
+    @contextmanager
+    def number(self) -> Iterator[int]:
+        """The number of a turn that begins now. What comes to no turn gives it back, unless a later one is given."""
+        number = self.numbered
+        self.numbered += 1
+        try:
+            yield number
+        finally:
+            taken = bool(self.turns) and self.turns[-1].number >= number
+            if not taken and self.numbered == number + 1:
+                self.numbered = number
+
+    def record(self, node: Node) -> None:
+        """Add a turn to the forest; one that was begun earlier may end later."""
+        if not self.has(node.segment):
+            self.segments.append(node.segment)
+        self.nodes.append(node)
+        insort(self.turns, node.turn, key=lambda turn: turn.number)
+
+    def has(self, segment: Segment) -> bool:
+        """Whether a segment is one of this conversation's."""
+        return any(segment is each for each in reversed(self.segments))
+
+    def node_of(self, turn: Turn) -> Node | None:
+        """The place of a turn in the forest; None for a turn of somebody else."""
+        return next((node for node in reversed(self.nodes) if node.turn is turn), None)
 
     def sampling(self) -> Sampling:
         """The sampling of the next turn, every field set; the environment's may have been assigned since the last."""
@@ -173,7 +215,7 @@ class ConversationState:
             if not isinstance(given, Sampling):
                 raise BadOption(f"self.sampling = {given!r:.60}: give Sampling(...).")
             self._sampling = play.shared.sampling_of(
-                train=self.train, conversation=self._own_sampling, environment=given
+                train=self.train, conversation=self.own_sampling, environment=given
             )
             self._environment_sampling = given
         play.check_limits()
@@ -181,28 +223,41 @@ class ConversationState:
 
     def into_trajectory(self, trajectory: Trajectory) -> None:
         """Hand over what was seen and said; messages that the model never saw stand at the end."""
-        segment = self.segment
-        if segment is None and self.queued:
-            segment = Segment(cause=self.cause, tools=self.schemas())
-            self.segments.append(segment)
-        if segment is not None and self.queued:
-            segment.messages.extend(self.queued)
-            segment.unseen = len(self.queued)
-        self.segment = None
-        trajectory.segments = self.segments
+        self._order_segments()
+        head, segments = self.head, self.segments
+        if head.queued:
+            node, last = head.node, segments[-1] if segments else None
+            if last is not None and node is not None and not head.whole and node.segment is last and node.ends_segment:
+                last.messages.extend(head.queued)
+            else:
+                last = _unsampled(head)
+                segments.append(last)
+            last.unseen = len(head.queued)
+            self.head = Head(head.tools, node=node)
+        trajectory.segments = segments
         trajectory.turns = self.turns
+        trajectory.requests = self.requests
+        trajectory.thread = "" if self.thread == self.name else self.thread
+
+    def _order_segments(self) -> None:
+        """Put the segments in the order of their first turns: of turns at the same time, a later one may end first."""
+        first: dict[int, int] = {}
+        for node in self.nodes:
+            at = id(node.segment)
+            first[at] = min(first.get(at, node.turn.number), node.turn.number)
+        self.segments.sort(key=lambda segment: first.get(id(segment), self.numbered))
+        places = {id(segment): place for place, segment in enumerate(self.segments)}
+        for node in self.nodes:
+            if id(node.segment) in places:
+                node.turn.segment = places[id(node.segment)]
 
 
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """The last turn is to be played again, from the very tokens of its prompt."""
-
-    segment: Segment
-    """Where it was played."""
-    start: int
-    """Its first sampled token, where its prompt ends."""
-    messages: Sequence[Message]
-    """The messages of its prompt."""
+def _unsampled(head: Head) -> Segment:
+    """A segment of messages alone, which end with some that the model never saw."""
+    node = head.node
+    origin = None if node is None else Origin(node.turn.agent, node.turn.number, node.turn)
+    cause = head.whole or ("start" if node is None else BRANCH)
+    return Segment(cause=cause, tools=head.schemas(), origin=origin, messages=[*head.seen, *head.queued])
 
 
 def _says(turn: Turn, message: Message) -> bool:

@@ -22,10 +22,11 @@ Generate: TypeAlias = Callable[[Callable[[TurnEvent], None]], Awaitable[Turn]]
 class StreamedTurn:
     """A turn while it is sampled: an iterator over what it says."""
 
-    def __init__(self, events: MemoryObjectReceiveStream[TurnEvent], turns: list[Turn]) -> None:
+    def __init__(self, events: MemoryObjectReceiveStream[TurnEvent], last: Callable[[], Turn | None]) -> None:
         self._events = events
-        self._turns = turns
-        self._before = len(turns)
+        self._last = last
+        self._before = last()
+        self._turn: Turn | None = None
         self._error: Exception | None = None
 
     @property
@@ -35,9 +36,15 @@ class StreamedTurn:
         Raises:
             RuntimeError: it is still being sampled, or nothing was.
         """
-        if len(self._turns) == self._before:
+        self._settle()
+        if self._turn is None:
             raise RuntimeError("the turn is not over: iterate to its end, or leave the block, before you ask for it")
-        return self._turns[self._before]
+        return self._turn
+
+    def _settle(self) -> None:
+        """Take the turn, if it is there, before the agent speaks again."""
+        if self._turn is None and (turn := self._last()) is not self._before:
+            self._turn = turn
 
     def __aiter__(self) -> Self:
         return self
@@ -53,11 +60,11 @@ class StreamedTurn:
 
 
 @asynccontextmanager
-async def heard(turns: list[Turn], generate: Generate) -> AsyncIterator[StreamedTurn]:
-    """Sample a turn, which becomes the next of `turns`, while the block runs and no longer."""
+async def heard(last: Callable[[], Turn | None], generate: Generate) -> AsyncIterator[StreamedTurn]:
+    """Sample a turn, which becomes the `last` one, while the block runs and no longer."""
     # It holds no more than the turn does, and the sampling never waits for whoever listens.
     tell, events = anyio.create_memory_object_stream[TurnEvent](math.inf)
-    streamed = StreamedTurn(events, turns)
+    streamed = StreamedTurn(events, last)
 
     async def sample() -> None:
         with tell:
@@ -75,6 +82,7 @@ async def heard(turns: list[Turn], generate: Generate) -> AsyncIterator[Streamed
             except Exception as error:  # a task group would wrap it
                 left = error
             group.cancel_scope.cancel()
+    streamed._settle()
     if left is None:
         left = streamed._error
     if left is not None:

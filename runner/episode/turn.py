@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -11,9 +12,11 @@ from typing import Any, NoReturn
 import anyio
 
 from runner.concurrency.threads import Job
-from runner.engines.base import FinishReason, GenerationRequest, vocabulary_size
+from runner.engines.base import FinishReason, GenerationRequest, Session, vocabulary_size
+from runner.episode.forest import Head, Node
 from runner.episode.key import MAIN
 from runner.episode.limits import Ending
+from runner.episode.model import ChatModel
 from runner.episode.parsed_turn import ParsedTurn, text_of
 from runner.episode.prompting import PreparedPrompt, next_prompt
 from runner.episode.sample import Sample, sample
@@ -22,39 +25,84 @@ from runner.episode.turn_events import TurnEvent, TurnListener
 from runner.errors import BadOption, EngineError, RequestRejected
 from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice
 from runner.seeds import derive_seed
-from runner.trajectory import Outcome, Turn
+from runner.tools.tool import Tool
+from runner.trajectory import AGAIN, RETRY, Outcome, Turn
 
 __all__ = ["take_turn"]
 
 
 async def take_turn(
     state: ConversationState,
+    head: Head,
     sampling: Sampling | None = None,
     tool_choice: ToolChoice | None = None,
     *,
+    number: int | None = None,
+    handle: Callable[[int], str] | None = None,
     tell: Callable[[TurnEvent], None] | None = None,
 ) -> Turn:
-    """Let the agent of a conversation speak once, and `tell` what it says while it does."""
+    """Let the agent of a conversation speak once, where `head` stands, which moves behind the turn.
+
+    Args:
+        state: the conversation.
+        head: where it speaks; of several turns at the same time each has another one.
+        sampling: goes over the conversation's.
+        tool_choice: goes over the environment's.
+        number: the turn's number, where that was given out before.
+        handle: what names the turn of a number to a client.
+        tell: is told what the turn says while it is sampled.
+    """
     limits = state.play.limits
     await limits.admit(state.name, trained=state.train)
-    prompt = await next_prompt(state)
-    _refuse_too_long(state, prompt)
-    request = _request(state, prompt, sampling, tool_choice, heard=tell is not None)
-    sampled, turn = Sample(prompt.segment.log), None
-    if tell is not None:
-        sampled.listener = _listener(state, prompt, request, tell)
-    try:
-        await _sampling(state, prompt, request, sampled)
-    finally:
-        # Cancelled or failed, what the model saw and said is kept all the same: the engine had it from admission on.
-        if sampled.admitted:
-            turn = _record(state, prompt, request, sampled)
-            await _parse(state, prompt, turn, sampled)
-            limits.count(turn, trained=state.train)
+    numbered = state.number() if number is None else nullcontext(number)
+    with _extending(state, head) as extend, numbered as number, state.session() as session:
+        prompt = await next_prompt(state, head, extend=extend)
+        _refuse_too_long(state, prompt)
+        place = _Place(state, head, number, session)
+        request = _request(place, prompt, sampling, tool_choice, heard=tell is not None)
+        sampled, turn = Sample(prompt.segment.log), None
+        if tell is not None:
+            sampled.listener = _listener(place, prompt, request, tell)
+        try:
+            await _sampling(state, prompt, request, sampled)
+        finally:
+            # Cancelled or failed, what the model saw and said is kept all the same: the engine had it from admission.
+            if sampled.admitted:
+                turn = await _record(place, prompt, request, sampled)
+                turn.handle = handle(number) if handle is not None else ""
+                limits.count(turn, trained=state.train)
     if sampled.error is not None:
         _end_by(state, sampled.error)
     assert turn is not None  # an engine that did not fail has admitted the request
     return turn
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a turn is sampled."""
+
+    state: ConversationState
+    """The conversation."""
+    head: Head
+    """Where in its forest."""
+    number: int
+    """The turn's number."""
+    session: Session
+    """What the engine keeps of the turns before."""
+
+
+@contextmanager
+def _extending(state: ConversationState, head: Head) -> Iterator[bool]:
+    """Whether the turn may extend the segment of the one before it; nobody else may meanwhile, nor once it has."""
+    node = head.node
+    if node is None or not node.ends_segment or not state.has(node.segment):
+        yield False
+        return
+    node.extended = True
+    try:
+        yield True
+    finally:
+        node.extended = len(node.segment.log) > node.turn.end
 
 
 def _refuse_too_long(state: ConversationState, prompt: PreparedPrompt) -> None:
@@ -87,51 +135,53 @@ class _Request:
 
 
 def _request(
-    state: ConversationState,
+    place: _Place,
     prompt: PreparedPrompt,
     sampling: Sampling | None,
     tool_choice: ToolChoice | None,
     *,
     heard: bool,
 ) -> _Request:
-    play, chat, number = state.play, state.chat, len(state.turns)
+    state, number = place.state, place.number
+    play, chat, tools = state.play, state.chat, place.head.tools
     own = state.sampling()
     settings = own if sampling is None else sampling.over(own)
     settings.check_vocabulary(vocabulary_size(chat.engine))
-    choice = _tool_choice(state, tool_choice)
+    choice = _tool_choice(state, tools, tool_choice)
     ceilings = {"max_tokens": settings.max_tokens, "context": state.context - len(prompt.ids)}
     left = play.limits.tokens_left() if state.train else None
     if left is not None:
         ceilings["tokens"] = left
     ceiling = min(ceilings, key=ceilings.__getitem__)
     generation = GenerationRequest(
-        name=f"{play.key.id}/{state.name}/{number}",
+        name=f"{play.key.id}/{state.thread}/{number}",
         prompt=prompt.ids,
         sampling=settings if ceiling == "max_tokens" else settings.shortened(ceilings[ceiling]),
         stop_ids=settings.all_stop_ids(chat.stop_ids),
-        seed=derive_seed(play.seed, state.name, number),
-        session=state.session,
-        constraint=_constraint(state, settings, choice),
+        seed=derive_seed(play.seed, state.thread, number),
+        session=place.session,
+        constraint=_constraint(chat, tools, settings, choice),
         # We look for stop strings in the deltas as they come, and what was sampled past one is thrown away.
         acts_on_deltas=heard or bool(settings.stop),
     )
     return _Request(generation, _unconstrained(settings), choice, ceiling)
 
 
-def _tool_choice(state: ConversationState, given: ToolChoice | None) -> ToolChoice:
-    if not state.tools:
+def _tool_choice(state: ConversationState, tools: Sequence[Tool], given: ToolChoice | None) -> ToolChoice:
+    if not tools:
         return "none"
     if given is not None:
         return given
     # The environment's is meant for `main`: another agent may not have the tool that it names.
     choice = state.play.environment.tool_choice
-    known = ("auto", "none", *(tool.name for tool in state.tools))
+    known = ("auto", "none", *(tool.name for tool in tools))
     return choice if state.name == MAIN or choice in known else "auto"
 
 
-def _constraint(state: ConversationState, settings: Sampling, tool_choice: ToolChoice) -> Constraint | None:
-    tools = state.tools
-    enforced = state.chat.parser.constraint(tools, tool_choice) if tools else None
+def _constraint(
+    chat: ChatModel, tools: Sequence[Tool], settings: Sampling, tool_choice: ToolChoice
+) -> Constraint | None:
+    enforced = chat.parser.constraint(tools, tool_choice) if tools else None
     given = _given_constraint(settings)
     if enforced and given:
         raise BadOption(
@@ -176,27 +226,22 @@ def _sampling(
 # --- what came of it
 
 
-def _record(state: ConversationState, prompt: PreparedPrompt, request: _Request, sampled: Sample) -> Turn:
-    """Put the prompt and the turn into the conversation; what the turn says is not read yet."""
-    segment = prompt.segment
-    if state.segment is not segment:
-        state.segment = segment
-        state.segments.append(segment)
+async def _record(place: _Place, prompt: PreparedPrompt, request: _Request, sampled: Sample) -> Turn:
+    """Put the prompt and the turn into the conversation, and read what it says."""
+    state, head, segment = place.state, place.head, prompt.segment
     if prompt.taken_back is not None:
-        prompt.taken_back.take_back(sampled.start)
-        state.retry = None
+        _take_back(prompt.taken_back)
     segment.messages.extend(prompt.messages)
     # Only now, since a prompt that the engine never got stays queued; what was added meanwhile stays too.
-    del state.queued[: prompt.queued]
+    del head.queued[: prompt.queued]
     turn = Turn(
         agent=state.name,
-        number=len(state.turns),
+        number=place.number,
         log=segment.log,
         start=sampled.start,
         end=sampled.end,
         finish=sampled.finish,
         stop=sampled.stop,
-        segment=len(state.segments) - 1,
         seed=request.generation.seed,
         sampling=request.sampling,
         constraint=request.generation.constraint,
@@ -212,46 +257,88 @@ def _record(state: ConversationState, prompt: PreparedPrompt, request: _Request,
         # An engine knows one number only; which limit it stands for is known here.
         if request.ceiling == "context":
             turn.finish = FinishReason.CONTEXT
-    state.turns.append(turn)
+    node = _node(place, prompt, turn)
+    await _parse(place, node, turn, sampled)
+    segment.messages.append(node.reply)
+    state.record(node)
+    turn.segment = next(at for at, each in reversed([*enumerate(state.segments)]) if each is segment)
+    head.node, head.whole, head.again = node, "", None
     return turn
 
 
+def _take_back(node: Node) -> None:
+    """What was sampled of its message is trained on no more."""
+    first = node.spoken
+    for each in node.path():
+        each.turn.log.take_back(each.turn.start, each.turn.end)
+        if each is first:
+            break
+
+
+def _node(place: _Place, prompt: PreparedPrompt, turn: Turn) -> Node:
+    """The place of a turn in the forest; what it says is not read yet."""
+    before, messages = place.head.node, prompt.segment.messages
+    begin, answered = turn.start, len(messages) - prompt.asked
+    if prompt.continued and before is not None:
+        # A call may be cut in two, so the message is read again from its first turn on.
+        messages.pop()
+        begin, answered = before.begin, before.answered
+    calls = _calls_before(place, prompt)
+    return Node(
+        turn=turn,
+        segment=prompt.segment,
+        parent=before,
+        answered=answered,
+        start=len(messages),
+        reply={"role": "assistant", "content": ""},
+        begin=begin,
+        calls_before=calls,
+        calls=calls,
+        plain=prompt.plain,
+    )
+
+
+def _calls_before(place: _Place, prompt: PreparedPrompt) -> int:
+    """How many calls there were before the message that the turn says, or goes on with."""
+    before, again = place.head.node, place.head.again
+    if prompt.continued and before is not None:
+        return before.calls_before
+    if again is not None and prompt.segment.cause in (RETRY, AGAIN):
+        return again.calls_before
+    return 0 if before is None else before.calls
+
+
 def _listener(
-    state: ConversationState, prompt: PreparedPrompt, request: _Request, tell: Callable[[TurnEvent], None]
+    place: _Place, prompt: PreparedPrompt, request: _Request, tell: Callable[[TurnEvent], None]
 ) -> TurnListener:
-    listener = TurnListener(state.chat, state.tools, request.tool_choice, tell)
-    log, continued = prompt.segment.log, prompt.continued
+    before, log = place.head.node, prompt.segment.log
+    listener = TurnListener(place.state.chat, place.head.tools, request.tool_choice, tell)
     listener.begin(
-        log.ids[state.message_start :] if continued else (),
-        calls_before=state.calls_before_message if continued else state.calls,
+        log.ids[before.begin :] if prompt.continued and before is not None else (),
+        calls_before=_calls_before(place, prompt),
         longest_stop=max(map(len, request.sampling.stop), default=0),
     )
     return listener
 
 
-async def _parse(state: ConversationState, prompt: PreparedPrompt, turn: Turn, sampled: Sample) -> None:
-    """Fill in what the sampled ids say, as text, reasoning and calls, and add it to the messages."""
-    chat, ids, messages, text = state.chat, turn.log.ids, prompt.segment.messages, sampled.text
-    if prompt.continued:
-        # A call may be cut in two, so the message is read again from its first turn on.
-        messages.pop()
-        if text is not None:
-            text = chat.tokenizer.decode(ids[state.message_start : turn.start]) + text
-    else:
-        state.message_start, state.calls_before_message = turn.start, state.calls
-    spoken = ids[state.message_start : turn.end]
+async def _parse(place: _Place, node: Node, turn: Turn, sampled: Sample) -> None:
+    """Fill in what the sampled ids say, as text, reasoning and calls."""
+    chat, ids, text = place.state.chat, turn.log.ids, sampled.text
+    if text is not None and node.begin < turn.start:
+        text = chat.tokenizer.decode(ids[node.begin : turn.start]) + text
+    spoken = ids[node.begin : turn.end]
     stopped = turn.finish is FinishReason.STOP and isinstance(turn.stop, int)
     if sampled.listener is not None:
         sampled.listener.finish(stopped=stopped, text=text)
     if text is None:
         text = text_of(spoken, chat, stopped=stopped)
-    before = state.calls_before_message
-    read = partial(ParsedTurn.of, text, spoken, chat, state.tools, before=before, tool_choice=turn.tool_choice)
-    said = read() if chat.parser.named is None else await _in_thread(state, read)
+    before, tools = node.calls_before, place.head.tools
+    read = partial(ParsedTurn.of, text, spoken, chat, tools, before=before, tool_choice=turn.tool_choice)
+    said = read() if chat.parser.named is None else await _in_thread(place.state, read)
     turn.text, turn.reasoning, turn.tool_calls = said.text, said.reasoning, said.tool_calls
     turn.thinking = said.cut_in_reasoning(turn, chat)
-    state.calls = before + len(said.tool_calls)
-    messages.append(said.as_message())
+    node.calls = before + len(said.tool_calls)
+    node.reply = said.as_message()
 
 
 async def _in_thread(state: ConversationState, read: Callable[[], ParsedTurn]) -> ParsedTurn:

@@ -112,6 +112,12 @@ class Summary:
     malformed_calls: int = 0
     """Calls that were begun and could not be read: of many, the model writes otherwise than its template."""
 
+    requests: Counter[str] = field(default_factory=Counter)
+    """How many requests of `Episode.chat` were found to be what."""
+
+    tolerated: Counter[str] = field(default_factory=Counter)
+    """How many of these had which difference that changed nothing."""
+
     times: dict[str, float] = field(default_factory=dict)
     """Seconds of all turns together, as `queued`, `first_token`, `decode` and `environment`."""
 
@@ -180,6 +186,9 @@ class Summary:
         for trajectory in trajectories:
             for turn in trajectory.turns:
                 self._add_turn(turn)
+            for request in trajectory.requests:
+                self.requests[request.verdict.value] += 1
+                self.tolerated.update(each.value for each in request.tolerated)
 
     def recall(self, trajectories: Sequence[Trajectory], *, final: bool) -> None:
         """Count an episode that an earlier run of the same file finished; its rewards only where they are final."""
@@ -235,6 +244,8 @@ class Summary:
             "finishes": dict(sorted(self.finishes.items())),
             "calls": self.calls,
             "malformed_calls": self.malformed_calls,
+            "requests": dict(sorted(self.requests.items())),
+            "tolerated": dict(sorted(self.tolerated.items())),
             "tokens": asdict(self.tokens),
             "junctions": {"/".join(key): count for key, count in sorted(self.junctions.items())},
             "junction_causes": dict(sorted(self.junction_causes.items())),

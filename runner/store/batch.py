@@ -9,10 +9,10 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
-from runner.store.codec import segment_values, trajectory_values, turn_values
+from runner.store.codec import origin_values, request_values, segment_values, trajectory_values, turn_values
 from runner.store.columns import Table, encode_text, insertion
 from runner.store.json_values import class_name, encode_json
-from runner.store.schema import CONSTRAINTS, EPISODES, SAMPLINGS, SEGMENTS, TASKS, TOOLS, TOP_LOGPROBS, TURNS
+from runner.store.schema import CONSTRAINTS, EPISODES, REQUESTS, SAMPLINGS, SEGMENTS, TASKS, TOOLS, TOP_LOGPROBS, TURNS
 from runner.store.stored_tasks import encode_task
 from runner.store.stored_top_logprobs import top_values
 from runner.tasks import Task
@@ -102,12 +102,15 @@ class Packer:
         batch.insert(EPISODES, [key, *trajectory_values(trajectory), *written])
         for number, segment in enumerate(trajectory.segments):
             tools = self._refer(batch, TOOLS, "tools", encode_json(segment.tools)) if segment.tools else None
-            batch.insert(SEGMENTS, [key, number, *segment_values(segment), tools])
+            batch.insert(SEGMENTS, [key, number, *segment_values(segment), *origin_values(segment), tools])
         for position, turn in enumerate(trajectory.turns):
             constrained, sampled = self._constraint(batch, turn), self._sampling(batch, turn)
             batch.insert(TURNS, [key, position, constrained, sampled, *turn_values(turn)])
             if turn.top is not None:
                 batch.insert(TOP_LOGPROBS, [key, position, *top_values(turn.top)])
+
+        for request in trajectory.requests:
+            batch.insert(REQUESTS, [key, *request_values(request)])
 
     def _add_task(self, batch: Batch, task: Task, visit: int) -> None:
         if self._first_time((task.id, visit)):

@@ -7,30 +7,46 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from runner.chat_requests import ChatRequest
 from runner.errors import RunFileError
 from runner.options import Constraint, ConstraintKind, Sampling
-from runner.store.columns import Row, decode_text, read_fields, row_maker
+from runner.store.columns import Row, decode_text, encode_text, read_fields, row_maker
 from runner.store.json_values import decode_json
 from runner.store.packing import sources_of, unpack, unpacked_logprobs
-from runner.store.schema import JUNCTION, SEGMENT, TIMINGS, TRAJECTORY, TURN
+from runner.store.schema import JUNCTION, REQUEST, SEGMENT, TIMINGS, TRAJECTORY, TURN
 from runner.store.stored_tasks import TaskDecoder
 from runner.store.stored_top_logprobs import StoredTopLogprobs
 from runner.tasks import Task
 from runner.tokens.junction import Junction
 from runner.tokens.log import TokenLog, VersionSpan
-from runner.trajectory import Segment, Timings, Trajectory, Turn
+from runner.trajectory import Origin, Segment, Timings, Trajectory, Turn
 
-__all__ = ["episode_row", "load_trajectory", "segment_values", "trajectory_values", "turn_values"]
+__all__ = [
+    "episode_row",
+    "load_trajectory",
+    "origin_values",
+    "request_values",
+    "segment_values",
+    "trajectory_values",
+    "turn_values",
+]
 
 # --- writing
 
 # What the columns of each hold of an object, in their order.
 trajectory_values = row_maker(TRAJECTORY)
 segment_values = row_maker(SEGMENT)
+request_values = row_maker(REQUEST)
 _turn_values = row_maker(TURN)
 _timings_values = row_maker(TIMINGS)
 _junction_values = row_maker(JUNCTION)
 _NO_JUNCTION = [None] * len(JUNCTION)
+
+
+def origin_values(segment: Segment) -> tuple[str | bytes | None, int | None]:
+    """The agent and the number of the turn that a segment follows."""
+    origin = segment.origin
+    return (None, None) if origin is None else (encode_text(origin.agent), origin.number)
 
 
 def turn_values(turn: Turn) -> list[Any]:
@@ -92,6 +108,12 @@ def _trajectory(connection: sqlite3.Connection, episode: Row, task: Task) -> Tra
     trajectory.turns = [
         _turn(row, trajectory.agent, segments[row["segment"]].log) for row in connection.execute(_TURNS, key).fetchall()
     ]
+    requests = connection.execute("SELECT * FROM requests WHERE episode = ? ORDER BY number", key).fetchall()
+    trajectory.requests = [ChatRequest(**read_fields(REQUEST, row)) for row in requests]
+    own = {turn.number: turn for turn in trajectory.turns}
+    for segment in segments:
+        if segment.origin is not None and segment.origin.agent == trajectory.agent:
+            segment.origin.turn = own[segment.origin.number]
     asked = {turn.segment for turn in trajectory.turns if turn.sampling is not None and turn.sampling.logprobs}
     for number in asked:
         segments[number].log.top_logprobs = StoredTopLogprobs(_path(connection), episode["key"], number)
@@ -108,6 +130,7 @@ def _segment(row: Row) -> Segment:
     return Segment(
         log=TokenLog(ids=ids, logprobs=logprobs, sources=sources, versions=versions),
         tools=() if row["schemas"] is None else decode_json(row["schemas"]),
+        origin=None if row["origin_agent"] is None else Origin(decode_text(row["origin_agent"]), row["origin_turn"]),
         **read_fields(SEGMENT, row),
     )
 

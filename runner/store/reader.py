@@ -60,6 +60,7 @@ class EpisodeRow:
     cached: int | None
     seconds: float
     waited: float
+    thread: str
     superseded: bool
     committed: float
     launch: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from runner.chat_requests import Again, Delivery, Tolerated, Verdict
 from runner.engines.base import FinishReason
 from runner.messages import ToolCall
 from runner.store.columns import (
@@ -31,6 +32,8 @@ __all__ = [
     "EPISODES",
     "FORMAT",
     "JUNCTION",
+    "REQUEST",
+    "REQUESTS",
     "SAMPLINGS",
     "SEGMENT",
     "SEGMENTS",
@@ -45,7 +48,7 @@ __all__ = [
     "schema_statements",
 ]
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 """The version of the tables, kept in `PRAGMA user_version`. A file of any other version is refused by its number."""
 
 APPLICATION_ID: Final = 0x64656C74
@@ -107,6 +110,7 @@ TRAJECTORY: Final = (
     ),
     field("seconds", "REAL NOT NULL", "how long the episode was alive", arrow="float64"),
     field("waited", "REAL NOT NULL", "how many of those seconds it waited for a place in the engine"),
+    field("thread", "TEXT NOT NULL", "the name that its seeds follow from, or empty where that is its agent's", TEXT),
 )
 
 EPISODES: Final = Table(
@@ -127,6 +131,7 @@ SEGMENT: Final = (
     field("cause", "TEXT NOT NULL", "why it was begun"),
     field("unseen", "INTEGER NOT NULL", "how many of the last messages the model never saw"),
     field("messages", "TEXT NOT NULL", "JSON: the view of it", JSON),
+    field("shared", "INTEGER NOT NULL", "how many of its first `ids` are a copy of those that its origin has"),
     derived("ids", "BLOB NOT NULL", "int32, little-endian, 4 bytes an id", "log.ids", Form(pack)),
     derived(
         "logprobs",
@@ -138,8 +143,8 @@ SEGMENT: Final = (
     derived(
         "sources",
         "TEXT NOT NULL",
-        "JSON runs `[[source, length], ...]`: 0 first prompt, 1 bridge, 2 sampled, 3 sampled in a turn that the next "
-        "segment plays again. The loss mask is 1 where it is 2",
+        "JSON runs `[[source, length], ...]`: 0 first prompt, 1 bridge, 2 sampled, 3 sampled in a turn that was taken "
+        "back. The loss mask is 1 where it is 2",
         "log.sources",
         Form(lambda sources: encode_json(list(source_spans(sources)))),
     ),
@@ -159,6 +164,8 @@ SEGMENTS: Final = Table(
         Column("episode", "INTEGER NOT NULL", "`episodes.key`"),
         Column("number", "INTEGER NOT NULL", "counts from 0 in its trajectory"),
         *SEGMENT,
+        Column("origin_agent", "TEXT", "the agent of the turn that it follows; NULL where it follows none"),
+        Column("origin_turn", "INTEGER", "`turns.number` of that turn"),
         Column(
             "tools",
             "INTEGER",
@@ -203,6 +210,8 @@ TURN: Final = (
     field("thinking", "INTEGER NOT NULL", "1: it was cut inside its reasoning", FLAG),
     field("tool_choice", "TEXT NOT NULL", "`auto`, `required`, `none`, or the tool that it had to call"),
     field("reward", "REAL NOT NULL", "the credit that the author gave to this turn"),
+    field("handle", "TEXT NOT NULL", "what names it to a client that asked for it with `Episode.chat`, or empty"),
+    field("left_out", "INTEGER NOT NULL", "1: its conversation went on elsewhere, and it is not trained on", FLAG),
 )
 
 TIMINGS: Final = (
@@ -256,6 +265,47 @@ TOP_LOGPROBS: Final = Table(
         Column("logprobs", "BLOB NOT NULL", "float32, little-endian, one of each of `ids`; -inf: not to be sampled"),
     ),
     key="PRIMARY KEY (episode, position)",
+)
+
+# --- its requests
+
+REQUEST: Final = (
+    field("number", "INTEGER NOT NULL", "counts the requests of its episode from 0"),
+    field("label", "TEXT NOT NULL", "the client's own name for who asked, or empty", TEXT),
+    field("form", "TEXT NOT NULL", "the form in which it came"),
+    field("verdict", "TEXT NOT NULL", "what its history was to the turns that there were", member_of(Verdict)),
+    field("again", "TEXT NOT NULL", "what was done where its prompt had been asked before, or empty", member_of(Again)),
+    field("turn", "INTEGER", "`turns.number` of the turn that answered it; NULL where nothing did"),
+    field("parent_agent", "TEXT NOT NULL", "the agent of the turn that it goes on from, or empty", TEXT),
+    field("parent_turn", "INTEGER", "`turns.number` of that turn"),
+    field(
+        "tolerated",
+        "TEXT NOT NULL",
+        "JSON: the names of the differences that changed nothing",
+        Form(
+            lambda names: encode_json([name.value for name in names]),
+            lambda stored: tuple(map(Tolerated, decode_json(stored))),
+        ),
+    ),
+    field("volatile", "INTEGER NOT NULL", "how many lines were taken out of system messages"),
+    field(
+        "not_granted",
+        "TEXT NOT NULL",
+        "JSON: the sampling that it asked for and did not get",
+        Form(lambda given: encode_json(dict(given)), decode_json),
+    ),
+    field("messages", "INTEGER NOT NULL", "how many messages it had"),
+    field("size", "INTEGER NOT NULL", "how many bytes these have as JSON"),
+    field("align_seconds", "REAL NOT NULL", "how long it took to find where it stands"),
+    field("delivery", "TEXT NOT NULL", "how far its answer came", member_of(Delivery)),
+    field("error", "TEXT NOT NULL", "why there is no answer, or empty", TEXT),
+)
+
+REQUESTS: Final = Table(
+    "requests",
+    "a request of `Episode.chat`: what its history was found to be",
+    (Column("episode", "INTEGER NOT NULL", "`episodes.key`"), *REQUEST),
+    key="PRIMARY KEY (episode, number)",
 )
 
 # --- what rows refer to, and what stands for the whole run
@@ -323,7 +373,7 @@ LAUNCHES: Final = Table(
     ),
 )
 
-TABLES: Final = (RUN, LAUNCHES, TASKS, EPISODES, SEGMENTS, TURNS, TOP_LOGPROBS, CONSTRAINTS, SAMPLINGS, TOOLS)
+TABLES: Final = (RUN, LAUNCHES, TASKS, EPISODES, SEGMENTS, TURNS, TOP_LOGPROBS, REQUESTS, CONSTRAINTS, SAMPLINGS, TOOLS)
 """Every table of a run file."""
 
 

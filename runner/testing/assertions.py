@@ -15,7 +15,7 @@ from runner.messages import Message
 from runner.tokens.log import Source
 from runner.tokens.token_diff import first_mismatch
 from runner.tokens.tokenizer import Tokenizer
-from runner.trajectory import Segment, Trajectory, Turn
+from runner.trajectory import AGAIN, BRANCH, RETRY, Segment, Trajectory, Turn
 from runner.verify.records import LIMITS_OF
 
 __all__ = ["assert_exact"]
@@ -30,8 +30,9 @@ _SHOWN: Final = 24
 def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
     """Check that a trajectory is exactly what the model saw and sampled.
 
-    Within a segment every prompt begins with the prompt before it and what was sampled on it, bit for bit; the loss
-    mask covers the sampled ids and no other; log-probabilities stand where ids were sampled; every tool call that is
+    Within a segment every prompt begins with the prompt before it and what was sampled on it, bit for bit; a segment
+    that goes on from a turn of another one, or plays it again, begins with its very ids; the loss mask covers the
+    sampled ids and no other; log-probabilities stand where ids were sampled; every tool call that is
     followed by anything was answered once, in order, and the messages hold the calls that the turns made; outcome,
     limit, error and reward agree.
 
@@ -51,6 +52,7 @@ def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
     for number, segment in enumerate(trajectory.segments):
         turns = [turn for turn in trajectory.turns if turn.segment == number]
         _check_arrays(trajectory, segment)
+        _check_origin(trajectory, segment, turns, engine)
         _check_extends(trajectory, segment, turns, engine)
         _check_mask(trajectory, segment, turns, engine)
         _check_answers(trajectory, segment.messages)
@@ -91,6 +93,29 @@ def _check_arrays(trajectory: Trajectory, segment: Segment) -> None:
         top, length = turn.top, turn.end - turn.start
         fits = top is None or len(top) == length
         _require(fits, f"{_name(trajectory, turn)}: {length} ids, and the likeliest of {len(top or ())}")
+
+
+def _check_origin(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn], engine: Engine | None) -> None:
+    """What goes on from a turn has its very ids; what was encoded anew may say the same with others."""
+    name = f"{trajectory.id} {trajectory.agent} segment {trajectory.segments.index(segment)} ({segment.cause})"
+    origin, shares = segment.origin, segment.cause in (AGAIN, BRANCH, RETRY)
+    if not turns or not shares:
+        anew = origin is not None and segment.cause in ("start", REENCODED)
+        _require(not anew and not segment.shared, f"{name}: it follows {origin}, and was encoded anew")
+        return
+    _require(origin is not None, f"{name}: it goes on from no turn")
+    turn = origin.turn if origin is not None else None
+    if turn is None:  # another agent's, which is not here
+        return
+    end = turn.end if segment.cause == BRANCH else turn.start
+    ids, kept = segment.log.ids[:end], turn.log.ids[:end]
+    if ids != kept or segment.shared != end:
+        first = max(0, first_mismatch(ids, kept) - _SHOWN)
+        raise AssertionError(
+            f"{name}: it was encoded anew, and has not the ids of {origin}\n"
+            f"  there: {_shown(ids[first:][: 2 * _SHOWN], engine)}\n"
+            f"  kept: {_shown(kept[first:][: 2 * _SHOWN], engine)}"
+        )
 
 
 def _check_extends(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn], engine: Engine | None) -> None:
@@ -179,9 +204,11 @@ def _said(part: str, said: str) -> bool:
 
 def _check_turns(trajectory: Trajectory) -> None:
     numbers = [turn.number for turn in trajectory.turns]
-    _require(numbers == list(range(len(numbers))), f"{trajectory.id}: its turns are numbered {numbers}")
+    ascending = numbers == sorted(set(numbers)) if trajectory.branched else numbers == list(range(len(numbers)))
+    _require(ascending, f"{trajectory.id}: its turns are numbered {numbers}")
     segments = [turn.segment for turn in trajectory.turns]
-    _require(segments == sorted(segments), f"{trajectory.id}: its turns are in segments {segments}, out of order")
+    begun = list(dict.fromkeys(segments))
+    _require(begun == sorted(begun), f"{trajectory.id}: its turns are in segments {segments}, out of order")
     known = range(len(trajectory.segments))
     _require(set(segments) <= set(known), f"{trajectory.id}: turns in segments {segments} of {len(known)}")
 
@@ -206,7 +233,7 @@ def _check_sent(trajectory: Trajectory, engine: Engine) -> None:
     calls: Any = getattr(engine, "calls", ())
     by_name = {call.name: call for call in calls}  # of several attempts the last
     for turn in trajectory.turns:
-        call = by_name.get(f"{trajectory.id}/{turn.agent}/{turn.number}")
+        call = by_name.get(f"{trajectory.id}/{trajectory.thread or turn.agent}/{turn.number}")
         if call is None:
             continue
         name = _name(trajectory, turn)

@@ -23,7 +23,7 @@ class Source(enum.IntEnum):
     SAMPLED = 2
     """What the model sampled in this segment."""
     RETRIED = 3
-    """Sampled too, then taken back: the turn was played again in a later segment."""
+    """Sampled too, then taken back: the turn was played again in a later segment, or left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,10 @@ class TokenLog:
         for start in [start for start in self.top_logprobs if start >= end]:
             del self.top_logprobs[start]
 
-    def take_back(self, start: int) -> None:
-        """The ids from `start` on stay, and are not trained on: what was sampled there is sampled anew elsewhere."""
-        kept = self.sources[start:].tobytes().translate(_TAKEN_BACK)
-        self.sources[start:] = array("b", kept)
+    def take_back(self, start: int, end: int | None = None) -> None:
+        """The ids from `start` to `end`, by default the last one, stay and are not trained on."""
+        kept = self.sources[start:end].tobytes().translate(_TAKEN_BACK)
+        self.sources[start:end] = array("b", kept)
 
     def stamp(self, spans: Iterable[VersionSpan], start: int) -> None:
         """Record weight versions; the spans count from `start`, the first id of the turn."""

@@ -37,6 +37,7 @@ _DISAGREE: Final = " OR ".join(f"count(DISTINCT {column}) > 1" for column in _OF
 _MISFITS: Final = (
     ("SELECT '' AS id FROM segments WHERE episode NOT IN (SELECT key FROM episodes)", "segments of no episode"),
     ("SELECT '' AS id FROM turns WHERE episode NOT IN (SELECT key FROM episodes)", "turns of no episode"),
+    ("SELECT '' AS id FROM requests WHERE episode NOT IN (SELECT key FROM episodes)", "requests of no episode"),
     (
         "SELECT '' AS id FROM top_logprobs AS top WHERE NOT EXISTS "
         "(SELECT 1 FROM turns WHERE turns.episode = top.episode AND turns.position = top.position)",

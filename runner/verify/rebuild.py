@@ -17,7 +17,7 @@ from typing import Any, cast
 from runner.engines.base import Engine, FinishReason
 from runner.episode.model import ChatModel
 from runner.episode.parsed_turn import ParsedTurn, text_of
-from runner.episode.prompting import RETRY, followed_junction, forked_junction
+from runner.episode.prompting import followed_junction, forked_junction
 from runner.episode.sample import StopStrings
 from runner.messages import Message, as_messages
 from runner.options import History, HistoryPolicy
@@ -32,7 +32,7 @@ from runner.tokens.template import ChatTemplate
 from runner.tokens.token_diff import first_mismatch
 from runner.tokens.tokenizer import Tokenizer
 from runner.tools.tool import Tool
-from runner.trajectory import Segment, Trajectory, Turn
+from runner.trajectory import AGAIN, BRANCH, RETRY, Origin, Segment, Trajectory, Turn
 from runner.verify.differences import Comparison, Difference, DifferenceFound, Ids, Kind, Spoken
 
 __all__ = ["first_difference", "stored_chat"]
@@ -55,14 +55,20 @@ def stored_chat(
     return ChatModel(cast("Engine", engine), options=options, now=now, history=history, turns=turns, named=named)
 
 
-def first_difference(trajectory: Trajectory, chat: ChatModel) -> Difference | None:
+def first_difference(
+    trajectory: Trajectory, chat: ChatModel, others: Callable[[str], Trajectory] | None = None
+) -> Difference | None:
     """The first thing of `trajectory` that does not follow from its messages and its sampled ids, or None.
 
-    Every prompt is rendered whole. Messages at the end that the model never saw are not looked at. `chat` is the model
-    that spoke for the trajectory's agent; see `stored_chat`.
+    Every prompt is rendered whole. Messages at the end that the model never saw are not looked at.
+
+    Args:
+        trajectory: what is looked at.
+        chat: the model that spoke for its agent; see `stored_chat`.
+        others: gives the trajectory of another agent of the same episode, which a segment may go on from.
     """
     try:
-        _Check(trajectory, chat).run()
+        _Check(trajectory, chat, others).run()
     except DifferenceFound as found:
         return found.difference
     return None
@@ -85,17 +91,36 @@ class _Part:
         """The messages of the first prompt."""
         return self.seen[: self.spoken[0]]
 
+    def speech_of(self, turn: Turn) -> int:
+        """The place of the message that a turn is of, among those that were sampled in this segment."""
+        return len(_speeches([each for each in self.turns if each.start <= turn.start])) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What the first turn of a segment begins with."""
+
+    calls: int = 0
+    """How many calls were made before, on its path."""
+    begin: int | None = None
+    """The first id of its message, where that began in the turn that the segment follows."""
+
 
 class _Check:
     """One trajectory, from its first id to its last; raises `DifferenceFound` at the first difference."""
 
-    def __init__(self, trajectory: Trajectory, chat: ChatModel) -> None:
+    def __init__(
+        self, trajectory: Trajectory, chat: ChatModel, others: Callable[[str], Trajectory] | None = None
+    ) -> None:
         self._trajectory = trajectory
         self._chat = chat
-        self._calls = 0  # made so far: the calls of a turn are numbered on from those before
+        self._others = others
+        self._calls = 0  # made so far on the path: the calls of a turn are numbered on from those before
+        self._made_calls: dict[tuple[str, int], tuple[int, int]] = {}
         self._junction: Junction | None = None  # of the bridge that was made last
         self._done: list[_Part] = []
         self._compare = Comparison(trajectory, chat.tokenizer.decode)
+        self._retried = _played_again(trajectory)
 
     def run(self) -> None:
         for number, segment in enumerate(self._trajectory.segments):
@@ -104,8 +129,7 @@ class _Check:
             self._check_layout(segment, turns)
             part = _Part(segment, turns, *self._seen(segment, turns))
             if turns:
-                self._check_first_prompt(part)
-                self._check_turns(part)
+                self._check_turns(part, self._check_first_prompt(part))
             self._done.append(part)
 
     # --- what stands where
@@ -129,23 +153,16 @@ class _Check:
 
     def _check_sources(self, segment: Segment, turns: Sequence[Turn]) -> None:
         sources = array("b")
-        taken_back = self._taken_back(turns)
         for turn in turns:
             given = Source.BRIDGE if sources else Source.PROMPT
             sources.extend(array("b", [given]) * (turn.start - len(sources)))
-            said = Source.SAMPLED if taken_back is None or turn.start < taken_back else Source.RETRIED
+            said = Source.RETRIED if turn.left_out or turn.number in self._retried else Source.SAMPLED
             sources.extend(array("b", [said]) * (turn.end - turn.start))
         if segment.log.sources != sources:
             at = first_mismatch(segment.log.sources, sources)
             stored, derived = (_source_name(each, at) for each in (segment.log.sources, sources))
             self._compare.turn = next((turn.number for turn in turns if at < turn.end), None)
             self._compare.differ(Kind.LAYOUT, "the source of an id", index=at, stored=stored, derived=derived)
-
-    def _taken_back(self, turns: Sequence[Turn]) -> int | None:
-        """The first id of what was said last, where the next segment plays that again."""
-        following = self._trajectory.segments[len(self._done) + 1 :]
-        again = bool(following) and following[0].cause == RETRY
-        return _speeches(turns)[-1].start if turns and again else None
 
     def _seen(self, segment: Segment, turns: Sequence[Turn]) -> tuple[list[Message], list[int]]:
         """The messages that the model saw or said, and which of them it said in this segment.
@@ -174,17 +191,35 @@ class _Check:
 
     # --- prompts
 
-    def _check_first_prompt(self, part: _Part) -> None:
-        first = part.turns[0]
+    def _check_first_prompt(self, part: _Part) -> _Begun:
+        first, segment = part.turns[0], part.segment
         self._compare.turn = first.number
-        if part.segment.cause == RETRY:
-            derived: Ids = self._retried(part)
-        else:
+        begun = _Begun()
+        junction = None if segment.cause == "start" else forked_junction(segment.cause)
+        shares = segment.cause in (RETRY, AGAIN, BRANCH)
+        if shares and segment.origin is None:
+            self._compare.differ(Kind.LAYOUT, "there is no turn before that could be played again")
+        origin = self._origin(segment.origin) if segment.origin is not None else None
+        if not shares or origin is None:
             make = self._chat.bridger.first_prompt
-            derived = self._made(Kind.FIRST_PROMPT, lambda: make(part.prompt, part.segment.tools))
-        self._compare.ids(Kind.FIRST_PROMPT, part.segment.log.ids[: first.start], derived, 0)
-        begun = part.segment.cause == "start"
-        self._check_junction(first, None if begun else forked_junction(part.segment.cause))
+            derived: Ids = self._made(Kind.FIRST_PROMPT, lambda: make(part.prompt, segment.tools))
+            if origin is not None:
+                begun = _Begun(self._calls_of(*origin)[1])
+        elif segment.cause == BRANCH:
+            derived, begun = self._branched(part, *origin)
+            going_on = begun.begin is not None
+            junction = None if going_on else self._made_junction(first, origin[1], len(derived) - segment.shared)
+        else:
+            derived = self._once_more(part, *origin)
+            begun = _Begun(self._calls_of(*origin)[0])
+        self._compare.ids(Kind.FIRST_PROMPT, segment.log.ids[: first.start], derived, 0)
+        shared = 0 if origin is None or not shares else origin[1].end if segment.cause == BRANCH else origin[1].start
+        if segment.shared != shared:
+            self._compare.differ(
+                Kind.LAYOUT, "how many ids are copies", stored=str(segment.shared), derived=str(shared)
+            )
+        self._check_junction(first, junction)
+        return begun
 
     def _check_junction(self, turn: Turn, made: Junction | None) -> None:
         stored = turn.junction
@@ -192,18 +227,77 @@ class _Check:
             was, becomes = ("none" if each is None else "/".join(map(str, astuple(each))) for each in (stored, made))
             self._compare.differ(Kind.JUNCTION, "the record of its junction", stored=was, derived=becomes)
 
-    def _retried(self, part: _Part) -> Ids:
-        """The prompt of what was said last in the segment before, which this one plays again."""
-        before = self._done[-1] if self._done else None
-        if before is None or not before.turns:
-            self._compare.differ(Kind.LAYOUT, "there is no turn before that could be played again")
-        asked = before.seen[: before.spoken[-1]]
+    def _origin(self, origin: Origin) -> tuple[_Part, Turn]:
+        """The turn that a segment follows, and its own segment."""
+        parts, turns = self._done, self._trajectory.turns
+        if origin.agent != self._trajectory.agent:
+            other = self._others(origin.agent) if self._others is not None else None
+            turns = other.turns if other is not None else []
+            parts = _parts_of(other) if other is not None else []
+        turn = next((turn for turn in turns if turn.number == origin.number), None)
+        if turn is None or turn.segment >= len(parts):
+            self._compare.differ(Kind.LAYOUT, f"there is no turn {origin.number} of {origin.agent!r} to go on from")
+        return parts[turn.segment], turn
+
+    def _once_more(self, part: _Part, before: _Part, turn: Turn) -> Ids:
+        """The prompt of a turn that is played again."""
+        asked = before.seen[: before.spoken[before.speech_of(turn)]]
         if encode_json(asked) != encode_json(part.prompt):
             self._compare.differ(Kind.MESSAGE, "the turn that is played again was asked something else")
-        return _speeches(before.turns)[-1].prompt_ids
+        return turn.prompt_ids
+
+    def _branched(self, part: _Part, before: _Part, turn: Turn) -> tuple[Ids, _Begun]:
+        """The prompt of a segment that goes on behind a turn of another one."""
+        first, speech = part.turns[0], before.speech_of(turn)
+        begin = _speeches([each for each in before.turns if each.start <= turn.start])[-1].start
+        calls = self._calls_of(before, turn)
+        history = [*before.seen[: before.spoken[speech]], self._message_of(before, turn, begin, calls[0])]
+        going_on = first.start == turn.end
+        shared = history[: len(history) - going_on]
+        if encode_json(part.prompt[: len(shared)]) != encode_json(shared):
+            self._compare.differ(Kind.MESSAGE, "what it goes on from was said otherwise")
+        ids = turn.log.ids[: turn.end]
+        if going_on:
+            return ids, _Begun(calls[0], begin)
+        return ids + array("i", self._joined(part, turn, history, part.prompt[len(history) :])), _Begun(calls[1])
+
+    def _message_of(self, part: _Part, turn: Turn, begin: int, calls: int) -> Message:
+        """What a turn said; where it was cut and gone on with, as far as it came."""
+        last = [each for each in part.turns if part.speech_of(each) == part.speech_of(turn)][-1]
+        if last is turn:
+            return part.seen[part.spoken[part.speech_of(turn)]]
+        ids, tools = turn.log.ids[begin : turn.end], _as_tools(part.segment)
+        return ParsedTurn.of(
+            self._said(turn, begin), ids, self._chat, tools, before=calls, tool_choice=turn.tool_choice
+        ).as_message()
+
+    def _calls_of(self, part: _Part, turn: Turn) -> tuple[int, int]:
+        """How many calls were made before a turn's message on its path, and with it."""
+        key = turn.agent, turn.number
+        if key not in self._made_calls:
+            self._count_calls(part, turn.agent)
+        return self._made_calls[key]
+
+    def _count_calls(self, part: _Part, agent: str) -> None:
+        origin, after = part.segment.origin, 0
+        before = 0
+        if origin is not None:
+            counted = self._calls_of(*self._origin(origin))
+            before, after = counted if part.segment.cause in (RETRY, AGAIN) else (counted[1], counted[1])
+            if part.segment.cause in (RETRY, AGAIN):
+                after = before
+            elif part.turns and part.turns[0].start == part.segment.shared:
+                before = counted[0]
+        for previous, turn in zip([None, *part.turns], part.turns, strict=False):
+            going_on = _continues(previous, turn) or (previous is None and turn.start == part.segment.shared)
+            before = before if going_on else after
+            after = before + len(turn.tool_calls)
+            self._made_calls[agent, turn.number] = before, after
 
     def _bridge(self, part: _Part, before: Turn, said: int, next_said: int) -> Ids:
-        history, new = part.seen[: said + 1], part.seen[said + 1 : next_said]
+        return self._joined(part, before, part.seen[: said + 1], part.seen[said + 1 : next_said])
+
+    def _joined(self, part: _Part, before: Turn, history: Sequence[Message], new: Sequence[Message]) -> Ids:
         if not new:
             self._compare.differ(Kind.LAYOUT, "no message stands between this turn and the one before it")
         if self._chat.history.policy is HistoryPolicy.FORK:
@@ -244,12 +338,15 @@ class _Check:
 
     # --- what was said
 
-    def _check_turns(self, part: _Part) -> None:
-        speech, begin, calls_before = -1, 0, self._calls
+    def _check_turns(self, part: _Part, begun: _Begun) -> None:
+        speech, begin, self._calls = -1, 0, begun.calls
+        calls_before = self._calls
         for before, turn, after in zip([None, *part.turns], part.turns, [*part.turns[1:], None], strict=False):
             self._compare.turn = turn.number
             if _continues(before, turn):
                 self._calls = calls_before
+            elif before is None and begun.begin is not None:
+                speech, begin = 0, begun.begin
             else:
                 speech, begin, calls_before = speech + 1, turn.start, self._calls
                 if before is not None:
@@ -259,6 +356,7 @@ class _Check:
             spoken = Spoken(turn, begin, self._said(turn, begin))
             view = self._check_view(part.segment, spoken)
             self._calls += len(view.tool_calls)
+            self._made_calls[turn.agent, turn.number] = calls_before, self._calls
             if not _continues(turn, after):
                 self._check_message(part.seen[part.spoken[speech]], view, spoken)
 
@@ -312,6 +410,32 @@ def _as_tools(segment: Segment) -> list[Tool]:
     functions = [tool["function"] for tool in segment.tools]
     tools = [SimpleNamespace(name=each["name"], parameters=each.get("parameters") or {}) for each in functions]
     return cast("list[Tool]", tools)
+
+
+def _parts_of(trajectory: Trajectory) -> list[_Part]:
+    """The segments of another agent's trajectory, which is checked by itself."""
+    parts = []
+    for number, segment in enumerate(trajectory.segments):
+        turns = [turn for turn in trajectory.turns if turn.segment == number]
+        seen = list(as_messages(segment.messages))[: len(segment.messages) - segment.unseen]
+        said = [index for index, message in enumerate(seen) if message["role"] == "assistant"]
+        parts.append(_Part(segment, turns, seen, said[len(said) - len(_speeches(turns)) :]))
+    return parts
+
+
+def _played_again(trajectory: Trajectory) -> set[int]:
+    """The numbers of the turns that were taken back, since they were played again."""
+    found = set()
+    for segment in trajectory.segments:
+        if segment.cause != RETRY or segment.origin is None:
+            continue
+        number = segment.origin.number
+        first = next((turn for turn in trajectory.turns if turn.number == number), None)
+        of_segment = [turn for turn in trajectory.turns if first is not None and turn.segment == first.segment]
+        for before, turn in zip([None, *of_segment], of_segment, strict=False):
+            if turn is first or (before is not None and before.number in found and _continues(before, turn)):
+                found.add(turn.number)
+    return found
 
 
 def _speeches(turns: Sequence[Turn]) -> list[Turn]:

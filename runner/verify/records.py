@@ -72,6 +72,11 @@ class _Records:
             self._compare.segment, self._compare.turn = turn.segment, turn.number
             self._check_turn(turn, position)
             self._check_top(turn)
+        self._compare.segment = self._compare.turn = None
+        numbers = {turn.number for turn in self._trajectory.turns}
+        for request in self._trajectory.requests:
+            if request.turn is not None and request.turn not in numbers:
+                self._differ(Kind.LAYOUT, f"request {request.number} was answered by no turn", request.turn, "a turn")
 
     def _differ(self, kind: Kind, what: str, stored: object, derived: object) -> None:
         self._compare.differ(kind, what, stored=str(stored), derived=str(derived))
@@ -184,9 +189,10 @@ class _Records:
     # --- turns and messages
 
     def _check_turn(self, turn: Turn, position: int) -> None:
-        if turn.number != position:
+        before = self._trajectory.turns[position - 1].number if position else -1
+        if turn.number != position and (not self._trajectory.branched or turn.number <= before):
             self._differ(Kind.LAYOUT, "the number of the turn", turn.number, position)
-        seed = derive_seed(self._trajectory.seed, turn.agent, turn.number)
+        seed = derive_seed(self._trajectory.seed, self._trajectory.thread or turn.agent, turn.number)
         if turn.seed is not None and turn.seed != seed:
             self._differ(Kind.SEED, "the turn's seed does not follow from the episode's", turn.seed, seed)
         sampling, sampled = turn.sampling, turn.end - turn.start

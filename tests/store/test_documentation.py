@@ -104,8 +104,8 @@ def test_a_summary_has_every_column_of_its_table() -> None:
 @pytest.mark.parametrize(
     ("made", "columns", "deeper"),
     [
-        (Trajectory, TRAJECTORY, {"task", "segments", "turns"}),
-        (Segment, SEGMENT, {"log", "tools"}),
+        (Trajectory, TRAJECTORY, {"task", "segments", "turns", "requests"}),
+        (Segment, SEGMENT, {"log", "tools", "origin"}),
         (Turn, TURN, {"agent", "log", "sampling", "constraint", "junction", "timings"}),
         (Timings, TIMINGS, set()),
         (Junction, JUNCTION, set()),

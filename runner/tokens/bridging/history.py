@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from runner.messages import Message
 
-__all__ = ["Alignment", "AlignmentKind", "compare", "normalize", "same_tools"]
+__all__ = ["Alignment", "AlignmentKind", "canonical", "compare", "normalize", "same_tools"]
 
 
 class AlignmentKind(enum.StrEnum):
@@ -101,7 +101,7 @@ def same_tools(stored: Sequence[Mapping[str, Any]] | None, incoming: Sequence[Ma
     None and [] are both no tools, an empty description or empty parameters are the same as none, and the order of
     keys does not matter. Other keys (`strict`, ...) are not the model's to read.
     """
-    return _tools(stored) == _tools(incoming)
+    return stored == incoming or _tools(stored) == _tools(incoming)
 
 
 def _kind(stored: Sequence[Message], incoming: Sequence[Message], index: int) -> AlignmentKind:
@@ -170,12 +170,12 @@ def _counting(message: Message, answers: _CallReference | None) -> list[Any]:
         name = answers.name
     which = answers[:2] if answers else message.get("tool_call_id")
     calls = [
-        [call["function"]["name"], _canonical(call["function"]["arguments"])] for call in message.get("tool_calls", ())
+        [call["function"]["name"], canonical(call["function"]["arguments"])] for call in message.get("tool_calls", ())
     ]
     return [message["role"], message["content"].strip(), name, which, calls]
 
 
-def _canonical(value: Any) -> str:
+def canonical(value: Any) -> str:
     """JSON with its keys in order, and whole numbers as integers: 1.0 is 1 once a browser has seen it."""
     try:
         plain = json.loads(json.dumps(value, default=str), parse_float=_number)
@@ -203,4 +203,4 @@ def _call(call: Any) -> Any:
 
 def _tools(tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
     keys = ("name", "description", "parameters")
-    return sorted(_canonical([tool["function"].get(key) or None for key in keys]) for tool in tools or ())
+    return sorted(canonical([tool["function"].get(key) or None for key in keys]) for tool in tools or ())

@@ -1,0 +1,138 @@
+"""The record of a request that a client made of an episode with its whole history: what it was found to be."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Again", "ChatRequest", "Delivery", "Tolerated", "Verdict"]
+
+
+class Verdict(enum.StrEnum):
+    """What the history of a request is to the turns that the episode has."""
+
+    APPEND = "append"
+    """New messages follow a turn that nothing followed yet: its segment goes on."""
+    BRANCH = "branch"
+    """New messages follow a turn that another one follows too: a new segment has the ids up to that turn."""
+    REWOUND = "rewound"
+    """The client left its last turns behind and goes on from an earlier one; they stay trained where they were sampled.
+
+    A client that leaves even its first turn behind has its history rendered anew.
+    """
+    AGAIN = "again"
+    """It ends exactly where the prompt of a turn ended; `Again` says what was done."""
+    CONTINUED = "continued"
+    """It ends with a turn that was cut at its length, which goes on."""
+    FOREIGN = "foreign"
+    """It holds an assistant message that nobody sampled: rendered anew, with mask 0."""
+    RETOLD = "retold"
+    """It has as many turns as were sampled, in other words: rendered anew at every turn."""
+    TOOLS = "tools"
+    """It offers other tools than its past was shown with: rendered anew."""
+    NEW = "new"
+    """Nothing of it is known: another thread begins."""
+
+
+class Again(enum.StrEnum):
+    """What is done with a request whose prompt was asked before."""
+
+    NO = ""
+    """It was not asked before."""
+    SIBLING = "sibling"
+    """The turn before is in flight or was delivered: another is sampled from the same ids, and both are trained."""
+    TAKEN_BACK = "taken_back"
+    """The turn before was cut, since whoever asked went away: it is not trained, and sampled anew from the same ids."""
+    REPLAYED = "replayed"
+    """The turn before was finished and never delivered: it is given now, and nothing is sampled."""
+
+
+class Tolerated(enum.StrEnum):
+    """A difference between what a client was given and what it sends back, which changes nothing."""
+
+    REASONING_LEFT_OUT = "reasoning_left_out"
+    """A turn's reasoning is missing; the model goes on seeing it."""
+    REASONING_STRIPPED = "reasoning_stripped"
+    """White space at the ends of a turn's reasoning."""
+    WHITE_SPACE = "white_space"
+    """White space at the ends of a content."""
+    ARGUMENTS_RESPELT = "arguments_respelt"
+    """A call's arguments as other JSON of the same value."""
+    CONTENT_NULL = "content_null"
+    """No content, where it was empty."""
+    CONTENT_PARTS = "content_parts"
+    """A content as a list of parts of text."""
+    CACHE_MARKS = "cache_marks"
+    """`cache_control` on messages or parts."""
+    EXTRA_KEYS = "extra_keys"
+    """Further keys, which no template reads."""
+    VOLATILE_LINES = "volatile_lines"
+    """Lines of a system message that differ from request to request; they are taken out."""
+    JOINED = "joined"
+    """One turn as several messages, which are joined."""
+    REORDERED = "reordered"
+    """Calls of one turn as several messages with results between them."""
+    CALL_IDS = "call_ids"
+    """Other ids of calls than those that were given; results are matched by their place."""
+    SYSTEM_AS_USER = "system_as_user"
+    """System messages in mid-conversation, which were asked to be put before the model as a user's."""
+    CUT_ITEMS = "cut_items"
+    """Finished parts of a turn that was cut, which are left out."""
+
+
+class Delivery(enum.StrEnum):
+    """How far the answer to a request came."""
+
+    IN_FLIGHT = "in_flight"
+    """It is being sampled."""
+    DELIVERED = "delivered"
+    """Whoever asked has it."""
+    UNDELIVERED = "undelivered"
+    """It was finished, and whoever asked had gone away."""
+    CUT = "cut"
+    """Whoever asked went away, or the episode ended, while it was sampled."""
+    REFUSED = "refused"
+    """There is none: a limit was reached, or no prompt could be made."""
+
+
+@dataclass(slots=True, repr=False)
+class ChatRequest:
+    """One request of `Episode.chat`, and what became of it."""
+
+    number: int
+    """The number of the request among those of its episode, from 0."""
+    verdict: Verdict
+    """What its history was to the turns that there were."""
+    again: Again = Again.NO
+    """What was done where its prompt had been asked before."""
+    label: str = ""
+    """The client's own name for who asks, such as a session or an agent; "" where it has none."""
+    form: str = "messages"
+    """The form in which it came."""
+    turn: int | None = None
+    """The number of the turn that answered it; None where nothing was sampled for it."""
+    parent_agent: str = ""
+    """The agent of the turn that it goes on from; "" where it goes on from none."""
+    parent_turn: int | None = None
+    """The number of that turn."""
+    tolerated: tuple[Tolerated, ...] = ()
+    """The differences that changed nothing, by name."""
+    volatile: int = 0
+    """How many lines were taken out of system messages."""
+    not_granted: Mapping[str, Any] = field(default_factory=dict)
+    """The sampling that it asked for and did not get."""
+    messages: int = 0
+    """How many messages it had."""
+    size: int = 0
+    """How many bytes its messages have as JSON."""
+    align_seconds: float = 0.0
+    """How long it took to find where it stands."""
+    delivery: Delivery = Delivery.IN_FLIGHT
+    """How far its answer came."""
+    error: str = ""
+    """Why there is no answer, or ""."""
+
+    def __repr__(self) -> str:
+        return f"<ChatRequest {self.number}: {self.verdict}, {self.delivery}>"

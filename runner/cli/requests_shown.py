@@ -1,0 +1,72 @@
+"""Shows people what somebody else's loop asked of an episode, and what each request was found to be."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from runner.chat_requests import ChatRequest, Delivery
+from runner.store.json_values import encode_json
+from runner.store.reader import EpisodeRow, RunFile
+from runner.trajectory import Trajectory, Turn
+from runner.transcript import headline, printable_line
+
+__all__ = ["show_requests"]
+
+
+def show_requests(run_file: RunFile, console: Console, episode: EpisodeRow | str) -> None:
+    """The requests of all threads of an episode, in the order in which they came."""
+    first = run_file.trajectory(episode)
+    rows = run_file.rows(task_id=first.task.id, trained=None, superseded=None)
+    threads = [run_file.trajectory(row) for row in rows if (row.id, row.attempt) == (first.id, first.attempt)]
+    asked = sorted(((request, thread) for thread in threads for request in thread.requests), key=_number)
+    console.print(headline(first), soft_wrap=True)
+    if not asked:
+        console.print("No request: its environment has no loop that asks with Episode.chat.", style="dim")
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("", "client", "verdict", "goes on from", "answered by", "messages", "ms", "tolerated and told"):
+        table.add_column(name, justify="right" if name in ("", "messages", "ms") else "left")
+    for request, thread in asked:
+        table.add_row(*_cells(request, thread))
+    console.print(table)
+
+
+def _number(pair: tuple[ChatRequest, Trajectory]) -> int:
+    return pair[0].number
+
+
+def _cells(request: ChatRequest, thread: Trajectory) -> list[Text]:
+    verdict = request.verdict.value + (f" ({request.again})" if request.again else "")
+    parent = "" if request.parent_turn is None else f"{request.parent_agent} {request.parent_turn}"
+    turn = next((turn for turn in thread.turns if turn.number == request.turn), None)
+    answered = f"{thread.agent} {request.turn}" if request.turn is not None else thread.agent
+    told = [each.value for each in request.tolerated]
+    if request.volatile:
+        told.append(f"{request.volatile} lines taken out")
+    if request.not_granted:
+        told.append(f"not granted {encode_json(dict(request.not_granted))}")
+    if request.delivery is not Delivery.DELIVERED:
+        told.append(request.delivery.value)
+    if request.error:
+        told.append(request.error.partition("\n")[0])
+    cells = [
+        str(request.number),
+        request.label,
+        verdict,
+        parent,
+        answered,
+        str(request.messages),
+        _milliseconds(request, turn),
+    ]
+    return [Text(printable_line(cell)) for cell in [*cells, " · ".join(told)]]
+
+
+def _milliseconds(request: ChatRequest, turn: Turn | None) -> str:
+    """How long it took to find its place, and then until the first id and the last."""
+    if turn is None:
+        return f"{1e3 * request.align_seconds:.1f}"
+    first = turn.timings.queued + turn.timings.first_token
+    seconds = (request.align_seconds, first, first + turn.timings.decode)
+    return " / ".join(f"{1e3 * each:.1f}" for each in seconds)

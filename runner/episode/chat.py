@@ -1,0 +1,321 @@
+"""Requests with whole histories: somebody else's loop asks with messages, and the episode's conversations answer.
+
+Whoever asks may be any task of the event loop, or a thread by way of `anyio.from_thread`. A request is handed over to a
+task that the episode started, so that what it samples is under the clocks and limits of the episode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from runner.chat_requests import Again, ChatRequest, Delivery, Tolerated, Verdict
+from runner.concurrency.clocks import Asking
+from runner.episode.alignment import Aligned, align
+from runner.episode.forest import Head, Node
+from runner.episode.histories import Attempt, Histories
+from runner.episode.rewriting import before
+from runner.episode.state import ConversationState, EpisodeState
+from runner.episode.turn import take_turn
+from runner.errors import EpisodeOver
+from runner.messages import canonical_json
+from runner.options import Sampling, ToolChoice
+from runner.tools.foreign import tools_of
+from runner.tools.tool import Tool
+from runner.trajectory import Turn
+
+__all__ = ["Asked", "ChatDesk"]
+
+OpenThread = Callable[[EpisodeState, str, Sequence[Tool], bool], ConversationState]
+"""Opens the conversation of a thread, by its name, its tools and whether it is trained."""
+
+GRANTED = frozenset({"max_tokens", "stop", "stop_ids", "schema", "regex", "choice"})
+"""The sampling that a trained thread is asked for and given; the rest is the run's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a client asks."""
+
+    messages: Sequence[Any]
+    """The whole history."""
+    tools: Sequence[Any] = ()
+    """The tools that may be called, in OpenAI's form."""
+    sampling: Sampling | None = None
+    """How it would have the turn sampled."""
+    tool_choice: ToolChoice | None = None
+    """Whether the turn may, must or must not call a tool."""
+    label: str = ""
+    """The client's own name for who asks."""
+    train: bool | None = None
+    """Whether a thread that begins with it is trained; None trains those that are offered tools."""
+    handles: Sequence[str] = ()
+    """What it sends back beside call ids that names a turn."""
+    system_as_user: bool = False
+    """Whether system messages in mid-conversation are put before the model as a user's."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A request that is being answered."""
+
+    asked: Asked
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    done: anyio.Event = field(default_factory=anyio.Event)
+    attempt: Attempt | None = None
+    record: ChatRequest | None = None
+    turn: Turn | None = None
+    error: Exception | None = None
+    gone: bool = False
+
+
+class ChatDesk:
+    """Where an episode takes requests while it is played.
+
+    Args:
+        play: the episode.
+        open_thread: opens the conversation of a thread.
+    """
+
+    def __init__(self, play: EpisodeState, open_thread: OpenThread) -> None:
+        self.threads: list[ConversationState] = []
+        """The conversations that requests began, in that order."""
+        self._play = play
+        self._open_thread = open_thread
+        self._histories = Histories()
+        self._numbered = 0
+        self._tools: dict[str, list[Tool]] = {}
+        self._group: TaskGroup | None = None
+        self._context: Context
+        self._send: MemoryObjectSendStream[_Job] | None = None
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Take requests inside of the block, under the clocks that run over it; those left at its end are cut."""
+        async with anyio.create_task_group() as group:
+            self._group, self._context = group, copy_context()
+            try:
+                yield
+            finally:
+                self._group = None
+                if self._send is not None:
+                    self._send.close()
+                    group.cancel_scope.cancel()
+
+    async def ask(self, asked: Asked) -> Turn:
+        """Have a request answered.
+
+        Raises:
+            EpisodeOver: the episode has ended or a limit was reached, as in `Conversation.generate`.
+            BadInput: the messages, the tools or the sampling cannot be used.
+        """
+        job = _Job(asked)
+        try:
+            if self._group is not None:
+                await self._hand_over(job, self._group)
+            elif self._play.limits.clock.is_over_this_task():  # a tool's, in the usual loop
+                await self._serve(job)
+            else:
+                raise self._is_over()
+        except BaseException:
+            job.gone = True
+            if job.attempt is not None:
+                job.attempt.gone = True
+            job.scope.cancel()
+            raise
+        if job.error is not None:
+            raise job.error
+        assert job.turn is not None  # or there is an error
+        if job.attempt is not None and job.record is not None:
+            job.record.delivery = Delivery.DELIVERED
+            job.attempt.gone = False
+        return job.turn
+
+    async def _hand_over(self, job: _Job, group: TaskGroup) -> None:
+        if self._send is None:
+            # Whoever asks first may be under no clock of the episode, and a task has those of whoever starts it.
+            self._send, receive = anyio.create_memory_object_stream[_Job](float("inf"))
+            self._context.run(group.start_soon, self._pump, group, receive)
+        self._send.send_nowait(job)
+        await job.done.wait()
+
+    def _is_over(self) -> EpisodeOver:
+        return EpisodeOver(f"{self._play.key.id} is not being played: no request can be answered")
+
+    async def _pump(self, group: TaskGroup, receive: MemoryObjectReceiveStream[_Job]) -> None:
+        with receive:
+            async for job in receive:
+                group.start_soon(self._serve, job)
+
+    async def _serve(self, job: _Job) -> None:
+        job.error = self._is_over()  # where it is cut
+        try:
+            with job.scope, Asking():
+                if job.gone:
+                    return
+                job.turn, job.error = await self._answer(job), None
+        except Exception as error:
+            job.error = error
+        finally:
+            job.done.set()
+
+    # --- one request
+
+    async def _answer(self, job: _Job) -> Turn:
+        asked = job.asked
+        tools = self._tools_of(asked.tools)
+        found, seconds = await self._aligned(asked, tools)
+        if found.again is Again.REPLAYED and found.before is not None and found.before.node is not None:
+            return self._replay(job, found, found.before.node.turn, seconds)
+        thread = self._thread(asked, found, tools)
+        sampling, not_granted = _granted(thread, asked.sampling)
+        record = job.record = self._record(thread, asked, found, seconds)
+        record.not_granted = not_granted
+        head = _head(found, tools)
+        if found.again is Again.TAKEN_BACK and found.before is not None:
+            found.before.taken_back = True
+        attempt = job.attempt = Attempt(
+            thread, found.walk.end, found.parent, head.copied(), found.behind, record=record
+        )
+        self._histories.ask(attempt)
+        self._play.limits.context_rewritten(thread.name)
+        known = len(thread.nodes)
+        try:
+            return await take_turn(thread, head, sampling, asked.tool_choice, handle=self._handle(thread))
+        except BaseException as error:
+            cut = not isinstance(error, Exception)
+            record.delivery = Delivery.CUT if cut else Delivery.REFUSED
+            record.error = "" if cut else str(error)
+            raise
+        finally:
+            self._settle(attempt, found, head, thread.nodes[known:])
+
+    def _tools_of(self, given: Sequence[Any]) -> list[Tool]:
+        """The tools of a request; they come again with every one, and making them takes a look at each schema."""
+        if any(isinstance(each, Tool) for each in given):
+            return tools_of(given)
+        key = canonical_json(list(given))
+        if key not in self._tools:
+            self._tools[key] = tools_of(given)
+        return list(self._tools[key])
+
+    async def _aligned(self, asked: Asked, tools: Sequence[Tool]) -> tuple[Aligned, float]:
+        schemas = [tool.as_openai() for tool in tools]
+        while True:
+            began = time.perf_counter()
+            for state in self._play.states.values():
+                if state not in self.threads:
+                    self._histories.take_in(state)
+            found = align(
+                self._histories,
+                asked.messages,
+                schemas,
+                label=asked.label,
+                handles=asked.handles,
+                system_as_user=asked.system_as_user,
+            )
+            seconds = time.perf_counter() - began
+            if found.again is not Again.TAKEN_BACK or found.before is None or found.before.over.is_set():
+                return found, seconds
+            # It is being cut at this moment.
+            await found.before.over.wait()
+
+    def _replay(self, job: _Job, found: Aligned, turn: Turn, seconds: float) -> Turn:
+        assert found.before is not None
+        job.attempt = found.before
+        record = job.record = self._record(found.before.thread, job.asked, found, seconds)
+        record.turn, record.delivery = turn.number, Delivery.UNDELIVERED  # until whoever asked has it
+        return turn
+
+    def _settle(self, attempt: Attempt, found: Aligned, head: Head, added: Sequence[Node]) -> None:
+        """Put what came of a request into the tree."""
+        node = next((each for each in added if each is head.node), None)
+        if node is None:
+            self._histories.forget(attempt)
+            if found.again is Again.TAKEN_BACK and found.before is not None:
+                found.before.taken_back = False
+            return
+        assert attempt.record is not None
+        attempt.record.turn = node.turn.number
+        if attempt.record.delivery is Delivery.IN_FLIGHT:
+            attempt.record.delivery = Delivery.UNDELIVERED  # until whoever asked has it
+        self._histories.say(attempt, node, [node.turn.handle])
+
+    def _thread(self, asked: Asked, found: Aligned, tools: Sequence[Tool]) -> ConversationState:
+        """The conversation that answers: that of the turns it goes on from, unless another client asks."""
+        known = found.before or found.parent
+        if known is not None and known.fits(asked.label) and known.thread in self.threads:
+            return known.thread
+        name = asked.label if asked.label and asked.label not in self._play.states else f"chat-{len(self.threads)}"
+        train = bool(tools) if asked.train is None else asked.train
+        thread = self._open_thread(self._play, name, tools, train)
+        self.threads.append(thread)
+        return thread
+
+    def _record(self, thread: ConversationState, asked: Asked, found: Aligned, seconds: float) -> ChatRequest:
+        walk = found.walk
+        parent = found.parent.node.turn if found.parent is not None and found.parent.node is not None else None
+        record = ChatRequest(
+            number=self._numbered,
+            verdict=found.verdict,
+            again=found.again,
+            label=asked.label,
+            parent_agent="" if parent is None else parent.agent,
+            parent_turn=None if parent is None else parent.number,
+            tolerated=tuple(each for each in Tolerated if each in found.tolerated),
+            volatile=sum(message.volatile for message in walk.messages),
+            messages=len(asked.messages),
+            size=sum(message.size for message in walk.messages),
+            align_seconds=seconds,
+        )
+        self._numbered += 1
+        thread.requests.append(record)
+        return record
+
+    def _handle(self, thread: ConversationState) -> Callable[[int], str]:
+        """What names a turn to a client: the same whenever the episode is played."""
+        key = self._play.key
+
+        def named(number: int) -> str:
+            turn = f"{key.id}/{key.attempt}/{thread.thread}/{number}".encode("utf-8", "surrogatepass")
+            return f"call_{blake2b(turn, digest_size=6).hexdigest()}"
+
+        return named
+
+
+def _head(found: Aligned, tools: list[Tool]) -> Head:
+    """Where the request is answered."""
+    again, parent = found.before, found.parent
+    if found.verdict is Verdict.AGAIN and again is not None:
+        if again.node is None:
+            return again.head.copied()
+        stands = Head(tools, [], again.node)
+        return before(again.node, stands, "environment", takes_back=found.again is Again.TAKEN_BACK)
+    node = None if parent is None else parent.node
+    if node is not None and not found.whole:
+        # The same tools in another order: templates print them, so they stay as they were shown.
+        shown = [tool["function"]["name"] for tool in node.segment.tools]
+        tools = sorted(tools, key=lambda tool: shown.index(tool.name))
+    whole = found.whole or ("start" if node is None else "")
+    return Head(tools, found.messages, node, whole)
+
+
+def _granted(thread: ConversationState, asked: Sampling | None) -> tuple[Sampling | None, dict[str, Any]]:
+    """What of the sampling is given; of a trained thread it is the run's, but for what ends or shapes the answer."""
+    if asked is None:
+        return None, {}
+    given = asked.given()
+    granted = {name: value for name, value in given.items() if not thread.train or name in GRANTED}
+    own = thread.sampling()
+    if "max_tokens" in granted:
+        granted["max_tokens"] = min(granted["max_tokens"], own.max_tokens)
+    return Sampling(**granted), {name: value for name, value in given.items() if name not in granted}

@@ -1,0 +1,297 @@
+"""The histories of an episode: a tree of messages that says which turns were asked, and which were said, after which.
+
+A step of the tree is what counts in a message, with the place of the call that it answers. So a whole history is looked
+up by one step a message, however many turns there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import anyio
+
+from runner.chat_requests import ChatRequest, Delivery, Tolerated
+from runner.engines.base import FinishReason
+from runner.episode.forest import Head, Node
+from runner.episode.reading import MessageReader, ReadMessage, joined
+from runner.episode.state import ConversationState
+from runner.messages import Message
+
+__all__ = ["Attempt", "Histories", "Place", "Walk"]
+
+_Call = tuple[int, int]
+"""A call by where it stands: the message that made it, and its number there."""
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """What a history has come to."""
+
+    after: dict[tuple[bytes, _Call | None], Place] = field(default_factory=dict)
+    """Where each further message leads to."""
+    asked: list[Attempt] = field(default_factory=list)
+    """The turns whose prompt ends here, in the order in which they were asked for."""
+    said: list[Attempt] = field(default_factory=list)
+    """The turns whose message is the last one here."""
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """A turn in the tree, from the moment on at which it is asked for."""
+
+    thread: ConversationState
+    """The conversation that it is of."""
+    asked: Place
+    """Where its prompt ends."""
+    parent: Attempt | None
+    """The turn that it follows."""
+    head: Head
+    """Where it was asked; what is asked beside it begins there too."""
+    behind: Attempt | None = None
+    """The turn that its history was found to end with, before what it was asked."""
+    children: list[Attempt] = field(default_factory=list)
+    """The turns that follow it."""
+    record: ChatRequest | None = None
+    """The request that asked for it; None for a turn of an author's own."""
+    node: Node | None = None
+    """Its place in the forest, once it was sampled."""
+    said: Place | None = None
+    """Where its message ends."""
+    number: int = 0
+    """Counts what is in the tree."""
+    taken_back: bool = False
+    """Whether it was sampled anew."""
+    over: anyio.Event = field(default_factory=anyio.Event)
+    """Set once nothing more is sampled for it."""
+    gone: bool = False
+    """Whether whoever asked went away."""
+    call_ids: frozenset[str] = frozenset()
+    """The ids of its calls as they were given."""
+
+    @property
+    def label(self) -> str:
+        """The client's own name for who asked."""
+        return self.record.label if self.record is not None else ""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether it is being sampled for somebody who waits."""
+        return self.record is not None and self.record.delivery is Delivery.IN_FLIGHT and not self.gone
+
+    @property
+    def lost(self) -> bool:
+        """Whether whoever asked went away before it was there, and nobody asked again."""
+        return self.gone and not self.taken_back
+
+    @property
+    def finished(self) -> bool:
+        """Whether it was sampled to its end."""
+        return self.node is not None and self.node.turn.finish not in (FinishReason.ABORT, FinishReason.ERROR)
+
+    def path(self) -> Iterator[Attempt]:
+        """The turns on its path, itself first."""
+        attempt: Attempt | None = self
+        while attempt is not None:
+            yield attempt
+            attempt = attempt.parent
+
+    def fits(self, label: str) -> bool:
+        """Whether it may be of the client that calls itself so."""
+        return not label or not self.label or label == self.label
+
+
+@dataclass(slots=True)
+class Walk:
+    """The history of a request, message by message through the tree."""
+
+    messages: list[ReadMessage] = field(default_factory=list)
+    """Its messages, those of one turn joined."""
+    places: list[Place] = field(default_factory=list)
+    """Where each of them leads to."""
+    answers: list[_Call | None] = field(default_factory=list)
+    """The call that each of them answers."""
+    tolerated: set[Tolerated] = field(default_factory=set)
+    """What the client changed on the way."""
+
+    @property
+    def end(self) -> Place:
+        """Where the whole history leads to."""
+        return self.places[-1]
+
+
+class Histories:
+    """The tree of one episode, and who answers to which handle."""
+
+    def __init__(self) -> None:
+        self.reader = MessageReader()
+        """Reads messages, and keeps what it read."""
+        self.attempts: list[Attempt] = []
+        """Every turn that was asked for, in that order."""
+        self._root = Place()
+        self._handles: dict[str, Attempt] = {}
+        self._known: dict[int, Attempt] = {}
+        self._taken_in: dict[int, int] = {}
+
+    # --- what was asked and said
+
+    def ask(self, attempt: Attempt) -> None:
+        """Add a turn that is asked for now."""
+        attempt.number = len(self.attempts)
+        self.attempts.append(attempt)
+        attempt.asked.asked.append(attempt)
+        if attempt.parent is not None:
+            attempt.parent.children.append(attempt)
+
+    def forget(self, attempt: Attempt) -> None:
+        """Take away one that came to nothing."""
+        attempt.asked.asked.remove(attempt)
+        if attempt.parent is not None:
+            attempt.parent.children.remove(attempt)
+        attempt.over.set()
+
+    def say(self, attempt: Attempt, node: Node, handles: Sequence[str]) -> None:
+        """Add what was sampled for a turn."""
+        attempt.node = node
+        attempt.call_ids = frozenset(call["id"] for call in node.turn.as_message().get("tool_calls", ()))
+        self._known[id(node)] = attempt
+        (reply,) = self.reader.read([node.reply])
+        attempt.said = _stepped(attempt.asked, reply.key, None)
+        attempt.said.said.append(attempt)
+        self._handles.update(dict.fromkeys(handles, attempt))
+        attempt.over.set()
+
+    def named(self, handles: Sequence[str]) -> Attempt | None:
+        """The latest turn that one of these names; None where none is known."""
+        known = [self._handles[handle] for handle in handles if handle in self._handles]
+        return max(known, key=lambda attempt: attempt.number, default=None)
+
+    def take_in(self, thread: ConversationState) -> None:
+        """Add the turns of a conversation that nobody asked for by a request: an author's own."""
+        for node in thread.nodes[self._taken_in.get(id(thread), 0) :]:
+            before = node.spoken.parent
+            parent = None if before is None else self._known.get(id(before))
+            walk = self.walk(self.reader.read(node.messages[:-1]))
+            head = Head(thread.head.tools, list(node.asked), before, "" if node.answered else node.segment.cause)
+            attempt = Attempt(thread, walk.end, parent, head, parent)
+            self.ask(attempt)
+            self.say(attempt, node, ())
+        self._taken_in[id(thread)] = len(thread.nodes)
+
+    # --- looking up
+
+    def walk(self, messages: Sequence[ReadMessage]) -> Walk:
+        """Follow a history; where it is a new one, the tree grows."""
+        walk, calls = Walk(), _Calls()
+        place, index = self._root, 0
+        messages = self._gathered(messages, walk)
+        while index < len(messages):
+            taken, message = self._next(place, messages, index, walk)
+            index += taken
+            if message is None:
+                continue
+            answered = calls.answered(message.message)
+            place = _stepped(place, message.key, answered)
+            calls.made(len(walk.messages), message.message)
+            walk.messages.append(message)
+            walk.places.append(place)
+            walk.answers.append(answered)
+            if message.tolerated:
+                walk.tolerated |= message.tolerated
+        return walk
+
+    def _next(
+        self, place: Place, messages: Sequence[ReadMessage], index: int, walk: Walk
+    ) -> tuple[int, ReadMessage | None]:
+        """The next message of a history, joined of how many; None where those are no part of it."""
+        message = messages[index]
+        if message.role != "assistant":
+            return 1, message
+        end = index + 1
+        if end < len(messages) and messages[end].role != "assistant" and (message.key, None) in place.after:
+            return 1, message
+        while end < len(messages) and messages[end].role == "assistant":
+            end += 1
+        # What ends a history is no part of it where its turn is asked for again.
+        lost = [attempt for attempt in place.asked if attempt.lost]
+        if end == len(messages) and lost:
+            whole = joined(messages[index:end])
+            if any(_is_part(whole, attempt) for attempt in lost):
+                walk.tolerated.add(Tolerated.CUT_ITEMS)
+                return end - index, None
+        for last in range(end, index, -1):
+            whole = joined(messages[index:last])
+            known = place.after.get((whole.key, None))
+            if known is not None and known.said:
+                return last - index, whole
+        if end > index + 1 and any(_is_part(message, attempt) for attempt in place.asked if attempt.gone):
+            walk.tolerated.add(Tolerated.CUT_ITEMS)
+            return 1, None
+        return 1, message
+
+    def _gathered(self, messages: Sequence[ReadMessage], walk: Walk) -> list[ReadMessage]:
+        """The same with calls of one turn together that came as several messages, with results between them."""
+        gathered: list[ReadMessage] = []
+        last: int | None = None  # where the calls of a turn stand that may go on
+        for message in messages:
+            before = gathered[last] if last is not None else None
+            apart = last is not None and message.role == "assistant" and len(gathered) > last + 1
+            if apart and before is not None and last is not None and self._are_one_turn(before, message):
+                gathered[last] = joined([before, message])
+                walk.tolerated.add(Tolerated.REORDERED)
+                continue
+            if message.role == "assistant":
+                last = len(gathered)
+            elif message.role != "tool":
+                last = None
+            gathered.append(message)
+        return gathered
+
+    def _are_one_turn(self, one: ReadMessage, other: ReadMessage) -> bool:
+        return one.handles[:1] == other.handles[:1] != () and self.named(one.handles) is not None
+
+
+class _Calls:
+    """The calls of a history that results may answer."""
+
+    def __init__(self) -> None:
+        self._unanswered: list[tuple[str, _Call]] = []
+        self._latest: dict[str, _Call] = {}  # ids may come again in every turn
+
+    def made(self, index: int, message: Message) -> None:
+        """Note the calls of a message."""
+        calls = message.get("tool_calls")
+        if calls:
+            self._unanswered = [(call["id"], (index, number)) for number, call in enumerate(calls)]
+            self._latest.update(self._unanswered)
+
+    def answered(self, message: Message) -> _Call | None:
+        """The call that a message answers; a result without an id answers the next one of the last turn."""
+        if message["role"] != "tool":
+            return None
+        call_id = message.get("tool_call_id")
+        at = next((at for at, (known, _) in enumerate(self._unanswered) if call_id in (known, None)), None)
+        return self._latest.get(call_id or "") if at is None else self._unanswered.pop(at)[1]
+
+
+def _stepped(place: Place, key: bytes, answered: _Call | None) -> Place:
+    step = key, answered
+    found = place.after.get(step)
+    if found is None:
+        found = place.after[step] = Place()
+    return found
+
+
+def _is_part(message: ReadMessage, attempt: Attempt) -> bool:
+    """Whether a message says the beginning of what a turn said, as a client has it of one that was cut."""
+    if attempt.node is None:
+        return False
+    said, heard = attempt.node.reply, message.message
+    calls, made = heard.get("tool_calls", ()), said.get("tool_calls", ())
+    begun: Callable[[str, str], bool] = lambda part, whole: whole.strip().startswith(part.strip())  # noqa: E731
+    if not begun(heard["content"], said["content"]):
+        return False
+    if not begun(heard.get("reasoning_content", ""), said.get("reasoning_content", "")):
+        return False
+    names = [call["function"]["name"] for call in calls]
+    return names == [call["function"]["name"] for call in made][: len(names)]

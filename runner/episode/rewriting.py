@@ -1,0 +1,75 @@
+"""Rewritten histories: where in the forest of its turns a conversation goes on whose past was given anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from runner.engines.base import FinishReason
+from runner.episode.forest import Head, Node
+from runner.episode.state import ConversationState
+from runner.messages import Message
+from runner.tokens.bridging.history import Alignment, AlignmentKind, compare, same_tools
+
+__all__ = ["before", "head_at", "left_behind"]
+
+
+def head_at(state: ConversationState, history: Sequence[Message]) -> Head:
+    """Where the conversation goes on whose whole past is `history`.
+
+    The last turn that it begins with is gone on from. Where it ends as a turn's prompt did, that turn is played again,
+    and taken back if it was the last one.
+    """
+    now = state.head
+    found = None if now.whole or now.node is None else _aligned(now.node, now, history)
+    if found is None or found[1].kind not in (AlignmentKind.SAME, AlignmentKind.APPEND):
+        # The ends of its paths; a turn that was cut is no end once it went on, and its message is another one.
+        ends = (
+            node for node in reversed(state.nodes) if not node.extended or node.turn.finish is not FinishReason.STOP
+        )
+        others = (node for node in ends if node is not now.node)
+        # Of those that share as much the current path is meant, then the latest.
+        aligned = [each for each in (found, *(_aligned(node, now, history) for node in others)) if each is not None]
+        found = max(aligned, key=lambda each: each[1].index, default=None)
+    whole = Head(now.tools, list(history), now.node, "environment" if state.segments else "")
+    return whole if found is None else _gone_on_from(*found, now, whole)
+
+
+def before(node: Node, now: Head, whole: str, *, takes_back: bool) -> Head:
+    """Where a turn stands that is to be sampled once more."""
+    first = node.spoken
+    cause = "" if node.answered else whole
+    return Head(now.tools, list(node.asked), first.parent, cause, again=node, takes_back=takes_back)
+
+
+def left_behind(state: ConversationState, kept: Node) -> list[Node]:
+    """The other tries of a turn, and what followed them and it."""
+    first, left = kept.spoken, set[Node]()
+    on_path = set(kept.path())
+    for node in state.nodes:
+        begun = node.spoken
+        again = begun.parent is first.parent and begun is not first
+        if node in on_path:
+            continue
+        if (again and begun.turn.prompt_ids == first.turn.prompt_ids) or node.parent is kept or node.parent in left:
+            left.add(node)
+    return [node for node in state.nodes if node in left]
+
+
+def _aligned(node: Node, now: Head, history: Sequence[Message]) -> tuple[Node, Alignment] | None:
+    if not same_tools(node.segment.tools, now.schemas()):
+        return None
+    return node, compare(node.messages, history)
+
+
+def _gone_on_from(leaf: Node, alignment: Alignment, now: Head, whole: Head) -> Head:
+    stored, index = leaf.messages, alignment.index
+    path = list(leaf.line())
+    again = next((node for node in path if node.start == index), None)
+    if again is not None and not alignment.appended:
+        takes_back = again is leaf and leaf is now.node
+        return before(again, now, whole.whole, takes_back=takes_back)
+    spoken = any(message["role"] == "assistant" for message in alignment.appended)
+    node = next((node for node in path if node.start < index), None)
+    if spoken or node is None:
+        return whole
+    return Head(now.tools, [*stored[node.start + 1 : index], *alignment.appended], node)

@@ -1,0 +1,67 @@
+"""What the threads of an episode's requests are called: decided when its play is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from runner.episode.key import MAIN
+from runner.episode.state import ConversationState, EpisodeState
+
+__all__ = ["name_threads"]
+
+
+def name_threads(play: EpisodeState, threads: Sequence[ConversationState]) -> None:
+    """Give threads the names of their trajectories; a second call changes nothing.
+
+    The trained one with most turns that were offered tools, or where none was with most turns, is `main`, unless an
+    author's `main` spoke. Others have the label of their client, or are numbered.
+    """
+    if not threads or play.renamed:
+        return
+    main = _main(play, threads)
+    if main is not None and MAIN in play.states:
+        play.states[MAIN].close_sessions()
+        del play.states[MAIN]
+    taken = {name for name, state in play.states.items() if not any(state is thread for thread in threads)}
+    numbered = 0
+    for thread in threads:
+        name = MAIN if thread is main else next((one.label for one in thread.requests if one.label), "")
+        while not name or name in taken or (name == MAIN and thread is not main):
+            numbered += 1
+            name = f"{MAIN}-{numbered}"
+        taken.add(name)
+        play.renamed[thread.thread] = name
+    _rename(play, threads)
+    home = play.states.get(MAIN)
+    # A thread that never spoke leaves no trajectory, and what it was asked is to be told all the same.
+    silent = [thread for thread in threads if not thread.turns and thread is not home]
+    if home is not None and home.turns:
+        home.requests += [request for thread in silent for request in thread.requests]
+        home.requests.sort(key=lambda request: request.number)
+
+
+def _main(play: EpisodeState, threads: Sequence[ConversationState]) -> ConversationState | None:
+    own = play.states.get(MAIN)
+    if own is not None and (own.turns or MAIN in play.shared.other_models):
+        return None
+    trained = [thread for thread in threads if thread.train and thread.turns]
+    return max(trained, key=lambda thread: (_with_tools(thread), len(thread.turns)), default=None)
+
+
+def _with_tools(thread: ConversationState) -> int:
+    return sum(bool(node.segment.tools) for node in thread.nodes)
+
+
+def _rename(play: EpisodeState, threads: Sequence[ConversationState]) -> None:
+    names = play.renamed
+    for thread in threads:
+        thread.name = names[thread.thread]
+    for state in play.states.values():
+        for segment in state.segments:
+            if segment.origin is not None:
+                segment.origin.agent = names.get(segment.origin.agent, segment.origin.agent)
+        for turn in state.turns:
+            turn.agent = names.get(turn.agent, turn.agent)
+        for request in state.requests:
+            request.parent_agent = names.get(request.parent_agent, request.parent_agent)
+    play.states = {names.get(name, name): state for name, state in play.states.items()}

@@ -1,0 +1,253 @@
+"""Somebody else's loop asks with whole histories: where each is found to stand, and which ids are gone on from."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from runner import BadInput, Conversation, EpisodeOver, Limits, Outcome, RunFile, Sampling, Trajectory, Turn
+from runner.chat_requests import Again, Delivery, Tolerated, Verdict
+from runner.testing import assert_exact, call
+from tests.episode.awkward import misspelling
+from tests.histories import OPENER, template
+from tests.playing import Plain, play_all, recording
+from tests.verifying import verify
+
+pytestmark = pytest.mark.anyio
+
+RUN = {
+    "type": "function",
+    "function": {
+        "name": "run",
+        "description": "Run a command.",
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+    },
+}
+SYSTEM = {"role": "system", "content": "You mend programs."}
+TASK = {"role": "user", "content": "Mend it."}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def result(turn: Turn, text: str, number: int = 0) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": turn.as_message()["tool_calls"][number]["id"], "content": text}
+
+
+async def asked(loop: Callable[[Any], Awaitable[None]], says: Any, **options: Any) -> list[Trajectory]:
+    """The trajectories of an episode that is nothing but a loop of somebody else's."""
+
+    class Foreign(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            await loop(self.episode)
+
+    # Verification does not know the awkward vocabulary.
+    engine = recording(says, template="hermes") if "file" in options else misspelling(says)
+    trajectories = await play_all(Foreign, engine, **options)
+    for trajectory in trajectories:
+        assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
+        assert_exact(trajectory, engine)
+        mask = sum(sum(segment.log.mask()) for segment in trajectory.segments)
+        kept = [turn for turn in trajectory.turns if not turn.retried]
+        assert mask == sum(turn.end - turn.start for turn in kept), "every id is trained once, where it was sampled"
+    return trajectories
+
+
+def verdicts(trajectory: Trajectory) -> list[Verdict]:
+    return [request.verdict for request in trajectory.requests]
+
+
+async def test_a_loop_that_appends_goes_on_from_the_very_ids() -> None:
+    async def loop(episode: Any) -> None:
+        messages: list[Any] = [SYSTEM, TASK]
+        for text in ("one", "two"):
+            turn = await episode.chat(messages, tools=[RUN])
+            messages += [turn.as_message(), result(turn, text)]
+        await episode.chat(messages, tools=[RUN])
+
+    (trajectory,) = await asked(loop, [call("run", command="ls"), call("run", command="pwd"), "Done."])
+    assert trajectory.agent == "main"
+    assert verdicts(trajectory) == ["new", "append", "append"]
+    assert [segment.cause for segment in trajectory.segments] == ["start"]
+    assert [request.delivery for request in trajectory.requests] == [Delivery.DELIVERED] * 3
+    assert trajectory.requests[2].tolerated == ()
+    assert (trajectory.requests[2].parent_agent, trajectory.requests[2].parent_turn) == ("main", 1)
+
+
+async def test_a_turn_that_is_dropped_leaves_the_ids_of_the_turns_before_it() -> None:
+    async def loop(episode: Any) -> None:
+        messages: list[Any] = [SYSTEM, TASK]
+        turn = await episode.chat(messages, tools=[RUN])
+        messages += [turn.as_message(), result(turn, "one")]
+        await episode.chat(messages, tools=[RUN])
+        await episode.chat([*messages, user("Call a tool.")], tools=[RUN])
+
+    (trajectory,) = await asked(loop, [call("run", command="ls"), "I forgot.", call("run", command="pwd")])
+    assert verdicts(trajectory) == ["new", "append", "rewound"]
+    assert [segment.cause for segment in trajectory.segments] == ["start", "branch"]
+    assert trajectory.segments[1].shared == trajectory.turns[0].end
+
+
+async def test_two_that_go_on_from_one_turn_at_once_are_a_branch() -> None:
+    async def loop(episode: Any) -> None:
+        messages: list[Any] = [SYSTEM, TASK]
+        turn = await episode.chat(messages, tools=[RUN])
+        messages += [turn.as_message(), result(turn, "one")]
+        async with anyio.create_task_group() as group:
+            group.start_soon(lambda: episode.chat([*messages, user("this")], tools=[RUN]))
+            group.start_soon(lambda: episode.chat([*messages, user("that")], tools=[RUN]))
+
+    (trajectory,) = await asked(loop, lambda turn: [call("run", command="ls"), "this", "that"][turn.turn])
+    assert verdicts(trajectory) == ["new", "append", "branch"]
+    assert {segment.cause for segment in trajectory.segments} == {"start", "branch"}
+
+
+async def test_the_same_request_of_a_turn_that_was_delivered_is_a_sibling_from_the_same_ids() -> None:
+    async def loop(episode: Any) -> None:
+        for _ in range(2):
+            await episode.chat([SYSTEM, TASK], tools=[RUN])
+
+    (trajectory,) = await asked(loop, ["one", "two"])
+    assert [(request.verdict, request.again) for request in trajectory.requests] == [
+        (Verdict.NEW, Again.NO),
+        (Verdict.AGAIN, Again.SIBLING),
+    ]
+    first, second = trajectory.turns
+    assert first.prompt_ids == second.prompt_ids
+    assert [segment.cause for segment in trajectory.segments] == ["start", "again"]
+
+
+async def test_an_assistant_message_that_nobody_sampled_is_context() -> None:
+    async def loop(episode: Any) -> None:
+        messages: list[Any] = [SYSTEM, TASK]
+        turn = await episode.chat(messages, tools=[RUN])
+        messages += [turn.as_message(), user("Files?"), {"role": "assistant", "content": "Ok."}, user("Go on.")]
+        turn = await episode.chat(messages, tools=[RUN])
+        await episode.chat([*messages, turn.as_message(), user("And?")], tools=[RUN])
+
+    (trajectory,) = await asked(loop, ["one", "two", "three"])
+    assert verdicts(trajectory) == ["new", "foreign", "append"]
+    assert [segment.cause for segment in trajectory.segments] == ["start", "foreign"]
+
+
+async def test_a_history_that_nothing_is_known_of_begins_a_thread_and_a_title_never_becomes_main(
+    tmp_path: Path,
+) -> None:
+    async def loop(episode: Any) -> None:
+        await episode.chat([user("A title for: Mend it.")], label="s1")
+        messages: list[Any] = [SYSTEM, TASK]
+        turn = await episode.chat(messages, tools=[RUN], label="s1")
+        await episode.chat([*messages, turn.as_message(), user("And?")], tools=[RUN], label="s1")
+
+    path = tmp_path / "run.db"
+    (main,) = await asked(loop, lambda turn: "words", file=path)
+    result = await anyio.to_thread.run_sync(verify, path)
+    assert result.exit_code == 0, result.output
+    with RunFile(path) as run_file:
+        title = run_file.trajectory("t0#0", agent="s1")
+        assert [run_file.trajectory("t0#0").requests] == [main.requests]
+    assert (main.agent, main.trained, verdicts(main)) == ("main", True, ["new", "append"])
+    assert (title.agent, title.trained, verdicts(title)) == ("s1", False, ["new"])
+
+
+async def test_the_run_s_sampling_wins_for_a_thread_that_is_trained() -> None:
+    async def loop(episode: Any) -> None:
+        sampling = Sampling(temperature=0, max_tokens=9, stop=("x",))
+        await episode.chat([SYSTEM, TASK], tools=[RUN], sampling=sampling)
+
+    (trajectory,) = await asked(loop, ["one"])
+    (turn,) = trajectory.turns
+    assert turn.sampling is not None
+    assert (turn.sampling.temperature, turn.sampling.max_tokens, turn.sampling.stop) == (1, 9, ("x",))
+    assert trajectory.requests[0].not_granted == {"temperature": 0}
+
+
+@pytest.mark.parametrize("system_as_user", [False, True])
+async def test_a_late_system_message_is_a_users_where_that_is_wanted(system_as_user: bool) -> None:
+    late = {"role": "system", "content": "Five tools are left."}
+
+    class Foreign(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            first = await self.episode.chat([SYSTEM, TASK], train=True)
+            messages = [SYSTEM, TASK, first.as_message(), late, user("Go on.")]
+            await self.episode.chat(messages, system_as_user=system_as_user)
+
+    (trajectory,) = await play_all(Foreign, recording(["one", "two"], template=refusing()))
+    if not system_as_user:
+        assert trajectory.outcome is Outcome.TOKEN_ERROR, "the template takes none there"
+        return
+    assert (trajectory.outcome, verdicts(trajectory)) == (Outcome.COMPLETED, ["new", "append"])
+    assert [message["role"] for message in trajectory.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "user",
+        "assistant",
+    ]
+    assert trajectory.requests[1].tolerated == (Tolerated.SYSTEM_AS_USER,)
+
+
+def refusing() -> Any:
+    """A template that takes a system message at the beginning alone."""
+    text = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('a system message comes first') }}{% endif %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + OPENER
+    )
+    return template(text)
+
+
+async def test_the_same_tools_in_another_order_are_shown_as_they_were() -> None:
+    look = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
+
+    async def loop(episode: Any) -> None:
+        turn = await episode.chat([SYSTEM, TASK], tools=[RUN, look])
+        await episode.chat([SYSTEM, TASK, turn.as_message(), user("And?")], tools=[look, RUN])
+
+    (trajectory,) = await asked(loop, ["one", "two"])
+    assert verdicts(trajectory) == ["new", "append"]
+    assert len(trajectory.segments) == 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "message"),
+    [
+        ([], [], "a request has no message"),
+        ([{"role": "user"}, {"role": "robot", "content": "x"}], [], "message 1: a message's role is"),
+        ([user("x"), {"role": "tool", "tool_call_id": "c", "content": "y"}], [], "answers no call"),
+        ([user("x"), {"role": "assistant", "content": "y"}], [], "message 1 is the last one and an assistant's"),
+        ([user("x")], [{"type": "web_search"}], "tool 0 is of type 'web_search': only functions"),
+        ([user("x")], [RUN, RUN], "two tools are called 'run'"),
+        (user("x"), [], "expected a list of messages"),
+    ],
+    ids=["none", "role", "answer", "spoken", "kind", "twice", "no list"],
+)
+async def test_what_cannot_be_asked_is_refused_by_its_place_and_ends_nothing(
+    messages: Any, tools: Any, message: str
+) -> None:
+    async def loop(episode: Any) -> None:
+        with pytest.raises(BadInput, match=message):
+            await episode.chat(messages, tools=tools)
+        await episode.chat([SYSTEM, TASK], tools=[RUN])
+
+    (trajectory,) = await asked(loop, ["one"])
+    assert verdicts(trajectory) == ["new"]
+
+
+async def test_a_history_that_does_not_fit_ends_nothing() -> None:
+    async def loop(episode: Any) -> None:
+        for _ in range(3):
+            with pytest.raises(EpisodeOver, match="context"):
+                await episode.chat([SYSTEM, user("x" * 5000)], tools=[RUN])
+        await episode.chat([SYSTEM, TASK], tools=[RUN])
+
+    (trajectory,) = await asked(loop, ["one"], limits=Limits(context=1500))
+    assert [request.delivery for request in trajectory.requests] == [Delivery.REFUSED] * 3 + [Delivery.DELIVERED]
+    assert "do not fit the context" in trajectory.requests[0].error

@@ -1,0 +1,108 @@
+"""What agent programs do to the histories that they send back, each with its verdict, from reduced recordings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import pytest
+from typer.testing import CliRunner
+
+from runner import Conversation, Outcome, RunFile, Trajectory
+from runner.cli.app import app
+from runner.testing import assert_exact
+from tests.episode.awkward import misspelling
+from tests.episode.client_recordings import RECORDINGS, SENT, Recording, Request, filled_in
+from tests.playing import Plain, play_all, recording
+from tests.verifying import verify
+
+pytestmark = pytest.mark.anyio
+
+
+async def ask(episode: Any, request: Request, turns: list[Any]) -> None:
+    turn = await episode.chat(
+        filled_in(request.messages, turns),
+        tools=request.tools,
+        label=request.label,
+        sampling=request.sampling,
+        tool_choice=request.tool_choice,
+    )
+    turns.append(turn)
+
+
+async def ask_and_go_away(episode: Any, request: Request, turns: list[Any], engine: Any) -> None:
+    enough = engine.stats().sampled_tokens + SENT
+    async with anyio.create_task_group() as group:
+        group.start_soon(ask, episode, request, turns)
+        while engine.stats().sampled_tokens < enough:
+            await anyio.lowlevel.checkpoint()
+        group.cancel_scope.cancel()
+    turns.append(None)
+    await anyio.wait_all_tasks_blocked()
+
+
+async def played(recorded: Recording, path: Path | None = None) -> tuple[list[Trajectory], Any]:
+    class Foreign(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            turns: list[Any] = []
+            for request in recorded.requests:
+                if request.cut:
+                    await ask_and_go_away(self.episode, request, turns, engine)
+                else:
+                    await ask(self.episode, request, turns)
+
+    words = iter(recorded.says)
+    # Verification does not know the awkward vocabulary.
+    engine = misspelling(recorded.says) if path is None else recording(lambda asked: next(words), template="hermes")
+    return await play_all(Foreign, engine, file=path), engine
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+async def test_what_a_client_does_to_its_history_has_its_verdict(name: str) -> None:
+    recorded = RECORDINGS[name]
+    trajectories, engine = await played(recorded)
+    for trajectory in trajectories:
+        assert (trajectory.outcome, trajectory.error) == (Outcome.COMPLETED, "")
+        assert_exact(trajectory, engine)
+        kept = [turn for turn in trajectory.turns if not turn.retried]
+        masks = sum(sum(segment.log.mask()) for segment in trajectory.segments)
+        assert masks == sum(turn.end - turn.start for turn in kept)
+    by_number = {request.number: request for trajectory in trajectories for request in trajectory.requests}
+    for number, wanted in enumerate(recorded.requests):
+        if number not in by_number:  # of a thread that is not trained
+            assert not wanted.tools
+            continue
+        request = by_number[number]
+        assert (request.verdict.value, request.again.value) == (wanted.verdict, wanted.again), number
+        assert {each.value for each in request.tolerated} == wanted.tolerated, number
+        assert request.parent_turn == wanted.parent, number
+    last = next(each for each in trajectories if by_number[max(by_number)] in each.requests)
+    assert tuple(segment.cause for segment in last.segments) == recorded.causes
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+async def test_what_came_of_it_follows_from_the_file_and_is_shown(name: str, tmp_path: Path) -> None:
+    recorded, path = RECORDINGS[name], tmp_path / "run.db"
+    trajectories, _ = await played(recorded, path)
+    result = await anyio.to_thread.run_sync(verify, path)
+    assert result.exit_code == 0, result.output
+    with RunFile(path) as run_file:
+        stored = [run_file.trajectory(row) for row in run_file]
+    assert [each.requests for each in stored] == [each.requests for each in trajectories]
+    shown = await anyio.to_thread.run_sync(show, path)
+    for request in recorded.requests:
+        assert request.verdict in shown
+        assert all(name in shown for name in request.tolerated)
+
+
+def show(path: Path) -> str:
+    result = CliRunner().invoke(app, ["show", str(path), "t0#0", "--requests"], terminal_width=400)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_every_mutation_is_among_the_recordings() -> None:
+    assert {int(name.split()[0]) for name in RECORDINGS} == set(range(1, 24))
