@@ -1,0 +1,65 @@
+"""`deltarunner run` on models of many families, each in a folder as its repository has it: required calls."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner import RunFile
+from runner.engines.base import FinishReason
+from runner.parsing.harmony import NEXT_MESSAGE
+from runner.tokens.tokenizer import load_tokenizer
+from tests import sweeps
+from tests.engines.polyglot import family_folder
+from tests.parsing.families import Family, family
+
+pytestmark = [pytest.mark.engine, pytest.mark.apart]
+
+RUN = (
+    *("Llama 3.1", "Ministral 3", "DeepSeek V3.2", "GLM 4.6", "Kimi K2", "Gemma 4"),
+    *("Nemotron 3", "Qwen3", "Qwen3-Coder", "Olmo 3", "Seed-OSS", "gpt-oss"),
+)
+OPTIONS = {"max_num_seqs": 4, "max_model_len": 8192}
+
+
+def deltarunner(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "runner.cli.app", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def brief(of: Family, model: Path) -> list[str]:
+    """What makes a model that knows nothing end at once a thought that the prompt opens, and any number."""
+    encode = load_tokenizer(model).encode
+    thought = of.form.reasoning
+    closes = NEXT_MESSAGE if of.form.harmony else thought.close if thought and thought.opened_by_prompt else ""
+    biases = {**dict.fromkeys(encode("0123456789"), -100), **dict.fromkeys(encode(closes)[:1], 100)}
+    return [f"--logit-bias={token_id}={bias}" for token_id, bias in biases.items()]
+
+
+@pytest.mark.parametrize("name", sweeps.part(RUN, 6))
+def test_the_calculator_plays_on_a_model_of_a_family_and_what_was_kept_is_verified(
+    name: str, polyglot_folder: Path, tmp_path: Path
+) -> None:
+    of = family(name)
+    (model := tmp_path / "model").mkdir()
+    family_folder(model, polyglot_folder, of)
+    engine = [f"--engine-option={option}={value}" for option, value in OPTIONS.items()]
+    play = ["--episodes=2", "--seed=3", "--max-tokens=256", "--limit=turns=2", "--file=run.db", "--json"]
+    done = deltarunner(tmp_path, "run", "calculator", "--model=model", *play, *engine, *brief(of, model))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["summary"]["episodes"] == 2
+    with RunFile(tmp_path / "run.db") as file:
+        turns = [turn for trajectory in file.trajectories() for turn in trajectory.turns]
+    finished = [turn for turn in turns if turn.finish is FinishReason.STOP]
+    assert len(finished) > 1
+    for turn in finished:
+        (call,) = turn.tool_calls
+        assert call.error is None
+        assert call.name in ("add", "subtract", "multiply", "answer")
+        assert all(type(value) is int for value in call.arguments.values())
+    verified = deltarunner(tmp_path, "verify", "run.db")
+    assert verified.returncode == 0, verified.stdout + verified.stderr
