@@ -14,9 +14,9 @@ from runner.errors import BadOption
 from runner.messages import canonical_json
 from runner.options import Constraint, ConstraintKind, ToolChoice
 from runner.parsing.argument_rules import ArgumentRules, Inexpressible
-from runner.parsing.ebnf import Rules, either, literal, text_without
+from runner.parsing.ebnf import NOTHING, Rules, either, literal, text_without
 from runner.parsing.harmony import NEXT_MESSAGE
-from runner.parsing.turn_format import CallFormat, Piece, Slot, Text
+from runner.parsing.turn_format import CallFormat, Piece, ReasoningFormat, Slot, Text
 from runner.tools.tool import Tool
 
 __all__ = ["constraint", "enforceable", "harmony_constraint"]
@@ -34,7 +34,7 @@ def constraint(
     tool_choice: ToolChoice,
     *,
     parallel: bool = True,
-    thought_close: str | None = None,
+    thought: ReasoningFormat | None = None,
     control_tokens: Mapping[str, int] = NO_TOKENS,
 ) -> Constraint | None:
     """What enforces `tool_choice` in a turn of this format, or None where nothing is or can be enforced.
@@ -50,7 +50,7 @@ def constraint(
         tools: what may be called.
         tool_choice: what the turn has to do.
         parallel: whether a turn may have several calls.
-        thought_close: what ends the thought in which the prompt ends; None where it ends in none.
+        thought: what may stand in front of the calls, or has to be ended first where the prompt begins it.
         control_tokens: the parts of the format that are one id of the vocabulary each. Nothing else is let through
             for them, least of all their letters.
 
@@ -69,10 +69,14 @@ def constraint(
     keyed = _Format.of(form, control_tokens)
     try:
         if tool_choice == "auto":
-            return Constraint(ConstraintKind.STRUCTURAL_TAG, _tag(keyed, signatures, many, thought_close))
-        return Constraint(ConstraintKind.GRAMMAR, _grammar(keyed, signatures, many, thought_close))
+            return Constraint(ConstraintKind.STRUCTURAL_TAG, _tag(keyed, signatures, many, thought))
+        return Constraint(ConstraintKind.GRAMMAR, _grammar(keyed, signatures, many, thought))
     except Inexpressible as error:
         raise BadOption(f"tool_choice={tool_choice!r}: {error}") from None
+
+
+FIRST_MESSAGE: Final = ReasoningFormat("", NEXT_MESSAGE, opened_by_prompt=True)
+"""Of a model that writes on channels, in front of its call."""
 
 
 def harmony_constraint(
@@ -86,9 +90,7 @@ def harmony_constraint(
     Raises:
         BadOption: a call is required and there is no tool, or none of that name.
     """
-    return constraint(
-        form, tools, tool_choice, parallel=False, thought_close=NEXT_MESSAGE, control_tokens=control_tokens
-    )
+    return constraint(form, tools, tool_choice, parallel=False, thought=FIRST_MESSAGE, control_tokens=control_tokens)
 
 
 def enforceable(form: CallFormat) -> str | None:
@@ -118,14 +120,14 @@ class _Format:
 
 # Every turn of every episode asks for one of the same few grammars.
 @lru_cache(maxsize=256)
-def _grammar(keyed: _Format, signatures: Signatures, many: bool, thought_close: str | None) -> str:
+def _grammar(keyed: _Format, signatures: Signatures, many: bool, thought: ReasoningFormat | None) -> str:
     rules, form = Rules(keyed.control_tokens), keyed.form
     calls = f"{rules.written(form.begin)} {_calls(rules, form, signatures, many)}"
-    return rules.grammar(calls if thought_close is None else f"{_thought(rules, thought_close)} {calls}")
+    return rules.grammar(calls if thought is None else f"{_thinking(rules, thought)} {calls}")
 
 
 @lru_cache(maxsize=256)
-def _tag(keyed: _Format, signatures: Signatures, many: bool, thought_close: str | None) -> str:
+def _tag(keyed: _Format, signatures: Signatures, many: bool, thought: ReasoningFormat | None) -> str:
     """A structural tag: free text, in which the trigger begins calls."""
     rules, form = Rules(keyed.control_tokens), keyed.form
     behind_trigger = rules.written(form.begin[len(form.trigger) :])
@@ -134,9 +136,9 @@ def _tag(keyed: _Format, signatures: Signatures, many: bool, thought_close: str 
     turn = _dispatch(form.trigger, {"type": "grammar", "grammar": grammar}, tokens, again=again)
     if not again:
         turn = {"type": "sequence", "elements": [turn, _anything_but(form.trigger, tokens)]}
-    if thought_close is not None:
+    if thought is not None and thought.opened_by_prompt:
         # A trigger inside a thought begins nothing, and a thought may be all that there is.
-        turn = _dispatch(thought_close.strip(), turn, tokens, again=False)
+        turn = _dispatch(thought.close.strip(), turn, tokens, again=False)
     return json.dumps({"type": "structural_tag", "format": turn}, ensure_ascii=False)
 
 
@@ -154,6 +156,15 @@ def _anything_but(mark: str, tokens: Mapping[str, int]) -> dict[str, Any]:
 
 MOST_SPACE: Final = 4
 """Line breaks and spaces between a thought and the calls behind it; a model could spend a turn on white space."""
+
+
+def _thinking(rules: Rules, thought: ReasoningFormat) -> str:
+    """What is thought in front of the calls; nothing too, where a model begins its thoughts itself."""
+    closed = _thought(rules, thought.close)
+    if thought.opened_by_prompt:
+        return closed
+    opened = rules.written(thought.open.strip())
+    return rules.add("thinking", either([f"{opened} {closed}", NOTHING])) if thought.open else NOTHING
 
 
 def _thought(rules: Rules, close: str) -> str:

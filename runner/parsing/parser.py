@@ -164,13 +164,12 @@ class TurnParser:
             raise BadOption(self._unenforceable(tool_choice))
         if self.format.harmony:
             return harmony_constraint(form, tools, tool_choice, self.control_tokens)
-        open_thought = self.reasoning.close if self.reasoning.opened_by_prompt else None
         return constraint(
             form,
             tools,
             tool_choice,
             parallel=parallel,
-            thought_close=open_thought,
+            thought=self.format.reasoning,
             control_tokens=self.control_tokens,
         )
 

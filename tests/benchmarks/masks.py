@@ -14,7 +14,7 @@ from runner.parsing.argument_rules import ends_of_strings
 from runner.parsing.enforcing import constraint
 from runner.parsing.grammar_compiler import TokenGrammarCompiler
 from runner.parsing.marks import Marks
-from runner.parsing.turn_format import CallFormat, ContentFormat, TurnFormat
+from runner.parsing.turn_format import CallFormat, ContentFormat, ReasoningFormat, TurnFormat
 from runner.parsing.writing import WrittenCall, id_for, write_calls
 from runner.tools.tool import Tool
 from tests.benchmarks.figures import Figure, main, on_one_core
@@ -42,6 +42,9 @@ def run(command: str, seconds: float = 10.0) -> None:
 TOOLS = [Tool(write_file), Tool(run)]
 
 
+OPENED = ReasoningFormat("<think>", "</think>", opened_by_prompt=True)
+
+
 def measure() -> Iterator[Figure]:
     """Enforced calls by class of format, on a vocabulary of 151,936 logits, by processor time."""
     on_one_core()
@@ -66,7 +69,7 @@ def measure() -> Iterator[Figure]:
 
 
 def _behind_thought(form: CallFormat) -> Constraint | None:
-    return constraint(form, TOOLS, "required", thought_close="</think>")
+    return constraint(form, TOOLS, "required", thought=OPENED)
 
 
 def _written(form: CallFormat) -> str:

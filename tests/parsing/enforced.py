@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from runner.options import Constraint, ConstraintKind
 from runner.parsing.enforcing import constraint
 from runner.parsing.notations import Html, Json, JsonText
-from runner.parsing.turn_format import CallFormat, TaggedArguments, WholeArguments
+from runner.parsing.turn_format import CallFormat, ReasoningFormat, TaggedArguments, WholeArguments
 from runner.parsing.writing import WrittenCall, id_for, write_calls
 from runner.tools.tool import Tool
 from tests.parsing.learnt import CLASSES, learnt
@@ -22,7 +22,9 @@ from tests.parsing.learnt import CLASSES, learnt
 __all__ = [
     "ADD",
     "BYTES",
+    "BY_ITSELF",
     "END",
+    "OPENED",
     "TOOLS",
     "Call",
     "accepts",
@@ -111,6 +113,9 @@ def form_of(name: str) -> CallFormat:
     assert form is not None
     return form
 
+
+OPENED = ReasoningFormat("<think>", "</think>", opened_by_prompt=True)
+BY_ITSELF = ReasoningFormat("<think>\n", "\n</think>\n\n", opened_by_prompt=False)
 
 BYTES = [bytes([byte]) for byte in range(256)]
 END = len(BYTES)

@@ -13,7 +13,7 @@ from runner.parsing.enforcing import constraint, harmony_constraint
 from runner.parsing.harmony import CALLS, NEXT_MESSAGE
 from runner.parsing.marks import Marks
 from runner.parsing.turn_format import CallFormat, ContentFormat, TurnFormat
-from tests.parsing.enforced import BYTES, TOOLS, Call, every_class, form_of, written
+from tests.parsing.enforced import BYTES, OPENED, TOOLS, Call, every_class, form_of, written
 from tests.parsing.learnt import CLASSES
 
 CALLED: list[Call] = [("add", {"a": 1, "b": -20}), ("note", {"text": "it's <b>\n", "tags": ["a", "b"]})]
@@ -84,7 +84,7 @@ def test_a_required_call_is_its_marks_and_not_their_letters(name: str, parallel:
 def test_behind_an_open_thought_its_close_is_an_id_too(name: str) -> None:
     form = form_of(name)
     vocabulary = Vocabulary({**tokens_of(form), "</think>": FIRST + len(tokens_of(form))})
-    enforced = constraint(form, TOOLS, "required", thought_close="</think>", control_tokens=vocabulary.tokens)
+    enforced = constraint(form, TOOLS, "required", thought=OPENED, control_tokens=vocabulary.tokens)
     assert enforced is not None
     ids = vocabulary.ids(f"I add <1>.</think>\n\n{written(form, CALLED[0])}")
     assert vocabulary.accepts(enforced, ids)
@@ -115,7 +115,7 @@ def test_a_trigger_that_is_spelt_is_free_text_and_one_that_is_an_id_begins_a_str
     form = form_of(name)
     vocabulary = Vocabulary({**tokens_of(form), "</think>": FIRST + len(tokens_of(form))})
     tokens = vocabulary.tokens
-    enforced = constraint(form, TOOLS, "auto", thought_close=thought, control_tokens=tokens)
+    enforced = constraint(form, TOOLS, "auto", thought=OPENED if thought else None, control_tokens=tokens)
     assert enforced is not None
     begin = [] if thought is None else [*b"So.", tokens[thought]]
     call = vocabulary.ids(written(form, CALLED[0]))

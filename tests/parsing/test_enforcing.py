@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,14 +18,16 @@ from runner.parsing.argument_rules import ends_of_strings
 from runner.parsing.enforcing import constraint, enforceable
 from runner.parsing.notations import Cdata, Nested
 from runner.parsing.reading import CallReader
-from runner.parsing.turn_format import CallFormat, TaggedArguments
+from runner.parsing.turn_format import CallFormat, ReasoningFormat, TaggedArguments
 from runner.parsing.writing import Unwritable
 from runner.tools.tool import Tool
 from tests import sweeps
 from tests.conformance.corpus import corpus
 from tests.parsing.enforced import (
     ADD,
+    BY_ITSELF,
     END,
+    OPENED,
     TOOLS,
     Call,
     accepts,
@@ -281,7 +284,7 @@ def test_nothing_is_enforced_where_nothing_tells_that_a_call_begins() -> None:
 @every_class
 def test_a_required_call_waits_for_the_end_of_an_open_thought(name: str) -> None:
     form = form_of(name)
-    enforced = required(form, ADD, thought_close="\n</think>\n\n")
+    enforced = required(form, ADD, thought=ReasoningFormat("<think>", "\n</think>\n\n", opened_by_prompt=True))
     one = written(form, ("add", {"a": 1, "b": 2}))
     for text in (f"I add <them>.\n</think>\n\n{one}", f"</think>{one}", f"{one}</think>\n{one}"):
         assert accepts(enforced, text), text
@@ -289,9 +292,26 @@ def test_a_required_call_waits_for_the_end_of_an_open_thought(name: str) -> None
         assert not accepts(enforced, text), text
 
 
+@every_class
+def test_a_model_that_begins_its_thoughts_itself_may_think_before_a_required_call(name: str) -> None:
+    form = form_of(name)
+    enforced = required(form, ADD, thought=BY_ITSELF)
+    one = written(form, ("add", {"a": 1, "b": 2}))
+    for text in (one, f"<think>\nI add <them>.\n</think>\n\n{one}", f"<think></think>{one}"):
+        assert accepts(enforced, text), text
+    for text in (
+        "<think>\nI think",
+        f"so {one}",
+        f"<think>{one}",
+        f"</think>{one}",
+        f"<think></think><think></think>{one}",
+    ):
+        assert not accepts(enforced, text), text
+
+
 def test_in_auto_nothing_in_an_open_thought_begins_a_call() -> None:
     form = form_of("JSON object")
-    enforced = required(form, ADD, "auto", thought_close="</think>")
+    enforced = required(form, ADD, "auto", thought=OPENED)
     one = written(form, ("add", {"a": 1, "b": 2}))
     for text in ("still thinking", f"with {form.trigger}?", "so</think>words", f"{form.trigger}</think> {one}"):
         assert accepts(enforced, text), text
@@ -316,8 +336,8 @@ def test_vllm_takes_every_grammar_and_structural_tag(name: str) -> None:
     from runner.engines.vllm.settings import constraint_arguments
 
     form = form_of(name)
-    for choice, close in (("required", None), ("required", "</think>"), ("auto", None), ("auto", "</think>")):
-        enforced = constraint(form, TOOLS, choice, thought_close=close)
+    for choice, thought in itertools.product(("required", "auto"), (None, OPENED, BY_ITSELF)):
+        enforced = constraint(form, TOOLS, choice, thought=thought)
         if enforced is not None:
             parameters = StructuredOutputsParams(**constraint_arguments(enforced))
             validate_xgrammar_grammar(SamplingParams(structured_outputs=parameters))

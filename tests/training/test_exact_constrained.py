@@ -22,6 +22,7 @@ from runner.engines.base import Engine, GenerationRequest
 from runner.errors import RequestRejected, unwrapped
 from runner.options import Constraint, ConstraintKind
 from runner.parsing.enforcing import constraint as constraint_of_calls
+from runner.parsing.turn_format import ReasoningFormat
 from runner.testing import play, play_many
 from runner.tools.tool import Tool
 from runner.training.batch import TrainingBatch
@@ -189,7 +190,9 @@ def written() -> dict[str, Constraint]:
     assert form is not None
     calls = {
         "learnt": constraint_of_calls(form, [Tool(add)], "required"),
-        "learnt, behind a thought": constraint_of_calls(form, [Tool(add)], "required", thought_close="."),
+        "learnt, behind a thought": constraint_of_calls(
+            form, [Tool(add)], "required", thought=ReasoningFormat("", ".", opened_by_prompt=True)
+        ),
         "learnt, free text": constraint_of_calls(form, [Tool(add)], "auto"),
     }
     tag = json.dumps({"type": "structural_tag", "format": TAGS})

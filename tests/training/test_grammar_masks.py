@@ -23,6 +23,7 @@ from runner.messages import ToolCall
 from runner.options import Constraint, ConstraintKind, Sampling
 from runner.parsing.enforcing import constraint as constraint_of_calls
 from runner.parsing.parser import TurnParser
+from runner.parsing.turn_format import ReasoningFormat
 from runner.parsing.writing import WrittenCall, write_calls
 from runner.tokens.tokenizer import load_tokenizer
 from runner.tools.tool import Tool
@@ -376,18 +377,21 @@ assert TAGGED is not None
 TAGGED_CALLS = write_calls(TAGGED, [WrittenCall(call.name, call.arguments, "") for call in CALLS])
 
 
-def tagged_constraint(tool_choice: str, thought_close: str | None = None) -> Constraint:
+OPENED = ReasoningFormat("<think>", "</think>", opened_by_prompt=True)
+
+
+def tagged_constraint(tool_choice: str, thought: ReasoningFormat | None = None) -> Constraint:
     assert TAGGED is not None
-    enforced = constraint_of_calls(TAGGED, TOOLS, tool_choice, thought_close=thought_close)
+    enforced = constraint_of_calls(TAGGED, TOOLS, tool_choice, thought=thought)
     assert enforced is not None
     return enforced
 
 
 TEXTS = {
     "learnt": (tagged_constraint("required"), TAGGED_CALLS),
-    "learnt, behind a thought": (tagged_constraint("required", "</think>"), f"I add.</think>\n{TAGGED_CALLS}"),
+    "learnt, behind a thought": (tagged_constraint("required", OPENED), f"I add.</think>\n{TAGGED_CALLS}"),
     "learnt, free text": (tagged_constraint("auto"), f"Both at once.\n{TAGGED_CALLS} and on"),
-    "learnt, all of it": (tagged_constraint("auto", "</think>"), f"I add <x>.</think>\nBoth.\n{TAGGED_CALLS}"),
+    "learnt, all of it": (tagged_constraint("auto", OPENED), f"I add <x>.</think>\nBoth.\n{TAGGED_CALLS}"),
     "json": (constraint("json", NUMBER), '{"n":\n  42 }'),
     "json of anything": (constraint("json", {"type": "object"}), '{"a": [1.5, "x\\u00e9 ☃", {"b": null}]}'),
     "regex": (constraint("regex", r"[a-z]+ \d{2,3}(\.|é)?"), "hello 123é"),
