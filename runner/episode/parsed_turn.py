@@ -59,7 +59,7 @@ class ParsedTurn:
         Its calls are numbered from `before` on, how many its conversation had before.
         """
         stopped = bool(ids) and ids[-1] in chat.stop_ids
-        spelling = Spelling(text, ids[: len(ids) - stopped], chat.parser.telling_tokens, chat.tokenizer.decode)
+        spelling = Spelling(text, ids[: len(ids) - stopped], chat.parser.telling_tokens, chat.tokenizer)
         parsed = chat.parser.parse(spelling.text, tools, tool_choice, before=before, ids=ids)
         names = {tool.name for tool in tools}
         calls = [checked_call(call, spelling, names, chat) for call in parsed.calls]

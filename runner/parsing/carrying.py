@@ -192,6 +192,10 @@ def _allowed_strings(schema: Any, root: Mapping[str, Any]) -> list[str] | None:
                 if "enum" not in each:
                     return None
                 texts += each["enum"]
-    except (LookupError, TypeError):  # a reference to nothing, of which the check of the arguments will complain
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+    ):  # a reference to nothing, of which the check of the arguments will complain
         return None
     return texts

@@ -22,7 +22,7 @@ from runner.parsing.watching import Budget, EndWatch, begun_mark
 from runner.tokens.probe_messages import KEY, QUESTION, TOOL, TOOLS, VALUE, calling, result
 from runner.tokens.template import Renderer, TemplateRaised
 
-__all__ = ["CALLS", "NEXT_MESSAGE", "THOUGHT", "HarmonyStream", "learn_harmony", "read_harmony"]
+__all__ = ["CALLS", "MESSAGE", "NEXT_MESSAGE", "THOUGHT", "HarmonyStream", "learn_harmony", "read_harmony"]
 
 START: Final = "<|start|>"
 MESSAGE: Final = "<|message|>"

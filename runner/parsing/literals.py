@@ -67,6 +67,7 @@ _WORD: Final = re.compile(r"[A-Za-z_]\w*")
 _WORDS: Final = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
 _PLAIN: Final = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
 _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
+_LOW_HALF: Final = re.compile(r"\\u(d[c-f][0-9a-f]{2})", re.IGNORECASE)
 _HEX_DIGITS: Final = {"x": 2, "u": 4, "U": 8}
 
 
@@ -127,8 +128,13 @@ class _Reader:
         char = self.text[at : at + 1]
         if char in _HEX_DIGITS:
             digits = self.text[at + 1 : at + 1 + _HEX_DIGITS[char]]
+            behind = at + 1 + len(digits)
             try:
-                return chr(int(digits, 16)), at + 1 + len(digits)
+                code = int(digits, 16)
+                if (low := _LOW_HALF.match(self.text, behind)) and 0xD800 <= code < 0xDC00:
+                    code = 0x10000 + (code - 0xD800 << 10) + int(low[1], 16) - 0xDC00
+                    behind = low.end()
+                return chr(code), behind
             except (ValueError, OverflowError):
                 raise Unreadable(f"\\{char}{digits} is no character") from None
         # As Python has it: the backslash of an escape that is none stands for itself.

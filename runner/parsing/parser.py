@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -228,7 +229,7 @@ class CallNumbers:
 
     def __call__(self, call: ReadCall) -> ToolCall:
         """The next call of the turn."""
-        call = _writable(call)
+        call = _named(_writable(call))
         # It stands in later prompts as the template's own text does, so control text in it would be control ids.
         plain = call.id is not None and re.fullmatch(self._ids.pattern(), call.id)
         own = call.id if plain and call.id not in self._taken else None
@@ -238,9 +239,12 @@ class CallNumbers:
         return ToolCall(call_id, call.name, call.arguments, error=call.error)
 
     def _made(self, name: str) -> str:
-        if self._form is None:
-            return self._ids.format(number=self._number)
-        return id_for(self._form, name, self._number)
+        """An id for a call that has none, and that no other call of the turn has."""
+        for number in itertools.count(self._number):
+            made = self._ids.format(number=number) if self._form is None else id_for(self._form, name, number)
+            if made not in self._taken:
+                return made
+        raise AssertionError("unreachable: numbers do not end")
 
 
 def _schemas(tools: Sequence[Tool]) -> Schemas:
@@ -250,7 +254,14 @@ def _schemas(tools: Sequence[Tool]) -> Schemas:
 def _writable(call: ReadCall) -> ReadCall:
     """The call, or an error where an escape in it makes half of a surrogate pair, which no file can hold."""
     if call.error is None and not _is_text([call.name, call.arguments, call.id]):
-        return ReadCall("", error="a string in it holds half of a surrogate pair")
+        name = call.name if _is_text(call.name) else ""
+        return ReadCall(name, error="a string in it holds half of a surrogate pair")
+    return call
+
+
+def _named(call: ReadCall) -> ReadCall:
+    if call.error is None and not call.name.strip():
+        return ReadCall("", error="the name of a tool is missing")
     return call
 
 

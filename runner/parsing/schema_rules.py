@@ -273,11 +273,18 @@ def by_type(schema: Any, root: Any, depth: int = 0) -> Iterator[tuple[ValueType,
 
 
 def resolved(root: Any, reference: str) -> Any:
-    """What a reference inside of a schema means; one to another document allows everything."""
+    """What a reference inside of a schema means; one to another document allows everything.
+
+    Raises:
+        ValueError: it leads to nothing.
+    """
     if not reference.startswith("#"):
         return True
     for step in reference[1:].split("/")[1:]:
-        root = root[step.replace("~1", "/").replace("~0", "~")]
+        try:
+            root = root[step.replace("~1", "/").replace("~0", "~")]
+        except (LookupError, TypeError):
+            raise ValueError(f"{reference!r} leads to nothing in its schema") from None
     return root
 
 

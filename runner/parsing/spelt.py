@@ -3,61 +3,56 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
+
+from runner.tokens.decode import IncrementalDecoder
+from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["Spelling", "StreamedSpelling"]
 
 _NONCHARACTERS: Final = "".join(map(chr, range(0xFDD0, 0xFDF0)))
-"""What no text has that is exchanged, so that one of them is free."""
+"""What no text has that is exchanged; where one has all the same, it is said twice while names are broken."""
 
 
 class Spelling:
     """One turn's text with every name of a control token that was spelt broken in two, so that no reader takes it."""
 
-    def __init__(
-        self, text: str, ids: Sequence[int], tokens: Mapping[str, int], decode: Callable[[Sequence[int]], str]
-    ) -> None:
+    def __init__(self, text: str, ids: Sequence[int], tokens: Mapping[str, int], tokenizer: Tokenizer) -> None:
         """Break what was spelt.
 
         Args:
             text: what the model said, or the begin of it.
             ids: what it sampled, from the begin of the text on.
             tokens: the control tokens that count.
-            decode: the text of ids.
+            tokenizer: what makes text of ids.
         """
         self.text = text
         """The text as a reader should see it."""
-        self._sign = ""
-        spelt: list[int] = []
-        for name, token_id in tokens.items():
-            if text.count(name) > ids.count(token_id):
-                spelt += _spelt(text, name, [n for n, each in enumerate(ids) if each == token_id], ids, decode)
-        if spelt:
-            self._sign = next(sign for sign in _NONCHARACTERS if sign not in text)
-            pieces = [text[a:b] for a, b in zip([0, *sorted(spelt)], [*sorted(spelt), len(text)], strict=True)]
-            self.text = self._sign.join(pieces)
+        self._healer: StreamedSpelling | None = None
+        if any(text.count(name) > ids.count(token_id) for name, token_id in tokens.items()):
+            self._healer = StreamedSpelling(tokens, _free_sign(text))
+            self.text = "".join(_broken(self._healer, text, ids, tokenizer))
 
     def healed(self, value: Any) -> Any:
         """A value that was read from `text`, with its names whole again."""
-        return _without(value, self._sign) if self._sign else value
+        return value if self._healer is None else self._healer.healed(value)
 
     def healed_error(self, why: str | None) -> str | None:
         """The same for words about the text, which may quote it."""
-        return _without_quoted(why, self._sign) if why and self._sign else why
+        return why if self._healer is None else self._healer.healed_error(why)
 
 
 class StreamedSpelling:
     """The same for a text that comes in pieces, each that of one id."""
 
-    SIGN: Final = _NONCHARACTERS[0]
-
-    def __init__(self, tokens: Mapping[str, int]) -> None:
-        """Begin a text in which these control tokens count."""
+    def __init__(self, tokens: Mapping[str, int], sign: str = _NONCHARACTERS[0]) -> None:
+        """Begin a text in which these control tokens count, and `sign` breaks what is spelt."""
         self._names = {token_id: name for name, token_id in tokens.items()}
         self._longest = max(map(len, tokens), default=0)
+        self._sign = sign
         self._tail = ""
-        self._broken = False
+        self._broken = False  # names, or the text has the sign itself
 
     def feed(self, piece: str, token_id: int) -> str:
         """The piece that an id completed as a reader should see it."""
@@ -69,11 +64,11 @@ class StreamedSpelling:
 
     def healed(self, value: Any) -> Any:
         """A value that was read, with its names whole again."""
-        return _without(value, self.SIGN) if self._broken else value
+        return _healed(value, self._sign) if self._broken else value
 
     def healed_error(self, why: str | None) -> str | None:
         """The same for words about the text, which may quote it."""
-        return _without_quoted(why, self.SIGN) if why and self._broken else why
+        return _healed(why.replace(repr(self._sign)[1:-1], self._sign), self._sign) if why and self._broken else why
 
     def _unspelt(self, piece: str) -> str:
         """The piece with its last character set apart where it completes a name."""
@@ -85,31 +80,36 @@ class StreamedSpelling:
             for match in re.finditer(re.escape(name), window)
             if match.end() > len(window) - len(piece)
         }
-        if not ends:
+        if not ends and self._sign not in piece:
             return piece
         self._broken = True
         places = sorted(len(piece) + end - 1 for end in ends)
-        return self.SIGN.join(piece[a:b] for a, b in zip([0, *places], [*places, len(piece)], strict=True))
+        parts = [piece[a:b] for a, b in zip([0, *places], [*places, len(piece)], strict=True)]
+        return self._sign.join(part.replace(self._sign, 2 * self._sign) for part in parts)
 
 
-def _without(value: Any, sign: str) -> Any:
+def _broken(spelling: StreamedSpelling, text: str, ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """The text piece by piece, which the ids may go on behind."""
+    decoder, left = IncrementalDecoder(tokenizer), len(text)
+    for token_id in ids:
+        piece = decoder.feed([token_id])
+        # Of an id that is not whole in the text only letters are left.
+        yield spelling.feed(piece[:left], token_id if len(piece) <= left else -1)
+        left = max(0, left - len(piece))
+    yield spelling.feed(decoder.finish()[:left], -1)
+
+
+def _free_sign(text: str) -> str:
+    """One that the text has not, as it is or escaped."""
+    low = text.lower()
+    return next(
+        (sign for sign in _NONCHARACTERS if sign not in text and f"{ord(sign):x}" not in low), _NONCHARACTERS[0]
+    )
+
+
+def _healed(value: Any, sign: str) -> Any:
     if isinstance(value, str):
-        return value.replace(sign, "")
+        return re.sub(f"{sign}({sign})?", lambda match: match[1] or "", value)
     if isinstance(value, Mapping):
-        return {_without(key, sign): _without(each, sign) for key, each in value.items()}
-    return [_without(each, sign) for each in value] if isinstance(value, list) else value
-
-
-def _spelt(
-    text: str, name: str, sampled: Sequence[int], ids: Sequence[int], decode: Callable[[Sequence[int]], str]
-) -> list[int]:
-    """Where to break the text so that only those of the names in it are whole that were sampled as one id."""
-    found = [match.start() for match in re.finditer(re.escape(name), text)]
-    # The text of some first ids may end inside a character, so the nearest name is meant.
-    ends = [len(decode(ids[: index + 1])) - len(name) for index in sampled]
-    whole = {min(found, key=lambda at: abs(at - end)) for end in ends}
-    return [at + len(name) - 1 for at in found if at not in whole]
-
-
-def _without_quoted(why: str, sign: str) -> str:
-    return why.replace(sign, "").replace(repr(sign)[1:-1], "")
+        return {_healed(key, sign): _healed(each, sign) for key, each in value.items()}
+    return [_healed(each, sign) for each in value] if isinstance(value, list) else value

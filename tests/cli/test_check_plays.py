@@ -43,7 +43,7 @@ BAD = {
     @tool
     async def ask(self) -> str:
         "Ask."
-        time.sleep(0.05)
+        time.sleep(0.3)
         return "asked"
 """,
     "not awaited": """

@@ -9,6 +9,7 @@ import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.engines.scripted.replies import ReplyEncoder
 from runner.parsing.enforcing import harmony_constraint
 from runner.parsing.events import ContentPiece, Event, FinishedCall, ReasoningPiece, TurnReading
 from runner.parsing.harmony import CALLS, HarmonyStream, learn_harmony, read_harmony
@@ -18,9 +19,11 @@ from runner.parsing.marks import Marks
 from runner.parsing.reading import ReadCall, Schemas
 from runner.parsing.traits import CallTrait
 from runner.parsing.writing import Unwritable, WrittenCall, write_calls
+from runner.testing import Reply, call
 from runner.tools.tool import Tool
 from tests import sweeps
 from tests.conformance.corpus import Entry, corpus
+from tests.parsing.families import family
 from tests.parsing.written_turns import VALUES
 
 HARMONY = [entry for entry in corpus() if "<|channel|>" in entry.text and " to=" in entry.text]
@@ -254,3 +257,10 @@ def test_a_turn_has_one_call_to_be_written() -> None:
     call = WrittenCall("f", {}, "")
     with pytest.raises(Unwritable):
         write_calls(CALLS, [call, call])
+
+
+def test_a_scripted_content_beside_a_call_is_a_message_of_its_own() -> None:
+    of = family("gpt-oss")
+    ids = ReplyEncoder(of.tokenizer, of.template).encode(Reply("Let me see.", calls=[call("look_up", query="x")])).ids
+    reading = read_harmony(of.tokenizer.decode(list(ids)))
+    assert (reading.content, [each.name for each in reading.calls]) == ("Let me see.", ["look_up"])

@@ -1,5 +1,6 @@
 """Parsers of the bundled templates: calls are written, read and enforced as the templates have them."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import xgrammar
 from runner.errors import BadOption
 from runner.messages import Message, ToolCall
 from runner.options import ConstraintKind
+from runner.parsing.parser import CallNumbers
+from runner.parsing.reading import ReadCall
 from runner.tokens.template import ChatTemplate
 from runner.tools.tool import Tool
 from tests.parsing.parsers import bundled
@@ -90,3 +93,40 @@ def test_a_strict_tool_holds_calls_that_the_model_begins_by_itself() -> None:
     assert strict is not None
     assert strict.kind is ConstraintKind.STRUCTURAL_TAG
     assert "say" in strict.value
+
+
+@pytest.mark.parametrize("ids", [["call_2", None], ["call_3", "call_3"], [None, "call_2", None], ["x", "x", "x"]])
+def test_no_two_calls_of_a_turn_have_one_id(ids: list[str | None]) -> None:
+    form = dataclasses.replace(bundled("hermes").format)
+    number = CallNumbers(form, before=2)
+    calls = [number(ReadCall("add", {"a": index}, call_id)) for index, call_id in enumerate(ids)]
+    assert len({call.id for call in calls}) == len(calls)
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_a_call_of_no_name_is_one_that_cannot_be_read(name: str) -> None:
+    (call,) = bundled("hermes").parse(f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>', [ADD]).calls
+    assert (call.name, call.error) == ("", "the name of a tool is missing")
+
+
+@pytest.mark.parametrize("other", ["True", "true", "'x'"])
+def test_a_character_that_is_escaped_in_two_halves_is_one_whatever_stands_beside_it(other: str) -> None:
+    text = f'<tool_call>{{"name": "say", "arguments": {{"text": "\\ud83d\\ude00", "flag": {other}}}}}</tool_call>'
+    (call,) = bundled("hermes").parse(text, [SAY]).calls
+    assert (call.error, call.arguments["text"]) == (None, "\N{GRINNING FACE}")
+
+
+def test_half_of_such_a_character_is_an_error_that_names_the_tool() -> None:
+    text = '<tool_call>{"name": "say", "arguments": {"text": "\\ud83d"}}</tool_call>'
+    (call,) = bundled("hermes").parse(text, [SAY]).calls
+    assert (call.name, call.error) == ("say", "a string in it holds half of a surrogate pair")
+
+
+def test_a_schema_that_refers_to_nothing_is_refused_by_name_where_a_call_is_required() -> None:
+    def odd(a: Any) -> None:
+        """Do something."""
+
+    tool = Tool(odd)
+    tool.parameters["properties"]["a"] = {"$ref": "#/$defs/NO"}
+    with pytest.raises(BadOption, match=r"odd takes what nothing fits: '#/\$defs/NO' leads to nothing in its schema"):
+        bundled("hermes").constraint([tool], "required")

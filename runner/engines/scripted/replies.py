@@ -14,6 +14,7 @@ from runner.engines.scripted.recorded import RecordedReplies
 from runner.engines.scripted.run_files import RecordedRun
 from runner.engines.scripted.script import Answer, ModelCall, Reply, Speaker, as_reply
 from runner.errors import BadOption, RequestRejected
+from runner.parsing.harmony import MESSAGE, NEXT_MESSAGE
 from runner.parsing.learnt import learnt_turn
 from runner.parsing.parser import TurnParser
 from runner.tokens.template import ChatTemplate
@@ -43,13 +44,20 @@ class ReplyEncoder:
         text = reply.text
         if reply.calls:
             calls = self._parser.render(reply.calls)
-            text = f"{text}{self._between}{calls}" if text else calls
+            text = f"{self._beside(text)}{self._between}{calls}" if text else calls
         return EncodedReply(reply, self._encode(text))
+
+    def _beside(self, text: str) -> str:
+        """A content that stands in front of calls; on channels it is a message of its own."""
+        plain = self._parser.format.harmony and "<|" not in text
+        return f"<|channel|>commentary{MESSAGE}{text}{NEXT_MESSAGE}" if plain else text
 
     @property
     def _between(self) -> str:
         """What the template writes between a content and calls, if it takes both."""
         calls = self._parser.format.calls
+        if self._parser.format.harmony:
+            return ""
         return (calls.after_content if calls else None) or "\n"
 
     @cached_property

@@ -22,6 +22,7 @@ from runner.parsing.harmony import read_harmony
 from runner.parsing.reading import CallReader
 from runner.parsing.spelt import Spelling
 from runner.parsing.turn_format import TurnFormat
+from runner.tokens.byte_tokenizer import ByteTokenizer
 from tests.conformance.corpus import every_control_token, is_special
 from tests.conformance.peers.cases import NOT_TRIED, Trial
 from tests.conformance.peers.judging import Call, CallsReader, Read
@@ -39,6 +40,9 @@ for package in ("tool_parsers", "parser", "reasoning"):  # else a call that cann
     logging.getLogger(f"vllm.{package}").setLevel(logging.CRITICAL)
 
 
+LETTERS = ByteTokenizer()
+
+
 def our_calls(form: TurnFormat, tokens: Collection[str]) -> CallsReader:
     """Ours for one format, in a vocabulary with these control tokens."""
     assert form.calls is not None
@@ -47,7 +51,9 @@ def our_calls(form: TurnFormat, tokens: Collection[str]) -> CallsReader:
 
     def read(trial: Trial) -> Read:
         # As in an episode: where the mark is one token, the ids tell where it stands.
-        spelling = Spelling(trial.text, (), {trigger: 0} if trial.spelt and is_token else {}, lambda ids: "")
+        spelling = Spelling(
+            trial.text, LETTERS.encode(trial.text), {trigger: -1} if trial.spelt and is_token else {}, LETTERS
+        )
         ours = reader.read(spelling.text, trial.schemas)
         content = spelling.healed(ours.content)
         reading = read_harmony(trial.text) if form.harmony else TurnReading("", content, ours.calls)
