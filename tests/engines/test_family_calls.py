@@ -74,9 +74,8 @@ class Adder(Environment):
 
 
 def ending_thoughts(form: TurnFormat, engine: VllmEngine) -> Sampling:
-    """What makes a model that knows nothing end at once the thought that a prompt opens."""
-    opened = form.reasoning is not None and form.reasoning.opened_by_prompt
-    closes = NEXT_MESSAGE if form.harmony else form.reasoning.close if form.reasoning and opened else ""
+    """What makes a model that knows nothing end its thoughts at once, whoever opens them."""
+    closes = NEXT_MESSAGE if form.harmony else form.reasoning.close.strip() if form.reasoning else ""
     return Sampling(max_tokens=400, logit_bias=dict.fromkeys(engine.tokenizer.encode(closes)[:1], 100.0))
 
 
