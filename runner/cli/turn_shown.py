@@ -51,14 +51,14 @@ def _call_lines(form: CallFormat) -> Iterator[tuple[str, str, str]]:
     yield (
         "  one call",
         f"{form.begin}{call}{form.close}",
-        "As the template writes it; what stands in ‹› differs from call to call.",
+        "As the template writes it; what stands in «» differs from call to call.",
     )
     if isinstance(form.arguments, TaggedArguments):
-        yield "  ‹arguments›", _arguments(form.arguments), "One by one; a ‹value› is written as its type is."
+        yield "  «arguments»", _arguments(form.arguments), "One by one; a «value» is written as its type is."
     else:
-        yield "  ‹arguments›", form.arguments.notation.encode({"key": ["text", 1, True, None]}), "One object."
+        yield "  «arguments»", form.arguments.notation.encode({"key": ["text", 1, True, None]}), "One object."
     if form.id_pieces is not None:
-        yield "  ‹id›", "".join(map(_named, form.id_pieces)), "The name of a call stands in nothing else."
+        yield "  «id»", "".join(map(_named, form.id_pieces)), "The name of a call stands in nothing else."
     if form.between is not None:
         yield "  between two", form.between, "Stands between two calls of a turn."
     choices = ["auto", "none"]
@@ -69,12 +69,12 @@ def _call_lines(form: CallFormat) -> Iterator[tuple[str, str, str]]:
 
 
 def _named(piece: Piece) -> str:
-    return piece.text if isinstance(piece, Text) else f"‹{piece.value}›"
+    return piece.text if isinstance(piece, Text) else f"«{piece.value}»"
 
 
 def _arguments(form: TaggedArguments) -> str:
     string = form.styles["string"]
-    one = f"‹key›{string.open}‹value›{string.close}"
+    one = f"«key»{string.open}«value»{string.close}"
     return f"{form.head}{one}{form.separator}{one}{form.tail}"
 
 
