@@ -300,6 +300,19 @@ def test_a_turn_cut_at_any_id_reads_as_the_template_would_have_closed_it(name: s
         _check_cut(own, history[:-1], ids[:length], new)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_cut_at_every_id_get_what_the_model_did_not_write_of_their_end(name: str, count: int) -> None:
+    own = speaker(name)
+    calls = [called({"a": number, "b": LAST_WORD}, call_id=f"call{number:05}") for number in range(count)]
+    past: list[Message] = [{"role": "user", "content": "What is 17 + 25?"}]
+    said = own.render([*past, says("", *calls)], asking=False)[len(own.render(past)) :].partition("<|im_end|>")[0]
+    ids = own.tokenizer.encode(said)
+    results = [result("42", call["id"]) for call in calls]
+    for length in range(len(ids) + 1):
+        _check_cut(own, past, ids[:length], results)
+
+
 def _check_cut(own: Speaker, past: list[Message], ids: Ids, new: list[Message]) -> None:
     text = own.tokenizer.decode(ids)
     turn, thinking = _read(own, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -16,6 +17,9 @@ __all__ = ["TailIds"]
 
 _SEEN_END = 2
 """Characters that show where a call ends, if the model's last words and the template's end of a call share them."""
+
+_MARK_BORDER = re.compile(r"""[\s"'}\])>]|(?=[<\[])""")
+"""Where no mark of a call's end is in its midst."""
 
 
 class TailIds:
@@ -190,20 +194,24 @@ class TailIds:
 
 def _end_of_call(ending: str, said: str) -> int | None:
     """How much of a call's `ending` stands in `said`, which may go on behind it; None where nothing shows that."""
+    # A part that begins within a mark would be seen in the mark that opens a call.
+    borders = [0, *(match.end() for match in _MARK_BORDER.finditer(ending))]
+    # What it ends with decides: an earlier call may be closed.
+    for last in (said[-len(ending) :], said.rstrip()[-len(ending) :]):
+        partly = max(range(len(ending) + 1), key=lambda end: (_seen_ending(ending[:end], last, borders), end))
+        if _seen_ending(ending[:partly], last, borders):
+            return partly
     written = ending.rstrip()
-    whole = next((written[i:] for i in range(len(written) - _SEEN_END + 1) if written[i:] in said), "")
-    partly = max(range(len(ending) + 1), key=lambda end: (_seen_ending(ending[:end], said), end))
-    shared = _seen_ending(ending[:partly], said)
-    if shared > len(whole):
-        return partly
-    if not whole:
+    whole = next((written[begin:] for begin in borders if written[begin:] in said), "")
+    if len(whole) < _SEEN_END:
         return None
     behind = said[said.rindex(whole) + len(whole) :]
     space = ending[len(written) :]
     return len(written) + len(behind) if space.startswith(behind) else len(ending)
 
 
-def _seen_ending(one: str, other: str) -> int:
-    """How many characters two texts end with alike; 0 where they are too few to show anything."""
-    shared = first_mismatch(one[::-1], other[::-1])
-    return shared if len(one[len(one) - shared :].strip()) >= _SEEN_END else 0
+def _seen_ending(one: str, other: str, borders: Sequence[int]) -> int:
+    """How many characters from a border on two texts end with alike; 0 where they are too few to show anything."""
+    alike = len(one) - first_mismatch(one[::-1], other[::-1])
+    begin = next((border for border in borders if border >= alike), len(one))
+    return len(one) - begin if len(one[begin:].strip()) >= _SEEN_END else 0
