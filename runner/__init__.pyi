@@ -16,9 +16,9 @@ from .environment.task_feed import TaskSource as TaskSource
 from .episode.conversation import Conversation as Conversation
 from .episode.episode import Episode as Episode
 from .episode.streamed_turn import StreamedTurn as StreamedTurn
-from .episode.turn_events import ToolCalled as ToolCalled
-from .episode.turn_events import TurnEvent as TurnEvent
-from .episode.turn_events import TurnRestarted as TurnRestarted
+from .turn_events import ToolCalled as ToolCalled
+from .turn_events import TurnEvent as TurnEvent
+from .turn_events import TurnRestarted as TurnRestarted
 from .errors import BadBatch as BadBatch
 from .errors import BadControl as BadControl
 from .errors import BadEnvironment as BadEnvironment
@@ -30,6 +30,7 @@ from .errors import BadTask as BadTask
 from .errors import BadTemplate as BadTemplate
 from .errors import BadWeights as BadWeights
 from .errors import ConfigurationChanged as ConfigurationChanged
+from .errors import ContextFull as ContextFull
 from .errors import DeltarunnerError as DeltarunnerError
 from .errors import EngineDead as EngineDead
 from .errors import EngineError as EngineError

@@ -1,13 +1,15 @@
-"""The record of a request that a client made of an episode with its whole history: what it was found to be."""
+"""A request that a client makes of an episode with its whole history, and the record of what it was found to be."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Again", "ChatRequest", "Delivery", "Tolerated", "Verdict"]
+from runner.options import Sampling, ToolChoice
+
+__all__ = ["Again", "Asked", "ChatRequest", "Delivery", "Tolerated", "Verdict"]
 
 
 class Verdict(enum.StrEnum):
@@ -97,9 +99,37 @@ class Delivery(enum.StrEnum):
     """There is none: a limit was reached, or no prompt could be made."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a client asks."""
+
+    messages: Sequence[Any]
+    """The whole history."""
+    tools: Sequence[Any] = ()
+    """The tools that may be called, in OpenAI's form."""
+    sampling: Sampling | None = None
+    """How it would have the turn sampled."""
+    tool_choice: ToolChoice | None = None
+    """Whether the turn may, must or must not call a tool."""
+    label: str = ""
+    """The client's own name for who asks."""
+    train: bool | None = None
+    """Whether a thread that begins with it is trained; None trains those that are offered tools."""
+    handles: Sequence[str] = ()
+    """What it sends back beside call ids that names a turn."""
+    system_as_user: bool = False
+    """Whether system messages in mid-conversation are put before the model as a user's."""
+    form: str = "messages"
+    """The form in which it came."""
+    client: str = ""
+    """What the client's program calls itself."""
+    not_granted: Mapping[str, Any] = field(default_factory=dict)
+    """What it asks besides and does not get."""
+
+
 @dataclass(slots=True, repr=False)
 class ChatRequest:
-    """One request of `Episode.chat`, and what became of it."""
+    """One request of `Episode.chat` or of an endpoint, and what became of it."""
 
     number: int
     """The number of the request among those of its episode, from 0."""
@@ -111,6 +141,8 @@ class ChatRequest:
     """The client's own name for who asks, such as a session or an agent; "" where it has none."""
     form: str = "messages"
     """The form in which it came."""
+    client: str = ""
+    """What the client's program calls itself; "" where nothing says so."""
     turn: int | None = None
     """The number of the turn that answered it; None where nothing was sampled for it."""
     parent_agent: str = ""
@@ -129,6 +161,8 @@ class ChatRequest:
     """How many bytes its messages have as JSON."""
     align_seconds: float = 0.0
     """How long it took to find where it stands."""
+    seconds: float = 0.0
+    """How long it took from the moment at which it was there until its answer was given, or there was to be none."""
     delivery: Delivery = Delivery.IN_FLIGHT
     """How far its answer came."""
     error: str = ""

@@ -23,6 +23,7 @@ DeltarunnerError                 catch this to catch all of them
 │   ├── TooManyFailures          the error-rate circuit breaker
 │   └── RunStuck                 nothing happened any more; names who waits for what
 ├── EpisodeOver                  raised to a `rollout` when its episode can speak no more; may be left uncaught
+│   └── ContextFull              a prompt does not fit the model's context; a shorter history may
 └── ToolError                    raised by a tool: its text is what the model reads
     └── WrongArguments           the model called a tool with arguments that do not fit
 """
@@ -43,6 +44,7 @@ __all__ = [
     "BadTemplate",
     "BadWeights",
     "ConfigurationChanged",
+    "ContextFull",
     "DeltarunnerError",
     "EngineDead",
     "EngineError",
@@ -184,6 +186,21 @@ class EpisodeOver(DeltarunnerError):
 
     Raised by `Conversation.generate`. Leaving `rollout` with it is normal.
     """
+
+
+class ContextFull(EpisodeOver):
+    """A prompt does not fit the model's context; a shorter history may.
+
+    Args:
+        text: says so.
+        prompt: how many ids the prompt has, at least.
+        context: how many ids prompt and turn may have together.
+    """
+
+    def __init__(self, text: str, *, prompt: int, context: int) -> None:
+        super().__init__(text)
+        self.prompt = prompt
+        self.context = context
 
 
 class ToolError(DeltarunnerError):

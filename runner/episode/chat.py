@@ -7,7 +7,7 @@ task that the episode started, so that what it samples is under the clocks and l
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from runner.chat_requests import Again, ChatRequest, Delivery, Tolerated, Verdict
+from runner.chat_requests import Again, Asked, ChatRequest, Delivery, Tolerated, Verdict
 from runner.concurrency.clocks import Asking
 from runner.episode.alignment import Aligned, align
 from runner.episode.forest import Head, Node
@@ -26,42 +26,24 @@ from runner.episode.histories import Attempt, Histories
 from runner.episode.rewriting import before
 from runner.episode.state import ConversationState, EpisodeState
 from runner.episode.turn import take_turn
-from runner.errors import EpisodeOver
+from runner.errors import ContextFull, EpisodeOver
 from runner.messages import canonical_json
 from runner.options import Sampling, ToolChoice
 from runner.tools.foreign import tools_of
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
+from runner.turn_events import TurnProgress
 
-__all__ = ["Asked", "ChatDesk"]
+__all__ = ["ChatDesk"]
 
 OpenThread = Callable[[EpisodeState, str, Sequence[Tool], bool], ConversationState]
 """Opens the conversation of a thread, by its name, its tools and whether it is trained."""
 
+Give = Callable[[Turn, Turn | None], Awaitable[None]]
+"""Hands a turn over; the second one is the cut turn with which it goes on, or None."""
+
 GRANTED = frozenset({"max_tokens", "stop", "stop_ids", "schema", "regex", "choice"})
 """The sampling that a trained thread is asked for and given; the rest is the run's own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What a client asks."""
-
-    messages: Sequence[Any]
-    """The whole history."""
-    tools: Sequence[Any] = ()
-    """The tools that may be called, in OpenAI's form."""
-    sampling: Sampling | None = None
-    """How it would have the turn sampled."""
-    tool_choice: ToolChoice | None = None
-    """Whether the turn may, must or must not call a tool."""
-    label: str = ""
-    """The client's own name for who asks."""
-    train: bool | None = None
-    """Whether a thread that begins with it is trained; None trains those that are offered tools."""
-    handles: Sequence[str] = ()
-    """What it sends back beside call ids that names a turn."""
-    system_as_user: bool = False
-    """Whether system messages in mid-conversation are put before the model as a user's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,11 +51,14 @@ class _Job:
     """A request that is being answered."""
 
     asked: Asked
+    progress: Callable[[TurnProgress], None] | None = None
+    began: float = field(default_factory=time.perf_counter)
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     done: anyio.Event = field(default_factory=anyio.Event)
     attempt: Attempt | None = None
     record: ChatRequest | None = None
     turn: Turn | None = None
+    continued: Turn | None = None
     error: Exception | None = None
     gone: bool = False
 
@@ -111,14 +96,26 @@ class ChatDesk:
                     self._send.close()
                     group.cancel_scope.cancel()
 
-    async def ask(self, asked: Asked) -> Turn:
+    async def ask(
+        self,
+        asked: Asked,
+        *,
+        progress: Callable[[TurnProgress], None] | None = None,
+        give: Give | None = None,
+    ) -> Turn:
         """Have a request answered.
+
+        Args:
+            asked: the request.
+            progress: is told what comes of the turn while it is sampled; nothing where a finished one is replayed.
+            give: hands the turn over to the client, and gets the cut one besides with which it goes on; where that is
+                cancelled or fails, the client does not have it.
 
         Raises:
             EpisodeOver: the episode has ended or a limit was reached, as in `Conversation.generate`.
             BadInput: the messages, the tools or the sampling cannot be used.
         """
-        job = _Job(asked)
+        job = _Job(asked, progress)
         try:
             if self._group is not None:
                 await self._hand_over(job, self._group)
@@ -126,12 +123,17 @@ class ChatDesk:
                 await self._serve(job)
             else:
                 raise self._is_over()
+            if job.turn is not None and give is not None:
+                await give(job.turn, job.continued)
         except BaseException:
             job.gone = True
             if job.attempt is not None:
                 job.attempt.gone = True
             job.scope.cancel()
             raise
+        finally:
+            if job.record is not None:
+                job.record.seconds = time.perf_counter() - job.began
         if job.error is not None:
             raise job.error
         assert job.turn is not None  # or there is an error
@@ -176,10 +178,12 @@ class ChatDesk:
         found, seconds = await self._aligned(asked, tools)
         if found.again is Again.REPLAYED and found.before is not None and found.before.node is not None:
             return self._replay(job, found, found.before.node.turn, seconds)
+        if found.verdict is Verdict.CONTINUED and found.parent is not None and found.parent.node is not None:
+            job.continued = found.parent.node.turn
         thread = self._thread(asked, found, tools)
         sampling, not_granted = _granted(thread, asked.sampling)
         record = job.record = self._record(thread, asked, found, seconds)
-        record.not_granted = not_granted
+        record.not_granted = {**not_granted, **asked.not_granted}
         head = _head(found, tools)
         if found.again is Again.TAKEN_BACK and found.before is not None:
             found.before.taken_back = True
@@ -188,10 +192,22 @@ class ChatDesk:
         )
         self._histories.ask(attempt)
         self._play.limits.context_rewritten(thread.name)
-        known = len(thread.nodes)
+        known, progress = len(thread.nodes), job.progress
         try:
-            return await take_turn(thread, head, sampling, asked.tool_choice, handle=self._handle(thread))
+            return await take_turn(
+                thread,
+                head,
+                sampling,
+                asked.tool_choice,
+                handle=self._handle(thread),
+                tell=progress
+                if progress is not None and thread.chat.parser.streams(tools, asked.tool_choice or "auto")
+                else None,
+                watch=progress,
+            )
         except BaseException as error:
+            if isinstance(error, ContextFull) and not thread.train:
+                self._play.limits.context_rewritten(thread.name)  # the client was told, and that is all
             cut = not isinstance(error, Exception)
             record.delivery = Delivery.CUT if cut else Delivery.REFUSED
             record.error = "" if cut else str(error)
@@ -269,6 +285,8 @@ class ChatDesk:
             verdict=found.verdict,
             again=found.again,
             label=asked.label,
+            form=asked.form,
+            client=asked.client,
             parent_agent="" if parent is None else parent.agent,
             parent_turn=None if parent is None else parent.number,
             tolerated=tuple(each for each in Tolerated if each in found.tolerated),

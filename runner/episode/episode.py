@@ -9,8 +9,8 @@ from typing import Any
 
 import anyio
 
+from runner.chat_requests import Asked
 from runner.concurrency.clocks import Waiting
-from runner.episode.chat import Asked
 from runner.episode.conversation import Conversation, open_conversation
 from runner.episode.key import MAIN, task_rng
 from runner.episode.state import EpisodeState

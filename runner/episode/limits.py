@@ -10,7 +10,7 @@ import anyio.lowlevel
 
 from runner.concurrency.clocks import Clock
 from runner.engines.base import FinishReason
-from runner.errors import EpisodeOver
+from runner.errors import ContextFull, EpisodeOver
 from runner.options import Limits
 from runner.trajectory import Outcome, Turn
 
@@ -118,11 +118,11 @@ class EpisodeLimits:
         self.silenced_by = self.silenced_by or ending
         raise EpisodeOver(str(ending))
 
-    def refuse_prompt(self, agent: str, error: str, *, trained: bool) -> NoReturn:
+    def refuse_prompt(self, agent: str, error: str, *, trained: bool, prompt: int, context: int) -> NoReturn:
         """Raise that a prompt does not fit the context.
 
         The first time it ends nothing: the author may catch it and `replace` the history with a shorter one. The second
-        time without a `replace` in between it is the episode's ending.
+        time without a `replace` in between it is the episode's ending. The prompt has at least `prompt` ids.
         """
         ending = Ending(Outcome.CONTEXT_LIMIT, "context", agent, error)
         if not trained:
@@ -131,7 +131,7 @@ class EpisodeLimits:
             self.end_episode(ending)
         self._agents_without_room.add(agent)
         self.context_full = ending
-        raise EpisodeOver(str(ending))
+        raise ContextFull(str(ending), prompt=prompt, context=context)
 
     def context_rewritten(self, agent: str) -> None:
         """Forget that the agent's prompt did not fit: the author replaced it."""

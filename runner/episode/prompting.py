@@ -241,7 +241,8 @@ def _refuse_oversized(state: ConversationState, head: Head) -> None:
     if size:
         play = state.play
         text = f"{play.key.id}: {size} characters cannot fit the context of {state.context} ids"
-        play.limits.refuse_prompt(state.name, text, trained=state.train)
+        least = size // state.chat.tokenizer.longest_token
+        play.limits.refuse_prompt(state.name, text, trained=state.train, prompt=least, context=state.context)
 
 
 def _end_without_prompt(state: ConversationState, head: Head, missing: Unbridgeable) -> NoReturn:

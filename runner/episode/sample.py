@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -11,13 +11,14 @@ import anyio
 
 from runner.concurrency.clocks import Clock, Waiting, WhileSampling
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, FinishReason, GenerationRequest
-from runner.episode.turn_events import TurnListener
+from runner.episode.turn_listener import TurnListener
 from runner.errors import EngineError, EngineStalled
 from runner.options import Sampling
 from runner.tokens.decode import IncrementalDecoder
 from runner.tokens.log import Source, TokenLog, VersionSpan
 from runner.tokens.tokenizer import Tokenizer
 from runner.trajectory import Timings
+from runner.turn_events import IdsSampled, TurnAdmitted
 
 __all__ = ["Sample", "sample"]
 
@@ -52,17 +53,27 @@ class Sample:
     """How long it was queued, and how long its first id and the others took."""
     listener: TurnListener | None = None
     """Who hears what is sampled while it is."""
+    watch: Callable[[TurnAdmitted | IdsSampled], None] | None = None
+    """Is told when the engine took the request, and which ids it samples."""
+    handle: str = ""
+    """What names the turn to a client."""
+    calls_before: int = 0
+    """How many calls its message has already."""
 
     def begin(self, ids: Sequence[int], source: Source) -> None:
         self.log.append_prompt(ids, source)
         self.start = self.end = len(self.log)
         self.admitted = True
+        if self.watch is not None:
+            self.watch(TurnAdmitted(self.handle, self.log.ids[:], self.calls_before))
 
     def keep(self, delta: Delta) -> None:
         self.log.append_sampled(delta.token_ids, delta.logprobs)
         if delta.top is not None:
             self.log.append_top(self.start, delta.top)
         self.end = len(self.log)
+        if self.watch is not None:
+            self.watch(IdsSampled(delta.token_ids, delta.logprobs, delta.top))
         if self.listener is not None:
             self.listener.hear(delta.token_ids)
 

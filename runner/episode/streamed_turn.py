@@ -10,8 +10,8 @@ from typing import Self, TypeAlias
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from runner.episode.turn_events import TurnEvent
 from runner.trajectory import Turn
+from runner.turn_events import TurnEvent
 
 __all__ = ["StreamedTurn", "heard"]
 

@@ -21,12 +21,13 @@ from runner.episode.parsed_turn import ParsedTurn, text_of
 from runner.episode.prompting import PreparedPrompt, next_prompt
 from runner.episode.sample import Sample, sample
 from runner.episode.state import ConversationState
-from runner.episode.turn_events import TurnEvent, TurnListener
+from runner.episode.turn_listener import TurnListener
 from runner.errors import BadOption, EngineError, RequestRejected
 from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice
 from runner.seeds import derive_seed
 from runner.tools.tool import Tool
 from runner.trajectory import AGAIN, RETRY, Outcome, Turn
+from runner.turn_events import IdsSampled, TurnAdmitted, TurnEvent
 
 __all__ = ["take_turn"]
 
@@ -40,6 +41,7 @@ async def take_turn(
     number: int | None = None,
     handle: Callable[[int], str] | None = None,
     tell: Callable[[TurnEvent], None] | None = None,
+    watch: Callable[[TurnAdmitted | IdsSampled], None] | None = None,
 ) -> Turn:
     """Let the agent of a conversation speak once, where `head` stands, which moves behind the turn.
 
@@ -51,6 +53,7 @@ async def take_turn(
         number: the turn's number, where that was given out before.
         handle: what names the turn of a number to a client.
         tell: is told what the turn says while it is sampled.
+        watch: is told when the engine took the turn's request, and its ids as they are sampled.
     """
     limits = state.play.limits
     await limits.admit(state.name, trained=state.train)
@@ -59,8 +62,11 @@ async def take_turn(
         prompt = await next_prompt(state, head, extend=extend)
         _refuse_too_long(state, prompt)
         place = _Place(state, head, number, session)
-        request = _request(place, prompt, sampling, tool_choice, heard=tell is not None)
-        sampled, turn = Sample(prompt.segment.log), None
+        request = _request(place, prompt, sampling, tool_choice, heard=tell is not None or watch is not None)
+        turn_handle = handle(number) if handle is not None else ""
+        sampled, turn = Sample(prompt.segment.log, watch=watch, handle=turn_handle), None
+        if prompt.continued and head.node is not None:
+            sampled.calls_before = len(head.node.turn.tool_calls)
         if tell is not None:
             sampled.listener = _listener(place, prompt, request, tell)
         try:
@@ -69,7 +75,7 @@ async def take_turn(
             # Cancelled or failed, what the model saw and said is kept all the same: the engine had it from admission.
             if sampled.admitted:
                 turn = await _record(place, prompt, request, sampled)
-                turn.handle = handle(number) if handle is not None else ""
+                turn.handle = turn_handle
                 limits.count(turn, trained=state.train)
     if sampled.error is not None:
         _end_by(state, sampled.error)
@@ -109,7 +115,7 @@ def _refuse_too_long(state: ConversationState, prompt: PreparedPrompt) -> None:
     if len(prompt.ids) >= state.context:
         play = state.play
         text = f"{play.key.id}: {len(prompt.ids)} ids do not fit the context of {state.context}"
-        play.limits.refuse_prompt(state.name, text, trained=state.train)
+        play.limits.refuse_prompt(state.name, text, trained=state.train, prompt=len(prompt.ids), context=state.context)
 
 
 def _end_by(state: ConversationState, error: EngineError) -> NoReturn:

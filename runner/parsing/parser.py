@@ -95,6 +95,11 @@ class TurnParser:
         number = CallNumbers(self.format, before)
         return ParsedText(reading.content, reading.reasoning, [number(call) for call in reading.calls])
 
+    def streams(self, tools: Sequence[Tool], tool_choice: ToolChoice = "auto") -> bool:
+        """Whether a turn can be read while it is sampled."""
+        called = tools if tool_choice != "none" else ()
+        return not called or not (self._by_name(called, tool_choice) or self.format.response is not None)
+
     def stream(self, tools: Sequence[Tool], tool_choice: ToolChoice = "auto") -> TurnStream | HarmonyStream:
         """What reads a turn while it is sampled, to the same end as `parse`; its calls have no numbers yet.
 
@@ -102,7 +107,7 @@ class TurnParser:
             BadOption: calls are read in a way that takes whole turns.
         """
         called = tools if tool_choice != "none" else ()
-        if called and (self._by_name(called, tool_choice) or self.format.response is not None):
+        if not self.streams(tools, tool_choice):
             raise BadOption(
                 f"conversation.stream(): calls are read by {self._reads_by}, once the turn is whole: give "
                 "generate(), or a template whose calls can be learnt and no tool format; or stream(tool_choice='none')."

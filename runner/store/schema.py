@@ -273,6 +273,7 @@ REQUEST: Final = (
     field("number", "INTEGER NOT NULL", "counts the requests of its episode from 0"),
     field("label", "TEXT NOT NULL", "the client's own name for who asked, or empty", TEXT),
     field("form", "TEXT NOT NULL", "the form in which it came"),
+    field("client", "TEXT NOT NULL", "what the client's program calls itself, or empty", TEXT),
     field("verdict", "TEXT NOT NULL", "what its history was to the turns that there were", member_of(Verdict)),
     field("again", "TEXT NOT NULL", "what was done where its prompt had been asked before, or empty", member_of(Again)),
     field("turn", "INTEGER", "`turns.number` of the turn that answered it; NULL where nothing did"),
@@ -297,6 +298,7 @@ REQUEST: Final = (
     field("messages", "INTEGER NOT NULL", "how many messages it had"),
     field("size", "INTEGER NOT NULL", "how many bytes these have as JSON"),
     field("align_seconds", "REAL NOT NULL", "how long it took to find where it stands"),
+    field("seconds", "REAL NOT NULL", "how long it took from its arrival until its answer was given"),
     field("delivery", "TEXT NOT NULL", "how far its answer came", member_of(Delivery)),
     field("error", "TEXT NOT NULL", "why there is no answer, or empty", TEXT),
 )

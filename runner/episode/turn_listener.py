@@ -1,11 +1,9 @@
-"""What a turn says while it is sampled, piece by piece: a bit of its thought, a bit of its content, a finished call."""
+"""Reads a turn while it is sampled, and tells what it says."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
 
 from runner.episode.model import ChatModel
 from runner.episode.parsed_turn import checked_call, closing_length
@@ -16,25 +14,9 @@ from runner.parsing.parser import CallNumbers
 from runner.parsing.spelt import StreamedSpelling
 from runner.tokens.decode import IncrementalDecoder
 from runner.tools.tool import Tool
+from runner.turn_events import ToolCalled, TurnEvent, TurnRestarted
 
-__all__ = ["ToolCalled", "TurnEvent", "TurnListener", "TurnRestarted"]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCalled:
-    """The model has called a tool; nothing that it still says changes this call."""
-
-    call: ToolCall
-    """The call as `Turn.tool_calls` will have it; one that cannot be read has its `error` set."""
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRestarted:
-    """The turn is sampled anew, since its engine cut it for its trainer: nothing counts that was told of it before."""
-
-
-TurnEvent: TypeAlias = ReasoningPiece | ContentPiece | ToolCalled | TurnRestarted
-"""Something that a turn said while it is sampled."""
+__all__ = ["TurnListener"]
 
 
 class TurnListener:
