@@ -1,5 +1,8 @@
 """The public names, each with its module: the one list that type checkers read and `__init__.py` loads from."""
 
+from .endpoint.endpoint import ChatThread as ChatThread
+from .endpoint.endpoint import Endpoint as Endpoint
+from .endpoint.programs import Finished as Finished
 from .engines.base import Engine as Engine
 from .engines.base import EngineStats as EngineStats
 from .engines.base import FinishReason as FinishReason
@@ -16,9 +19,6 @@ from .environment.task_feed import TaskSource as TaskSource
 from .episode.conversation import Conversation as Conversation
 from .episode.episode import Episode as Episode
 from .episode.streamed_turn import StreamedTurn as StreamedTurn
-from .turn_events import ToolCalled as ToolCalled
-from .turn_events import TurnEvent as TurnEvent
-from .turn_events import TurnRestarted as TurnRestarted
 from .errors import BadBatch as BadBatch
 from .errors import BadControl as BadControl
 from .errors import BadEnvironment as BadEnvironment
@@ -37,6 +37,7 @@ from .errors import EngineError as EngineError
 from .errors import EngineStalled as EngineStalled
 from .errors import EpisodeOver as EpisodeOver
 from .errors import NewerRunFile as NewerRunFile
+from .errors import ProgramFailed as ProgramFailed
 from .errors import RequestRejected as RequestRejected
 from .errors import RunFileError as RunFileError
 from .errors import RunStopped as RunStopped
@@ -73,6 +74,9 @@ from .trajectory import Outcome as Outcome
 from .trajectory import Segment as Segment
 from .trajectory import Trajectory as Trajectory
 from .trajectory import Turn as Turn
+from .turn_events import ToolCalled as ToolCalled
+from .turn_events import TurnEvent as TurnEvent
+from .turn_events import TurnRestarted as TurnRestarted
 from .version import __version__ as __version__
 
 __all__: list[str]

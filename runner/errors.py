@@ -19,6 +19,7 @@ DeltarunnerError                 catch this to catch all of them
 │   ├── EngineDead               no request can be answered any more
 │   ├── RequestRejected          this one request was refused
 │   └── EngineStalled            admitted, then silent for `stall_seconds`
+├── ProgramFailed                an agent program ended with an error; its episode is `env_error`
 ├── RunStopped                   the run ended before its work did
 │   ├── TooManyFailures          the error-rate circuit breaker
 │   └── RunStuck                 nothing happened any more; names who waits for what
@@ -51,6 +52,7 @@ __all__ = [
     "EngineStalled",
     "EpisodeOver",
     "NewerRunFile",
+    "ProgramFailed",
     "RequestRejected",
     "RunFileError",
     "RunStopped",
@@ -179,6 +181,10 @@ class TooManyFailures(RunStopped):
 
 class RunStuck(RunStopped, exit_code=11):
     """Nothing happened any more; the message names who waits for what."""
+
+
+class ProgramFailed(DeltarunnerError):
+    """An agent program that an environment ran ended with an error; the message has the last lines that it printed."""
 
 
 class EpisodeOver(DeltarunnerError):

@@ -162,7 +162,7 @@ class Plan:
 def _options(settings: RunSettings) -> RunOptions:
     """The options of the run, but for its tasks and its file."""
     limits = limits_of(settings.limits)
-    given: dict[str, Any] = {name: getattr(settings, name) for name in ("group_size", "seed", "history")}
+    given: dict[str, Any] = {name: getattr(settings, name) for name in ("group_size", "seed", "history", "listen")}
     options = RunOptions(
         **{name: value for name, value in given.items() if value is not None},
         sampling=_sampling(settings),

@@ -91,6 +91,9 @@ class RunSettings:
     history: Annotated[
         str | None, typer.Option(help="Where the chat template rewrites the past: append (default), fork or refuse.")
     ] = None
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where episodes are served to agent programs.")
+    ] = None
     concurrency: Annotated[int | None, typer.Option(min=1, help="Episodes alive at once.")] = None
     file: Annotated[Path | None, typer.Option(help="The run file; default runs/ENV-NNN.db.")] = None
     retry_failed: Annotated[

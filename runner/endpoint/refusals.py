@@ -86,6 +86,6 @@ def refusal_of(error: Exception) -> Refused:
             return Refused(Reason.OVERFLOW, str(error), prompt=error.prompt, context=error.context)
         case EpisodeOver():
             return Refused(Reason.OVER, f"the episode is over: {error}")
-        case BadInput() | RuntimeError():
+        case BadInput():
             return Refused(Reason.INVALID, str(error))
     return Refused(Reason.FAILED, "the request failed; the run's own output says why")

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -20,15 +21,18 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from runner.chat_requests import Again, Asked, ChatRequest, Delivery, Tolerated, Verdict
 from runner.concurrency.clocks import Asking
+from runner.concurrency.threads import Job
 from runner.episode.alignment import Aligned, align
 from runner.episode.forest import Head, Node
 from runner.episode.histories import Attempt, Histories
+from runner.episode.key import MAIN
 from runner.episode.rewriting import before
 from runner.episode.state import ConversationState, EpisodeState
 from runner.episode.turn import take_turn
-from runner.errors import ContextFull, EpisodeOver
+from runner.errors import BadMessage, ContextFull, EpisodeOver
 from runner.messages import canonical_json
-from runner.options import Sampling, ToolChoice
+from runner.options import Sampling
+from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tools.foreign import tools_of
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
@@ -141,6 +145,21 @@ class ChatDesk:
             job.record.delivery = Delivery.DELIVERED
             job.attempt.gone = False
         return job.turn
+
+    async def count(self, asked: Asked) -> int:
+        """How many ids a prompt with the messages and tools of a request has, rendered anew.
+
+        Raises:
+            BadInput: the messages or the tools cannot be used.
+        """
+        chat = self._play.shared.chat_of(MAIN)
+        read = self._histories.reader.read(asked.messages)
+        messages, schemas = [each.message for each in read], [tool.as_openai() for tool in self._tools_of(asked.tools)]
+        render = partial(chat.bridger.first_prompt, messages, schemas)
+        try:
+            return len(await self._play.shared.workers.call(Job(render, "chat template")))
+        except Unbridgeable as missing:
+            raise BadMessage(f"the chat template cannot write this history: {missing}") from None
 
     async def _hand_over(self, job: _Job, group: TaskGroup) -> None:
         if self._send is None:

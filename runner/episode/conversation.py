@@ -18,12 +18,12 @@ from runner.episode.state import ConversationState, EpisodeState, checked_tools
 from runner.episode.streamed_turn import StreamedTurn, heard
 from runner.episode.tool_calls import answer_calls
 from runner.episode.turn import take_turn
-from runner.turn_events import TurnEvent
 from runner.errors import BadOption, EpisodeOver
 from runner.messages import Message, Prompt, as_messages, check_answers
 from runner.options import Sampling, ToolChoice
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
+from runner.turn_events import TurnEvent
 
 __all__ = ["Conversation", "open_conversation", "open_thread"]
 

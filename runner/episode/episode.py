@@ -11,8 +11,10 @@ import anyio
 
 from runner.chat_requests import Asked
 from runner.concurrency.clocks import Waiting
+from runner.endpoint.endpoint import Endpoint, serving
 from runner.episode.conversation import Conversation, open_conversation
 from runner.episode.key import MAIN, task_rng
+from runner.episode.serving import Overflow, ServedEpisode, Train, model_name
 from runner.episode.state import EpisodeState
 from runner.messages import Message, Prompt, as_messages
 from runner.options import Sampling, ToolChoice
@@ -174,6 +176,39 @@ class Episode:
         )
         turn: Turn = await self._play.desk.ask(asked)
         return turn
+
+    @asynccontextmanager
+    async def serve(
+        self, *, train: Train = None, overflow: Overflow = "tell", at_once: int = 64
+    ) -> AsyncIterator[Endpoint]:
+        """Serve the episode to agent programs over HTTP while the block runs, in `rollout`.
+
+        They ask in the form of OpenAI's Chat Completions or Responses or of Anthropic's Messages, and are answered as
+        by `chat`: the very ids of the turns that their history tells are gone on from.
+
+        Args:
+            train: whether what is said is trained on: a bool, or a function of the thread that begins; None trains
+                threads that are offered tools.
+            overflow: what becomes of a history that does not fit the context: "tell" the client, which may send a
+                shorter one, or "end" the episode.
+            at_once: how many requests may be in flight; further ones are told to wait.
+
+        Raises:
+            BadOption: a value cannot be, nothing can listen there, or the server's library is not installed.
+        """
+        play = self._play
+        served = ServedEpisode(play, train=train, overflow=overflow)
+        chat = play.shared.chat_of(MAIN)
+        play.report_activity("serving")
+        async with serving(
+            play.shared.endpoints,
+            served,
+            served.threads,
+            model=model_name(chat),
+            context=chat.engine.context,
+            at_once=at_once,
+        ) as endpoint:
+            yield endpoint
 
     async def answer(self, turn: Turn) -> list[Message] | None:
         """Answer a turn: run its calls, or ask `step(turn)` where it makes none.

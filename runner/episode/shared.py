@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 
 from runner.concurrency.threads import Workers
+from runner.endpoint.server import EndpointServer
 from runner.episode.hooks import Hooks
 from runner.episode.model import ChatModel
 from runner.errors import BadOption
@@ -40,6 +41,8 @@ class RunShared:
     """The run's seed."""
     workers: Workers
     """The threads in which the run's synchronous code is called."""
+    endpoints: EndpointServer = field(default_factory=EndpointServer)
+    """Serves episodes to agent programs."""
     resources: Any = None
     """What `lifespan()` yielded."""
     _asked: set[str] = field(default_factory=set)

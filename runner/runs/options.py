@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, TypedDict
 
 from runner import checked
+from runner.endpoint.server import parse_listen
 from runner.engines.base import Engine
 from runner.environment.environment import Environment
 from runner.environment.task_feed import Tasks
@@ -43,6 +44,7 @@ class RunKeywords(TypedDict, total=False):
     max_version_lag: int | None
     retry_failed: bool
     history: History | str | None
+    listen: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,10 @@ class RunOptions:
     retry_failed: bool = False
     """Whether episodes are played again that earlier runs of the file left failed (`env_error`, `token_error`)."""
 
+    listen: str = "127.0.0.1:0"
+    """Where episodes are served to agent programs, as HOST:PORT; port 0 is any that is free. Nothing listens before an
+    episode is served. Whoever can reach another address than the default one, and has a key, can use the model."""
+
     history: History = History()
     """How the past of a conversation is kept: append, fork or refuse, or a `History` with further options."""
 
@@ -123,6 +129,7 @@ class RunOptions:
             self._check_kind(name, kind)
         _check_template_options(self.template_options)
         check_tool_format(self.tool_format)
+        parse_listen(self.listen)
         self._check_file()
         if self.max_version_lag is not None:
             checked.whole(

@@ -11,6 +11,7 @@ from typing import Any
 
 from runner.concurrency.loop_lag import LagMonitor
 from runner.concurrency.threads import Job, Workers
+from runner.endpoint.server import EndpointServer
 from runner.engines.base import Engine
 from runner.engines.sharing import running
 from runner.environment.checks import check_tools
@@ -67,6 +68,8 @@ class Start:
         # A resumed run goes on with the clock that its templates saw first.
         shared = await self._shared(writer.header.clock)
         lifespan = lifespan_of(self.environment, workers, close_seconds=self.limits.close_seconds)
+        # Outermost but for what it serves from: it is left once no episode is played any more.
+        await exit_stack.enter_async_context(shared.endpoints)
         shared.resources = await exit_stack.enter_async_context(lifespan)
         feed = await self._feed()  # after lifespan(), whose resources tasks() may read
         exit_stack.push_async_callback(feed.aclose)
@@ -133,6 +136,7 @@ class Start:
             scorers=self.scorers,
             seed=options.seed,
             workers=self.workers,
+            endpoints=EndpointServer(options.listen),
         )
 
     async def _feed(self) -> TaskFeed:

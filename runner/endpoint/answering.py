@@ -1,0 +1,77 @@
+"""What answers the requests of an endpoint: an episode, as far as an endpoint has to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from runner.chat_requests import Asked
+from runner.endpoint.refusals import Reason, Refused
+from runner.trajectory import Turn
+from runner.turn_events import TurnProgress
+
+__all__ = ["Answering", "Door"]
+
+
+class Answering(Protocol):
+    """An episode that takes requests with whole histories."""
+
+    async def ask(
+        self,
+        asked: Asked,
+        *,
+        progress: Callable[[TurnProgress], None] | None = None,
+        give: Callable[[Turn, Turn | None], Awaitable[None]] | None = None,
+    ) -> Turn:
+        """Have a request answered; see `ChatDesk.ask`."""
+        ...
+
+    async def count(self, asked: Asked) -> int:
+        """How many ids the prompt of a request has."""
+        ...
+
+    def text_of(self, ids: Sequence[int], /) -> str:
+        """The text of ids."""
+        ...
+
+
+class Door:
+    """Where the requests of one key come in; once it is shut they are told that the episode is over.
+
+    Args:
+        answering: what answers them.
+        model: the name of the model that answers.
+        context: how many ids it can have.
+        at_once: how many requests may be in flight.
+    """
+
+    def __init__(self, answering: Answering, *, model: str, context: int, at_once: int) -> None:
+        self.answering = answering
+        self.model = model
+        self.context = context
+        self.at_once = at_once
+        self.in_flight = 0
+        """How many requests are being answered."""
+        self.told_over: Callable[[], None] = _nothing
+        """Is called whenever a client is told that the episode is over."""
+        self.is_shut = False
+        """Whether nothing is answered any more."""
+
+    def shut(self) -> None:
+        """Answer nothing any more."""
+        self.is_shut = True
+
+    def enter(self) -> None:
+        """Let a request in.
+
+        Raises:
+            Refused: the door is shut, or too many are inside.
+        """
+        if self.is_shut:
+            raise Refused(Reason.OVER, "the episode is over: it has ended.")
+        if self.in_flight >= self.at_once:
+            raise Refused(Reason.BUSY, f"{self.at_once} requests of this key are in flight: wait for one of them.")
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,219 @@
+"""The ASGI application of a run's endpoints: who asks, what for, and within which bounds.
+
+An episode is a path, `/e/KEY/v1/...`, and the same key is its API key, so that clients with either setting find it.
+Bodies and keys are never logged, and nothing that a request names is ever fetched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+from urllib.parse import unquote
+
+import anyio
+import orjson
+
+from runner.endpoint.answering import Door
+from runner.endpoint.bodies import decode_body
+from runner.endpoint.chat_completions import ChatCompletions
+from runner.endpoint.refusals import Reason, Refused, refusal_of
+from runner.endpoint.streaming import Send, answer, send_json, send_refusal
+from runner.endpoint.wire import Headers, WireForm
+
+__all__ = ["Application", "Receive"]
+
+Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
+"""Receives a message of ASGI."""
+
+BODY: Final = 32 * 2**20
+"""The most bytes that a body may have."""
+
+BODY_SECONDS: Final = 60.0
+"""The seconds in which it has to come."""
+
+KEYS_KEPT: Final = 10_000
+"""So many keys of episodes that are over are known as such."""
+
+_CHAT = _RESPONSES = _MESSAGES = ChatCompletions()
+_FORMS: Final[Mapping[str, WireForm]] = {
+    "/chat/completions": _CHAT,
+    "/responses": _RESPONSES,
+    "/messages": _MESSAGES,
+}
+_COUNT: Final = "/messages/count_tokens"
+_MODELS: Final = "/models"
+
+
+class Application:
+    """Takes requests to the episodes of a run.
+
+    Args:
+        hosts: the values of a Host header that it answers to; a browser that was led here has another.
+    """
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self.hosts = frozenset(hosts)
+        self._doors: OrderedDict[bytes, tuple[str, Door]] = OrderedDict()
+
+    # --- keys
+
+    def open(self, door: Door) -> str:
+        """Take the requests of a new key, which comes back."""
+        key = secrets.token_hex(16)
+        self._doors[_digest(key)] = key, door
+        return key
+
+    def shut(self, key: str) -> None:
+        """Tell whoever comes with this key that the episode is over."""
+        _, door = self._doors[_digest(key)]
+        door.shut()
+        self._doors.move_to_end(_digest(key), last=False)
+        while len(self._doors) > KEYS_KEPT and next(iter(self._doors.values()))[1].is_shut:
+            self._doors.popitem(last=False)
+
+    def _door(self, key: str) -> Door:
+        known, door = self._doors.get(_digest(key), ("", None))
+        if door is None or not hmac.compare_digest(known.encode(), key.encode("utf-8", "replace")):
+            raise Refused(Reason.UNAUTHORIZED, "this key is that of no episode: use the endpoint's own api_key.")
+        return door
+
+    # --- requests
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        form: WireForm = _MESSAGES if "anthropic-version" in headers else _CHAT
+        try:
+            await self._route(scope, headers, receive, send)
+        except _Asleep:
+            return
+        except Refused as refused:
+            path = scope["path"]
+            form = next((each for end, each in _FORMS.items() if path.endswith(end)), form)
+            await _refuse(send, form, refused)
+
+    async def _route(self, scope: Mapping[str, Any], headers: Headers, receive: Receive, send: Send) -> None:
+        if headers.get("host", "").lower() not in self.hosts:
+            raise Refused(Reason.FORBIDDEN, "this host is not the endpoint's own: use its base_url.")
+        key, path = _key_and_path(scope["path"], headers)
+        method = scope["method"]
+        if path in ("", "/") and method in ("GET", "HEAD"):  # some clients ask whether anybody is there
+            await send_json(send, b"" if method == "HEAD" else b"{}")
+            return
+        path = path.rstrip("/").removeprefix("/v1")
+        door = self._door(key)
+        if path == _MODELS or path.startswith(f"{_MODELS}/"):
+            _only("GET", method)
+            await send_json(send, _models(door, one=path != _MODELS))
+            return
+        if path != _COUNT and path not in _FORMS:
+            raise Refused(Reason.NOT_FOUND, _nothing_at(path))
+        _only("POST", method)
+        body = decode_body(await _read(receive, headers))
+        door.enter()
+        if path == _COUNT:
+            await _count(door, body, headers, send)
+        else:
+            form = _FORMS[path]
+            await answer(form, form.read(body, headers), door, receive, send)
+
+
+class _Asleep(Exception):
+    """The client went away before its request was there."""
+
+
+async def _read(receive: Receive, headers: Headers) -> bytes:
+    """The body of a request.
+
+    Raises:
+        Refused: it is too large, or did not come in time.
+    """
+    too_large = Refused(Reason.TOO_LARGE, f"the body is larger than {BODY // 2**20} MiB.")
+    length = headers.get("content-length", "0")
+    if length.isdigit() and int(length) > BODY:
+        raise too_large
+    parts, size = [], 0
+    with anyio.move_on_after(BODY_SECONDS) as reading:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _Asleep
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > BODY:
+                raise too_large
+            if not message.get("more_body"):
+                break
+    if reading.cancelled_caught:
+        raise Refused(Reason.SLOW, f"the body did not come within {BODY_SECONDS:g} s.")
+    return b"".join(parts)
+
+
+async def _count(door: Door, body: Mapping[str, Any], headers: Headers, send: Send) -> None:
+    asked = _MESSAGES.read_to_count(body, headers)
+    door.in_flight += 1
+    try:
+        tokens = await door.answering.count(asked)
+    except Exception as error:
+        raise refusal_of(error) from error
+    finally:
+        door.in_flight -= 1
+    await send_json(send, orjson.dumps({"input_tokens": tokens}))
+
+
+async def _refuse(send: Send, form: WireForm, refused: Refused) -> None:
+    async def begin(headers: Sequence[tuple[bytes, bytes]], status: int) -> None:
+        # What is left of the body is not read.
+        closing = [*headers, (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": status, "headers": closing})
+
+    async def write(body: bytes, *, more: bool) -> None:
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+    await send_refusal(begin, write, form, refused)
+
+
+def _models(door: Door, *, one: bool) -> bytes:
+    """The list of models, or one, in a form that serves both kinds of clients."""
+    model = {
+        "id": door.model,
+        "object": "model",
+        "type": "model",
+        "display_name": door.model,
+        "created": 0,
+        "created_at": "1970-01-01T00:00:00Z",
+        "owned_by": "deltarunner",
+        "max_model_len": door.context,
+    }
+    listed = {"object": "list", "data": [model], "has_more": False, "first_id": door.model, "last_id": door.model}
+    return orjson.dumps(model if one else listed)
+
+
+def _key_and_path(path: str, headers: Headers) -> tuple[str, str]:
+    """The key of a request, in its path or its headers, and the path behind it."""
+    if path.startswith("/e/"):
+        key, _, rest = path.removeprefix("/e/").partition("/")
+        return unquote(key), f"/{rest}"
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return (key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")), path
+
+
+def _digest(key: str) -> bytes:
+    # How long a look-up takes tells something of the digest, and nothing of the key.
+    return hashlib.sha256(key.encode("utf-8", "replace")).digest()
+
+
+def _only(wanted: str, method: str) -> None:
+    if method != wanted:
+        raise Refused(Reason.METHOD, f"send a {wanted} here, not a {method}.")
+
+
+def _nothing_at(path: str) -> str:
+    served = ", ".join(f"/v1{each}" for each in (*_FORMS, _COUNT, _MODELS))
+    return f"there is nothing at {path or '/'!r:.60}: an endpoint serves {served}."

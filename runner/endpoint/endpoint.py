@@ -1,0 +1,168 @@
+"""An episode's endpoint, as an environment's author holds it: its address, its threads, and programs that ask it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import anyio
+
+from runner.chat_requests import Verdict
+from runner.endpoint import clients
+from runner.endpoint.answering import Answering, Door
+from runner.endpoint.programs import Finished, clean_environ, running
+from runner.endpoint.server import EndpointServer
+from runner.errors import EpisodeOver
+from runner.trajectory import Turn
+
+__all__ = ["ChatThread", "Endpoint", "serving"]
+
+LAST_SECONDS: Final = 10.0
+"""Seconds that a program has to end by itself once it was told that the episode is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatThread:
+    """One of the conversations that clients began: a main agent, a sub-agent, a request for a title."""
+
+    name: str
+    """Its agent; `main` and its number are given when the episode's play is over, until then it has another."""
+    label: str
+    """The client's own name for it, or ""."""
+    tools: Sequence[str]
+    """The names of the tools that its first request offered."""
+    trained: bool
+    """Whether what it says is trained on."""
+    turns: Sequence[Turn]
+    """What it said."""
+    verdicts: Sequence[Verdict]
+    """What each of its requests was found to be."""
+
+
+class Endpoint:
+    """Where agent programs find the episode."""
+
+    base_url: str
+    """The URL for clients of OpenAI's; it ends with /v1, and holds the key."""
+    root_url: str
+    """The same without /v1, for clients of Anthropic's."""
+    api_key: str
+    """The key, for clients that want one: it is that of this episode, and ends with it."""
+    model: str
+    """The name of the model."""
+    environ: Mapping[str, str]
+    """Variables by which known clients find the endpoint."""
+
+    def __init__(
+        self, address: clients.Address, threads: Callable[[], list[ChatThread]], stack: AsyncExitStack, door: Door
+    ) -> None:
+        self._address = address
+        self._threads = threads
+        self._stack = stack
+        self._home: Path | None = None
+        self._over = anyio.Event()
+        door.told_over = self._over.set
+        self.base_url, self.root_url = address.base_url, address.root_url
+        self.api_key, self.model = address.api_key, address.model
+        self.environ = clients.environ(address)
+
+    @property
+    def threads(self) -> list[ChatThread]:
+        """The conversations that clients began so far, in that order."""
+        return self._threads()
+
+    @property
+    def over(self) -> bool:
+        """Whether a client was told that the episode is over, since it reached a limit."""
+        return self._over.is_set()
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        wrap: Sequence[str] = (),
+        check: bool = True,
+    ) -> Finished:
+        """Run an agent program until it ends, with all that it started.
+
+        It gets a clean environment: PATH, the language, `environ`, `env`, and a HOME of its own, in which known
+        clients find their settings. It is not sandboxed: it may do whatever this process may, but for what `wrap`
+        keeps from it. Once the episode is over, it has ten seconds to end by itself.
+
+        Args:
+            argv: the program and its arguments.
+            cwd: the folder in which it runs; its home by default.
+            env: further variables.
+            wrap: what the command is put behind, such as `["bwrap", ...]` or `["docker", "run", ...]`.
+            check: raise where it ends with another code than 0.
+
+        Raises:
+            ProgramFailed: it did, and the episode was not over.
+            BadOption: there is no such program or folder.
+        """
+        home = await self._own_home()
+        environment = {**clean_environ(), "HOME": str(home), "TERM": "dumb", **self.environ, **(env or {})}
+        async with running([*wrap, *argv], cwd=cwd or home, env=environment, mark=self.api_key) as program:
+            finished: Finished | None = None
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._until_late, group.cancel_scope)
+                finished = await program.wait()
+                group.cancel_scope.cancel()
+        if finished is None:
+            raise EpisodeOver(f"the episode is over, and {argv[0]} did not end within {LAST_SECONDS:g} s")
+        if check and not finished.ok and not self.over:
+            raise finished.failure()
+        return finished
+
+    async def _until_late(self, scope: anyio.CancelScope) -> None:
+        await self._over.wait()
+        await anyio.sleep(LAST_SECONDS)
+        scope.cancel()
+
+    async def _own_home(self) -> Path:
+        if self._home is None:
+            folder = await anyio.to_thread.run_sync(tempfile.TemporaryDirectory, None, "deltarunner-")
+            self._stack.push_async_callback(anyio.to_thread.run_sync, folder.cleanup)
+            self._home = Path(folder.name)
+            await anyio.to_thread.run_sync(self._furnish, self._home)
+        return self._home
+
+    def _furnish(self, home: Path) -> None:
+        for path, text in clients.files(self._address).items():
+            file = home / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+
+
+@asynccontextmanager
+async def serving(
+    server: EndpointServer,
+    answering: Answering,
+    threads: Callable[[], list[ChatThread]],
+    *,
+    model: str,
+    context: int,
+    at_once: int,
+) -> AsyncIterator[Endpoint]:
+    """An endpoint while the block runs and no longer.
+
+    Args:
+        server: the run's server.
+        answering: the episode.
+        threads: tells its threads.
+        model: the name of the model.
+        context: how many ids it can have.
+        at_once: how many requests may be in flight.
+    """
+    door = Door(answering, model=model, context=context, at_once=at_once)
+    async with AsyncExitStack() as stack:
+        key = stack.enter_context(server.serving(door))
+        root = f"{server.url}/e/{key}"
+        yield Endpoint(clients.Address(f"{root}/v1", root, key, model, context), threads, stack, door)

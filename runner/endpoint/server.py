@@ -1,0 +1,183 @@
+"""The one socket of a run, on the run's own event loop; nothing listens before an episode is served."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from asyncio import Transport
+from collections.abc import Iterator
+from contextvars import Context
+from types import TracebackType
+from typing import Any, Final, Self
+
+import anyio
+from anyio.abc import TaskGroup
+
+from runner.endpoint.answering import Door
+from runner.endpoint.application import Application
+from runner.errors import BadOption
+
+__all__ = ["EndpointServer", "Listen", "parse_listen"]
+
+Listen = tuple[str, int]
+"""A host and a port; 0 takes any that is free."""
+
+CONNECTIONS: Final = 2_000
+"""The most connections at a time; further ones are closed at once."""
+
+HEADER_SECONDS: Final = 20.0
+"""Seconds in which a connection has to send the head of its first request."""
+
+HEADER_BYTES: Final = 64 * 1024
+"""The most bytes that the headers of a request may have."""
+
+IDLE_SECONDS: Final = 75
+"""Seconds after which a connection is closed on which nothing was asked any more."""
+
+
+def parse_listen(text: str) -> Listen:
+    """The address in `HOST:PORT`, `HOST` or `:PORT`.
+
+    Raises:
+        BadOption: it is none.
+    """
+    if not isinstance(text, str):
+        raise BadOption(f"listen={text!r:.60}: give HOST:PORT, such as 127.0.0.1:8000 or 0.0.0.0:0.")
+    host, _, port = text.rpartition(":") if text.rpartition(":")[2].isdigit() else (text, "", "0")
+    if int(port) > 65535 or " " in host:
+        raise BadOption(f"listen={text!r:.60}: give HOST:PORT, such as 127.0.0.1:8000 or 0.0.0.0:0.")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+class EndpointServer:
+    """Serves the episodes of one run.
+
+    Args:
+        listen: where it listens. Whoever can reach that address and has a key can use the model.
+    """
+
+    def __init__(self, listen: str = "127.0.0.1:0") -> None:
+        self._listen = parse_listen(listen)
+        self._group: TaskGroup | None = None
+        self._application: Application | None = None
+        self._server: Any = None
+        self.url = ""
+        """The address of the server, once something was served."""
+
+    async def __aenter__(self) -> Self:
+        self._group = anyio.create_task_group()
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._group is not None
+        if self._server is not None:
+            self._server.should_exit = self._server.force_exit = True
+        await self._group.__aexit__(kind, error, traceback)
+        self._group = None
+
+    @contextlib.contextmanager
+    def serving(self, door: Door) -> Iterator[str]:
+        """Take requests at a door inside of the block; gives the key to it."""
+        application = self._application or self._start()
+        key = application.open(door)
+        try:
+            yield key
+        finally:
+            application.shut(key)
+
+    def _start(self) -> Application:
+        if self._group is None:
+            raise RuntimeError("the run is not running: an episode can be served while it is played")
+        host, port = self._listen
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            bound = socket.create_server((host, port), family=family, backlog=CONNECTIONS)
+        except OSError as error:
+            raise BadOption(f"listen={host}:{port}: nothing can listen there ({error}); give another one.") from None
+        bound.setblocking(False)
+        port = bound.getsockname()[1]
+        names = (
+            {host, "localhost", "127.0.0.1"} if host in ("127.0.0.1", "localhost", "0.0.0.0", "::", "::1") else {host}
+        )
+        if host in ("0.0.0.0", "::"):
+            names |= {socket.gethostname(), socket.getfqdn()}
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
+        self._application = Application([f"{f'[{name}]' if ':' in name else name}:{port}".lower() for name in names])
+        self._server = _server(self._application)
+        # In a context of its own: it outlives the episode that asked for it first, whose clocks must not run over it.
+        Context().run(self._group.start_soon, self._server.serve, [bound])
+        return self._application
+
+
+def _server(application: Application) -> Any:
+    """The server that speaks HTTP.
+
+    Raises:
+        BadOption: its library is not installed.
+    """
+    try:
+        import uvicorn
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ImportError:
+        raise BadOption("an endpoint needs uvicorn and httptools: pip install 'deltarunner[serve]'.") from None
+
+    class Protocol(HttpToolsProtocol):
+        """A connection that has to say something in time, and is closed where there are too many."""
+
+        def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as the library does it
+            super().connection_made(transport)
+            self._late = None
+            if len(self.connections) > CONNECTIONS:
+                transport.abort()
+                return
+            self._late = self.loop.call_later(HEADER_SECONDS, transport.abort)
+
+        def on_message_begin(self) -> None:
+            self._head = 0
+            super().on_message_begin()
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._head += len(name) + len(value)
+            if self._head > HEADER_BYTES:
+                self.transport.abort()
+            super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            self._in_time()
+            super().on_headers_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._in_time()
+            super().connection_lost(exc)
+
+        def _in_time(self) -> None:
+            if self._late is not None:
+                self._late.cancel()
+
+    class Server(uvicorn.Server):
+        """A server that leaves Ctrl-C to the run."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    return Server(
+        uvicorn.Config(
+            application,
+            http=Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=IDLE_SECONDS,
+            timeout_graceful_shutdown=1,
+        )
+    )

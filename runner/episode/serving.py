@@ -1,0 +1,104 @@
+"""An episode as its endpoint knows it: its desk, with what the author wants of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from runner.chat_requests import Asked
+from runner.endpoint.endpoint import ChatThread
+from runner.episode.chat import ChatDesk
+from runner.episode.key import MAIN
+from runner.episode.model import ChatModel
+from runner.episode.state import ConversationState, EpisodeState
+from runner.errors import BadOption, ContextFull
+from runner.trajectory import Turn
+from runner.turn_events import TurnProgress
+
+__all__ = ["Overflow", "ServedEpisode", "Train", "model_name"]
+
+Train: TypeAlias = "bool | Callable[[ChatThread], bool] | None"
+"""Which threads are trained: all, none, those of which a function says so, or by default those that offer tools."""
+
+Overflow: TypeAlias = str
+"""What becomes of a history that does not fit: "tell" the client, which may send a shorter one, or "end" the episode."""
+
+
+class ServedEpisode:
+    """Answers what an endpoint of an episode is asked.
+
+    Args:
+        play: the episode.
+        train: which threads are trained.
+        overflow: what becomes of a history that does not fit.
+    """
+
+    def __init__(self, play: EpisodeState, *, train: Train, overflow: Overflow) -> None:
+        if train is not None and not isinstance(train, bool) and not callable(train):
+            raise BadOption(f"serve(train={train!r:.60}): give True, False or a function of the thread.")
+        if overflow not in ("tell", "end"):
+            raise BadOption(f"serve(overflow={overflow!r:.60}): give 'tell' or 'end'.")
+        self._play = play
+        self._desk: ChatDesk = play.desk
+        self._train = train
+        self._ends = overflow == "end"
+        self._chat: ChatModel = play.shared.chat_of(MAIN)
+
+    async def ask(
+        self,
+        asked: Asked,
+        *,
+        progress: Callable[[TurnProgress], None] | None = None,
+        give: Callable[[Turn, Turn | None], Awaitable[None]] | None = None,
+    ) -> Turn:
+        """Have a request answered; see `ChatDesk.ask`."""
+        asked = replace(asked, train=self._trains(asked))
+        try:
+            return await self._desk.ask(asked, progress=progress, give=give)
+        except ContextFull:
+            if self._ends and self._play.limits.context_full is not None:
+                self._play.limits.end_episode(self._play.limits.context_full)
+            raise
+
+    async def count(self, asked: Asked) -> int:
+        """How many ids the prompt of a request has."""
+        return await self._desk.count(asked)
+
+    def text_of(self, ids: Sequence[int], /) -> str:
+        """The text of ids."""
+        return self._chat.tokenizer.decode(ids)
+
+    def threads(self) -> list[ChatThread]:
+        """The threads so far."""
+        return [_seen(thread) for thread in self._desk.threads]
+
+    def _trains(self, asked: Asked) -> bool | None:
+        if self._train is None or isinstance(self._train, bool):
+            return self._train
+        names = [_tool_name(tool) for tool in asked.tools]
+        return bool(self._train(ChatThread("", asked.label, names, bool(names), (), ())))
+
+
+def model_name(chat: ChatModel) -> str:
+    """What a model is called to clients: the last part of its path."""
+    model = chat.engine.describe().get("model")
+    return Path(model).name if isinstance(model, str) else "scripted"
+
+
+def _seen(thread: ConversationState) -> ChatThread:
+    return ChatThread(
+        name=thread.name,
+        label=next((each.label for each in thread.requests if each.label), ""),
+        tools=[tool.name for tool in thread.head.tools],
+        trained=thread.train,
+        turns=list(thread.turns),
+        verdicts=[each.verdict for each in thread.requests],
+    )
+
+
+def _tool_name(tool: Any) -> str:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
