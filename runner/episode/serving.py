@@ -23,7 +23,7 @@ Train: TypeAlias = "bool | Callable[[ChatThread], bool] | None"
 """Which threads are trained: all, none, those of which a function says so, or by default those that offer tools."""
 
 Overflow: TypeAlias = str
-"""What becomes of a history that does not fit: "tell" the client, which may send a shorter one, or "end" the episode."""
+"""What becomes of a history that does not fit: "tell" the client, which may shorten it, or "end" the episode."""
 
 
 class ServedEpisode:
