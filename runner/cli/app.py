@@ -14,7 +14,16 @@ from typing import Annotated, Any, NoReturn, TextIO, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from runner.cli.settings import ENVIRONMENT, JSON, SETTINGS, TEMPLATE_OPTION, TOOL_FORMAT, RunSettings, filled_in
+from runner.cli.settings import (
+    ENVIRONMENT,
+    JSON,
+    SERVED,
+    SETTINGS,
+    TEMPLATE_OPTION,
+    TOOL_FORMAT,
+    RunSettings,
+    filled_in,
+)
 from runner.errors import DeltarunnerError
 
 __all__ = ["app", "ending", "main"]
@@ -142,7 +151,16 @@ def run(settings: RunSettings) -> int:
     """Play an environment's episodes and keep them in a run file. The same command again resumes what was cut short."""
     from runner.cli.run import run_command
 
-    return run_command(settings)
+    return run_command(settings.with_program())
+
+
+@command("serve")
+@filled_in(RunSettings, SERVED)
+def serve(settings: RunSettings) -> int:
+    """Serve episodes to agent programs that you start yourself: a key each, shown with what each program needs."""
+    from runner.cli.serve import serve_command
+
+    return serve_command(settings)
 
 
 @command("list")

@@ -46,7 +46,7 @@ from runner.tokens.template import ChatTemplate
 from runner.trajectory import Outcome, Trajectory
 from runner.transcript import transcript
 
-__all__ = ["run_command", "vllm_engine"]
+__all__ = ["Plan", "ShownRun", "play_plan", "run_command", "vllm_engine"]
 
 FOLDER = Path("runs")
 
@@ -73,13 +73,22 @@ def vllm_engine(settings: RunSettings) -> Engine:
 
 def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], Engine] = vllm_engine) -> int:
     """Play, and return the exit code: 128 and the signal's number where one ended the run early."""
+    return play_plan(settings, lambda: Plan.of(settings, make_engine))
+
+
+def play_plan(
+    settings: RunSettings, make_plan: Callable[[], Plan], told: Callable[[ShownRun], None] | None = None
+) -> int:
+    """Play what was planned, as `run_command` does; `told` gets what shows it, before anything is played."""
     log = _log_of(settings)
     shown: ShownRun | None = None
     try:
         with redirect_stdout(sys.stderr) if settings.json else nullcontext():
-            plan = Plan.of(settings, make_engine)
+            plan = make_plan()
         with _console(settings, log) as console:
             shown = ShownRun(plan, console, log)
+            if told is not None:
+                told(shown)
             code = shown.play()
     except DeltarunnerError as error:
         _print_json(settings, log, shown, error)
@@ -90,7 +99,7 @@ def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], Engi
 
 def _log_of(settings: RunSettings) -> Path:
     """The path of the run's log. It follows from the options alone: a run file has its number only with the header."""
-    name = settings.file or FOLDER / f"{short_name(settings.environment)}.db"
+    name = settings.file or FOLDER / f"{short_name(settings.played)}.db"
     return name.with_name(f"{name.stem}.log") if name.name else Path(".log")
 
 
@@ -140,7 +149,14 @@ class Plan:
     @classmethod
     def of(cls, settings: RunSettings, make_engine: Callable[[RunSettings], Engine]) -> Plan:
         """The plan; what cannot be used of what was given is refused here."""
-        environment = construct(find_environment(settings.environment), pairs(settings.settings, "--set"))
+        environment = construct(find_environment(settings.played), pairs(settings.settings, "--set"))
+        return cls.of_environment(settings, environment, make_engine)
+
+    @classmethod
+    def of_environment(
+        cls, settings: RunSettings, environment: Environment[Any], make_engine: Callable[[RunSettings], Engine]
+    ) -> Plan:
+        """The plan of an environment that was made."""
         check_playable(environment)
         if settings.template is not None:
             ChatTemplate.load(settings.template)
@@ -156,7 +172,7 @@ class Plan:
 
     @property
     def title(self) -> str:
-        return f"{short_name(self.settings.environment)} on {self.settings.model}"
+        return f"{short_name(self.settings.played)} on {self.settings.model}"
 
 
 def _options(settings: RunSettings) -> RunOptions:
@@ -286,7 +302,7 @@ class ShownRun(Reporter):
         self._display.restore()
 
     def _name_file(self, header: Header) -> Path:
-        name, again = short_name(self._settings.environment), self._settings.retry_failed
+        name, again = short_name(self._settings.played), self._settings.retry_failed
         path = self._settings.file or next_run_file(FOLDER, name, header, also_complete=again)
         if not _is_begun(path):
             self.say(f"file  {path}")

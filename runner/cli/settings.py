@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-__all__ = ["ENVIRONMENT", "JSON", "SETTINGS", "TEMPLATE_OPTION", "TOOL_FORMAT", "RunSettings", "filled_in"]
+from runner.errors import BadOption
+
+__all__ = ["ENVIRONMENT", "JSON", "SERVED", "SETTINGS", "TEMPLATE_OPTION", "TOOL_FORMAT", "RunSettings", "filled_in"]
 
 S = TypeVar("S")
+
+PROGRAM = "runner.environment.program:Program"
+"""The environment of agent programs."""
 
 ENVIRONMENT = typer.Argument(
     metavar="ENV",
@@ -33,6 +38,13 @@ TOOL_FORMAT = typer.Option(
 JSON = typer.Option("--json", help="One line of JSON on stdout, everything else on stderr.")
 
 
+SERVED = (
+    *("model", "template", "template_options", "tool_format", "engine_options", "seed", "temperature", "max_tokens"),
+    *("top_p", "top_k", "min_p", "limits", "history", "listen", "concurrency", "file", "json"),
+)
+"""The options of `deltarunner run` that `deltarunner serve` has too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
     """What `deltarunner run` was told on the command line, not yet checked beyond its types.
@@ -40,7 +52,17 @@ class RunSettings:
     What was not given is None: `RunOptions` has the defaults, and takes too long to import for `--help`.
     """
 
-    environment: Annotated[str, ENVIRONMENT]
+    environment: Annotated[str | None, ENVIRONMENT] = None
+    agent: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="Play an agent program in place of ENV: 'claude -p {prompt}'.")
+    ] = None
+    check: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="With --agent: ends with 0 where the program did its task.")
+    ] = None
+    copy: Annotated[Path | None, typer.Option(help="With --agent: the folder that it works in a copy of.")] = None
+    wrap: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="With --agent: what it runs behind, such as a sandbox.")
+    ] = None
     episodes: Annotated[
         int | None, typer.Option("--episodes", "-n", min=1, help="How many to play; default all of its tasks.")
     ] = None
@@ -107,12 +129,43 @@ class RunSettings:
     )
     json: Annotated[bool, JSON] = False
 
+    @property
+    def played(self) -> str:
+        """The name of the environment."""
+        assert self.environment is not None, "who asks has asked for with_program() before"
+        return self.environment
 
-def filled_in(settings: type[S]) -> Callable[[Callable[[S], int]], Callable[..., int]]:
+    def with_program(self) -> RunSettings:
+        """The same with an environment in any case: `--agent` stands for the bundled one of programs.
+
+        Raises:
+            BadOption: there is neither or both, or an option of programs without one.
+        """
+        of_program = {"agent": self.agent, "check": self.check, "copy": self.copy, "wrap": self.wrap}
+        given = [f"{name}={value}" for name, value in of_program.items() if value is not None]
+        if self.agent is None and given:
+            raise BadOption(f"--{given[0].partition('=')[0]} goes with --agent: give the program's command.")
+        if self.agent is None and self.environment is None:
+            raise BadOption("say what is played: an environment (`deltarunner list`), or --agent 'COMMAND {prompt}'.")
+        if self.agent is None:
+            return self
+        if self.environment is not None:
+            raise BadOption(f"{self.environment} and --agent: give one of them.")
+        if self.tasks is None:
+            raise BadOption(
+                '--agent: give the prompts, --tasks FILE.jsonl, of lines such as {"id": ..., "prompt": ...}.'
+            )
+        return dataclasses.replace(self, environment=PROGRAM, settings=[*given, *(self.settings or [])])
+
+
+def filled_in(
+    settings: type[S], only: Collection[str] | None = None
+) -> Callable[[Callable[[S], int]], Callable[..., int]]:
     """Make a command of a function that takes its options as one object: each field becomes an option.
 
     Args:
         settings: a dataclass whose fields are annotated as Typer wants parameters.
+        only: the fields that become options; None for all of them.
     """
     hints = typing.get_type_hints(settings, include_extras=True)  # the text of annotations as what it means
     parameters = [
@@ -123,6 +176,7 @@ def filled_in(settings: type[S]) -> Callable[[Callable[[S], int]], Callable[...,
             annotation=hints[each.name],
         )
         for each in dataclasses.fields(settings)  # type: ignore[arg-type]  # the caller sees to it
+        if only is None or each.name in only
     ]
 
     def decorate(function: Callable[[S], int]) -> Callable[..., int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import anyio
 
 from runner.chat_requests import Asked
 from runner.endpoint.refusals import Reason, Refused
@@ -54,12 +56,21 @@ class Door:
         """How many requests are being answered."""
         self.told_over: Callable[[], None] = _nothing
         """Is called whenever a client is told that the episode is over."""
+        self.ended = anyio.Event()
+        """Is set once a client said that its episode is over."""
+        self.last_words: Mapping[str, Any] = {}
+        """What it said then."""
         self.is_shut = False
         """Whether nothing is answered any more."""
 
     def shut(self) -> None:
         """Answer nothing any more."""
         self.is_shut = True
+
+    def end(self, said: Mapping[str, Any]) -> None:
+        """Take a client's word that its episode is over."""
+        self.last_words = said
+        self.ended.set()
 
     def enter(self) -> None:
         """Let a request in.

@@ -18,7 +18,7 @@ import anyio
 import orjson
 
 from runner.endpoint.answering import Door
-from runner.endpoint.bodies import decode_body
+from runner.endpoint.bodies import decode_body, number
 from runner.endpoint.chat_completions import ChatCompletions
 from runner.endpoint.refusals import Reason, Refused, refusal_of
 from runner.endpoint.streaming import Send, answer, send_json, send_refusal
@@ -46,6 +46,7 @@ _FORMS: Final[Mapping[str, WireForm]] = {
 }
 _COUNT: Final = "/messages/count_tokens"
 _MODELS: Final = "/models"
+_END: Final = "/end"
 
 
 class Application:
@@ -112,11 +113,15 @@ class Application:
             _only("GET", method)
             await send_json(send, _models(door, one=path != _MODELS))
             return
-        if path != _COUNT and path not in _FORMS:
+        if path not in (_COUNT, _END) and path not in _FORMS:
             raise Refused(Reason.NOT_FOUND, _nothing_at(path))
         _only("POST", method)
-        body = decode_body(await _read(receive, headers))
+        raw = await _read(receive, headers)
+        body = decode_body(raw or b"{}")
         door.enter()
+        if path == _END:
+            await _end(door, body, send)
+            return
         if path == _COUNT:
             await _count(door, body, headers, send)
         else:
@@ -167,6 +172,12 @@ async def _count(door: Door, body: Mapping[str, Any], headers: Headers, send: Se
     await send_json(send, orjson.dumps({"input_tokens": tokens}))
 
 
+async def _end(door: Door, body: Mapping[str, Any], send: Send) -> None:
+    reward = number(body, "reward")
+    door.end({} if reward is None else {"reward": reward})
+    await send_json(send, b"{}")
+
+
 async def _refuse(send: Send, form: WireForm, refused: Refused) -> None:
     async def begin(headers: Sequence[tuple[bytes, bytes]], status: int) -> None:
         # What is left of the body is not read.
@@ -215,5 +226,5 @@ def _only(wanted: str, method: str) -> None:
 
 
 def _nothing_at(path: str) -> str:
-    served = ", ".join(f"/v1{each}" for each in (*_FORMS, _COUNT, _MODELS))
+    served = ", ".join(f"/v1{each}" for each in (*_FORMS, _COUNT, _MODELS, _END))
     return f"there is nothing at {path or '/'!r:.60}: an endpoint serves {served}."

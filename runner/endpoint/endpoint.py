@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import anyio
 
@@ -59,13 +59,20 @@ class Endpoint:
     """Variables by which known clients find the endpoint."""
 
     def __init__(
-        self, address: clients.Address, threads: Callable[[], list[ChatThread]], stack: AsyncExitStack, door: Door
+        self,
+        address: clients.Address,
+        threads: Callable[[], list[ChatThread]],
+        stack: AsyncExitStack,
+        door: Door,
+        draining: anyio.Event,
     ) -> None:
         self._address = address
         self._threads = threads
         self._stack = stack
         self._home: Path | None = None
         self._over = anyio.Event()
+        self._door = door
+        self._draining = draining
         door.told_over = self._over.set
         self.base_url, self.root_url = address.base_url, address.root_url
         self.api_key, self.model = address.api_key, address.model
@@ -80,6 +87,17 @@ class Endpoint:
     def over(self) -> bool:
         """Whether a client was told that the episode is over, since it reached a limit."""
         return self._over.is_set()
+
+    async def wait(self) -> Mapping[str, Any]:
+        """Wait until a client says that the episode is over, with `POST` to `base_url` and `/end`, or the run ends.
+
+        Returns:
+            What the client said: {"reward": number} where it gave one.
+        """
+        async with anyio.create_task_group() as group:
+            for event in (self._door.ended, self._draining):
+                group.start_soon(_then_cancel, event, group.cancel_scope)
+        return self._door.last_words
 
     async def run(
         self,
@@ -141,6 +159,11 @@ class Endpoint:
             file.write_text(text)
 
 
+async def _then_cancel(event: anyio.Event, scope: anyio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
+
+
 @asynccontextmanager
 async def serving(
     server: EndpointServer,
@@ -165,4 +188,4 @@ async def serving(
     async with AsyncExitStack() as stack:
         key = stack.enter_context(server.serving(door))
         root = f"{server.url}/e/{key}"
-        yield Endpoint(clients.Address(f"{root}/v1", root, key, model, context), threads, stack, door)
+        yield Endpoint(clients.Address(f"{root}/v1", root, key, model, context), threads, stack, door, server.draining)

@@ -62,6 +62,8 @@ class EndpointServer:
         self._group: TaskGroup | None = None
         self._application: Application | None = None
         self._server: Any = None
+        self.draining = anyio.Event()
+        """Is set once the run begins no further episode."""
         self.url = ""
         """The address of the server, once something was served."""
 

@@ -154,6 +154,8 @@ class Run:
     def drain(self) -> None:
         """Begin no further episode; those in flight are played to their end."""
         self._state.drain()
+        if self._started is not None:
+            self._started.shared.endpoints.draining.set()
 
     def cancel(self) -> None:
         """Cut every episode in flight; each is closed and kept as partial."""

@@ -1,0 +1,52 @@
+"""`deltarunner serve`: episodes for agent programs that somebody starts by hand, a key each."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from runner.cli.run import Plan, play_plan, vllm_engine
+from runner.cli.settings import RunSettings
+from runner.endpoint.endpoint import Endpoint
+from runner.engines.base import Engine
+from runner.environment.open_episodes import OpenEpisodes
+
+__all__ = ["serve_command"]
+
+NAME = "serve"
+"""What its run files are called after."""
+
+
+def serve_command(settings: RunSettings, make_engine: Callable[[RunSettings], Engine] = vllm_engine) -> int:
+    """Serve until Ctrl-C, which ends the episodes that are open as any other; return the exit code.
+
+    `--concurrency` is how many keys are open at once; for one that ends, another is shown.
+    """
+    settings = replace(settings, environment=NAME, concurrency=settings.concurrency or 1)
+    say: list[Callable[[str], None]] = []
+
+    def tell(episode: str, endpoint: Endpoint) -> None:
+        for line in key_lines(episode, endpoint):
+            say[0](line)
+
+    environment = OpenEpisodes(tell)
+    plan = partial(Plan.of_environment, settings, environment, make_engine)
+    return play_plan(settings, plan, lambda shown: say.append(shown.say))
+
+
+def key_lines(episode: str, endpoint: Endpoint) -> list[str]:
+    """What somebody needs who starts a program by hand."""
+    exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in endpoint.environ.items())
+    provider = f'model_providers.deltarunner={{name="deltarunner",base_url="{endpoint.base_url}",wire_api="responses"}}'
+    codex = f"-c model_provider=deltarunner -m {shlex.quote(endpoint.model)} -c {shlex.quote(provider)}"
+    return [
+        f"{episode}",
+        f"  base_url     {endpoint.base_url}",
+        f"  api_key      {endpoint.api_key}",
+        f"  model        {endpoint.model}",
+        f"  most clients export {exported}",
+        f"  codex        codex exec {codex} 'PROMPT'",
+        f"  done         curl -X POST {endpoint.base_url}/end -d '{{\"reward\": 1}}'",
+    ]

@@ -1,0 +1,42 @@
+"""Episodes for agent programs that somebody else starts: a key each, which ends when it is told to, or with the run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+from runner.endpoint.endpoint import Endpoint
+from runner.environment.environment import Environment
+from runner.episode.conversation import Conversation
+from runner.options import Limits
+from runner.scoring import reward
+from runner.tasks import Task
+
+__all__ = ["OpenEpisodes"]
+
+
+class OpenEpisodes(Environment):
+    """One key, one episode: it ends with `POST base_url/end`, whose body may have a reward, or with the run."""
+
+    limits = Limits(seconds=None)
+
+    def __init__(self, tell: Callable[[str, Endpoint], None]) -> None:
+        """Say who is told of a new key: the episode's id and its endpoint."""
+        self.tell = tell
+        self.reported: float = 0.0
+
+    def tasks(self) -> Iterator[Task]:
+        """A task a key."""
+        return (Task(id=f"key-{number}", prompt="") for number in itertools.count())
+
+    async def rollout(self, conversation: Conversation) -> None:
+        """Serve until somebody says that it is over."""
+        async with self.episode.serve() as endpoint:
+            self.tell(self.episode.id, endpoint)
+            said = await endpoint.wait()
+            self.reported = float(said.get("reward", 0.0))
+
+    @reward
+    def reported_reward(self) -> float:
+        """What the client reported."""
+        return self.reported

@@ -1,0 +1,112 @@
+"""An agent program as an environment, without a line of Python: a command, a folder to work in, and a check."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+
+from runner.endpoint.programs import Finished, clean_environ, running
+from runner.environment.environment import Environment
+from runner.episode.conversation import Conversation
+from runner.errors import BadEnvironment
+from runner.options import Limits
+from runner.scoring import reward
+
+__all__ = ["Program"]
+
+PROMPT = "{prompt}"
+
+
+class Program(Environment):
+    """An agent program that somebody else wrote: it is given a task's prompt and a folder, and a check decides.
+
+    The folder is a copy of `copy`. The reward is 1 where the check ends with 0, or where there is none, where the
+    program does; a program that fails has no reward.
+    """
+
+    limits = Limits(turns=200, seconds=3600)
+
+    def __init__(
+        self,
+        agent: str,
+        check: str = "",
+        copy: str = "",
+        wrap: str = "",
+        programs: int = 0,
+        code: bool = True,
+    ) -> None:
+        """Say what is run.
+
+        Args:
+            agent: the command; `{prompt}` in it is the task's prompt, `{model}` the model's name, `{base_url}` the
+                endpoint's. It is split as a shell does, and no shell runs it.
+            check: a command that ends with 0 in the folder where the program did what it was asked.
+            copy: the folder that each episode has a copy of.
+            wrap: what both commands are put behind, such as `bwrap ...`.
+            programs: how many may run at once; 0 for four a core.
+            code: a program that ends with another code than 0 fails; else the check decides alone.
+        """
+        self.argv = _split("agent", agent)
+        if not any(PROMPT in each for each in self.argv):
+            raise BadEnvironment(
+                f"agent={agent!r:.80}: say where the task's prompt goes, such as 'claude -p {PROMPT}'."
+            )
+        self.checking = _split("check", check) if check else []
+        self.copy = Path(copy) if copy else None
+        if self.copy is not None and not self.copy.is_dir():
+            raise BadEnvironment(f"copy={copy!r}: there is no such folder.")
+        self.wrap = _split("wrap", wrap) if wrap else []
+        self.programs = programs or 4 * (os.cpu_count() or 1)
+        self.code = code
+        self.folder = Path()
+        self.finished: Finished | None = None
+
+    def setup(self) -> None:
+        """Copy the folder."""
+        folder = self.episode.exit_stack.enter_context(tempfile.TemporaryDirectory(prefix="deltarunner-"))
+        self.folder = Path(folder) / "work"
+        if self.copy is None:
+            self.folder.mkdir()
+        else:
+            shutil.copytree(self.copy, self.folder, symlinks=True)
+
+    async def rollout(self, conversation: Conversation) -> None:
+        """Run the program."""
+        prompt = self.task.prompt if isinstance(self.task.prompt, str) else ""
+        if not prompt:
+            raise BadEnvironment(f"task {self.task.id!r}: an agent program is given a prompt that is a string.")
+        async with self.episode.limiter("programs", self.programs), self.episode.serve() as endpoint:
+            known = {PROMPT: prompt, "{model}": endpoint.model, "{base_url}": endpoint.base_url}
+            argv = [_filled(each, known) for each in self.argv]
+            self.finished = await endpoint.run(argv, cwd=self.folder, wrap=self.wrap, check=self.code)
+
+    @reward
+    async def passes(self) -> float:
+        """Whether the check passes."""
+        if not self.checking:
+            return float(self.finished is not None and self.finished.ok)
+        environ = {**clean_environ(), "HOME": str(self.folder.parent), "TERM": "dumb"}
+        argv = [*self.wrap, *self.checking]
+        async with running(argv, cwd=self.folder, env=environ, mark=f"check {self.folder}") as checking:
+            finished = await checking.wait()
+        return float(finished.ok)
+
+
+def _split(name: str, command: str) -> list[str]:
+    try:
+        argv = shlex.split(command)
+    except ValueError as error:
+        raise BadEnvironment(f"{name}={command!r:.80}: a shell could not split it ({error}).") from None
+    if not argv:
+        raise BadEnvironment(f"{name}={command!r:.80}: give a command.")
+    return argv
+
+
+def _filled(text: str, known: dict[str, str]) -> str:
+    """The text with names replaced, each once: what a prompt holds is not looked at."""
+    parts = re.split("(" + "|".join(map(re.escape, known)) + ")", text)
+    return "".join(known.get(part, part) for part in parts)
