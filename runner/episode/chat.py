@@ -46,7 +46,7 @@ OpenThread = Callable[[EpisodeState, str, Sequence[Tool], bool], ConversationSta
 Give = Callable[[Turn, Turn | None], Awaitable[None]]
 """Hands a turn over; the second one is the cut turn with which it goes on, or None."""
 
-GRANTED = frozenset({"max_tokens", "stop", "stop_ids", "schema", "regex", "choice"})
+GRANTED = frozenset({"max_tokens", "stop", "stop_ids", "schema", "regex", "choice", "logprobs"})
 """The sampling that a trained thread is asked for and given; the rest is the run's own."""
 
 
@@ -355,4 +355,6 @@ def _granted(thread: ConversationState, asked: Sampling | None) -> tuple[Samplin
     own = thread.sampling()
     if "max_tokens" in granted:
         granted["max_tokens"] = min(granted["max_tokens"], own.max_tokens)
+    if "logprobs" in granted:
+        granted["logprobs"] = max(granted["logprobs"], own.logprobs)
     return Sampling(**granted), {name: value for name, value in given.items() if name not in granted}

@@ -1,0 +1,81 @@
+"""What tests of endpoints have in common: an episode that is served to a loop, and requests as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import orjson
+
+from runner import Conversation, Endpoint, Outcome, Trajectory
+from runner.testing import assert_exact
+from tests.episode.awkward import misspelling
+from tests.playing import Plain, play_all, recording
+
+__all__ = ["RUN", "chat_body", "events_of", "http", "openai_client", "served", "user"]
+
+RUN = {
+    "type": "function",
+    "function": {
+        "name": "run",
+        "description": "Run a command.",
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+    },
+}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def served(
+    loop: Callable[[Endpoint], Awaitable[None]],
+    says: Any,
+    *,
+    outcome: Outcome = Outcome.COMPLETED,
+    serve: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[Trajectory]:
+    """The trajectories of an episode that is served to a loop of somebody else's; each of them is exact."""
+
+    class Served(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            async with self.episode.serve(**serve or {}) as endpoint:
+                await loop(endpoint)
+
+    # Verification does not know the awkward vocabulary.
+    is_engine = hasattr(says, "stream")
+    engine = says if is_engine else recording(says, template="hermes") if "file" in options else misspelling(says)
+    trajectories = await play_all(Served, engine, **options)
+    for trajectory in trajectories:
+        assert trajectory.outcome is outcome, trajectory.error
+        assert_exact(trajectory, engine)
+        mask = sum(sum(segment.log.mask()) for segment in trajectory.segments)
+        kept = [turn for turn in trajectory.turns if not turn.retried]
+        assert mask == sum(turn.end - turn.start for turn in kept), "every id is trained once, where it was sampled"
+    return trajectories
+
+
+@asynccontextmanager
+async def http(endpoint: Endpoint, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an endpoint that sends its key."""
+    headers = {"authorization": f"Bearer {endpoint.api_key}"}
+    async with httpx.AsyncClient(base_url=endpoint.base_url, headers=headers, timeout=60, **settings) as client:
+        yield client
+
+
+def openai_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+
+
+def chat_body(messages: list[dict[str, Any]], **further: Any) -> dict[str, Any]:
+    return {"model": "any", "messages": messages, **further}
+
+
+def events_of(text: str) -> list[Any]:
+    """The data of a stream of events, but for its end."""
+    found = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [orjson.loads(each) for each in found if each != "[DONE]"]
