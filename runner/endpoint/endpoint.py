@@ -15,7 +15,7 @@ import anyio
 from runner.chat_requests import Verdict
 from runner.endpoint import clients
 from runner.endpoint.answering import Answering, Door
-from runner.endpoint.programs import Finished, clean_environ, running
+from runner.endpoint.programs import FinishedProgram, clean_environ, running
 from runner.endpoint.server import EndpointServer
 from runner.errors import EpisodeOver
 from runner.trajectory import Turn
@@ -107,7 +107,7 @@ class Endpoint:
         env: Mapping[str, str] | None = None,
         wrap: Sequence[str] = (),
         check: bool = True,
-    ) -> Finished:
+    ) -> FinishedProgram:
         """Run an agent program until it ends, with all that it started.
 
         It gets a clean environment: PATH, the language, `environ`, `env`, and a HOME of its own, in which known
@@ -128,7 +128,7 @@ class Endpoint:
         home = await self._own_home()
         environment = {**clean_environ(), "HOME": str(home), "TERM": "dumb", **self.environ, **(env or {})}
         async with running([*wrap, *argv], cwd=cwd or home, env=environment, mark=self.api_key) as program:
-            finished: Finished | None = None
+            finished: FinishedProgram | None = None
             async with anyio.create_task_group() as group:
                 group.start_soon(self._until_late, group.cancel_scope)
                 finished = await program.wait()

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from runner import BadOption, Endpoint, Finished, Limits, Outcome
+from runner import BadOption, Endpoint, FinishedProgram, Limits, Outcome
 from runner.endpoint import endpoint as endpoint_module
 from runner.endpoint import programs
 from runner.testing import ScriptedEngine
@@ -57,8 +57,8 @@ async def pids_in(folder: Path, count: int) -> list[int]:
             await anyio.sleep(0.01)
 
 
-async def ran(code: str, says: Any = ("Done.",), **options: Any) -> tuple[Finished, Any]:
-    kept: list[Finished] = []
+async def ran(code: str, says: Any = ("Done.",), **options: Any) -> tuple[FinishedProgram, Any]:
+    kept: list[FinishedProgram] = []
 
     async def loop(endpoint: Endpoint) -> None:
         kept.append(await endpoint.run(python(code)))
