@@ -150,7 +150,11 @@ ORDERED: list[TurnProgress] = [
 
 
 VALUES: Any = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | awkward_text(max_pieces=2),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | awkward_text(max_pieces=2),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(awkward_text(max_pieces=1), inner, max_size=3),
     max_leaves=5,
 )
