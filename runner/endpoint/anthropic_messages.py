@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final
 
 import orjson
 
+from runner.chat_requests import Asked
 from runner.endpoint.anthropic_requests import asked_of
 from runner.endpoint.bodies import field_of
 from runner.endpoint.refusals import Reason, Refused
@@ -38,23 +39,20 @@ class AnthropicMessages(WireForm):
         self._system_as_user = system_as_user
 
     def read(self, body: Mapping[str, Any], headers: Headers) -> WireRequest:
-        return self._read(body, headers)
+        return WireRequest(
+            asked=asked_of(body, headers, form=self.name, system_as_user=self._system_as_user),
+            stream=field_of(body, "stream", bool, False),
+            ids=field_of(body, "return_token_ids", bool, False),
+            logprobs=field_of(body, "logprobs", bool, False),
+        )
 
-    def read_count(self, body: Mapping[str, Any], headers: Headers) -> WireRequest:
+    def read_to_count(self, body: Mapping[str, Any], headers: Headers) -> Asked:
         """Read a request whose prompt is to be counted.
 
         Raises:
             Refused: something in it cannot be used; names the field and the fix.
         """
-        return self._read(body, headers, counting=True)
-
-    def _read(self, body: Mapping[str, Any], headers: Headers, *, counting: bool = False) -> WireRequest:
-        return WireRequest(
-            asked=asked_of(body, headers, form=self.name, system_as_user=self._system_as_user, counting=counting),
-            stream=field_of(body, "stream", bool, False) and not counting,
-            ids=field_of(body, "return_token_ids", bool, False),
-            logprobs=field_of(body, "logprobs", bool, False),
-        )
+        return asked_of(body, headers, form=self.name, system_as_user=self._system_as_user, counting=True)
 
     def writer(self, request: WireRequest, model: str, text_of: TokenText) -> AnswerWriter:
         return _Writer(request, model, text_of)

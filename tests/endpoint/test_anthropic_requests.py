@@ -219,8 +219,8 @@ def test_a_schema_is_read_and_not_granted_where_tools_may_be_called(field: str) 
 def test_a_count_needs_no_most_tokens() -> None:
     given = body(stream=True)
     del given["max_tokens"]
-    counted = FORM.read_count(given, {})
-    assert (counted.asked.messages, counted.asked.sampling, counted.stream) == ([TASK], None, False)
+    counted = FORM.read_to_count(given, {})
+    assert (counted.messages, counted.sampling) == ([TASK], None)
     assert refusal(given).startswith("max_tokens: ")
 
 
