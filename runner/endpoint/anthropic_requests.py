@@ -85,6 +85,8 @@ class _History:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     handles: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    """The ids of the calls of its last turn."""
 
 
 def _history(body: Mapping[str, Any]) -> _History:
@@ -163,10 +165,14 @@ def _add_system(history: _History, blocks: Sequence[_Block]) -> None:
 
 
 def _add_user(history: _History, blocks: Sequence[_Block]) -> None:
-    """The results, which answer what stands right before them, and then what the user says."""
-    results = [block for block in blocks if block.kind == "tool_result"]
+    """The results, which answer what stands right before them, and then what the user says.
+
+    Clients send results as they come, and most templates tell by their order alone which call each of them answers.
+    """
+    results = [_result(block) for block in blocks if block.kind == "tool_result"]
     said = [block for block in blocks if block.kind != "tool_result"]
-    history.messages += [_result(block) for block in results]
+    places = {call_id: place for place, call_id in enumerate(history.calls)}
+    history.messages += sorted(results, key=lambda result: places.get(result["tool_call_id"], len(places)))
     if said or not results:
         history.messages.append(_message("user", _lines(said, "user"), said))
 
@@ -202,6 +208,9 @@ def _add_assistant(history: _History, blocks: Sequence[_Block]) -> None:
         message["reasoning_content"] = "".join(thoughts)
     if calls:
         message["tool_calls"] = calls
+        # A turn may come as several messages.
+        goes_on = history.messages and history.messages[-1]["role"] == "assistant"
+        history.calls = [*(history.calls if goes_on else ()), *(call["id"] for call in calls)]
     history.messages.append(message)
 
 

@@ -159,20 +159,32 @@ async def test_a_loop_whose_marks_and_billing_line_change_goes_on_from_the_very_
     assert "billing" not in str(trajectory.messages)
 
 
-async def test_text_and_calls_that_take_turns_come_back_as_the_turn_that_they_were() -> None:
+def with_calls_last(answer: Any) -> dict[str, Any]:
+    """A turn as Claude Code sends it back: all that was said, then all that was called."""
+    return {"role": "assistant", "content": sorted(answer["content"], key=lambda block: block["type"] == "tool_use")}
+
+
+@pytest.mark.parametrize("sent_back", [assistant, with_calls_last])
+async def test_text_and_calls_that_take_turns_come_back_as_the_turn_that_they_were(sent_back: Any) -> None:
     async def loop(program: Program, engine: Any) -> None:
         answer = await program.ask(TASK)
         kinds = [block["type"] for block in answer["content"]]
         assert kinds == ["thinking", "text", "tool_use", "text", "tool_use", "text"]
-        results = user(result(answer, "1"), text("Look at both."), result(answer, "2", 1, is_error=True))
-        await program.ask(TASK, assistant(answer), results)
+        # What was done first is answered first.
+        results = user(result(answer, "2", 1, is_error=True), text("Look at both."), result(answer, "1"))
+        await program.ask(TASK, sent_back(answer), results)
 
     says = f"<think>\nI look.\n</think>\n\nOne:\n{called('one')}\nTwo:\n{called('two')}\nThat is all."
     (trajectory,) = await played([says, "Done."], loop)
     assert verdicts(trajectory) == ["new", "append"]
     assert [segment.cause for segment in trajectory.segments] == ["start"]
     assert {each.value for each in trajectory.requests[1].tolerated} == {"volatile_lines", "cache_marks", "extra_keys"}
-    assert [message["role"] for message in trajectory.messages[-4:]] == ["tool", "tool", "user", "assistant"]
+    asked = trajectory.messages[-4:-1]
+    assert [(each["role"], each["content"]) for each in asked] == [
+        ("tool", "1"),
+        ("tool", "2"),
+        ("user", "Look at both."),
+    ]
 
 
 async def test_a_turn_that_comes_back_as_it_was_given_whole_is_the_same() -> None:

@@ -100,6 +100,14 @@ def test_results_stand_right_behind_their_calls_and_before_what_the_user_says_be
     assert user == {"role": "user", "content": "Look\nhere."}
 
 
+def test_results_come_in_the_order_of_their_calls_also_where_a_turn_came_as_several_messages() -> None:
+    calls = [{"type": "tool_use", "id": each, "name": "run", "input": {}} for each in "abc"]
+    results = [{"type": "tool_result", "tool_use_id": each, "content": each} for each in "cxab"]
+    apart = [{"role": "assistant", "content": part} for part in (calls[:1], calls[1:])]
+    found = asked(TASK, *apart, {"role": "user", "content": results}).messages
+    assert [each["content"] for each in found if each["role"] == "tool"] == ["a", "b", "c", "x"]
+
+
 def test_the_line_that_changes_with_every_request_is_a_line_of_its_own() -> None:
     systems = [
         asked(system=[text(f"x-anthropic-billing-header: cch={cch};"), text("You mend.", **mark)]).messages[:1]
