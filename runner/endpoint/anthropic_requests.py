@@ -111,16 +111,22 @@ def _history(body: Mapping[str, Any]) -> _History:
     return history
 
 
-@dataclass(frozen=True, slots=True)
 class _Block:
-    """A block of a content, and where it stands."""
+    """A block of a content."""
 
-    given: Mapping[str, Any]
-    where: str
+    # Histories come whole with every request, so this is made a thousand times for one: it does as little as may be.
+    __slots__ = ("_path", "_place", "given", "kind")
+
+    def __init__(self, given: Mapping[str, Any], path: str, place: int | None = None) -> None:
+        self.given = given
+        self.kind = given.get("type")
+        self._path = path
+        self._place = place
 
     @property
-    def kind(self) -> Any:
-        return self.given.get("type")
+    def where(self) -> str:
+        """Where it stands."""
+        return self._path if self._place is None else f"{self._path}[{self._place}]"
 
     def text(self, name: str) -> str:
         value = self.given.get(name)
@@ -140,23 +146,26 @@ def _blocks(holder: Mapping[str, Any], name: str, where: str) -> list[_Block]:
         return [_Block({"type": "text", "text": content}, where)]
     if not isinstance(content, list):
         bad(f"{where}: give a string or a list of blocks, not {content!r:.60}.")
+    blocks = []
     for place, block in enumerate(content):
         if not isinstance(block, dict):
             bad(f"{where}[{place}]: give a block, which is an object with a type, not {block!r:.60}.")
-    return [_Block(block, f"{where}[{place}]") for place, block in enumerate(content)]
+        blocks.append(_Block(block, where, place))
+    return blocks
 
 
 def _message(role: str, content: str, blocks: Sequence[_Block], **more: Any) -> dict[str, Any]:
     message: dict[str, Any] = {"role": role, "content": content, **more}
-    mark = next((block.given["cache_control"] for block in blocks if block.given.get("cache_control")), None)
-    if mark is not None:  # so that it is recorded
-        message["cache_control"] = mark
+    for block in blocks:
+        if block.given.get("cache_control"):  # so that it is recorded
+            message["cache_control"] = block.given["cache_control"]
+            break
     return message
 
 
 def _lines(blocks: Sequence[_Block], role: str) -> str:
     """Texts that stand beside one another: each in lines of its own, since a line of them may be taken out."""
-    return "\n".join(block.text("text") if block.kind == "text" else block.refuse(role) for block in blocks)
+    return "\n".join([block.text("text") if block.kind == "text" else block.refuse(role) for block in blocks])
 
 
 def _add_system(history: _History, blocks: Sequence[_Block]) -> None:
@@ -170,10 +179,12 @@ def _add_user(history: _History, blocks: Sequence[_Block]) -> None:
     Clients send results as they come, and most templates tell by their order alone which call each of them answers.
     """
     results = [_result(block) for block in blocks if block.kind == "tool_result"]
-    said = [block for block in blocks if block.kind != "tool_result"]
-    places = {call_id: place for place, call_id in enumerate(history.calls)}
-    history.messages += sorted(results, key=lambda result: places.get(result["tool_call_id"], len(places)))
-    if said or not results:
+    if len(results) > 1:
+        places = {call_id: place for place, call_id in enumerate(history.calls)}
+        results.sort(key=lambda result: places.get(result["tool_call_id"], len(places)))
+    history.messages += results
+    if len(results) < len(blocks) or not results:
+        said = [block for block in blocks if block.kind != "tool_result"]
         history.messages.append(_message("user", _lines(said, "user"), said))
 
 
