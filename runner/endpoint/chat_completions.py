@@ -60,7 +60,7 @@ class ChatCompletions(WireForm):
             max_tokens=min(most, default=None),
             stop=stops(body, "stop"),
             schema=with_schema(schema, tools, tool_choice, not_granted),
-            logprobs=top,
+            logprobs=top or None,
         )
         stream = field_of(body, "stream", bool, False)
         return WireRequest(
