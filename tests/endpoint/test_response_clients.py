@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
@@ -13,9 +14,9 @@ import pytest
 from runner import Conversation, Outcome, Trajectory, Turn
 from runner.endpoint.responses import Responses
 from runner.endpoint.wire import Answered
-from runner.testing import Reply, assert_exact, call
+from runner.testing import Fault, Reply, assert_exact, call
 from runner.turn_events import TurnProgress
-from tests.endpoint.response_building import as_codex_keeps, events_of, letters
+from tests.endpoint.response_building import as_codex_keeps, deltas, events_of, letters
 from tests.episode.awkward import misspelling
 from tests.episode.client_recordings import RECORDINGS, SENT, Recording, Request, filled_in
 from tests.playing import Plain, play_all
@@ -37,13 +38,18 @@ TOOLS = [SHELL, AGENTS, PATCH, {"type": "web_search"}]
 
 
 async def respond(
-    episode: Any, body: Mapping[str, Any], headers: Mapping[str, str] | None = None, *, stream: bool = True
+    episode: Any,
+    body: Mapping[str, Any],
+    headers: Mapping[str, str] | None = None,
+    *,
+    stream: bool = True,
+    written: list[bytes] | None = None,
 ) -> tuple[Turn, list[dict[str, Any]]]:
     """The turn that answers a request, and the items of the answer as it is written."""
     form = Responses()
     request = form.read({"return_token_ids": True, **body}, headers or {})
     writer = form.writer(request, "m", letters)
-    written: list[bytes] = []
+    written = [] if written is None else written
 
     def tell(progress: TurnProgress) -> None:
         if stream:
@@ -126,7 +132,7 @@ async def test_a_client_that_appends_goes_on_from_the_very_ids(client: str) -> N
     assert last == dropped.get(client, set())
 
 
-async def test_codex_keeps_what_was_finished_of_a_turn_that_was_cut_and_goes_on_from_its_prompt() -> None:
+async def test_a_turn_that_was_cut_at_its_length_goes_on_where_its_items_end_the_history() -> None:
     async def loop(episode: Any) -> None:
         _, output = await respond(episode, {"input": BEGUN, "tools": TOOLS})
         items = [*BEGUN, *as_codex_keeps(output), *answers(output)]
@@ -140,6 +146,39 @@ async def test_codex_keeps_what_was_finished_of_a_turn_that_was_cut_and_goes_on_
     long = Reply("It was a long way to where the files are.", chunks=1)
     (trajectory,) = await played(loop, [SAYS[0], long, " And so on.", "Yes."])
     assert [request.verdict for request in trajectory.requests] == ["new", "append", "continued", "append"]
+
+
+async def test_what_codex_keeps_of_a_stream_that_broke_off_leaves_the_prompt_as_it_was() -> None:
+    thinks = "<think>\nHm.\n</think>\n\nIt was a long way to where the files are."
+    enough = thinks.index("long")
+
+    async def loop(episode: Any) -> None:
+        _, output = await respond(episode, {"input": BEGUN, "tools": TOOLS})
+        items = [*BEGUN, *as_codex_keeps(output), *answers(output)]
+        broken: list[bytes] = []
+        async with anyio.create_task_group() as group:
+            group.start_soon(partial(respond, episode, {"input": items, "tools": TOOLS}, written=broken))
+            while not deltas(events_of(b"".join(broken)), "output_text").startswith("It was"):
+                await anyio.lowlevel.checkpoint()
+            group.cancel_scope.cancel()
+        await anyio.wait_all_tasks_blocked()
+        events = events_of(b"".join(broken))
+        kept = as_codex_keeps([event["item"] for event in events if event["type"] == "response.output_item.done"])
+        assert [item["type"] for item in kept] == ["reasoning"], "the message was not finished"
+        items += kept
+        _, output = await respond(episode, {"input": items, "tools": TOOLS})
+        items += [*as_codex_keeps(output), {"role": "user", "content": "And?"}]
+        await respond(episode, {"input": items, "tools": TOOLS})
+
+    cut = Reply(thinks, fault=Fault.stall(at=enough), chunks=1)
+    (trajectory,) = await played(loop, [SAYS[0], cut, "<think>\nSo.\n</think>\n\nDone.", "Yes."])
+    assert [(request.verdict, request.again) for request in trajectory.requests] == [
+        ("new", ""),
+        ("append", ""),
+        ("again", "taken_back"),
+        ("append", ""),
+    ]
+    assert [segment.cause for segment in trajectory.segments] == ["start", "retry"]
 
 
 async def test_a_compaction_is_recorded_as_what_the_client_says_it_is() -> None:
