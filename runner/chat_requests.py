@@ -123,6 +123,8 @@ class Asked:
     """The form in which it came."""
     client: str = ""
     """What the client's program calls itself."""
+    purpose: str = ""
+    """What the client says that it asks for, in its own word."""
     not_granted: Mapping[str, Any] = field(default_factory=dict)
     """What it asks besides and does not get."""
 
@@ -143,6 +145,8 @@ class ChatRequest:
     """The form in which it came."""
     client: str = ""
     """What the client's program calls itself; "" where nothing says so."""
+    purpose: str = ""
+    """What the client says that it asks for, in its own word, such as `compaction`; "" where it says nothing."""
     turn: int | None = None
     """The number of the turn that answered it; None where nothing was sampled for it."""
     parent_agent: str = ""
