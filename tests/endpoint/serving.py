@@ -17,7 +17,7 @@ from tests.playing import Plain, play_all, recording
 
 __all__ = ["RUN", "chat_body", "events_of", "http", "openai_client", "served", "user"]
 
-RUN = {
+RUN: Any = {
     "type": "function",
     "function": {
         "name": "run",
@@ -27,7 +27,7 @@ RUN = {
 }
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
 
