@@ -186,7 +186,7 @@ class Histories:
         """Follow a history; where it is a new one, the tree grows."""
         walk, calls = Walk(), _Calls()
         place, index = self._root, 0
-        messages = self._gathered(messages, walk)
+        messages = _in_order_of_calls(self._gathered(messages, walk), walk)
         while index < len(messages):
             taken, message = self._next(place, messages, index, walk)
             index += taken
@@ -251,6 +251,31 @@ class Histories:
 
     def _are_one_turn(self, one: ReadMessage, other: ReadMessage) -> bool:
         return one.handles[:1] == other.handles[:1] != () and self.named(one.handles) is not None
+
+
+def _in_order_of_calls(messages: list[ReadMessage], walk: Walk) -> list[ReadMessage]:
+    """The same with the results of calls that were made at once in the order of the calls.
+
+    Clients send them as they come, and most templates tell by their order alone which call each of them answers.
+    """
+    begin: int | None = None  # where results begin
+    places: dict[str, int] = {}
+    for index, message in enumerate([*messages, None]):
+        if message is not None and message.role == "tool":
+            begin = index if begin is None else begin
+            continue
+        if begin is not None and index - begin > 1:
+            results = messages[begin:index]
+            ordered = sorted(results, key=lambda each: places.get(each.message.get("tool_call_id", ""), len(places)))
+            if ordered != results:
+                messages[begin:index] = ordered
+                walk.tolerated.add(Tolerated.REORDERED)
+        begin = None
+        if message is not None and message.role == "assistant":
+            goes_on = index > 0 and messages[index - 1].role == "assistant"  # a turn may come as several messages
+            ids = (*places, *message.call_ids) if goes_on else message.call_ids
+            places = {call_id: place for place, call_id in enumerate(ids)}
+    return messages
 
 
 class _Calls:
