@@ -264,7 +264,6 @@ def test_a_history_that_does_not_fit_is_told_in_the_words_of_openai() -> None:
     error = Responses().refusal(refused)["error"]
     assert error["code"] == "context_length_exceeded"
     assert "maximum context length is 800 tokens" in error["message"]
-    assert Reason.OVERFLOW in Responses().told_in_stream
 
 
 # --- what comes back
