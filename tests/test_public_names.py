@@ -19,8 +19,8 @@ def test_public_names() -> None:
     assert runner.__all__ == sorted(runner.__all__)
     authors = "Conversation Environment Episode Group Task Tool Turn group_reward metric reward tool"
     running = (
-        "Concurrency Engine History HistoryPolicy Limits Run RunFile "
-        "Sampling ScriptedEngine Summary TaskSource VllmEngine run"
+        "Concurrency Engine History HistoryPolicy Limits RemoteEngine RetryPolicy Run RunFile "
+        "Sampling ScriptedEngine ServerDialect Summary TaskSource VllmEngine run"
     )
     records = "FinishReason Message Outcome Prompt Reply Segment ToolCall Trajectory"
     heard = "ContentPiece ReasoningPiece StreamedTurn ToolCalled TurnEvent TurnRestarted"
