@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,7 +44,7 @@ class ServedModel:
     """What the server loaded it from."""
     context: int | None
     """The most ids of a prompt and what is sampled on it."""
-    adapters: Mapping[str, Path | None] = field(default_factory=dict)
+    adapters: tuple[str, ...] = ()
     """The LoRA adapters on it, by the names that they are asked for."""
     owner: str = ""
     """The kind of server, by its own word: "vllm" or "sglang"."""
@@ -63,18 +63,11 @@ def served_models(answer: Mapping[str, Any]) -> list[ServedModel]:
         for card in cards
         if not card.get("parent")
     ]
-    adapters = {card["id"]: card for card in cards if card.get("parent")}
+    parents = {card["id"]: card["parent"] for card in cards if card.get("parent")}
     # A server that has one model under several names says one of them for the parent of all its adapters.
-    names = {model.name: model.root for model in models}
+    roots = {model.name: model.root for model in models}
     return [
-        replace(
-            model,
-            adapters={
-                name: Path(card["root"]) if card.get("root") else None
-                for name, card in adapters.items()
-                if names.get(card["parent"], model.root) == model.root
-            },
-        )
+        replace(model, adapters=tuple(name for name, parent in parents.items() if roots.get(parent) == model.root))
         for model in models
     ]
 
