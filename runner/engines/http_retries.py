@@ -69,6 +69,7 @@ class HttpFailure(Exception):
     """One try of a request that failed."""
 
     kind: FailureKind
+    """What became of it."""
     text: str
     """What happened, as whoever started the server should read it."""
     retry_after: float | None = None
@@ -115,6 +116,7 @@ class Retries:
 
     def __init__(self, policy: RetryPolicy, *, seed: int = 0) -> None:
         self.policy = policy
+        """When to send again."""
         self.left = policy.budget
         """How many requests may still be sent again."""
         self.counts: Counter[FailureKind] = Counter()

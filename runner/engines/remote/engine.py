@@ -65,6 +65,9 @@ class RemoteEngine(Engine):
         BadOption: an address or a setting that cannot be.
     """
 
+    retries: Retries
+    """What was sent again since the engine was entered, and what is left of the budget for it."""
+
     def __init__(
         self,
         url: str,
@@ -91,7 +94,6 @@ class RemoteEngine(Engine):
         self.model = model
         """The model that was given."""
         self.retries = Retries(retries)
-        """What was sent again, and what is left of the budget for it."""
         self._template = template
         self._name = name
         self._dialect = None if dialect is None else ServerDialect(dialect)
@@ -117,9 +119,8 @@ class RemoteEngine(Engine):
             raise RuntimeError("this engine is already running")
         if not issubclass(anyio.get_cancelled_exc_class(), asyncio.CancelledError):
             raise BadOption("RemoteEngine works on asyncio alone, and this is trio: run on asyncio.")
-        require_aiohttp()
-        model = await anyio.to_thread.run_sync(resolve_model, self.model, abandon_on_cancel=True)
-        self._load_vocabulary(model)
+        # In a thread, since what is imported and read takes some tenths of a second, and others may be playing.
+        model = await anyio.to_thread.run_sync(self._load, abandon_on_cancel=True)
         self.retries = Retries(self._policy)
         async with AsyncExitStack() as stack:
             server = Server(self.url, api_key=self._api_key, seconds=self._timeout)
@@ -134,9 +135,12 @@ class RemoteEngine(Engine):
         self.running, self.loop = True, current_token()
         return self
 
-    def _load_vocabulary(self, model: ResolvedModel) -> None:
+    def _load(self) -> ResolvedModel:
+        """Load what is needed of the model here; gives where it was found."""
         from runner.tokens.tokenizer import load_tokenizer
 
+        require_aiohttp()
+        model = resolve_model(self.model)
         self.tokenizer = load_tokenizer(model.folder)
         self.template = chat_template(model, self._template)
         self.stop_ids = stop_ids(model, self.tokenizer.eos_id)
@@ -145,6 +149,7 @@ class RemoteEngine(Engine):
                 f"nothing ends a turn of {model.name!r}: its tokenizer_config.json names no eos_token, and neither "
                 "generation_config.json nor config.json has an eos_token_id. Add one."
             )
+        return model
 
     async def _wait_to_retry(self, failure: HttpFailure, attempt: int) -> bool:
         seconds = self.retries.wait_after(failure, attempt)
