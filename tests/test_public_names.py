@@ -12,7 +12,7 @@ from runner import errors, generation, training
 from tests.repository import ROOT
 
 PACKAGE = ROOT / "runner"
-HEAVY = ("torch", "transformers", "vllm", "tokenizers", "pyarrow", "anyio", "pydantic", "rich", "typer")
+HEAVY = ("torch", "transformers", "vllm", "aiohttp", "tokenizers", "pyarrow", "anyio", "pydantic", "rich", "typer")
 
 
 def test_public_names() -> None:
