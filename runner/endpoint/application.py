@@ -21,9 +21,10 @@ from runner.endpoint.answering import Door
 from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.bodies import decode_body, number
 from runner.endpoint.chat_completions import ChatCompletions
+from runner.endpoint.line import Send
 from runner.endpoint.refusals import Reason, Refused, refusal_of
 from runner.endpoint.responses import Responses
-from runner.endpoint.streaming import Send, answer, send_json, send_refusal
+from runner.endpoint.streaming import answer, send_json, send_refusal
 from runner.endpoint.wire import Headers, WireForm
 
 __all__ = ["Application", "Receive"]

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 import anyio
 import orjson
-from anyio.streams.memory import MemoryObjectReceiveStream
 
 from runner.endpoint.answering import Door
+from runner.endpoint.line import ClientGone, Line, Send
 from runner.endpoint.refusals import Reason, Refused, refusal_of
 from runner.endpoint.wire import Answered, AnswerWriter, Restarted, WireForm, WireRequest
 from runner.trajectory import Turn
 from runner.turn_events import TurnProgress
 
-__all__ = ["Send", "answer", "send_json", "send_refusal"]
-
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-"""Sends a message of ASGI."""
+__all__ = ["answer", "send_json", "send_refusal"]
 
 PACE: Final = 0.02
 """Seconds in which what is sampled is gathered into one write; the first and the last go at once."""
@@ -31,43 +27,10 @@ FIRST_BYTE: Final = 2.0
 KEEP_ALIVE: Final = 10.0
 """Seconds of silence after which a stream is kept alive."""
 
-READ_SECONDS: Final = 60.0
-"""Seconds in which a client has to read what was written; one that does not is left."""
-
 STREAM: Final[Sequence[tuple[bytes, bytes]]] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 )
-
-
-class _Gone(Exception):
-    """The client has gone away."""
-
-
-class _Line:
-    """The way back to a client."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.gone = False
-        """Whether the client has gone away."""
-        self.begun = False
-        """Whether the head of the answer was sent."""
-
-    async def begin(self, headers: Sequence[tuple[bytes, bytes]], status: int = 200) -> None:
-        self.begun = True
-        await self._pass({"type": "http.response.start", "status": status, "headers": [*headers]})
-
-    async def write(self, body: bytes, *, more: bool = True) -> None:
-        await self._pass({"type": "http.response.body", "body": body, "more_body": more})
-        if self.gone:  # a server sends nothing to one who has gone, and says nothing
-            raise _Gone
-
-    async def _pass(self, message: dict[str, Any]) -> None:
-        with anyio.move_on_after(READ_SECONDS) as reading:
-            await self._send(message)
-        if reading.cancelled_caught:
-            raise _Gone
 
 
 async def answer(
@@ -77,7 +40,7 @@ async def answer(
 
     Where nothing more is sent of a stream that was begun, the server closes the connection: the client asks again.
     """
-    line = _Line(send)
+    line = Line(send)
     writer = form.writer(request, door.model, door.answering.text_of)
     answered = _streamed if request.stream else _whole
     error: Exception | None = None
@@ -85,6 +48,7 @@ async def answer(
     try:
         async with anyio.create_task_group() as group:
             group.start_soon(_until_gone, receive, line, group.cancel_scope)
+            group.start_soon(line.leave_if_unread, group.cancel_scope)
             try:
                 await answered(line, writer, request, door)
             except Exception as raised:  # a task group would wrap it
@@ -92,18 +56,18 @@ async def answer(
             group.cancel_scope.cancel()
     finally:
         door.in_flight -= 1
-    if error is not None and not line.gone and not isinstance(error, _Gone | Restarted):
+    if error is not None and not line.gone and not isinstance(error, ClientGone | Restarted):
         await _refuse(line, form, writer, door, error)
 
 
-async def _until_gone(receive: Callable[[], Awaitable[Any]], line: _Line, scope: anyio.CancelScope) -> None:
+async def _until_gone(receive: Callable[[], Awaitable[Any]], line: Line, scope: anyio.CancelScope) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     line.gone = True
     scope.cancel()
 
 
-async def _whole(line: _Line, writer: AnswerWriter, request: WireRequest, door: Door) -> None:
+async def _whole(line: Line, writer: AnswerWriter, request: WireRequest, door: Door) -> None:
     async def give(turn: Turn, continued: Turn | None) -> None:
         body = writer.whole(Answered.of(turn, continued))
         await line.begin(_json_headers(body))
@@ -112,21 +76,13 @@ async def _whole(line: _Line, writer: AnswerWriter, request: WireRequest, door: 
     await door.answering.ask(request.asked, give=give)
 
 
-async def _streamed(line: _Line, writer: AnswerWriter, request: WireRequest, door: Door) -> None:
-    # It holds no more than the turn does, and the sampling never waits for whoever listens.
-    tell, progress = anyio.create_memory_object_stream[TurnProgress](math.inf)
+async def _streamed(line: Line, writer: AnswerWriter, request: WireRequest, door: Door) -> None:
+    told, drained = _Told(), anyio.Event()
     failed: list[Exception] = []
-    ending, drained = anyio.Event(), anyio.Event()
-
-    def hear(each: TurnProgress) -> None:
-        # What is sampled before the cut arrives has nobody left to hear it.
-        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-            tell.send_nowait(each)
 
     async def pump() -> None:
         try:
-            with progress:
-                await _pump(line, writer, progress, ending)
+            await _pump(line, writer, told)
         except Exception as error:
             failed.append(error)
             group.cancel_scope.cancel()
@@ -134,64 +90,91 @@ async def _streamed(line: _Line, writer: AnswerWriter, request: WireRequest, doo
             drained.set()
 
     async def give(turn: Turn, continued: Turn | None) -> None:
-        ending.set()
-        tell.close()
+        told.close()
         await drained.wait()
         if not failed:
-            if not line.begun:
-                await line.begin(STREAM)
+            await line.begin(STREAM)
             await line.write(writer.end(Answered.of(turn, continued)), more=False)
 
     async with anyio.create_task_group() as group:
         group.start_soon(pump)
+        group.start_soon(_keep_alive, line, writer)
         try:
-            await door.answering.ask(request.asked, progress=hear, give=give)
+            await door.answering.ask(request.asked, progress=told.put, give=give)
         except Exception as error:
             failed.append(error)
-        finally:
-            tell.close()
-        ending.set()
+        told.close()
         group.cancel_scope.cancel()
     if failed:
         raise failed[0]
 
 
-async def _pump(
-    line: _Line, writer: AnswerWriter, progress: MemoryObjectReceiveStream[TurnProgress], ending: anyio.Event
-) -> None:
+class _Told:
+    """What was told of a turn and is not written yet. The sampling never waits for whoever reads it."""
+
+    def __init__(self) -> None:
+        self._waiting: list[TurnProgress] = []
+        self._there: anyio.Event | None = None
+        self._closed = anyio.Event()
+
+    def put(self, progress: TurnProgress) -> None:
+        """Add what has come of the turn."""
+        self._waiting.append(progress)
+        if self._there is not None:
+            self._there.set()
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._closed.set()
+        if self._there is not None:
+            self._there.set()
+
+    async def gather(self, seconds: float) -> None:
+        """Let more of it come for so long, or until there is no more."""
+        if not self._closed.is_set():
+            with anyio.move_on_after(seconds):
+                await self._closed.wait()
+
+    async def take(self) -> list[TurnProgress]:
+        """What has come since the last time, at least something; nothing once there is no more."""
+        if not self._waiting and not self._closed.is_set():
+            self._there = anyio.Event()
+            await self._there.wait()
+            self._there = None
+        return self.taken()
+
+    def taken(self) -> list[TurnProgress]:
+        """What has come since the last time, which may be nothing."""
+        taken, self._waiting = self._waiting, []
+        return taken
+
+
+async def _pump(line: Line, writer: AnswerWriter, told: _Told) -> None:
     """Write what comes of a turn until there is no more."""
-    while True:
-        with anyio.move_on_after(KEEP_ALIVE if line.begun else FIRST_BYTE) as patience:
-            try:
-                told = [await progress.receive()]
-            except anyio.EndOfStream:
-                return
-        if patience.cancelled_caught:
-            if not line.begun:
-                await line.begin(STREAM)
-            await line.write(writer.keep_alive)
-            continue
-        told += _waiting(progress)
-        written = writer.tell(told)
+    while progress := await told.take():
+        early = line.written + PACE - time.monotonic()
+        if early > 0 and line.begun:
+            await told.gather(early)
+            progress += told.taken()
+        written = writer.tell(progress)
         if written:
-            if not line.begun:
-                await line.begin(STREAM)
+            await line.begin(STREAM)
             await line.write(written)
-        with anyio.move_on_after(PACE):
-            await ending.wait()
 
 
-def _waiting(progress: MemoryObjectReceiveStream[TurnProgress]) -> list[TurnProgress]:
-    """What has come and was not read."""
-    told: list[TurnProgress] = []
-    try:
-        while True:
-            told.append(progress.receive_nowait())
-    except (anyio.WouldBlock, anyio.EndOfStream):
-        return told
+async def _keep_alive(line: Line, writer: AnswerWriter) -> None:
+    """Say now and then that nothing is lost, while nothing else is said; leave a client that reads nothing."""
+    await anyio.sleep(FIRST_BYTE)
+    while True:
+        await line.begin(STREAM)
+        silent = time.monotonic() - line.written
+        if silent >= KEEP_ALIVE or not line.written:
+            await line.write(writer.keep_alive)
+            silent = 0.0
+        await anyio.sleep(KEEP_ALIVE - silent)
 
 
-async def _refuse(line: _Line, form: WireForm, writer: AnswerWriter, door: Door, error: Exception) -> None:
+async def _refuse(line: Line, form: WireForm, writer: AnswerWriter, door: Door, error: Exception) -> None:
     refused = refusal_of(error)
     if refused.reason is Reason.OVER:
         door.told_over()
@@ -200,7 +183,7 @@ async def _refuse(line: _Line, form: WireForm, writer: AnswerWriter, door: Door,
             await line.write(writer.write_refusal(refused), more=False)
         else:
             await send_refusal(line.begin, line.write, form, refused)
-    except _Gone:
+    except ClientGone:
         pass
     if refused.reason is Reason.FAILED:
         raise error

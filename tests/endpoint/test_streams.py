@@ -11,7 +11,7 @@ import pytest
 
 from runner import Endpoint, Outcome
 from runner.chat_requests import Again, Delivery
-from runner.endpoint import streaming
+from runner.endpoint import line, streaming
 from runner.engines.scripted.script import Fault, Latency, Reply
 from runner.testing import ScriptedEngine
 from tests.endpoint.serving import RUN, chat_body, events_of, http, served, until, user
@@ -85,16 +85,16 @@ async def test_an_answer_that_was_finished_and_not_delivered_is_replayed_byte_fo
     lost = iter([True])
 
     async def loop(endpoint: Endpoint) -> None:
-        passed = streaming._Line.write
+        passed = line.Line.write
 
-        async def losing(line: Any, body: bytes, *, more: bool = True) -> None:
+        async def losing(own: Any, body: bytes, *, more: bool = True) -> None:
             if not more and next(lost, False):
-                raise streaming._Gone
+                raise line.ClientGone
             if not more:
                 bodies.append(body)
-            await passed(line, body, more=more)
+            await passed(own, body, more=more)
 
-        monkeypatch.setattr(streaming._Line, "write", losing)
+        monkeypatch.setattr(line.Line, "write", losing)
         async with http(endpoint) as client:
             body = chat_body([user("One.")], tools=[RUN], return_token_ids=True)
             with pytest.raises(httpx.HTTPError):
