@@ -9,11 +9,13 @@ from typing import Any
 
 from runner.models import ResolvedModel
 from runner.options import check_tool_format
+from runner.parsing.events import TurnReading
 from runner.parsing.learning.asking import Unlearnt
 from runner.parsing.learning.calls import find_form
 from runner.parsing.learning.readers import CheckedReader, check_reader
 from runner.parsing.learning.turn import LearntTurn, asker_of
 from runner.parsing.parser import TurnParser
+from runner.parsing.reading import Schemas
 from runner.parsing.traits import SENTENCES
 from runner.tokens.probing.appends import byte_tokenizer
 from runner.tokens.probing.profile import TemplateProfile
@@ -59,7 +61,10 @@ class NamedFormat:
             find_form(asker)
         except Unlearnt:
             return cls(name, None)
-        read = lambda text, schemas: parser.read_named(text, schemas, tokenizer.encode(text))  # noqa: E731
+
+        def read(text: str, schemas: Schemas) -> TurnReading:
+            return parser.read_named(text, schemas, tokenizer.encode(text))
+
         return cls(name, check_reader(asker, read, learnt.format.reasoning))
 
     @property
