@@ -11,7 +11,6 @@ from typing import Any, Final, Self, TypeAlias
 import orjson
 
 from runner.errors import BadOption
-from runner.messages import canonical_json
 from runner.options import Constraint, ConstraintKind, ToolChoice
 from runner.parsing.argument_rules import ArgumentRules, Inexpressible
 from runner.parsing.ebnf import NOTHING, Rules, either, literal, text_without
@@ -64,7 +63,7 @@ def constraint(
     if not allowed:
         names = ", ".join(tool.name for tool in tools) or "there are none"
         raise BadOption(f"tool_choice={tool_choice!r}: no such tool may be called here. Tools: {names}.")
-    signatures = tuple((tool.name, canonical_json(tool.parameters)) for tool in allowed)
+    signatures = tuple((tool.name, tool.parameters_text) for tool in allowed)
     many = parallel and all(tool.parallel for tool in allowed)
     keyed = _Format.of(form, control_tokens)
     try:
