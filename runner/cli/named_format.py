@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+from runner.cli.quiet_output import quiet_output
 from runner.models import ResolvedModel
 from runner.options import check_tool_format
 from runner.parsing.events import TurnReading
@@ -55,7 +58,8 @@ class NamedFormat:
         renderer = template.renderer(options, datetime.now())
         vocabulary: Tokenizer = byte_tokenizer(renderer, profile) if model is None else load_tokenizer(model.folder)
         tokenizer = for_template(vocabulary, renderer.written)
-        parser = TurnParser(learnt.format, named=named_reader(name, tokenizer))
+        with quiet_output(Path(os.devnull)):  # what vLLM writes while it is imported
+            parser = TurnParser(learnt.format, named=named_reader(name, tokenizer))
         asker = asker_of(renderer)
         try:
             find_form(asker)

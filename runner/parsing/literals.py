@@ -66,7 +66,7 @@ def _no_constant(text: str) -> Any:
 _DECODER: Final = json.JSONDecoder(parse_float=_finite, parse_int=_integer, parse_constant=_no_constant)
 _SCANNER: Final = _DECODER.scan_once  # type: ignore[attr-defined]  # it is there, and unknown to its type stubs
 _SPACE: Final = re.compile(r"\s*")
-_IN_NUMBERS: Final = re.compile(r"[\w.]")
+_IN_NUMBERS: Final = re.compile(r"[\d_.]")
 _LIKE_A_NUMBER: Final = re.compile(r"[-+]?\.?\d(?:[eE][-+]|[\w.])*")
 _NUMBER: Final = re.compile(r"[-+]?(?:0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 _WORD: Final = re.compile(r"[A-Za-z_]\w*")

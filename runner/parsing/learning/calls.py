@@ -244,9 +244,6 @@ def _close(asker: Asker, last: str, followed: str | None, between: str | None) -
     # Results may stand behind calls that they share with what ends every turn; the first end is the turn's.
     if end and end in close:
         return close[: close.index(end)].rstrip(), ""
-    # Some close no turn with calls, and what begins the next message is none of it.
-    begins = (mark for mark in marks.of(_header(asker)) if mark in asker.special and mark in close)
-    close = close[: min(map(close.index, begins), default=len(close))]
     tags = [mark for mark in marks.of(close) if marks.is_tag(mark)]
     if tags and tags[-1] in asker.special and tags[-1] not in (between or ""):
         return close[: close.rindex(tags[-1])].rstrip(), tags[-1]
