@@ -20,7 +20,7 @@ from runner.parsing.learning.turn import LearntTurn, Verdict, learn_turn
 from runner.parsing.traits import CallTrait
 from runner.parsing.turn_format import CallFormat
 from runner.parsing.turns import TurnReader
-from runner.parsing.writing import WrittenCall, write_calls
+from runner.parsing.writing import WrittenCall, id_for, write_calls
 from runner.tokens.template import ChatTemplate, Renderer
 from tests import sweeps
 from tests.conformance import turn_formats
@@ -203,6 +203,49 @@ def test_a_format_is_that_of_a_templates_options() -> None:
     assert slow.reasoning is not None
     assert slow.reasoning.opened_by_prompt
     assert quick.reasoning is None or not quick.reasoning.opened_by_prompt
+
+
+TURNED_ROUND = [
+    ("GLM-4.7-Flash", "enable_thinking"),
+    ("Qwen3.5-4B", "enable_thinking"),
+    ("LGAI-EXAONE-EXAONE-4.0-32B", "enable_thinking"),
+    ("deepseek-ai-DeepSeek-V4", "thinking"),
+    ("moonshotai-Kimi-K2.5", "thinking"),
+]
+
+
+@pytest.mark.parametrize(("name", "option"), TURNED_ROUND)
+def test_a_published_template_that_an_option_turns_round_is_learnt_both_ways(name: str, option: str) -> None:
+    renderer = renderer_of(name)
+    on, off = (
+        learn_turn(renderer.template.renderer({**renderer.options, option: value}, renderer.now)).format
+        for value in (True, False)
+    )
+    assert on.calls is not None
+    assert on.calls == off.calls
+    call = write_calls(on.calls, [WrittenCall("look_up", {"query": "x"}, id_for(on.calls, "look_up", 0))])
+    said = f"Hm.</think>\n\n{call}"
+    thinking, plain = TurnReader(on).read(said), TurnReader(off).read(call)
+    assert on.reasoning is not None
+    assert on.reasoning.opened_by_prompt
+    assert (thinking.reasoning, thinking.content) == ("Hm.", "")
+    # Where the prompt has closed the thought already, all that is said is said.
+    assert off.reasoning is None or not off.reasoning.opened_by_prompt
+    assert (plain.reasoning, plain.content) == ("", "")
+    for reading in (thinking, plain):
+        assert [(call.name, call.arguments, call.error) for call in reading.calls] == [
+            ("look_up", {"query": "x"}, None)
+        ]
+
+
+@pytest.mark.parametrize("name", ["NousResearch-Hermes-4-14B", "NousResearch-Hermes-4.3-36B"])
+def test_what_calls_can_do_is_that_of_a_published_templates_options(name: str) -> None:
+    renderer = renderer_of(name)
+    traits = [
+        learn_turn(renderer.template.renderer({**renderer.options, "thinking": value}, renderer.now)).traits
+        for value in (True, False)
+    ]
+    assert traits[0] != traits[1]
 
 
 LOOP = (
