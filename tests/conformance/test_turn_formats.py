@@ -44,8 +44,8 @@ def test_the_page_of_models_counts_the_templates_that_carry_no_tools_by_what_is_
             templates[missing] += 1
             models[missing] += len(entry.models)
     page = (DOCS / "models.md").read_text(encoding="utf-8")
-    for missing, count in templates.items():
-        assert f"(`{missing}`) | {count} / {models[missing]:,} |" in page
+    for named, count in templates.items():
+        assert f"(`{named}`) | {count} / {models[named]:,} |" in page
 
 
 @pytest.mark.parametrize("row", sweeps.part(ROWS, 12), ids=lambda row: row.template)
