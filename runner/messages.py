@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Required, TypeAlias, TypedDict
+from typing import Any, Literal, NamedTuple, Required, TypeAlias, TypedDict
 
 import orjson
 
 from runner.errors import BadMessage
 
 __all__ = [
+    "AnsweredCalls",
+    "CallPlace",
     "FunctionCall",
     "Message",
     "Prompt",
@@ -133,6 +135,49 @@ def check_answers(new: Sequence[Message], *before: Sequence[Message]) -> None:
 
 
 _SILENT: Message = {"role": "assistant", "content": ""}
+
+
+class CallPlace(NamedTuple):
+    """A call, by where it stands, since libraries give calls other ids."""
+
+    message: int
+    """The index of the message that made the call."""
+    call: int
+    """The call's number in that message."""
+
+
+class AnsweredCalls:
+    """Tells of the messages of a history, one after the other, which calls they answer.
+
+    A result without an id answers the next call of the last turn with calls that has no result yet.
+    """
+
+    def __init__(self) -> None:
+        self._unanswered: list[tuple[str, CallPlace]] = []
+        self._latest: dict[str, CallPlace] = {}  # ids may come again in every turn
+
+    def copied(self) -> AnsweredCalls:
+        """The same, to be gone on with."""
+        other = AnsweredCalls()
+        other._unanswered, other._latest = list(self._unanswered), dict(self._latest)
+        return other
+
+    def by(self, index: int, message: Message) -> CallPlace | None:
+        """The call that the next message answers, or None where it answers none that is known.
+
+        Args:
+            index: where the message stands in the history, as the places of its own calls have it.
+            message: the message.
+        """
+        calls = message.get("tool_calls")
+        if calls:
+            self._unanswered = [(call["id"], CallPlace(index, number)) for number, call in enumerate(calls)]
+            self._latest.update(self._unanswered)
+        if message["role"] != "tool":
+            return None
+        call_id = message.get("tool_call_id")
+        at = next((at for at, (known, _) in enumerate(self._unanswered) if call_id in (known, None)), None)
+        return self._latest.get(call_id or "") if at is None else self._unanswered.pop(at)[1]
 
 
 def canonical_json(value: Any) -> str:

@@ -14,7 +14,16 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from runner.runs.figures import LATE_SECONDS, Figures, Stuck, as_time, shown_line
+from runner.runs.figures import (
+    LATE_SECONDS,
+    WRITES_OTHERWISE,
+    Figures,
+    Stuck,
+    as_time,
+    calls_in_words,
+    shown_line,
+    writes_otherwise,
+)
 from runner.runs.reporter import PlainReporter, WatchingReporter
 from runner.transcript import printable
 
@@ -89,6 +98,11 @@ def live_view(figures: Figures, title: str, *, width: int, height: int) -> Rende
     lines += [_counts(figures, width), _pace(figures)]
     if figures.blocker is not None:
         lines.append(Text(f"slow loop: {figures.blocker.where} {figures.blocker.advice}", style="yellow"))
+    if figures.malformed:
+        advice = f": {WRITES_OTHERWISE}" if writes_otherwise(figures.calls, figures.malformed) else ""
+        lines.append(
+            Text(calls_in_words(figures.calls, figures.malformed) + advice, style="yellow" if advice else "dim")
+        )
     if figures.fault:
         lines.append(Text(f"last fault: {figures.fault}", style="red", no_wrap=True, overflow="ellipsis"))
     room = height - len(lines) - 3

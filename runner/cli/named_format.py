@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+from runner.cli.quiet_output import quiet_output
 from runner.models import ResolvedModel
 from runner.options import check_tool_format
+from runner.parsing.events import TurnReading
 from runner.parsing.learning.asking import Unlearnt
 from runner.parsing.learning.calls import find_form
 from runner.parsing.learning.readers import CheckedReader, check_reader
 from runner.parsing.learning.turn import LearntTurn, asker_of
 from runner.parsing.parser import TurnParser
+from runner.parsing.reading import Schemas
 from runner.parsing.traits import SENTENCES
 from runner.tokens.probing.appends import byte_tokenizer
 from runner.tokens.probing.profile import TemplateProfile
@@ -53,13 +58,17 @@ class NamedFormat:
         renderer = template.renderer(options, datetime.now())
         vocabulary: Tokenizer = byte_tokenizer(renderer, profile) if model is None else load_tokenizer(model.folder)
         tokenizer = for_template(vocabulary, renderer.written)
-        parser = TurnParser(learnt.format, named=named_reader(name, tokenizer))
+        with quiet_output(Path(os.devnull)):  # what vLLM writes while it is imported
+            parser = TurnParser(learnt.format, named=named_reader(name, tokenizer))
         asker = asker_of(renderer)
         try:
             find_form(asker)
         except Unlearnt:
             return cls(name, None)
-        read = lambda text, schemas: parser.read_named(text, schemas, tokenizer.encode(text))  # noqa: E731
+
+        def read(text: str, schemas: Schemas) -> TurnReading:
+            return parser.read_named(text, schemas, tokenizer.encode(text))
+
         return cls(name, check_reader(asker, read, learnt.format.reasoning))
 
     @property

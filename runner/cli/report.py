@@ -15,15 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.concurrency.loop_lag import LagMonitor
-from runner.runs.figures import LATE_SECONDS, as_time
+from runner.runs.figures import LATE_SECONDS, WRITES_OTHERWISE, as_time, writes_otherwise
 from runner.runs.reporter import discard
 from runner.transcript import printable, printable_line
 
 __all__ = ["lag_lines", "make_console", "own_command", "quoted", "summary_table"]
 
 FAULTS = 3
-SUSPECT_CALLS = 3
-SUSPECT_SHARE = 0.2
 NOTABLE_SECONDS = 1.0
 PIPED_WIDTH = 200
 
@@ -119,12 +117,8 @@ def _mean(mean: Mapping[str, Any]) -> str:
 
 def _calls(calls: int, malformed: int) -> Text:
     text = Text(f"{calls}, {malformed} of them could not be read" if malformed else str(calls))
-    # A model slips now and then; one that does so often was trained with another template.
-    if malformed >= SUSPECT_CALLS and malformed > calls * SUSPECT_SHARE:
-        advice = (
-            "the model seems to write calls otherwise than its template: compare check-template with show, and give "
-        )
-        text.append(f"\n{advice}the template that it was trained with (--template)", "yellow")
+    if writes_otherwise(calls, malformed):
+        text.append(f"\n{WRITES_OTHERWISE}", "yellow")
     return text
 
 

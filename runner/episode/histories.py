@@ -7,7 +7,7 @@ up by one step a message, however many turns there are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import anyio
@@ -17,22 +17,19 @@ from runner.engines.base import FinishReason
 from runner.episode.forest import Head, Node
 from runner.episode.reading import MessageReader, ReadMessage, joined
 from runner.episode.state import ConversationState
-from runner.messages import Message
+from runner.messages import AnsweredCalls, CallPlace
 
 __all__ = ["Attempt", "Histories", "Place", "Walk"]
 
 RECENT = 8
 """So many histories of an episode are kept as they were followed: one for each client that is at work."""
 
-_Call = tuple[int, int]
-"""A call by where it stands: the message that made it, and its number there."""
-
 
 @dataclass(slots=True, eq=False)
 class Place:
     """What a history has come to."""
 
-    after: dict[tuple[bytes, _Call | None], Place] = field(default_factory=dict)
+    after: dict[tuple[bytes, CallPlace | None], Place] = field(default_factory=dict)
     """Where each further message leads to."""
     asked: list[Attempt] = field(default_factory=list)
     """The turns whose prompt ends here, in the order in which they were asked for."""
@@ -125,7 +122,7 @@ class Walk:
     """Its messages, those of one turn joined."""
     places: list[Place] = field(default_factory=list)
     """Where each of them leads to."""
-    answers: list[_Call | None] = field(default_factory=list)
+    answers: list[CallPlace | None] = field(default_factory=list)
     """The call that each of them answers."""
     tolerated: set[Tolerated] = field(default_factory=set)
     """What the client changed on the way."""
@@ -212,7 +209,7 @@ class Histories:
         Histories grow: where one begins as another that was followed lately, only what it has besides is looked at.
         """
         before = next((each for each in reversed(self._recent) if each.goes_on_in(messages)), None)
-        walk, calls = (Walk(), _Calls()) if before is None else (before.walk.copied(), before.calls.copied())
+        walk, calls = (Walk(), AnsweredCalls()) if before is None else (before.walk.copied(), before.calls.copied())
         place, index = (walk.end if walk.places else self._root), 0
         history, rest = list(messages), messages[0 if before is None else len(before.history) :]
         messages = _in_order_of_calls(self._gathered(rest, walk), walk)
@@ -221,9 +218,8 @@ class Histories:
             index += taken
             if message is None:
                 continue
-            answered = calls.answered(message.message)
+            answered = calls.by(len(walk.messages), message.message)
             place = _stepped(place, message.key, answered)
-            calls.made(len(walk.messages), message.message)
             walk.messages.append(message)
             walk.places.append(place)
             walk.answers.append(answered)
@@ -308,35 +304,6 @@ def _in_order_of_calls(messages: list[ReadMessage], walk: Walk) -> list[ReadMess
     return messages
 
 
-class _Calls:
-    """The calls of a history that results may answer."""
-
-    def __init__(self) -> None:
-        self._unanswered: list[tuple[str, _Call]] = []
-        self._latest: dict[str, _Call] = {}  # ids may come again in every turn
-
-    def copied(self) -> _Calls:
-        """The same, to be gone on with."""
-        other = _Calls()
-        other._unanswered, other._latest = list(self._unanswered), dict(self._latest)
-        return other
-
-    def made(self, index: int, message: Message) -> None:
-        """Note the calls of a message."""
-        calls = message.get("tool_calls")
-        if calls:
-            self._unanswered = [(call["id"], (index, number)) for number, call in enumerate(calls)]
-            self._latest.update(self._unanswered)
-
-    def answered(self, message: Message) -> _Call | None:
-        """The call that a message answers; a result without an id answers the next one of the last turn."""
-        if message["role"] != "tool":
-            return None
-        call_id = message.get("tool_call_id")
-        at = next((at for at, (known, _) in enumerate(self._unanswered) if call_id in (known, None)), None)
-        return self._latest.get(call_id or "") if at is None else self._unanswered.pop(at)[1]
-
-
 @dataclass(frozen=True, slots=True)
 class _Walked:
     """A history that was followed."""
@@ -345,7 +312,7 @@ class _Walked:
     """Its messages as they came."""
     walk: Walk
     """Where they led."""
-    calls: _Calls
+    calls: AnsweredCalls
     """The calls in it."""
 
     def goes_on_in(self, messages: Sequence[ReadMessage]) -> bool:
@@ -365,7 +332,7 @@ class _Walked:
         return messages[:length] == self.history
 
 
-def _stepped(place: Place, key: bytes, answered: _Call | None) -> Place:
+def _stepped(place: Place, key: bytes, answered: CallPlace | None) -> Place:
     step = key, answered
     found = place.after.get(step)
     if found is None:
@@ -379,10 +346,13 @@ def _is_part(message: ReadMessage, attempt: Attempt) -> bool:
         return False
     said, heard = attempt.node.reply, message.message
     calls, made = heard.get("tool_calls", ()), said.get("tool_calls", ())
-    begun: Callable[[str, str], bool] = lambda part, whole: whole.strip().startswith(part.strip())  # noqa: E731
-    if not begun(heard["content"], said["content"]):
+    if not _begins(heard["content"], said["content"]):
         return False
-    if not begun(heard.get("reasoning_content", ""), said.get("reasoning_content", "")):
+    if not _begins(heard.get("reasoning_content", ""), said.get("reasoning_content", "")):
         return False
     names = [call["function"]["name"] for call in calls]
     return names == [call["function"]["name"] for call in made][: len(names)]
+
+
+def _begins(part: str, whole: str) -> bool:
+    return whole.strip().startswith(part.strip())

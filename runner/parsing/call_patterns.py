@@ -7,14 +7,25 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from runner.parsing.lenient import FREE, compiled, free_once, lenient, searched, squeezed
 from runner.parsing.marks import Marks
 from runner.parsing.turn_format import CallFormat, Piece, Slot, TaggedArguments, Text
 from runner.parsing.values import AS_TEXT, WORD, TaggedReader, read_object
 
-__all__ = ["CallPatterns"]
+__all__ = ["CallPatterns", "Missing"]
+
+
+class Missing(NamedTuple):
+    """What a call lacks that cannot be read."""
+
+    why: str
+    """A clause that says it."""
+    at: int
+    """Where the call begins."""
+    name: str
+    """The tool that it names, "" where that cannot be told."""
 
 
 @dataclass(frozen=True)  # without slots, since they are kept in it
@@ -48,13 +59,44 @@ class CallPatterns:
         """What stands in front of a call's arguments."""
         if self.format.container is not None:
             return re.compile(r"\s*\{")
-        pieces = self.format.call[: self.format.call.index(Slot.ARGUMENTS)]
+        pieces = self.before_arguments
         following: list[str] = []
         if isinstance(self.format.arguments, TaggedArguments):
             following = self._behind_name(self.format.arguments)
         elif not isinstance(pieces[-1], Text) or not pieces[-1].text.strip():
             following = [r"\s*[{\"\']"]
         return compiled(self._pattern(pieces) + (f"(?={'|'.join(following)})" if following else ""))
+
+    @property
+    def before_arguments(self) -> Sequence[Piece]:
+        """The pieces of a call in front of its arguments."""
+        return self.format.call[: self.format.call.index(Slot.ARGUMENTS)]
+
+    def missing(self, pieces: Sequence[Piece], text: str, at: int) -> Missing:
+        """What of `pieces` does not stand at `at`: for what a reader says that found something else there."""
+        behind, name = "", ""
+        pieces = [each for piece in pieces for each in ((piece is Slot.ID and self.format.id_pieces) or (piece,))]
+        first = "it has to begin with {}" if len(pieces) == 1 else "{} is missing in front of the name of a tool"
+        for number, piece in enumerate(pieces):
+            if not isinstance(piece, Text):
+                found = compiled(self._pattern(pieces[:number]) + _SLOTS[piece].replace("+?", "+")).match(text, at)
+                if found is None:
+                    return Missing(f"{_SAID[piece]} is missing", at, name)
+                behind, name = _SAID[piece], found.groupdict().get("name") or name
+                continue
+            marks = Marks().of(piece.text)
+            for count, mark in enumerate(marks):
+                begun = "".join(marks[: count + 1])
+                if not compiled(self._pattern([*pieces[:number], Text(begun)])).match(text, at):
+                    before = "".join(marks[:count]).strip()
+                    after = repr(before) if before else behind
+                    rest = repr("".join(marks[count:]).strip() or mark)
+                    why = f"{rest} is missing behind {after}" if after else first.format(rest)
+                    return Missing(why, at, name)
+            behind = repr(piece.text.strip()) if piece.text.strip() else behind
+        return Missing(
+            f"what stands behind {behind} are no arguments" if behind else "its arguments are missing", at, name
+        )
 
     def _behind_name(self, form: TaggedArguments) -> list[str]:
         """Patterns of what stands behind a name: arguments, or that there are none and what follows a call."""
@@ -204,6 +246,8 @@ MOST_TOOL_SETS: Final = 256
 
 _NOTHING: Final = re.compile("")
 _CLOSING: Final = frozenset(")]}")
+
+_SAID: Final = {Slot.NAME: "the name of a tool", Slot.ID: "the id of the call", Slot.INDEX: "the number of the call"}
 
 _SLOTS: Final = {
     Slot.NAME: rf"\s*(?P<name>{WORD}+?)",

@@ -11,7 +11,6 @@ from typing import Any, Final, Self, TypeAlias
 import orjson
 
 from runner.errors import BadOption
-from runner.messages import canonical_json
 from runner.options import Constraint, ConstraintKind, ToolChoice
 from runner.parsing.argument_rules import ArgumentRules, Inexpressible
 from runner.parsing.ebnf import NOTHING, Rules, either, literal, text_without
@@ -64,7 +63,7 @@ def constraint(
     if not allowed:
         names = ", ".join(tool.name for tool in tools) or "there are none"
         raise BadOption(f"tool_choice={tool_choice!r}: no such tool may be called here. Tools: {names}.")
-    signatures = tuple((tool.name, canonical_json(tool.parameters)) for tool in allowed)
+    signatures = tuple((tool.name, tool.parameters_text) for tool in allowed)
     many = parallel and all(tool.parallel for tool in allowed)
     keyed = _Format.of(form, control_tokens)
     try:
@@ -133,22 +132,42 @@ def _tag(keyed: _Format, signatures: Signatures, many: bool, thought: ReasoningF
     behind_trigger = rules.written(form.begin[len(form.trigger) :])
     grammar = rules.grammar(f"{behind_trigger} {_calls(rules, form, signatures, many)}")
     tokens, again = keyed.control_tokens, many and form.between is not None
-    turn = _dispatch(form.trigger, {"type": "grammar", "grammar": grammar}, tokens, again=again)
+    begun: Format = {"type": "grammar", "grammar": grammar}
     if not again:
-        turn = {"type": "sequence", "elements": [turn, _anything_but(form.trigger, tokens)]}
+        begun = {"type": "sequence", "elements": [begun, _anything_but(form.trigger, tokens)]}
+    turn = _dispatch({form.trigger: begun}, tokens, again=again)
     if thought is not None and thought.opened_by_prompt:
         # A trigger inside a thought begins nothing, and a thought may be all that there is.
-        turn = _dispatch(thought.close.strip(), turn, tokens, again=False)
+        turn = _dispatch({thought.close.strip(): turn}, tokens, again=False)
+    elif thought is not None and (opened := _mark_of(rules, thought.open)) and _alike(opened, form.trigger, tokens):
+        # So it is in one that the model begins itself; behind it the turn goes on as if there had been none.
+        close = _mark_of(rules, thought.close)
+        thinking = _dispatch({close: {"type": "const_string", "value": ""} if again else turn}, tokens, again=False)
+        turn = _dispatch({form.trigger: begun, opened: thinking}, tokens, again=again)
     return json.dumps({"type": "structural_tag", "format": turn}, ensure_ascii=False)
 
 
-def _dispatch(mark: str, form: dict[str, Any], tokens: Mapping[str, int], *, again: bool) -> dict[str, Any]:
-    """Free text until `mark`, behind which `form` must stand, and if `again` all that once more."""
-    kind = "token_dispatch" if mark in tokens else "dispatch"
-    return {"type": kind, "rules": [[tokens.get(mark, mark), form]], "loop": again}
+Format: TypeAlias = dict[str, Any]
+"""A part of a structural tag."""
 
 
-def _anything_but(mark: str, tokens: Mapping[str, int]) -> dict[str, Any]:
+def _mark_of(rules: Rules, mark: str) -> str:
+    """What tells that a thought begins or ends: the control token that `mark` begins with, or else all of it."""
+    return rules.control_token_of(mark.strip()) or mark.strip()
+
+
+def _alike(mark: str, trigger: str, tokens: Mapping[str, int]) -> bool:
+    """Both are control tokens or neither is, which is what one part of a tag can wait for, and they can be told."""
+    return (mark in tokens) == (trigger in tokens) and not mark.startswith(trigger) and not trigger.startswith(mark)
+
+
+def _dispatch(parts: Mapping[str, Format], tokens: Mapping[str, int], *, again: bool) -> Format:
+    """Free text until one of these marks, behind which its part must stand, and if `again` all that once more."""
+    kind = "token_dispatch" if set(parts) <= set(tokens) else "dispatch"
+    return {"type": kind, "rules": [[tokens.get(mark, mark), part] for mark, part in parts.items()], "loop": again}
+
+
+def _anything_but(mark: str, tokens: Mapping[str, int]) -> Format:
     if mark in tokens:
         return {"type": "any_tokens", "exclude_tokens": [tokens[mark]]}
     return {"type": "any_text", "excludes": [mark]}

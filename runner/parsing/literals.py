@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from typing import Any, Final
 
 __all__ = ["Unreadable", "behind_space", "read_literal"]
@@ -21,7 +22,8 @@ def read_literal(text: str, start: int = 0) -> tuple[Any, int]:
     """The value that is written at `start`, and where the text goes on behind it.
 
     White space before it is skipped. Beside JSON this takes what models stray to: `True` and `None`, single quotes,
-    Python's escapes, line breaks in strings, tuples, and a comma behind the last member.
+    Python's escapes, line breaks in strings, tuples, keys without quotes, a plus in front of a number, and a comma
+    behind the last member. Numbers are JSON's else, since `007` and `1_2` may well be meant as text.
 
     Raises:
         Unreadable: there is no value.
@@ -37,6 +39,8 @@ def read_literal(text: str, start: int = 0) -> tuple[Any, int]:
         raise Unreadable("it is nested too deeply") from None
     except ValueError as error:
         raise Unreadable(str(error)) from None
+    if isinstance(value, int | float) and _IN_NUMBERS.match(text, end):
+        return _Reader(text).value(start, 0)
     return value, end
 
 
@@ -62,13 +66,17 @@ def _no_constant(text: str) -> Any:
 _DECODER: Final = json.JSONDecoder(parse_float=_finite, parse_int=_integer, parse_constant=_no_constant)
 _SCANNER: Final = _DECODER.scan_once  # type: ignore[attr-defined]  # it is there, and unknown to its type stubs
 _SPACE: Final = re.compile(r"\s*")
-_NUMBER: Final = re.compile(r"[-+]?(?:\d[\d_]*)(\.\d*)?([eE][-+]?\d+)?")
+_IN_NUMBERS: Final = re.compile(r"[\d_.]")
+_LIKE_A_NUMBER: Final = re.compile(r"[-+]?\.?\d(?:[eE][-+]|[\w.])*")
+_NUMBER: Final = re.compile(r"[-+]?(?:0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 _WORD: Final = re.compile(r"[A-Za-z_]\w*")
 _WORDS: Final = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
 _PLAIN: Final = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
 _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
 _LOW_HALF: Final = re.compile(r"\\u(d[c-f][0-9a-f]{2})", re.IGNORECASE)
 _HEX_DIGITS: Final = {"x": 2, "u": 4, "U": 8}
+_HEX: Final = re.compile(r"[0-9a-fA-F]*")
+_KEY: Final = re.compile(r"[\w.$-]+")
 
 
 def behind_space(text: str, at: int) -> int:
@@ -99,13 +107,16 @@ class _Reader:
         return self._number(at)
 
     def _number(self, at: int) -> tuple[int | float, int]:
-        number = _NUMBER.match(self.text, at)
-        if number is None:
+        like = _LIKE_A_NUMBER.match(self.text, at)
+        if like is None:
             shown = self.text[at : at + 20].split("\n")[0]
             raise Unreadable(f"no value begins at {shown!r}" if shown else "it is missing")
+        number = _NUMBER.fullmatch(like[0])
+        if number is None:
+            raise Unreadable(f"{like[0][:20]} is no number that JSON knows")
         try:
             whole = number[1] is None and number[2] is None
-            return (_integer(number[0]) if whole else _finite(number[0].replace("_", ""))), number.end()
+            return (_integer(number[0]) if whole else _finite(number[0])), number.end() + at
         except ValueError as error:
             raise Unreadable(str(error)) from None
 
@@ -127,16 +138,20 @@ class _Reader:
     def _escape(self, at: int) -> tuple[str, int]:
         char = self.text[at : at + 1]
         if char in _HEX_DIGITS:
-            digits = self.text[at + 1 : at + 1 + _HEX_DIGITS[char]]
-            behind = at + 1 + len(digits)
-            try:
-                code = int(digits, 16)
-                if (low := _LOW_HALF.match(self.text, behind)) and 0xD800 <= code < 0xDC00:
-                    code = 0x10000 + (code - 0xD800 << 10) + int(low[1], 16) - 0xDC00
-                    behind = low.end()
-                return chr(code), behind
-            except (ValueError, OverflowError):
-                raise Unreadable(f"\\{char}{digits} is no character") from None
+            wanted = _HEX_DIGITS[char]
+            digits = _HEX.match(self.text, at + 1, at + 1 + wanted)[0]  # type: ignore[index]  # it matches the empty text
+            behind = at + 1 + wanted
+            if len(digits) < wanted:
+                raise Unreadable(
+                    f"\\{char} in a string wants {wanted} hexadecimal digits behind it, and has {digits!r}"
+                )
+            code = int(digits, 16)
+            if (low := _LOW_HALF.match(self.text, behind)) and 0xD800 <= code < 0xDC00:
+                code = 0x10000 + (code - 0xD800 << 10) + int(low[1], 16) - 0xDC00
+                behind = low.end()
+            if code > sys.maxunicode:
+                raise Unreadable(f"\\{char}{digits} in a string is no character")
+            return chr(code), behind
         # As Python has it: the backslash of an escape that is none stands for itself.
         return _ESCAPES.get(char, char if char in "'\"\\/" else "\\" + char), at + 1
 
@@ -153,7 +168,7 @@ class _Reader:
     def _key(self, at: int) -> tuple[str, int]:
         if self.text[at : at + 1] in _PLAIN and self.text[at : at + 1]:
             return self._string(at)
-        word = re.compile(r"[\w.$-]+").match(self.text, at)
+        word = _KEY.match(self.text, at)
         if word is None:
             raise Unreadable("a key is missing in an object" if at < len(self.text) else "an object is not closed")
         return word[0], word.end()
@@ -162,10 +177,14 @@ class _Reader:
         close = "]" if self.text[at] == "[" else ")"
         items: list[Any] = []
         at = behind_space(self.text, at + 1)
+        separated = False
         while not self.text.startswith(close, at):
-            item, at = self.value(at, depth + 1)
+            item, end = self.value(at, depth + 1)
             items.append(item)
-            at = self._comma(close, at)
+            at = self._comma(close, end)
+            separated = at > behind_space(self.text, end)
+        if close == ")" and len(items) == 1 and not separated:
+            raise Unreadable("parentheses around one value make no list")
         return items, at + 1
 
     def _comma(self, close: str, at: int) -> int:

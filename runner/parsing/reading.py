@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from runner.parsing.call_patterns import CallPatterns
 from runner.parsing.literals import Unreadable, behind_space, read_literal
-from runner.parsing.turn_format import CallFormat, TaggedArguments
+from runner.parsing.turn_format import CallFormat, TaggedArguments, Text
 from runner.parsing.values import Undecided, as_object
 
 __all__ = ["CallReader", "Decided", "ReadCall", "Reading", "Schemas"]
@@ -259,8 +259,7 @@ class CallReader:
     def _begun(self, text: str, start: int) -> int:
         begun = self.patterns.begin.match(text, start)
         if begun is None:
-            expected = self.format.begin.strip()[:60]
-            raise _Malformed(f"it has to begin with {expected!r}", start)
+            raise _Malformed(*self.patterns.missing([Text(self.format.begin)], text, start))
         return begun.end()
 
     def _following(self, text: str, at: int) -> int | None:
@@ -303,7 +302,9 @@ class CallReader:
             return self._object(text, at)
         head = self.patterns.head.match(text, at)
         if head is None:
-            raise _Malformed("the name of a tool is missing", at)
+            why, at, name = self.patterns.missing(self.patterns.before_arguments, text, at)
+            # Where nothing announces calls, a tool's name alone begins none.
+            raise _Malformed(why, at, name if self.format.trigger else "")
         name = head.groupdict().get("name") or ""
         call_id = head.groupdict().get("id")
         schema = (schemas or {}).get(name, {})

@@ -217,10 +217,15 @@ def as_object(arguments: Any) -> Mapping[str, Any]:
         Unreadable: they are neither.
     """
     if isinstance(arguments, str) and arguments.strip():
+        text = arguments
         try:
-            arguments, _ = read_literal(arguments)
-        except Unreadable:
-            raise Unreadable("its arguments are a string that is no JSON object") from None
+            arguments, end = read_literal(text)
+        except Unreadable as error:
+            raise Unreadable(f"its arguments are a string that is no JSON object: {error}") from None
+        if text[end:].strip():
+            raise Unreadable(
+                f"its arguments are a string in which {text[end:].strip()[:20]!r} stands behind the object"
+            )
     if arguments is None or arguments == "":
         return {}
     if not isinstance(arguments, dict):
@@ -241,7 +246,8 @@ def _decoded(notation: Notation, text: str) -> str:
 def as_typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     """The value of a raw text: the schema decides; where it allows both or is not there, what reads as a literal is."""
     types = schema_types(schema, root)
-    if types == {"string"}:
+    # A plus is forgiven where nothing but a number is meant: it may begin a telephone number.
+    if types == {"string"} or (text.startswith("+") and (not types or "string" in types)):
         return text
     try:
         value, end = read_literal(text)

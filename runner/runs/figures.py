@@ -17,7 +17,18 @@ from runner.episode.lifecycle import Play
 from runner.runs.run import Run
 from runner.transcript import printable
 
-__all__ = ["LATE_SECONDS", "Figures", "Gauge", "Stuck", "as_time", "in_words", "shown_line"]
+__all__ = [
+    "LATE_SECONDS",
+    "WRITES_OTHERWISE",
+    "Figures",
+    "Gauge",
+    "Stuck",
+    "as_time",
+    "calls_in_words",
+    "in_words",
+    "shown_line",
+    "writes_otherwise",
+]
 
 LATE_SECONDS: Final = 0.05
 """An event loop that is later than this is told of, with whose code makes it so."""
@@ -95,6 +106,12 @@ class Figures:
     fault: str = ""
     """The last thing that went wrong."""
 
+    calls: int = 0
+    """Tool calls so far."""
+
+    malformed: int = 0
+    """How many of them could not be read."""
+
     @property
     def remaining(self) -> float | None:
         """Seconds left at the pace so far; None where that cannot be told."""
@@ -134,6 +151,8 @@ class Gauge:
             blocker=blockers[0] if blockers else None,
             slowest=tuple(_stuck(play) for play in heapq.nsmallest(SLOWEST, run.plays, key=attrgetter("since"))),
             fault=shown_line(last_fault or (summary.faults[-1] if summary.faults else "")),
+            calls=summary.calls,
+            malformed=summary.malformed_calls,
         )
 
     def _rate(self, sampled: int) -> float:
@@ -163,12 +182,34 @@ def in_words(figures: Figures) -> Iterator[str]:
     if figures.waiting:
         yield f"{figures.waiting} waiting for the engine"
     yield f"{figures.failed} failed"
+    if figures.malformed:
+        yield calls_in_words(figures.calls, figures.malformed)
     yield f"{figures.rate:.0f} tokens/s"
     if figures.reward is not None:
         whose = f"reward of {shown_line(figures.agent)}" if figures.agent else "reward"
         yield f"mean {whose} {figures.reward:.3f}"
     if figures.remaining:
         yield f"{as_time(figures.remaining)} left"
+
+
+SUSPECT_CALLS: Final = 3
+SUSPECT_SHARE: Final = 0.2
+
+WRITES_OTHERWISE: Final = (
+    "the model seems to write calls otherwise than its template: compare check-template with show, and give the "
+    "template that it was trained with (--template)"
+)
+"""What to do about many calls that cannot be read."""
+
+
+def writes_otherwise(calls: int, malformed: int) -> bool:
+    """So many calls cannot be read that the model may have been trained with another template: some slip in any run."""
+    return malformed >= SUSPECT_CALLS and malformed > calls * SUSPECT_SHARE
+
+
+def calls_in_words(calls: int, malformed: int) -> str:
+    """How many calls could not be read."""
+    return f"{malformed} of {calls} tool calls could not be read"
 
 
 def as_time(seconds: float) -> str:

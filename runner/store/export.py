@@ -61,8 +61,8 @@ def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes]) -> int:
     """Write the trajectories that one trains on, one JSON object a line.
 
     A trajectory that failed, or was not scored, has `reward: null`. `logprobs` are null for ids that were not
-    sampled; `mask` is 1 for ids that were. `top_ids` and `top_logprobs` of a turn are null where it asked for none, and
-    a log-probability in them where the id could not be sampled.
+    sampled; `mask` is 1 for ids that were. `sampling` of a turn is null where no run sampled it, `top_ids` and
+    `top_logprobs` where it asked for none, and a log-probability in them where the id could not be sampled.
 
     Args:
         run_file: the run file to export.
@@ -103,9 +103,14 @@ def _as_object(trajectory: Trajectory) -> dict[str, Any]:
         **{name: getattr(trajectory, name) for name in _FIELDS},
         "segments": [_segment_object(segment) for segment in trajectory.segments],
         "turns": [
-            {**{name: getattr(turn, name) for name in _TURN_FIELDS}, **_top_object(turn)} for turn in trajectory.turns
+            {**{name: getattr(turn, name) for name in _TURN_FIELDS}, "sampling": _sampling(turn), **_top_object(turn)}
+            for turn in trajectory.turns
         ],
     }
+
+
+def _sampling(turn: Turn) -> dict[str, Any] | None:
+    return None if turn.sampling is None else turn.sampling.given()
 
 
 def _top_object(turn: Turn) -> dict[str, Any]:
@@ -143,6 +148,7 @@ _VALUES: Final[dict[str, tuple[Any, Callable[[Trajectory], Any]]]] = {
     **{column.attribute or column.name: (column.arrow, _value_of(column)) for column in _IN_PARQUET},
     "task": ("string", lambda t: encode_task(t.task)),
     "messages": ("string", lambda t: encode_json([segment.messages for segment in t.segments])),
+    "sampling": ("string", lambda t: encode_json([_sampling(turn) for turn in t.turns])),
 }
 """The columns that hold one value of a trajectory: the Arrow type, and what gives the value."""
 

@@ -41,7 +41,6 @@ def _tool_of(place: int, schema: Any) -> Tool:
     except BadEnvironment as error:
         raise BadOption(f"tool {place}: {error}") from None
     tool.description = function.get("description") or ""
-    tool.parameters = parameters
     return tool
 
 

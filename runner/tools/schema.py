@@ -101,7 +101,9 @@ def explicit_schema(
     check = check_by_schema(parameters, where)
     if not raw:
         _check_callable_with(call, parameters.get("properties", {}), where)
-    return FunctionSchema(description, {"properties": {}, **parameters}, None, check)
+    # The model is shown the schema as its author ordered it.
+    whole = parameters if "properties" in parameters else {"properties": {}, **parameters}
+    return FunctionSchema(description, whole, None, check)
 
 
 def check_by_schema(parameters: JsonSchema, where: str) -> Check:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, overload
 from runner import wording
 from runner.checked import is_number
 from runner.errors import BadEnvironment, WrongArguments
+from runner.messages import canonical_json
 from runner.options import UNSET
 from runner.tools.schema import Check, FunctionSchema, JsonSchema, explicit_schema, function_schema
 
@@ -93,7 +94,9 @@ class Tool:
     description: str
     """The text that tells the model what it does."""
     parameters: JsonSchema
-    """The JSON schema of its arguments, of type object."""
+    """The JSON schema of its arguments, of type object; what is changed in it later is not enforced."""
+    parameters_text: str
+    """The same as text, since every turn that enforces calls looks its grammar up by it."""
     returns: JsonSchema | None
     """The JSON schema of its result, or None where nobody gave one."""
     seconds: float | None
@@ -150,6 +153,7 @@ class Tool:
         self.call = call
         self.name = _checked_name(name, call, where)
         self.description, self.parameters, self.returns, self._check = schema
+        self.parameters_text = canonical_json(self.parameters)
         self.seconds = _checked_seconds(seconds, where)
         self.parallel = parallel
         self.strict = strict

@@ -11,10 +11,11 @@ import anyio.to_thread
 import pytest
 from rich.console import Console
 
-from runner import Concurrency, Conversation, Environment, Run, ScriptedEngine, Task, reward
+from runner import Concurrency, Conversation, Environment, Limits, Run, ScriptedEngine, Task, reward, tool
 from runner.cli.display import LiveDisplay, PlainDisplay, display_for, live_view
+from runner.cli.report import summary_table
 from runner.concurrency.loop_lag import Blocker
-from runner.runs.figures import Figures, Gauge, Stuck, as_time
+from runner.runs.figures import Figures, Gauge, Stuck, as_time, in_words
 
 FIGURES = Figures(
     total=64,
@@ -103,6 +104,52 @@ def test_a_low_terminal_shows_fewer_of_the_slowest() -> None:
 def test_who_makes_the_loop_late_is_named_with_what_to_do() -> None:
     late = Figures(lag=0.5, blocker=Blocker("Mine.add (mine.py:7)", 3.0, thread=True))
     assert "slow loop: Mine.add (mine.py:7) it computes" in " ".join(drawn(late, width=200))
+
+
+def test_calls_that_cannot_be_read_are_counted_and_of_many_it_is_said_what_to_do() -> None:
+    few, many = (" ".join(" ".join(drawn(Figures(calls=20, malformed=each), width=200)).split()) for each in (2, 5))
+    assert "2 of 20 tool calls could not be read" in few
+    assert "otherwise than its template" not in few
+    assert "5 of 20 tool calls could not be read: the model seems to write calls otherwise than its template" in many
+    assert "give the template that it was trained with (--template)" in many
+    assert "could not be read" not in " ".join(drawn(Figures(calls=20), width=200))
+
+
+class Calling(Environment):
+    """Lets the model call a tool, as often as it likes."""
+
+    limits = Limits(turns=4)
+
+    def tasks(self) -> Iterator[Task]:
+        yield Task(id="0", prompt="hello")
+
+    @tool
+    def wave(self) -> str:
+        """Wave."""
+        return "waved"
+
+    @reward
+    def spoke(self) -> bool:
+        return True
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("said", "told"), [('<tool_call>{"wave"}</tool_call>', True), ('<tool_call>{"name": "wave"}</tool_call>', False)]
+)
+async def test_a_model_that_writes_otherwise_than_its_template_is_told_of_while_it_plays_and_at_the_end(
+    said: str, told: bool
+) -> None:
+    async with Run(Calling, ScriptedEngine(said, template="hermes")) as run:
+        [_ async for _ in run]
+        figures = Gauge().read(run)
+        summary = run.summary
+    assert (figures.calls, figures.malformed) == (4, 4 if told else 0)
+    assert ("4 of 4 tool calls could not be read" in list(in_words(figures))) == told
+    console = Console(file=io.StringIO(), width=200)
+    console.print(summary_table(summary.as_dict()))
+    assert isinstance(console.file, io.StringIO)
+    assert ("otherwise than its template" in console.file.getvalue()) == told
 
 
 def test_time_left_follows_the_pace_of_this_run_and_not_of_earlier_ones() -> None:

@@ -13,7 +13,7 @@ from runner.parsing.enforcing import constraint, harmony_constraint
 from runner.parsing.harmony import CALLS, NEXT_MESSAGE
 from runner.parsing.marks import Marks
 from runner.parsing.turn_format import CallFormat, ContentFormat, TurnFormat
-from tests.parsing.enforced import BYTES, OPENED, TOOLS, Call, every_class, form_of, written
+from tests.parsing.enforced import BY_ITSELF, BYTES, OPENED, TOOLS, Call, every_class, form_of, written
 from tests.parsing.learnt import CLASSES
 
 CALLED: list[Call] = [("add", {"a": 1, "b": -20}), ("note", {"text": "it's <b>\n", "tags": ["a", "b"]})]
@@ -105,6 +105,23 @@ def test_the_message_in_front_of_a_call_of_gpt_oss_ends_with_an_id() -> None:
 
 
 STRICT = [name for name in (*CLASSES,) if form_of(name).trigger in tokens_of(form_of(name))]
+
+
+@pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "one"])
+@pytest.mark.parametrize("name", STRICT)
+def test_a_trigger_in_a_thought_that_the_model_begins_with_an_id_begins_nothing(name: str, parallel: bool) -> None:
+    form = form_of(name)
+    own = tokens_of(form)
+    vocabulary = Vocabulary({**own, "<think>": FIRST + len(own), "</think>": FIRST + len(own) + 1})
+    tokens = vocabulary.tokens
+    enforced = constraint(form, TOOLS, "auto", parallel=parallel, thought=BY_ITSELF, control_tokens=tokens)
+    assert enforced is not None
+    thought = [tokens["<think>"], *b"So ", tokens[form.trigger], *b" is one."]
+    call = vocabulary.ids(written(form, CALLED[0]))
+    assert vocabulary.accepts(enforced, thought)
+    assert vocabulary.accepts(enforced, [*thought, tokens["</think>"], *b"I add. ", *call])
+    assert not vocabulary.accepts(enforced, [*thought, tokens["</think>"], tokens[form.trigger], *b"you see"])
+    assert not vocabulary.accepts(enforced, [*b"So ", tokens[form.trigger], *b" is one."])
 
 
 @pytest.mark.parametrize("thought", [None, "</think>"], ids=["alone", "behind a thought"])

@@ -309,6 +309,29 @@ def test_a_model_that_begins_its_thoughts_itself_may_think_before_a_required_cal
         assert not accepts(enforced, text), text
 
 
+@pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "one"])
+def test_in_auto_nothing_in_a_thought_that_the_model_begins_itself_begins_a_call(parallel: bool) -> None:
+    form = form_of("JSON object")
+    enforced = required(form, ADD, "auto", parallel=parallel, thought=BY_ITSELF)
+    call = written(form, ("add", {"a": 1, "b": 2}))
+    thought = "<think>\nI could say <tool_call> here, or <tool_call>{}.\n</think>\n\n"
+    for text in (
+        call,
+        f"I add.\n{call}",
+        f"{thought}{call}",
+        f"{thought}I add.\n{call}",
+        thought,
+        thought[:30],
+        "So <b>",
+    ):
+        assert accepts(enforced, text), text
+    assert accepts(enforced, f"{thought}{call}\n{call}") == parallel
+    assert accepts(enforced, f"{call}\n{call}") == parallel
+    wrong = written(form, ("add", {"a": "1", "b": 2}))
+    for text in (wrong, f"{thought}{wrong}", f"{thought}{call}{wrong}", f"{thought}<tool_call>so"):
+        assert not accepts(enforced, text), text
+
+
 def test_in_auto_nothing_in_an_open_thought_begins_a_call() -> None:
     form = form_of("JSON object")
     enforced = required(form, ADD, "auto", thought=OPENED)

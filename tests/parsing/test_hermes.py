@@ -73,7 +73,7 @@ def test_integers_of_any_size_stay_exact() -> None:
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "its arguments must be a JSON object"),
         (
             '<tool_call>{"name": "add", "arguments": "a=1"}</tool_call>',
-            "its arguments are a string that is no JSON object",
+            "its arguments are a string that is no JSON object: no value begins at 'a=1'",
         ),
         ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number that JSON knows"),
         ('<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "the number 1e999 is too large"),

@@ -124,9 +124,9 @@ def test_half_of_such_a_character_is_an_error_that_names_the_tool() -> None:
 
 def test_a_schema_that_refers_to_nothing_is_refused_by_name_where_a_call_is_required() -> None:
     def odd(a: Any) -> None:
-        """Do something."""
+        raise NotImplementedError
 
-    tool = Tool(odd)
-    tool.parameters["properties"]["a"] = {"$ref": "#/$defs/NO"}
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/NO"}}, "required": ["a"]}
+    tool = Tool(odd, description="Do something.", parameters=parameters)
     with pytest.raises(BadOption, match=r"odd takes what nothing fits: '#/\$defs/NO' leads to nothing in its schema"):
         bundled("hermes").constraint([tool], "required")

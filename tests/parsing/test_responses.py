@@ -77,12 +77,12 @@ def test_what_can_be_learnt_is_read_as_it_was_learnt(name: str) -> None:
 @pytest.mark.parametrize(
     ("response_template", "case"),
     [
-        (changed(repeats=False), "two calls: 1 calls are read"),
-        (changed(content="text", content_args={}), "a string: words: no value begins at"),
+        (changed(repeats=False), "(two calls): 1 calls are read"),
+        (changed(content="text", content_args={}), "(a string: words): no value begins at"),
         (changed(open="<function_call>", open_pattern=None), "refuses it: Field 'tool_calls': cannot specify both"),
         ({**READS_IT, "fields": {**READS_IT["fields"], "thinking": {"open": "<thought>"}}}, "the content is read as"),
         ({"fields": {}}, "response_template.fields must be a non-empty dict"),
-        (HERMES, "a string: words: "),
+        (HERMES, "(a string: words): "),
     ],
     ids=["one call", "no arguments", "contradiction", "no thought", "no fields", "another format"],
 )
@@ -92,7 +92,9 @@ def test_one_that_fails_the_battery_is_refused_with_the_case_that_failed(
     told = learnt(unlearnable(response_template))
     assert told.verdict is Verdict.REFUSED
     assert told.missing is FormatProperty.VALUES
-    assert told.why.startswith("where a string ends cannot be told; nor can they by the model's response_template: ")
+    assert told.why.startswith(
+        "nothing tells where a string in a call's arguments ends; nor can they by the model's response_template: "
+    )
     assert case in told.why
 
 
@@ -318,7 +320,7 @@ async def test_a_template_that_nothing_reads_is_refused_with_what_is_missing_and
     with pytest.raises(BadTemplate, match="values_told_apart") as refused:
         async with Run(Library, engine(unlearnable(None))):
             pass
-    assert "where a string ends cannot be told" in str(refused.value)
+    assert "nothing tells where a string in a call's arguments ends" in str(refused.value)
     for fix in ("--template pythonic", "--tool-format vllm:NAME", "response_template"):
         assert fix in str(refused.value)
 

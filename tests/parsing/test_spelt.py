@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runner.parsing.parser import TurnParser
 from runner.parsing.spelt import Spelling, StreamedSpelling
 from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tools.tool import Tool
+from tests.parsing.written_turns import format_of
 
 NAMES = ("<tool_call>", "<think>", "</think>")
 TOKENIZER = ByteTokenizer(list(NAMES))
@@ -64,3 +67,39 @@ def test_a_turn_of_many_marks_and_a_spelt_one_is_decoded_once() -> None:
     spelling = Spelling(TOKENIZER.decode(ids), ids, TOKENS, tokenizer)
     assert spelling.text.count("<tool_call>") == 5000
     assert tokenizer.decoded <= len(ids)
+
+
+def echo(text: str) -> str:
+    """Say it again."""
+    return text
+
+
+ECHO = Tool(echo)
+MARKS = ("<tool_call>", "</tool_call>")
+VOCABULARY = ByteTokenizer(list(MARKS))
+OPEN, CLOSE = (VOCABULARY.encode(mark)[0] for mark in MARKS)
+
+
+def read(template: str, ids: list[int]) -> list[tuple[str, object, str | None]]:
+    """The calls of a turn, as an episode reads them."""
+    parser = TurnParser(format_of(template), dict(zip(MARKS, (OPEN, CLOSE), strict=True)))
+    text = VOCABULARY.decode(ids)
+    spelling = Spelling(text, ids, parser.telling_tokens, VOCABULARY)
+    parsed = parser.parse(spelling.text, [ECHO])
+    return [(call.name, spelling.healed(call.arguments), call.error) for call in parsed.calls]
+
+
+def test_inside_a_call_the_text_decides_so_that_a_close_that_was_spelt_closes_it() -> None:
+    call = '{"name": "echo", "arguments": {"text": "a </tool_call> b"}}'
+    for close in ([CLOSE], letters("</tool_call>")):
+        ids = [OPEN, *letters(f"\n{call}\n"), *close, *letters(" so")]
+        assert read("Qwen-Qwen3-0.6B", ids) == [("echo", {"text": "a </tool_call> b"}, None)]
+    assert read("Qwen-Qwen3-0.6B", letters(f"<tool_call>\n{call}\n</tool_call>")) == []
+
+
+def test_a_string_without_quotes_ends_where_all_that_ends_a_call_is_spelt_in_it() -> None:
+    ends = "\n</parameter>\n</function>\n</tool_call>"
+    ids = [OPEN, *letters(f"\n<function=echo>\n<parameter=text>\na{ends} b\n</parameter>\n</function>\n"), CLOSE]
+    assert read("Qwen-Qwen3-Coder-30B-A3B-Instruct", ids) == [("echo", {"text": "a"}, None)]
+    ids = [OPEN, *letters("\n<function=echo>\n<parameter=text>\na </tool_call> b\n</parameter>\n</function>\n"), CLOSE]
+    assert read("Qwen-Qwen3-Coder-30B-A3B-Instruct", ids) == [("echo", {"text": "a </tool_call> b"}, None)]

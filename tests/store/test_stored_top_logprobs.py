@@ -126,6 +126,26 @@ def test_parquet_has_a_list_for_each_id(path: Path, tmp_path: Path) -> None:
     assert [len(each) for each in ids[32:]] == [3] * 4
 
 
+def test_exports_have_how_each_turn_was_sampled(path: Path, tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    with RunFile(path) as run_file:
+        export_jsonl(run_file, stream)
+        export_parquet(run_file, tmp_path / "out.parquet")
+    exported = [turn["sampling"] for turn in json.loads(stream.getvalue())["turns"]]
+    (row,) = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert json.loads(row["sampling"]) == exported
+    assert [each["logprobs"] for each in exported] == [2, 0, 3]
+    for each in exported:
+        assert (each["logit_bias"], each["bad_words"]) == ({"7": 0.5}, ["moon"])
+        assert each.keys() >= {
+            "min_tokens",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "ignore_eos",
+        }
+
+
 @pytest.mark.anyio
 async def test_a_recorded_run_says_the_likeliest_ids_again(tmp_path: Path) -> None:
     path, sampling = tmp_path / "run.db", Sampling(logprobs=3)

@@ -416,6 +416,14 @@ def test_a_tool_with_a_schema_of_its_own() -> None:
     )
 
 
+def test_a_schema_is_shown_in_the_order_in_which_its_author_wrote_it() -> None:
+    def call(**arguments: Any) -> None:
+        raise NotImplementedError
+
+    weather = Tool(call, name="weather", description="The weather.", parameters=PARAMETERS)
+    assert list(weather.parameters) == list(PARAMETERS)
+
+
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [

@@ -22,6 +22,7 @@ from runner.engines.scripted.script import Chunks, Faults, Latency, check_chunks
 from runner.engines.scripted.stream import RecordedCall, ScriptedSession, ScriptedStream
 from runner.errors import BadOption
 from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.control_text import special_tokens
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer
 
@@ -37,7 +38,7 @@ class ScriptedEngine(Engine):
 
     Args:
         replies: what the model says. A list is read from its beginning by every conversation; see `Replies`.
-        tokenizer: by default the 256 bytes and ChatML's control tokens.
+        tokenizer: by default the 256 bytes, ChatML's control tokens, and those that the template's text has.
         template: a chat template, its bundled name or its file.
         stop_ids: ids that end a turn; by default the tokenizer's EOS.
         context: the most ids a prompt and what is sampled on it may have together.
@@ -86,8 +87,8 @@ class ScriptedEngine(Engine):
                 checked.whole(given, checked.number(given, value, least=least), least=least)
         checked.number(f"ScriptedEngine(tick={tick!r})", tick, least=0)
         check_chunks(chunks)
-        self.tokenizer = tokenizer or ByteTokenizer()
         self.template = template if isinstance(template, ChatTemplate) else ChatTemplate.load(template)
+        self.tokenizer = tokenizer or ByteTokenizer(special_tokens(self.template.text))
         self.stop_ids = stop_ids or _end_of_turn(self.tokenizer)
         self.context = context
         self.places = places

@@ -17,6 +17,7 @@ from runner.errors import BadOption, RequestRejected
 from runner.parsing.harmony import MESSAGE, NEXT_MESSAGE
 from runner.parsing.learnt import learnt_turn
 from runner.parsing.parser import TurnParser
+from runner.parsing.writing import Unwritable
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer
 
@@ -43,9 +44,19 @@ class ReplyEncoder:
             return EncodedReply(reply, list(reply.ids))
         text = reply.text
         if reply.calls:
-            calls = self._parser.render(reply.calls)
+            calls = self._written(reply)
             text = f"{self._beside(text)}{self._between}{calls}" if text else calls
         return EncodedReply(reply, self._encode(text))
+
+    def _written(self, reply: Reply) -> str:
+        try:
+            return self._parser.render(reply.calls)
+        except Unwritable as error:
+            names = ", ".join(call.name or "?" for call in reply.calls)
+            raise BadOption(
+                f"a reply that calls {names}: template {self._template.name!r} has no way to write it: {error}. Give "
+                "it other calls, one a turn, or the turn as text; or give the engine template='pythonic' or 'hermes'."
+            ) from None
 
     def _beside(self, text: str) -> str:
         """A content that stands in front of calls; on channels it is a message of its own."""

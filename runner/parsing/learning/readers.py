@@ -16,7 +16,7 @@ from runner.parsing.responses import NoParser, ResponseReader
 from runner.parsing.traits import CallTrait
 from runner.parsing.turn_format import ReasoningFormat, ResponseFormat
 
-__all__ = ["CheckedReader", "check_reader", "learn_response"]
+__all__ = ["CheckedReader", "RenderedTurns", "check_reader", "learn_response"]
 
 ONE: Final = Said("look_up", {"limit": 3, "query": "what it is"})
 TWO: Final = (ONE, Said("refresh", {"hard": True}))
@@ -53,14 +53,13 @@ def learn_response(
         reader.load()
     except NoParser as error:
         raise Unlearnt(FormatProperty.INVERTED, str(error)) from None
-    said = _Turns(asker, reasoning).said(ONE)
+    said = RenderedTurns(asker, reasoning).said(ONE)
     if said is None:
-        raise Unlearnt(FormatProperty.VALUES, "the template refuses a call with a string and a number")
+        raise Unlearnt(FormatProperty.VALUES, "the template raises on a call with a string and a number")
     reader = ResponseReader(replace(form, closed=reader.ends_closed(said)))
     checked = check_reader(asker, reader.read, reasoning)
     if checked.differences:
-        first = checked.differences[0]
-        raise Unlearnt(FormatProperty.INVERTED, f"{first.case.what}: {first.why}")
+        raise Unlearnt(FormatProperty.INVERTED, checked.differences[0].sentence)
     return reader.format, checked.traits
 
 
@@ -70,15 +69,17 @@ def check_reader(asker: Asker, read: ReadText, reasoning: ReasoningFormat | None
     What a learnt format writes is put together from its literals; here the renders themselves are read, cut as turns
     are. Tools describe their parameters as tools do, since that is what such readers tell types by.
     """
-    return _Check(asker, read, _Turns(asker, reasoning)).checked()
+    return _Check(asker, read, RenderedTurns(asker, reasoning)).checked()
 
 
 @dataclass(frozen=True)  # without slots, since what ends a turn is kept in it
-class _Turns:
+class RenderedTurns:
     """Cuts renders as a run cuts turns: what the model would have said for them."""
 
     asker: Asker
+    """What renders them."""
     reasoning: ReasoningFormat | None
+    """How the template writes thoughts."""
 
     def said(self, *calls: Said, content: str = "", thought: dict[str, str] | None = None) -> str | None:
         """What the model says; None where the template refuses it."""
@@ -130,7 +131,7 @@ class _Turns:
 class _Check:
     asker: Asker
     read: ReadText
-    turns: _Turns
+    turns: RenderedTurns
 
     def checked(self) -> CheckedReader:
         cases, found, traits = 0, list[Difference](), set(self._limits)

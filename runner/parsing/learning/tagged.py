@@ -85,7 +85,7 @@ class TaggedLearner:
 def _asked(asker: Asker, said: Said) -> str:
     text = asker.turn(said)
     if text is None:
-        raise Unlearnt(FormatProperty.VALUES, "the template refuses some arguments")
+        raise Unlearnt(FormatProperty.VALUES, "the template raises on a call with some arguments")
     return text
 
 
@@ -99,6 +99,17 @@ def _between(text: str, words: list[str]) -> Iterator[str]:
         at = text.find(following, end) if following is not None else len(text)
         if at >= 0:
             yield text[end:at]
+
+
+_SAID: Final[Mapping[ValueType, str]] = {
+    "string": "a string",
+    "integer": "an integer",
+    "number": "a number with a fraction",
+    "boolean": "true or false",
+    "null": "null",
+    "array": "a list",
+    "object": "an object",
+}
 
 
 def _ends(asker: Asker, behind: str) -> tuple[str, str | None]:
@@ -120,12 +131,11 @@ def _styles(asker: Asker, head: str, separator: str, open_integer: str) -> dict[
             continue
         style = _style(asker, values, known, open_integer, separator)
         if style is None:
-            raise Unlearnt(
-                FormatProperty.VALUES, f"the value {values[0]!r:.40} is written in no known notation: {known[0]!r:.60}"
-            )
+            why = f"{_SAID[type_of(values[0])]} in a call's arguments is written in no way that could be read again"
+            raise Unlearnt(FormatProperty.VALUES, why)
         styles[type_of(values[0])] = style
     if "string" not in styles:
-        raise Unlearnt(FormatProperty.VALUES, "where a string ends cannot be told")
+        raise Unlearnt(FormatProperty.VALUES, "nothing tells where a string in a call's arguments ends")
     return styles
 
 

@@ -11,11 +11,14 @@ import enum
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
-from runner.messages import Message
+from runner.messages import AnsweredCalls, CallPlace, Message
 
 __all__ = ["Alignment", "AlignmentKind", "canonical", "compare", "normalize", "same_tools"]
+
+_Answered: TypeAlias = tuple[CallPlace, str]
+"""A call that is answered, and the name of its tool."""
 
 
 class AlignmentKind(enum.StrEnum):
@@ -50,7 +53,7 @@ class Alignment:
 def compare(stored: Sequence[Message], incoming: Sequence[Message]) -> Alignment:
     """What `incoming`, a whole history as `as_messages` gives it, is to `stored`."""
     before, after = [normalize(message) for message in stored], [normalize(message) for message in incoming]
-    answered_before, answered_after = _answered_calls(before), _answered_calls(after)
+    answered_before, answered_after = _answered(before), _answered(after)
     index = 0
     while index < min(len(before), len(after)) and _tolerated(
         before[index], answered_before[index], after[index], answered_after[index]
@@ -59,9 +62,9 @@ def compare(stored: Sequence[Message], incoming: Sequence[Message]) -> Alignment
     # Up to there both have the same calls, so that where a call stands says which stored one is meant.
     appended: list[Message] = [
         message
-        if call is None or call.message >= index
-        else {**message, "tool_call_id": before[call.message]["tool_calls"][call.call]["id"]}
-        for message, call in zip(after[index:], answered_after[index:], strict=True)
+        if answered is None or answered[0].message >= index
+        else {**message, "tool_call_id": before[answered[0].message]["tool_calls"][answered[0].call]["id"]}
+        for message, answered in zip(after[index:], answered_after[index:], strict=True)
     ]
     return Alignment(_kind(before, after, index), index, tuple(appended))
 
@@ -117,44 +120,18 @@ def _kind(stored: Sequence[Message], incoming: Sequence[Message], index: int) ->
     return AlignmentKind.INSERTED if spoken else AlignmentKind.APPEND
 
 
-class _CallReference(NamedTuple):
-    """A call, by where it stands, since libraries give calls other ids."""
-
-    message: int
-    """The index of the message that made the call."""
-    call: int
-    """The call's number in that message."""
-    name: str
-    """The name of the tool."""
-
-
-def _answered_calls(messages: Sequence[Message]) -> list[_CallReference | None]:
-    """For each message the call that it answers, or None where it answers none that is known.
-
-    A result without an id answers the next call of the last turn that has no result yet.
-    """
-    unanswered: list[tuple[str, _CallReference]] = []
-    latest: dict[str, _CallReference] = {}  # ids may come again in every turn
-    answered: list[_CallReference | None] = []
-    for index, message in enumerate(messages):
-        calls = message.get("tool_calls")
-        if calls:
-            unanswered = [
-                (call["id"], _CallReference(index, number, call["function"]["name"]))
-                for number, call in enumerate(calls)
-            ]
-            latest.update(unanswered)
-        found = None
-        if message["role"] == "tool":
-            call_id = message.get("tool_call_id")
-            at = next((at for at, (known, _) in enumerate(unanswered) if call_id in (known, None)), None)
-            found = latest.get(call_id or "") if at is None else unanswered.pop(at)[1]
-        answered.append(found)
-    return answered
+def _answered(messages: Sequence[Message]) -> list[_Answered | None]:
+    """For each message the call that it answers, or None where it answers none that is known."""
+    calls = AnsweredCalls()
+    places = [calls.by(index, message) for index, message in enumerate(messages)]
+    return [
+        None if place is None else (place, messages[place.message]["tool_calls"][place.call]["function"]["name"])
+        for place in places
+    ]
 
 
 def _tolerated(
-    stored: Message, stored_answers: _CallReference | None, incoming: Message, incoming_answers: _CallReference | None
+    stored: Message, stored_answers: _Answered | None, incoming: Message, incoming_answers: _Answered | None
 ) -> bool:
     """The incoming message says what the stored one does; it may lack the reasoning, since clients leave that out."""
     reasoning = incoming.get("reasoning_content", "").strip()
@@ -163,12 +140,12 @@ def _tolerated(
     return _counting(stored, stored_answers) == _counting(incoming, incoming_answers)
 
 
-def _counting(message: Message, answers: _CallReference | None) -> list[Any]:
+def _counting(message: Message, answers: _Answered | None) -> list[Any]:
     """What counts in a message beside the reasoning. A result has the name of the call that it answers."""
     name = message.get("name")
     if answers and name is None:
-        name = answers.name
-    which = answers[:2] if answers else message.get("tool_call_id")
+        name = answers[1]
+    which = answers[0] if answers else message.get("tool_call_id")
     calls = [
         [call["function"]["name"], canonical(call["function"]["arguments"])] for call in message.get("tool_calls", ())
     ]

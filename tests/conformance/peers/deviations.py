@@ -205,9 +205,9 @@ def _respelt(form: CallFormat, said: Said, number: int, spell: Callable[[Any], s
         return text[: len(text) - len(text.lstrip())] + spell(value) + text[end:]
     if not isinstance(form.arguments, WholeArguments):
         return None
-    return write_calls(dataclasses.replace(one, arguments=WholeArguments(_Spelt(spell))), [  # type: ignore[arg-type]
-        WrittenCall(said.name, said.arguments, id_for(form, said.name, number))
-    ])  # fmt: skip
+    spelt = WholeArguments(_Spelt(spell))  # type: ignore[arg-type]  # a notation that no format has, all can write
+    call = WrittenCall(said.name, said.arguments, id_for(form, said.name, number))
+    return write_calls(dataclasses.replace(one, arguments=spelt), [call])
 
 
 @dataclass(frozen=True, slots=True)

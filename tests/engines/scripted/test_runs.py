@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from runner import Environment, Run, RunFile, ScriptedEngine, Task, Trajectory, reward, tool
-from runner.testing import ModelCall, call
+from runner import BadOption, Environment, Run, RunFile, ScriptedEngine, Task, Trajectory, reward, tool
+from runner.testing import ModelCall, Reply, call
 from runner.trajectory import Outcome
+from tests.conformance.corpus import corpus
 from tests.repository import DOCS
 
 PAGE = DOCS / "scripted-engine.md"
@@ -52,6 +53,30 @@ def said(trajectories: list[Trajectory]) -> dict[tuple[str, int], list[tuple[lis
         ]
         for trajectory in trajectories
     }
+
+
+def gpt_oss(folder: Path) -> Path:
+    """The template of a family whose turns are nothing without its control tokens, as a file."""
+    path = folder / "gpt-oss.jinja"
+    path.write_text(next(each.text for each in corpus() if each.name == "openai-gpt-oss-120b"), encoding="utf-8")
+    return path
+
+
+@pytest.mark.anyio
+async def test_a_template_from_a_file_is_played_with_its_own_control_tokens(tmp_path: Path) -> None:
+    engine = ScriptedEngine([call("add", a=0, b=1), "<|channel|>final<|message|>1"], template=gpt_oss(tmp_path))
+    async with Run(Sums, engine, tasks=Sums().tasks()[:1]) as run:
+        (trajectory,) = [each async for each in run]
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert trajectory.reward == 1
+    (mark,) = engine.tokenizer.encode("<|channel|>")
+    assert all(mark in turn.token_ids for turn in trajectory.turns)
+
+
+def test_calls_that_a_template_cannot_write_are_refused_by_name_with_the_fix(tmp_path: Path) -> None:
+    calls = [call("add", a=0, b=1), call("name", of="x")]
+    with pytest.raises(BadOption, match=r"a reply that calls add, name: .*a turn has only one call.*one a turn"):
+        ScriptedEngine([Reply(calls=calls)], template=gpt_oss(tmp_path))
 
 
 @pytest.mark.anyio
