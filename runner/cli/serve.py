@@ -19,17 +19,25 @@ NAME = "serve"
 """What its run files are called after."""
 
 
-def serve_command(settings: RunSettings, make_engine: Callable[[RunSettings], Engine] = vllm_engine) -> int:
+def serve_command(
+    settings: RunSettings,
+    make_engine: Callable[[RunSettings], Engine] = vllm_engine,
+    told: Callable[[list[str]], None] | None = None,
+) -> int:
     """Serve until Ctrl-C, which ends the episodes that are open as any other; return the exit code.
 
-    `--concurrency` is how many keys are open at once; for one that ends, another is shown.
+    `--concurrency` is how many keys are open at once; for one that ends, another is shown. `told` gets the lines of
+    each besides.
     """
     settings = replace(settings, environment=NAME, concurrency=settings.concurrency or 1)
     say: list[Callable[[str], None]] = []
 
     def tell(episode: str, endpoint: Endpoint) -> None:
-        for line in key_lines(episode, endpoint):
+        lines = key_lines(episode, endpoint)
+        for line in lines:
             say[0](line)
+        if told is not None:
+            told(lines)
 
     environment = OpenEpisodes(tell)
     plan = partial(Plan.of_environment, settings, environment, make_engine)

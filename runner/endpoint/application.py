@@ -32,6 +32,9 @@ Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 BODY: Final = 32 * 2**20
 """The most bytes that a body may have."""
 
+HEARD_OUT: Final = 4 * BODY
+"""Up to so many bytes a body that is too large is heard out, and thrown away."""
+
 BODY_SECONDS: Final = 60.0
 """The seconds in which it has to come."""
 
@@ -141,7 +144,7 @@ async def _read(receive: Receive, headers: Headers) -> bytes:
     """
     too_large = Refused(Reason.TOO_LARGE, f"the body is larger than {BODY // 2**20} MiB.")
     length = headers.get("content-length", "0")
-    if length.isdigit() and int(length) > BODY:
+    if length.isdigit() and int(length) > HEARD_OUT:
         raise too_large
     parts, size = [], 0
     with anyio.move_on_after(BODY_SECONDS) as reading:
@@ -149,12 +152,17 @@ async def _read(receive: Receive, headers: Headers) -> bytes:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise _Asleep
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > BODY:
+            part = message.get("body", b"")
+            size += len(part)
+            # A client that is cut off while it writes does not read why.
+            if size > HEARD_OUT:
                 raise too_large
+            if size <= BODY:
+                parts.append(part)
             if not message.get("more_body"):
                 break
+    if size > BODY:
+        raise too_large
     if reading.cancelled_caught:
         raise Refused(Reason.SLOW, f"the body did not come within {BODY_SECONDS:g} s.")
     return b"".join(parts)

@@ -147,7 +147,7 @@ class Endpoint:
     async def _own_home(self) -> Path:
         if self._home is None:
             folder = await anyio.to_thread.run_sync(tempfile.TemporaryDirectory, None, "deltarunner-")
-            self._stack.push_async_callback(anyio.to_thread.run_sync, folder.cleanup)
+            self._stack.push_async_callback(_removed, folder)
             self._home = Path(folder.name)
             await anyio.to_thread.run_sync(self._furnish, self._home)
         return self._home
@@ -157,6 +157,11 @@ class Endpoint:
             file = home / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
+
+
+async def _removed(folder: tempfile.TemporaryDirectory[str]) -> None:
+    with anyio.CancelScope(shield=True):
+        await anyio.to_thread.run_sync(folder.cleanup)
 
 
 async def _then_cancel(event: anyio.Event, scope: anyio.CancelScope) -> None:

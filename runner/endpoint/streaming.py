@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import anyio
@@ -117,6 +118,11 @@ async def _streamed(line: _Line, writer: AnswerWriter, request: WireRequest, doo
     failed: list[Exception] = []
     ending, drained = anyio.Event(), anyio.Event()
 
+    def hear(each: TurnProgress) -> None:
+        # What is sampled before the cut arrives has nobody left to hear it.
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+            tell.send_nowait(each)
+
     async def pump() -> None:
         try:
             with progress:
@@ -139,7 +145,7 @@ async def _streamed(line: _Line, writer: AnswerWriter, request: WireRequest, doo
     async with anyio.create_task_group() as group:
         group.start_soon(pump)
         try:
-            await door.answering.ask(request.asked, progress=tell.send_nowait, give=give)
+            await door.answering.ask(request.asked, progress=hear, give=give)
         except Exception as error:
             failed.append(error)
         finally:

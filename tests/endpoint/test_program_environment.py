@@ -1,0 +1,146 @@
+"""Agent programs without a line of Python: `deltarunner run --agent`, its environment, and `deltarunner serve`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from runner import BadEnvironment, BadOption, Outcome, RunFile
+from runner.cli.run import run_command
+from runner.cli.serve import key_lines, serve_command
+from runner.cli.settings import RunSettings
+from runner.endpoint.clients import Address
+from runner.endpoint.endpoint import Endpoint
+from runner.environment.program import Program
+from runner.testing import ScriptedEngine
+from tests.endpoint.test_programs import ASKS
+
+WRITES = "import sys; open('answer.txt', 'w').write(ask(sys.argv[1]))"
+
+
+def engine_of(says: Any) -> Any:
+    return lambda settings: ScriptedEngine(says)
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks.jsonl").write_text(
+        "".join(json.dumps({"id": f"t{n}", "prompt": f"Say {n} 'and' {{prompt}}"}) + "\n" for n in range(2))
+    )
+    (tmp_path / "agent.py").write_text(ASKS + WRITES)
+    (tmp_path / "template").mkdir()
+    (tmp_path / "template" / "given.txt").write_text("given")
+    return tmp_path
+
+
+def settings(work: Path, **further: Any) -> RunSettings:
+    given: dict[str, Any] = {
+        "agent": f"{shlex.quote(sys.executable)} {work / 'agent.py'} {{prompt}}",
+        "tasks": work / "tasks.jsonl",
+        "copy": work / "template",
+        "check": f"{shlex.quote(sys.executable)} -c \"assert '1' in open('answer.txt').read(); open('given.txt')\"",
+        "file": work / "run.db",
+    }
+    return RunSettings(**{**given, **further})
+
+
+def test_a_program_is_played_checked_and_kept_without_a_line_of_python(work: Path) -> None:
+    def said(model_call: Any) -> str:
+        return model_call.prompt.rpartition("Say ")[2].partition("<")[0]
+
+    assert run_command(settings(work).with_program(), engine_of(said)) == 0
+    with RunFile(work / "run.db") as stored:
+        played = {each.id: each for each in stored.trajectories()}
+    assert {name: each.reward for name, each in played.items()} == {"t0#0": 0.0, "t1#0": 1.0}
+    # What a prompt holds is an argument as it stands: no shell reads it, and no name in it is replaced.
+    assert played["t1#0"].turns[0].text.strip() == "1 'and' {prompt}"
+    assert {each.outcome for each in played.values()} == {Outcome.COMPLETED}
+    assert not (work / "template" / "answer.txt").exists(), "it worked in a copy"
+
+
+def test_without_a_check_the_programs_own_code_decides(work: Path) -> None:
+    assert run_command(settings(work, check=None).with_program(), engine_of(lambda _: "Done.")) == 0
+    with RunFile(work / "run.db") as stored:
+        assert [each.reward for each in stored.trajectories()] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("further", "named"),
+    [
+        ({"agent": None}, "--check goes with --agent"),
+        ({"agent": None, "check": None, "copy": None}, "say what is played"),
+        ({"environment": "calculator"}, "calculator and --agent"),
+        ({"tasks": None}, "--tasks"),
+    ],
+)
+def test_options_of_programs_go_together(work: Path, further: Any, named: str) -> None:
+    with pytest.raises(BadOption, match=named):
+        settings(work, **further).with_program()
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"agent": "claude -p"}, r"\{prompt\}"),
+        ({"agent": "claude 'oh {prompt}"}, "a shell could not split it"),
+        ({"agent": "claude {prompt}", "copy": "/no/such/folder"}, "no such folder"),
+        ({"agent": "claude {prompt}", "check": " "}, "give a command"),
+    ],
+)
+def test_a_command_that_cannot_be_is_refused_before_anything_runs(given: Any, named: str) -> None:
+    with pytest.raises(BadEnvironment, match=named):
+        Program(**given)
+
+
+def test_serve_gives_out_a_key_an_episode_until_it_is_told_to_end(work: Path) -> None:
+    """A program that somebody starts by hand; its last word ends the episode, and another key is shown."""
+    shown: list[str] = []
+    answers: list[Any] = []
+
+    def by_hand(base_url: str) -> None:
+        body = {"messages": [{"role": "user", "content": "One."}], "tools": [_TOOL]}
+        answers.append(httpx.post(f"{base_url}/chat/completions", json=body).json())
+        httpx.post(f"{base_url}/end", json={"reward": 0.5})
+
+    def told(lines: list[str]) -> None:
+        shown.append(lines[0])
+        base_url = lines[1].split()[1]
+        if len(shown) <= 2:
+            threading.Thread(target=by_hand, args=(base_url,)).start()
+        else:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does
+
+    code = serve_command(RunSettings(file=work / "served.db"), engine_of(lambda _: "Done."), told=told)
+    assert code == 130
+    assert shown == ["key-0#0", "key-1#0", "key-2#0"]
+    assert [each["choices"][0]["message"]["content"] for each in answers] == ["Done.", "Done."]
+    with RunFile(work / "served.db") as stored:
+        ends = {each.id: (each.outcome, each.reward, len(each.turns)) for each in stored.trajectories()}
+    assert ends["key-0#0"] == (Outcome.COMPLETED, 0.5, 1)
+    assert ends["key-1#0"] == (Outcome.COMPLETED, 0.5, 1)
+
+
+_TOOL = {"type": "function", "function": {"name": "run", "description": "", "parameters": {"type": "object"}}}
+
+
+def test_the_lines_of_a_key_are_what_a_shell_takes() -> None:
+    address = Address("http://127.0.0.1:1/e/k/v1", "http://127.0.0.1:1/e/k", "k", "a model", 100)
+    endpoint = Endpoint.__new__(Endpoint)
+    endpoint.base_url, endpoint.api_key, endpoint.model = address.base_url, address.api_key, address.model
+    endpoint.environ = {"OPENAI_MODEL": "a model", "OPENAI_API_KEY": "k"}
+    lines = key_lines("key-0#0", endpoint)
+    exported = next(line for line in lines if "export" in line).partition("export ")[2]
+    assert dict(each.partition("=")[::2] for each in shlex.split(exported)) == endpoint.environ
+    codex = shlex.split(next(line for line in lines if "codex exec" in line).split(maxsplit=1)[1])
+    assert "a model" in codex

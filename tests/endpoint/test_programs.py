@@ -1,0 +1,221 @@
+"""Programs that an episode runs: what they see, how they end, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from runner import BadOption, Endpoint, Finished, Limits, Outcome
+from runner.endpoint import endpoint as endpoint_module
+from runner.endpoint import programs
+from runner.testing import ScriptedEngine
+from tests.endpoint.serving import served
+
+pytestmark = [pytest.mark.anyio, pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at /proc")]
+
+ASKS = """
+import json, os, sys, urllib.request
+def ask(text):
+    body = {"model": "m", "messages": [{"role": "user", "content": text}], "tools": [
+        {"type": "function", "function": {"name": "run", "description": "", "parameters": {"type": "object"}}}]}
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+        {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+"""
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", ASKS + code]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def ended(*pids: int) -> None:
+    with anyio.fail_after(50):
+        while any(alive(pid) for pid in pids):
+            await anyio.sleep(0.01)
+
+
+async def pids_in(folder: Path, count: int) -> list[int]:
+    """The process ids that programs have written into files."""
+    with anyio.fail_after(30):
+        while True:
+            found = [int(text) for file in folder.glob("*.pid") if (text := file.read_text()).isdigit()]
+            if len(found) == count:
+                return found
+            await anyio.sleep(0.01)
+
+
+async def ran(code: str, says: Any = ("Done.",), **options: Any) -> tuple[Finished, Any]:
+    kept: list[Finished] = []
+
+    async def loop(endpoint: Endpoint) -> None:
+        kept.append(await endpoint.run(python(code)))
+
+    (trajectory,) = await served(loop, list(says), **options)
+    return kept[0], trajectory
+
+
+async def test_a_program_asks_the_endpoint_by_the_variables_that_it_is_given() -> None:
+    finished, trajectory = await ran("print(ask('One.'))")
+    assert (finished.returncode, finished.stdout) == (0, "Done.\n")
+    assert [turn.text for turn in trajectory.turns] == ["Done."]
+
+
+async def test_a_program_gets_a_clean_environment_and_a_home_of_its_own(monkeypatch: Any) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "of the house")
+    monkeypatch.setenv("OPENAI_API_KEY", "of the house")
+    finished, _ = await ran(
+        "ask('One.'); print(os.environ); print(os.getcwd()); print(sorted(os.listdir(os.environ['HOME'])))"
+    )
+    assert "of the house" not in finished.stdout
+    home = finished.stdout.splitlines()[1]
+    assert home != os.environ.get("HOME")
+    assert ".codex" in finished.stdout.splitlines()[2]
+    assert not Path(home).exists(), "the home went with the episode"
+
+
+async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    """Its group, and a process that has left the group."""
+    code = f"""
+ask("One.")
+import subprocess
+write = "import os, time; open({str(tmp_path)!r} + f'/{{os.getpid()}}.pid', 'w').write(str(os.getpid())); time.sleep(600)"
+for apart in (False, True):
+    subprocess.Popen([sys.executable, "-c", write], start_new_session=apart)
+import time, glob
+while len([f for f in glob.glob({str(tmp_path)!r} + "/*.pid") if open(f).read()]) < 2: time.sleep(0.01)
+"""
+    await ran(code)
+    await ended(*await pids_in(tmp_path, 2))
+
+
+async def test_a_program_that_ignores_sigterm_and_forks_is_ended_by_a_limit(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(programs, "GRACE", 0.1)
+    code = f"""
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ask("One.")
+os.fork()
+open({str(tmp_path)!r} + f"/{{os.getpid()}}.pid", "w").write(str(os.getpid()))
+time.sleep(600)
+"""
+
+    async def loop(endpoint: Endpoint) -> None:
+        await endpoint.run(python(code))
+
+    (trajectory,) = await served(loop, ["Done."], outcome=Outcome.TIME_LIMIT, limits=Limits(seconds=2), breaker=1)
+    assert [turn.text for turn in trajectory.turns] == ["Done."], "what there was is kept"
+    await ended(*await pids_in(tmp_path, 2))
+
+
+async def test_a_program_that_crashes_is_an_error_of_the_environment_with_its_last_words() -> None:
+    async def loop(endpoint: Endpoint) -> None:
+        await endpoint.run(python("ask('One.'); raise SystemExit('no file to mend')"))
+
+    (trajectory,) = await served(loop, ["Done."], outcome=Outcome.ENV_ERROR, breaker=1)
+    assert "ended with code 1: no file to mend" in trajectory.error
+    assert trajectory.reward is None
+    assert len(trajectory.turns) == 1
+
+
+async def test_a_code_can_be_let_be() -> None:
+    async def loop(endpoint: Endpoint) -> None:
+        finished = await endpoint.run(python("ask('One.'); sys.exit(3)"), check=False)
+        assert (finished.returncode, finished.ok) == (3, False)
+
+    await served(loop, ["Done."])
+
+
+async def test_a_program_has_ten_seconds_once_it_was_told_that_the_episode_is_over(monkeypatch: Any) -> None:
+    monkeypatch.setattr(endpoint_module, "LAST_SECONDS", 0.2)
+    code = """
+import time
+ask("One.")
+try:
+    ask("Two.")
+except urllib.error.HTTPError as error:
+    print(error.code, flush=True)
+time.sleep(600)
+"""
+
+    async def loop(endpoint: Endpoint) -> None:
+        await endpoint.run(python(code))
+
+    (trajectory,) = await served(loop, ["Done."], outcome=Outcome.TURN_LIMIT, limits=Limits(turns=1))
+    assert len(trajectory.turns) == 1
+
+
+async def test_a_program_that_ends_by_itself_once_it_is_over_is_no_error_whatever_its_code() -> None:
+    async def loop(endpoint: Endpoint) -> None:
+        finished = await endpoint.run(python("ask('One.'); ask('Two.')"))
+        assert finished.returncode == 1
+        assert endpoint.over
+
+    (trajectory,) = await served(loop, ["Done."], outcome=Outcome.TURN_LIMIT, limits=Limits(turns=1))
+    assert len(trajectory.turns) == 1
+
+
+async def test_a_command_is_put_behind_what_wraps_it() -> None:
+    async def loop(endpoint: Endpoint) -> None:
+        finished = await endpoint.run(python("print(ask('One.'))"), wrap=["env", "WRAPPED=yes"])
+        assert finished.stdout == "Done.\n"
+        assert finished.argv[:2] == ["env", "WRAPPED=yes"]
+
+    await served(loop, ["Done."])
+
+
+@pytest.mark.parametrize(
+    ("argv", "cwd", "named"),
+    [
+        (["no-such-program"], None, "no-such-program"),
+        ([], None, r"run\(\[\]\)"),
+        ([sys.executable], "/no/such/folder", "/no/such/folder"),
+    ],
+)
+async def test_a_program_or_folder_that_is_not_there_is_named(argv: list[str], cwd: Any, named: str) -> None:
+    async def loop(endpoint: Endpoint) -> None:
+        with pytest.raises(BadOption, match=named):
+            await endpoint.run(argv, cwd=cwd)
+        await endpoint.run(python("ask('One.')"))
+
+    await served(loop, ["Done."])
+
+
+async def test_only_the_end_of_what_a_program_prints_is_kept() -> None:
+    finished, _ = await ran("ask('One.')\nfor n in range(100000): print('line', n)")
+    assert len(finished.stdout) <= programs.OUTPUT
+    assert finished.stdout.endswith("line 99999\n")
+
+
+async def test_programs_of_many_episodes_are_each_answered_by_their_own(tmp_path: Path) -> None:
+    from tests.playing import Plain, play_all
+
+    class Many(Plain):
+        def tasks(self) -> Any:
+            from runner import Task
+
+            return [Task(id=f"t{n}", prompt=f"Number {n}") for n in range(6)]
+
+        async def rollout(self, conversation: Any) -> None:
+            async with self.episode.serve() as endpoint:
+                finished = await endpoint.run(python(f"print(ask({self.task.prompt!r}))"))
+                assert finished.stdout.strip() == f"You said {self.task.prompt}"
+
+    def said(model_call: Any) -> str:
+        number = model_call.prompt.rpartition("Number ")[2][0]
+        return f"You said Number {number}"
+
+    trajectories = await play_all(Many, ScriptedEngine(said))
+    assert [each.outcome for each in trajectories] == [Outcome.COMPLETED] * 6, [each.error for each in trajectories]
