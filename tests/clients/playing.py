@@ -123,6 +123,19 @@ def in_order(*answers: Answer, aside: Answer = "A short title") -> Says:
     return says
 
 
+def by_history(*answers: Answer, aside: Answer = "A short title") -> Says:
+    """Says what comes next by how much of it is in the history, so that whoever asks again hears the same."""
+    least: dict[str, int] = {}
+
+    def says(asked: ModelCall) -> Answer:
+        if "<tools>" not in asked.prompt:
+            return aside
+        said = asked.prompt.count("<|im_start|>assistant")
+        return answers[min(said - least.setdefault(asked.agent, said), len(answers) - 1)]
+
+    return says
+
+
 def environment_of(argv: Argv, played: Played, env: Mapping[str, str], serve: Mapping[str, Any]) -> type[Environment]:
     class Program(Environment):
         """A program plays."""
@@ -170,9 +183,15 @@ async def assert_good(played: Played, engine: ScriptedEngine, model: Path) -> No
     assert (played.folder / WROTE).read_text().strip() == "hello", played.told()
     for trajectory in played.trajectories:
         assert (trajectory.outcome, trajectory.error) == (Outcome.COMPLETED, ""), played.told()
+    assert played.main.reward == 1.0
+    await assert_exact_and_verified(played, engine, model)
+
+
+async def assert_exact_and_verified(played: Played, engine: ScriptedEngine, model: Path) -> None:
+    """All that is trained is exactly what was sampled, once, and the run file follows from it."""
+    for trajectory in played.trajectories:
         assert_exact(trajectory, engine)
         assert_trained_once(trajectory)
-    assert played.main.reward == 1.0
     result = await anyio.to_thread.run_sync(verify, played.file, "--model", str(model))
     assert result.exit_code == 0, result.output
 
