@@ -2,7 +2,7 @@
 
 from .endpoint.endpoint import ChatThread as ChatThread
 from .endpoint.endpoint import Endpoint as Endpoint
-from .endpoint.programs import Finished as Finished
+from .endpoint.programs import FinishedProgram as FinishedProgram
 from .engines.base import Engine as Engine
 from .engines.base import EngineStats as EngineStats
 from .engines.base import FinishReason as FinishReason

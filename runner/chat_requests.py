@@ -81,7 +81,7 @@ class Tolerated(enum.StrEnum):
     SYSTEM_AS_USER = "system_as_user"
     """System messages in mid-conversation, which were asked to be put before the model as a user's."""
     CUT_ITEMS = "cut_items"
-    """Finished parts of a turn that was cut, which are left out."""
+    """FinishedProgram parts of a turn that was cut, which are left out."""
 
 
 class Delivery(enum.StrEnum):
@@ -123,6 +123,8 @@ class Asked:
     """The form in which it came."""
     client: str = ""
     """What the client's program calls itself."""
+    purpose: str = ""
+    """What the client says that it asks for, in its own word."""
     not_granted: Mapping[str, Any] = field(default_factory=dict)
     """What it asks besides and does not get."""
 
@@ -143,6 +145,8 @@ class ChatRequest:
     """The form in which it came."""
     client: str = ""
     """What the client's program calls itself; "" where nothing says so."""
+    purpose: str = ""
+    """What the client says that it asks for, in its own word, such as `compaction`; "" where it says nothing."""
     turn: int | None = None
     """The number of the turn that answered it; None where nothing was sampled for it."""
     parent_agent: str = ""

@@ -195,18 +195,14 @@ class EpisodeOver(DeltarunnerError):
 
 
 class ContextFull(EpisodeOver):
-    """A prompt does not fit the model's context; a shorter history may.
-
-    Args:
-        text: says so.
-        prompt: how many ids the prompt has, at least.
-        context: how many ids prompt and turn may have together.
-    """
+    """A prompt does not fit the model's context; a shorter history may."""
 
     def __init__(self, text: str, *, prompt: int, context: int) -> None:
         super().__init__(text)
         self.prompt = prompt
+        """How many ids the prompt has, at least."""
         self.context = context
+        """How many ids prompt and turn may have together."""
 
 
 class ToolError(DeltarunnerError):

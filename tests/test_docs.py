@@ -116,6 +116,8 @@ MODULES = (
 UNSAID = ("Exporter", "PARQUET_COLUMNS", "RunKeywords", "check_engine", "tree_attention")
 """Names of those that only the library itself imports."""
 WITHIN = (
+    "runner.endpoint.answering.Door",
+    "runner.endpoint.clients.Address",
     "runner.engines.scripted.run_files.RecordedRun",
     "runner.episode.lifecycle.Play",
     "runner.episode.state.ConversationState",

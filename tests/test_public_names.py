@@ -24,10 +24,11 @@ def test_public_names() -> None:
     )
     records = "FinishReason Message Outcome Prompt Reply Segment ToolCall Trajectory"
     heard = "ContentPiece ReasoningPiece StreamedTurn ToolCalled TurnEvent TurnRestarted"
+    served = "ChatThread Endpoint FinishedProgram"
     tokens = "PrefixReplacement PrefixResult replace_prefix_tokens"
     control = "EngineState EngineStats LocalTransfer PauseMode WeightTransfer WeightUpdate"
     assert set(runner.__all__) == {
-        *f"{authors} {running} {records} {heard} {tokens} {control}".split(),
+        *f"{authors} {running} {records} {heard} {served} {tokens} {control}".split(),
         *errors.__all__,
     }
     assert set(runner.__all__) <= set(dir(runner))

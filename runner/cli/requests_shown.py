@@ -43,6 +43,8 @@ def _cells(request: ChatRequest, thread: Trajectory) -> list[Text]:
     turn = next((turn for turn in thread.turns if turn.number == request.turn), None)
     answered = f"{thread.agent} {request.turn}" if request.turn is not None else thread.agent
     told = [each.value for each in request.tolerated]
+    if request.purpose:
+        told.append(f"asks for {request.purpose}")
     if request.volatile:
         told.append(f"{request.volatile} lines taken out")
     if request.not_granted:

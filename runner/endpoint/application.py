@@ -18,9 +18,11 @@ import anyio
 import orjson
 
 from runner.endpoint.answering import Door
+from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.bodies import decode_body, number
 from runner.endpoint.chat_completions import ChatCompletions
 from runner.endpoint.refusals import Reason, Refused, refusal_of
+from runner.endpoint.responses import Responses
 from runner.endpoint.streaming import Send, answer, send_json, send_refusal
 from runner.endpoint.wire import Headers, WireForm
 
@@ -41,7 +43,7 @@ BODY_SECONDS: Final = 60.0
 KEYS_KEPT: Final = 10_000
 """So many keys of episodes that are over are known as such."""
 
-_CHAT = _RESPONSES = _MESSAGES = ChatCompletions()
+_CHAT, _RESPONSES, _MESSAGES = ChatCompletions(), Responses(), AnthropicMessages()
 _FORMS: Final[Mapping[str, WireForm]] = {
     "/chat/completions": _CHAT,
     "/responses": _RESPONSES,
@@ -97,10 +99,10 @@ class Application:
             await self._route(scope, headers, receive, send)
         except _Asleep:
             return
-        except Refused as refused:
+        except (Refused, RecursionError) as error:
             path = scope["path"]
             form = next((each for end, each in _FORMS.items() if path.endswith(end)), form)
-            await _refuse(send, form, refused)
+            await _refuse(send, form, refusal_of(error))
 
     async def _route(self, scope: Mapping[str, Any], headers: Headers, receive: Receive, send: Send) -> None:
         if headers.get("host", "").lower() not in self.hosts:
@@ -177,7 +179,7 @@ async def _count(door: Door, body: Mapping[str, Any], headers: Headers, send: Se
         raise refusal_of(error) from error
     finally:
         door.in_flight -= 1
-    await send_json(send, orjson.dumps({"input_tokens": tokens}))
+    await send_json(send, orjson.dumps(_MESSAGES.count(tokens)))
 
 
 async def _end(door: Door, body: Mapping[str, Any], send: Send) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -11,11 +10,11 @@ import orjson
 
 from runner.chat_requests import Asked
 from runner.endpoint.bodies import bad, field_of, json_schema, listed, number, sampling_of, stops, with_schema
+from runner.endpoint.encoding import arguments_text, encode, logprob_rows
 from runner.endpoint.labels import label_of
 from runner.endpoint.refusals import Refused
 from runner.endpoint.wire import Answered, AnswerWriter, Headers, TokenText, WireForm, WireRequest
 from runner.engines.base import FinishReason
-from runner.messages import canonical_json
 from runner.options import ToolChoice
 from runner.tokens.top_logprobs import TopLogprobs
 from runner.trajectory import Turn
@@ -135,19 +134,19 @@ class _Writer(AnswerWriter):
         return begin.removesuffix(b"]}\n\n") + b'],"prompt_token_ids":%b}\n\n' % prompt
 
     def write_reasoning(self, text: str) -> bytes:
-        return self._chunk(b'{"reasoning_content":%b}' % _text(text))
+        return self._chunk(b'{"reasoning_content":%b}' % encode(text))
 
     def write_text(self, text: str) -> bytes:
-        return self._chunk(b'{"content":%b}' % _text(text))
+        return self._chunk(b'{"content":%b}' % encode(text))
 
     def write_call(self, index: int, call_id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
-        return self._chunk(orjson.dumps({"tool_calls": [{"index": index, **_call(call_id, name, arguments)}]}))
+        return self._chunk(encode({"tool_calls": [{"index": index, **_call(call_id, name, arguments)}]}))
 
     def write_ids(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, top: TopLogprobs | None) -> bytes:
         further = b',"token_ids":%b' % orjson.dumps(list(token_ids)) if self.request.ids else b""
         if self.request.logprobs:
             content = self._logprobs(token_ids, logprobs, top)
-            further += b',"logprobs":%b' % orjson.dumps({"content": content, "refusal": None})
+            further += b',"logprobs":%b' % encode({"content": content, "refusal": None})
         return self._chunk(b"{}", further=further)
 
     def write_end(self, answered: Answered) -> bytes:
@@ -158,7 +157,7 @@ class _Writer(AnswerWriter):
         return self._chunk(b"{}", _finish(answered)) + usage + b"data: [DONE]\n\n"
 
     def write_refusal(self, refused: Refused) -> bytes:
-        return b"data: %b\n\n" % orjson.dumps(openai_error(refused))
+        return b"data: %b\n\n" % encode(openai_error(refused))
 
     def whole(self, answered: Answered) -> bytes:
         turn, request = answered.turn, self.request
@@ -184,7 +183,7 @@ class _Writer(AnswerWriter):
         if request.ids:
             choice["token_ids"] = list(turn.token_ids)
             answer["prompt_token_ids"] = list(turn.prompt_ids)
-        return orjson.dumps(answer)
+        return encode(answer)
 
     def _chunk(self, delta: bytes, finish: str | None = None, *, further: bytes = b"") -> bytes:
         end = b"null" if finish is None else b'"%b"' % finish.encode()
@@ -193,40 +192,15 @@ class _Writer(AnswerWriter):
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[float] | None, top: TopLogprobs | None
     ) -> list[dict[str, Any]]:
-        """The log-probability of each id; of what could not be sampled it is the lowest that JSON holds."""
-        count = self.request.top_logprobs
-        rows = [] if top is None or not count else list(zip(top.id_rows(), top.logprob_rows(), strict=True))
-        content = []
-        for place, token_id in enumerate(token_ids):
-            own = self._token(token_id, 0.0 if logprobs is None else logprobs[place])
-            likeliest = zip(*(each[:count] for each in rows[place]), strict=True) if place < len(rows) else ()
-            own["top_logprobs"] = [self._token(int(other), float(value)) for other, value in likeliest]
-            content.append(own)
-        return content
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self.text_of([token_id])
-        logprob = logprob if math.isfinite(logprob) else _LEAST
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
-
-
-_LEAST: Final = -9999.0
-"""Stands for minus infinity, which JSON has not."""
+        return logprob_rows(self.text_of, token_ids, logprobs, top, count=self.request.top_logprobs)
 
 
 def _completion_id(handle: str) -> str:
     return f"chatcmpl-{handle.removeprefix('call_')}"
 
 
-def _text(text: str) -> bytes:
-    try:
-        return orjson.dumps(text)
-    except TypeError:  # half of a surrogate pair
-        return orjson.dumps(text.encode("utf-8", "replace").decode())
-
-
 def _call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": canonical_json(arguments)}}
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments_text(arguments)}}
 
 
 def _finish(answered: Answered) -> str:

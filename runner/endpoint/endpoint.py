@@ -13,9 +13,9 @@ from typing import Any, Final
 import anyio
 
 from runner.chat_requests import Verdict
-from runner.endpoint import clients
 from runner.endpoint.answering import Answering, Door
-from runner.endpoint.programs import Finished, clean_environ, running
+from runner.endpoint.clients import Address, environ, files
+from runner.endpoint.programs import FinishedProgram, clean_environ, running
 from runner.endpoint.server import EndpointServer
 from runner.errors import EpisodeOver
 from runner.trajectory import Turn
@@ -60,7 +60,7 @@ class Endpoint:
 
     def __init__(
         self,
-        address: clients.Address,
+        address: Address,
         threads: Callable[[], list[ChatThread]],
         stack: AsyncExitStack,
         door: Door,
@@ -76,7 +76,7 @@ class Endpoint:
         door.told_over = self._over.set
         self.base_url, self.root_url = address.base_url, address.root_url
         self.api_key, self.model = address.api_key, address.model
-        self.environ = clients.environ(address)
+        self.environ = environ(address)
 
     @property
     def threads(self) -> list[ChatThread]:
@@ -107,7 +107,7 @@ class Endpoint:
         env: Mapping[str, str] | None = None,
         wrap: Sequence[str] = (),
         check: bool = True,
-    ) -> Finished:
+    ) -> FinishedProgram:
         """Run an agent program until it ends, with all that it started.
 
         It gets a clean environment: PATH, the language, `environ`, `env`, and a HOME of its own, in which known
@@ -128,7 +128,7 @@ class Endpoint:
         home = await self._own_home()
         environment = {**clean_environ(), "HOME": str(home), "TERM": "dumb", **self.environ, **(env or {})}
         async with running([*wrap, *argv], cwd=cwd or home, env=environment, mark=self.api_key) as program:
-            finished: Finished | None = None
+            finished: FinishedProgram | None = None
             async with anyio.create_task_group() as group:
                 group.start_soon(self._until_late, group.cancel_scope)
                 finished = await program.wait()
@@ -153,7 +153,7 @@ class Endpoint:
         return self._home
 
     def _furnish(self, home: Path) -> None:
-        for path, text in clients.files(self._address).items():
+        for path, text in files(self._address).items():
             file = home / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
@@ -193,4 +193,4 @@ async def serving(
     async with AsyncExitStack() as stack:
         key = stack.enter_context(server.serving(door))
         root = f"{server.url}/e/{key}"
-        yield Endpoint(clients.Address(f"{root}/v1", root, key, model, context), threads, stack, door, server.draining)
+        yield Endpoint(Address(f"{root}/v1", root, key, model, context), threads, stack, door, server.draining)

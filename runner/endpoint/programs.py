@@ -19,7 +19,7 @@ from anyio.abc import ByteReceiveStream, Process
 
 from runner.errors import BadOption, ProgramFailed
 
-__all__ = ["MARK", "Finished", "clean_environ", "running"]
+__all__ = ["MARK", "FinishedProgram", "clean_environ", "running"]
 
 MARK: Final = "DELTARUNNER_PROGRAM"
 """The variable by which the processes of a program are known that left its group."""
@@ -35,7 +35,7 @@ _KEPT: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "SSL_CERT_
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedProgram:
     """A program that has ended."""
 
     argv: Sequence[str]
@@ -73,7 +73,7 @@ class Running:
         self._mark = mark
         self._stdout, self._stderr = _Tail(), _Tail()
 
-    async def wait(self) -> Finished:
+    async def wait(self) -> FinishedProgram:
         """Wait until it has ended; what it leaves behind is not waited for."""
         async with anyio.create_task_group() as readers:
             for stream, tail in ((self._process.stdout, self._stdout), (self._process.stderr, self._stderr)):
@@ -82,7 +82,7 @@ class Running:
             code = await self._process.wait()
             # What it started may hold its outputs open for ever.
             readers.cancel_scope.deadline = anyio.current_time() + 0.2
-        return Finished(self._argv, code, self._stdout.text(), self._stderr.text())
+        return FinishedProgram(self._argv, code, self._stdout.text(), self._stderr.text())
 
     async def end(self) -> None:
         """End it and all that it started, politely first."""

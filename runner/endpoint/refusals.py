@@ -88,4 +88,6 @@ def refusal_of(error: Exception) -> Refused:
             return Refused(Reason.OVER, f"the episode is over: {error}")
         case BadInput():
             return Refused(Reason.INVALID, str(error))
+        case RecursionError():
+            return Refused(Reason.INVALID, "something in the body is nested too deeply: send it as text.")
     return Refused(Reason.FAILED, "the request failed; the run's own output says why")

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from runner.endpoint.programs import Finished, clean_environ, running
+from runner.endpoint.programs import FinishedProgram, clean_environ, running
 from runner.environment.environment import Environment
 from runner.episode.conversation import Conversation
 from runner.errors import BadEnvironment
@@ -63,7 +63,7 @@ class Program(Environment):
         self.programs = programs or 4 * (os.cpu_count() or 1)
         self.code = code
         self.folder = Path()
-        self.finished: Finished | None = None
+        self.finished: FinishedProgram | None = None
 
     def setup(self) -> None:
         """Copy the folder."""

@@ -306,6 +306,7 @@ class ChatDesk:
             label=asked.label,
             form=asked.form,
             client=asked.client,
+            purpose=asked.purpose,
             parent_agent="" if parent is None else parent.agent,
             parent_turn=None if parent is None else parent.number,
             tolerated=tuple(each for each in Tolerated if each in found.tolerated),

@@ -156,7 +156,9 @@ class Histories:
         attempt.call_ids = frozenset(call["id"] for call in node.turn.as_message().get("tool_calls", ()))
         self._known[id(node)] = attempt
         (reply,) = self.reader.read([node.reply])
-        attempt.said = _stepped(attempt.asked, reply.key, None)
+        # Where it goes on with a turn that was cut, its message is the whole one, which began there.
+        begun = self._known.get(id(node.spoken), attempt)
+        attempt.said = _stepped(begun.asked, reply.key, None)
         attempt.said.said.append(attempt)
         self._handles.update(dict.fromkeys(handles, attempt))
         attempt.over.set()

@@ -274,6 +274,7 @@ REQUEST: Final = (
     field("label", "TEXT NOT NULL", "the client's own name for who asked, or empty", TEXT),
     field("form", "TEXT NOT NULL", "the form in which it came"),
     field("client", "TEXT NOT NULL", "what the client's program calls itself, or empty", TEXT),
+    field("purpose", "TEXT NOT NULL", "what the client says that it asks for, in its own word, or empty", TEXT),
     field("verdict", "TEXT NOT NULL", "what its history was to the turns that there were", member_of(Verdict)),
     field("again", "TEXT NOT NULL", "what was done where its prompt had been asked before, or empty", member_of(Again)),
     field("turn", "INTEGER", "`turns.number` of the turn that answered it; NULL where nothing did"),

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import httpx
 import openai
 import orjson
@@ -15,9 +16,9 @@ from runner.testing import assert_exact
 from tests.episode.awkward import misspelling
 from tests.playing import Plain, play_all, recording
 
-__all__ = ["RUN", "chat_body", "events_of", "http", "openai_client", "served", "user"]
+__all__ = ["RUN", "chat_body", "events_of", "http", "openai_client", "served", "until", "user"]
 
-RUN = {
+RUN: Any = {
     "type": "function",
     "function": {
         "name": "run",
@@ -27,7 +28,7 @@ RUN = {
 }
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
 
@@ -69,6 +70,13 @@ async def http(endpoint: Endpoint, **settings: Any) -> AsyncIterator[httpx.Async
 
 def openai_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for what no event tells: processes, connections, an engine's figures."""
+    with anyio.fail_after(50):
+        while not true():  # noqa: ASYNC110  # as it says
+            await anyio.sleep(0.005)
 
 
 def chat_body(messages: list[dict[str, Any]], **further: Any) -> dict[str, Any]:

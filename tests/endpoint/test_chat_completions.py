@@ -44,6 +44,7 @@ async def tool_loop(endpoint: Endpoint, *, stream: bool, **further: Any) -> list
 async def _said(client: openai.AsyncOpenAI, *, stream: bool, **further: Any) -> AsyncIterator[str]:
     messages: list[Any] = [{"role": "system", "content": "You mend programs."}, user("Mend it.")]
     calls: Any = True
+    completion: ChatCompletion
     while calls:
         if stream:
             async with client.chat.completions.stream(model="any", messages=messages, tools=[RUN], **further) as events:
@@ -137,9 +138,14 @@ async def test_how_a_turn_ended_is_told() -> None:
 
     async def loop(endpoint: Endpoint) -> None:
         async with openai_client(endpoint) as client:
-            ways = {"plain": {}, "short": {"max_tokens": 3}, "stops": {"stop": ["o"]}, "calls": {"tools": [RUN]}}
+            ways: dict[str, Any] = {
+                "plain": {},
+                "short": {"max_tokens": 3},
+                "stops": {"stop": ["o"]},
+                "calls": {"tools": [RUN]},
+            }
             for word, further in ways.items():
-                made = await client.chat.completions.create(model="any", messages=[user(word)], **further)  # type: ignore[call-overload]
+                made = await client.chat.completions.create(model="any", messages=[user(word)], **further)
                 ended.append(f"{made.choices[0].finish_reason} {made.choices[0].message.content}")
 
     says = {"plain": "Done.", "short": "A long answer.", "stops": "Up to here", "calls": call("run", command="ls")}
@@ -240,11 +246,13 @@ FIELDS = [
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=8))
 def test_any_body_is_read_or_refused_by_name(body: dict[str, Any]) -> None:
+    refused = Refused(Reason.INVALID, "it was read")
     try:
         ChatCompletions().read(body, {})
-    except Refused as refused:
-        assert refused.reason is Reason.INVALID
-        assert refused.message
+    except Refused as error:
+        refused = error
+    assert refused.reason is Reason.INVALID
+    assert refused.message
 
 
 async def test_what_is_no_text_is_refused_by_its_place_and_ends_nothing() -> None:
@@ -269,9 +277,9 @@ async def test_a_history_that_does_not_fit_is_refused_in_the_words_that_clients_
     async def loop(endpoint: Endpoint) -> None:
         async with openai_client(endpoint) as client:
             with pytest.raises(openai.BadRequestError, match=r"maximum context length is 300 tokens") as refused:
-                await client.chat.completions.create(model="any", messages=[user("word " * 200)])  # type: ignore[list-item]
+                await client.chat.completions.create(model="any", messages=[user("word " * 200)])
             assert refused.value.code == "context_length_exceeded"
-            made = await client.chat.completions.create(model="any", messages=[user("Short.")])  # type: ignore[list-item]
+            made = await client.chat.completions.create(model="any", messages=[user("Short.")])
             assert made.choices[0].message.content == "Done."
 
     (trajectory,) = await served(loop, ScriptedEngine(["Done."], context=300), serve={"train": True})
@@ -308,7 +316,7 @@ async def test_options_of_serve_are_checked(wrong: Any) -> None:
 async def test_requests_without_tools_are_recorded_and_not_trained_and_never_main(tmp_path: Path) -> None:
     async def loop(endpoint: Endpoint) -> None:
         async with openai_client(endpoint) as client:
-            await client.chat.completions.create(model="any", messages=[user("A title for: Mend it.")])  # type: ignore[list-item]
+            await client.chat.completions.create(model="any", messages=[user("A title for: Mend it.")])
             await tool_loop(endpoint, stream=True)
 
     def said(model_call: Any) -> Any:
@@ -332,7 +340,7 @@ async def test_a_function_decides_which_threads_are_trained(tmp_path: Path) -> N
 
     def trained(thread: Any) -> bool:
         seen.append((thread.label, list(thread.tools)))
-        return thread.label == "two"
+        return bool(thread.label == "two")
 
     trajectories = await with_untrained(loop, ScriptedEngine(lambda _: "Done."), tmp_path, serve={"train": trained})
     assert seen == [("one", ["run"]), ("two", [])]

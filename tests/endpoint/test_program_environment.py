@@ -54,7 +54,7 @@ def settings(work: Path, **further: Any) -> RunSettings:
 
 def test_a_program_is_played_checked_and_kept_without_a_line_of_python(work: Path) -> None:
     def said(model_call: Any) -> str:
-        return model_call.prompt.rpartition("Say ")[2].partition("<")[0]
+        return str(model_call.prompt.rpartition("Say ")[2].partition("<")[0])
 
     assert run_command(settings(work).with_program(), engine_of(said)) == 0
     with RunFile(work / "run.db") as stored:

@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
-from runner import BadOption, Endpoint, Finished, Limits, Outcome
+from runner import BadOption, Endpoint, FinishedProgram, Limits, Outcome
 from runner.endpoint import endpoint as endpoint_module
 from runner.endpoint import programs
 from runner.testing import ScriptedEngine
-from tests.endpoint.serving import served
+from tests.endpoint.serving import served, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at /proc")]
 
@@ -42,23 +41,21 @@ def alive(pid: int) -> bool:
 
 
 async def ended(*pids: int) -> None:
-    with anyio.fail_after(50):
-        while any(alive(pid) for pid in pids):
-            await anyio.sleep(0.01)
+    await until(lambda: not any(map(alive, pids)))
 
 
 async def pids_in(folder: Path, count: int) -> list[int]:
     """The process ids that programs have written into files."""
-    with anyio.fail_after(30):
-        while True:
-            found = [int(text) for file in folder.glob("*.pid") if (text := file.read_text()).isdigit()]
-            if len(found) == count:
-                return found
-            await anyio.sleep(0.01)
+    await until(lambda: len(_pids(folder)) == count)
+    return _pids(folder)
 
 
-async def ran(code: str, says: Any = ("Done.",), **options: Any) -> tuple[Finished, Any]:
-    kept: list[Finished] = []
+def _pids(folder: Path) -> list[int]:
+    return [int(text) for file in folder.glob("*.pid") if (text := file.read_text()).isdigit()]
+
+
+async def ran(code: str, says: Any = ("Done.",), **options: Any) -> tuple[FinishedProgram, Any]:
+    kept: list[FinishedProgram] = []
 
     async def loop(endpoint: Endpoint) -> None:
         kept.append(await endpoint.run(python(code)))
@@ -83,7 +80,7 @@ async def test_a_program_gets_a_clean_environment_and_a_home_of_its_own(monkeypa
     home = finished.stdout.splitlines()[1]
     assert home != os.environ.get("HOME")
     assert ".codex" in finished.stdout.splitlines()[2]
-    assert not Path(home).exists(), "the home went with the episode"
+    await until(lambda: not Path(home).exists())  # the home goes with the episode
 
 
 async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
@@ -91,7 +88,8 @@ async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None
     code = f"""
 ask("One.")
 import subprocess
-write = "import os, time; open({str(tmp_path)!r} + f'/{{os.getpid()}}.pid', 'w').write(str(os.getpid())); time.sleep(600)"
+folder = {str(tmp_path)!r}
+write = f"import os, time; open(f'{{folder}}/{{{{os.getpid()}}}}.pid', 'w').write(str(os.getpid())); time.sleep(600)"
 for apart in (False, True):
     subprocess.Popen([sys.executable, "-c", write], start_new_session=apart)
 import time, glob

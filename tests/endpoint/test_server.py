@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import httpx
 import pytest
 from anyio.abc import SocketStream
@@ -15,7 +16,7 @@ from anyio.abc import SocketStream
 from runner import BadOption, Endpoint
 from runner.endpoint import application, server
 from runner.testing import ScriptedEngine
-from tests.endpoint.serving import RUN, chat_body, http, served, user
+from tests.endpoint.serving import RUN, chat_body, http, served, until, user
 from tests.playing import Plain, play_all
 
 pytestmark = pytest.mark.anyio
@@ -66,7 +67,7 @@ async def test_a_wrong_key_is_unauthorized_in_every_form(form: str) -> None:
         host, port = address_of(endpoint)
         async with httpx.AsyncClient() as client:
             for key, path in (("wrong", "/v1"), ("", "/v1"), ("", "/e/wrong/v1"), ("é", "/e/%C3%A9/v1")):
-                headers = {"authorization": f"Bearer {key}".encode()} if key else {}
+                headers = {b"authorization": f"Bearer {key}".encode()} if key else {}
                 answer = await client.post(f"http://{host}:{port}{path}{form}", json=ASKED, headers=headers)
                 assert answer.status_code == 401, answer.text
                 assert "api_key" in answer.text
@@ -181,7 +182,8 @@ async def test_a_head_or_a_body_that_does_not_come_in_time_is_closed(monkeypatch
     async def probe(endpoint: Endpoint) -> None:
         assert await raw(endpoint, b"POST /v1/chat/completions HT") == b""
         host, port = address_of(endpoint)
-        head = f"POST /e/{endpoint.api_key}/v1/chat/completions HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-length: 10\r\n\r\n{{"
+        where = f"POST /e/{endpoint.api_key}/v1/chat/completions HTTP/1.1\r\nhost: {host}:{port}\r\n"
+        head = f"{where}content-length: 10\r\n\r\n{{"
         assert b" 408 " in (await raw(endpoint, head.encode())).splitlines()[0]
 
     await probed(probe)
@@ -217,9 +219,7 @@ async def test_connections_beyond_the_limit_are_closed_and_the_others_go_on(monk
         async with anyio.create_task_group() as group:
             for stream in opened:
                 group.start_soon(until_closed, stream)
-            with anyio.fail_after(20):
-                while len(closed) < 40:
-                    await anyio.sleep(0.01)
+            await until(lambda: len(closed) >= 40)
             await anyio.sleep(0.1)
             assert len(closed) == 40
             group.cancel_scope.cancel()
@@ -271,7 +271,7 @@ async def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AssertionError, match=f"listen=127.0.0.1:{port}: nothing can listen there"):
-            await probed(lambda endpoint: anyio.sleep(0), listen=f"127.0.0.1:{port}")
+            await probed(lambda endpoint: anyio.lowlevel.checkpoint(), listen=f"127.0.0.1:{port}")
 
 
 async def test_two_runs_at_once_have_a_server_each() -> None:
@@ -279,9 +279,7 @@ async def test_two_runs_at_once_have_a_server_each() -> None:
 
     async def probe(endpoint: Endpoint) -> None:
         ports.append(address_of(endpoint)[1])
-        with anyio.fail_after(20):
-            while len(ports) < 2:
-                await anyio.sleep(0.01)
+        await until(lambda: len(ports) == 2)
 
     async with anyio.create_task_group() as group:
         group.start_soon(probed, probe)

@@ -14,22 +14,20 @@ from runner.chat_requests import Again, Delivery
 from runner.endpoint import streaming
 from runner.engines.scripted.script import Fault, Latency, Reply
 from runner.testing import ScriptedEngine
-from tests.endpoint.serving import RUN, chat_body, events_of, http, served, user
+from tests.endpoint.serving import RUN, chat_body, events_of, http, served, until, user
 
 pytestmark = pytest.mark.anyio
 
 ASKED = chat_body([user("One.")], tools=[RUN], stream=True)
 
 
-async def until(condition: Any) -> None:
-    with anyio.fail_after(20):
-        while not condition():
-            await anyio.sleep(0.005)
-
-
 def slow(text: str = "A long answer indeed.", between: int = 20) -> ScriptedEngine:
     """An engine whose ids take their time."""
     return ScriptedEngine(lambda _: text, chunks=1, tick=0.001, latency=Latency(first=1, between=between), record=True)
+
+
+def _recorded(endpoint: Endpoint) -> int:
+    return sum(turn.end - turn.start for thread in endpoint.threads for turn in thread.turns)
 
 
 async def test_deltas_reach_the_client_as_they_are_sampled() -> None:
@@ -38,9 +36,8 @@ async def test_deltas_reach_the_client_as_they_are_sampled() -> None:
 
     async def loop(endpoint: Endpoint) -> None:
         async with http(endpoint) as client, client.stream("POST", "/chat/completions", json=ASKED) as response:
-            async for line in response.aiter_lines():
-                if '"content":"' in line and '"content":""' not in line:
-                    heard.append(sum(turn.end - turn.start for thread in endpoint.threads for turn in thread.turns))
+            told = (line async for line in response.aiter_lines() if '"content":"' in line)
+            heard.extend([_recorded(endpoint) async for line in told if '"content":""' not in line])
 
     await served(loop, slow())
     assert len(heard) > 3
@@ -198,9 +195,7 @@ async def test_more_requests_than_may_be_in_flight_are_told_to_wait() -> None:
 
             for number in range(4):
                 group.start_soon(ask, number)
-            with anyio.fail_after(20):
-                while len(answers) < 4:
-                    await anyio.sleep(0.01)
+            await until(lambda: len(answers) == 4)
         statuses = sorted(answer.status_code for answer in answers)
         assert statuses == [200, 200, 429, 429]
         busy = next(answer for answer in answers if answer.status_code == 429)
@@ -208,20 +203,3 @@ async def test_more_requests_than_may_be_in_flight_are_told_to_wait() -> None:
         assert busy.headers["x-should-retry"] == "true"
 
     await served(loop, slow(between=5), serve={"at_once": 2})
-
-
-async def test_whoever_asks_after_the_end_is_told_that_it_is_over_and_not_to_ask_again() -> None:
-    kept: list[Any] = []
-
-    async def loop(endpoint: Endpoint) -> None:
-        async with http(endpoint) as client:
-            await client.post("/chat/completions", json=ASKED)
-        kept.append(endpoint)
-
-    async def after(endpoint: Endpoint) -> None:
-        await loop(endpoint)
-
-    (trajectory,) = await served(after, ["Done."])
-    assert trajectory.requests[0].delivery is Delivery.DELIVERED
-    with pytest.raises(httpx.ConnectError):
-        httpx.post(f"{kept[0].base_url}/chat/completions", json=ASKED)

@@ -108,6 +108,22 @@ async def test_two_that_go_on_from_one_turn_at_once_are_a_branch() -> None:
     assert {segment.cause for segment in trajectory.segments} == {"start", "branch"}
 
 
+@pytest.mark.parametrize("apart", [False, True])
+async def test_a_turn_that_went_on_with_one_that_was_cut_is_gone_on_from_whether_it_is_one_message_or_two(
+    apart: bool,
+) -> None:
+    async def loop(episode: Any) -> None:
+        cut = await episode.chat([SYSTEM, TASK], tools=[RUN], sampling=Sampling(max_tokens=4))
+        more = await episode.chat([SYSTEM, TASK, cut.as_message()], tools=[RUN])
+        rest = {"role": "assistant", "content": more.text.removeprefix(cut.text)}
+        said = [cut.as_message(), rest] if apart else [more.as_message()]
+        await episode.chat([SYSTEM, TASK, *said, user("And?")], tools=[RUN])
+
+    (trajectory,) = await asked(loop, ["It was a long way.", " And so on.", "Yes."])
+    assert verdicts(trajectory) == ["new", "continued", "append"]
+    assert [segment.cause for segment in trajectory.segments] == ["start"]
+
+
 async def test_the_same_request_of_a_turn_that_was_delivered_is_a_sibling_from_the_same_ids() -> None:
     async def loop(episode: Any) -> None:
         for _ in range(2):

@@ -1,0 +1,268 @@
+"""Anthropic's Messages: requests of blocks, answers whole or as the events of blocks."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+import orjson
+
+from runner.chat_requests import Asked
+from runner.endpoint.anthropic_requests import asked_of
+from runner.endpoint.bodies import field_of
+from runner.endpoint.refusals import Reason, Refused
+from runner.endpoint.wire import Answered, AnswerWriter, Headers, TokenText, WireForm, WireRequest
+from runner.engines.base import FinishReason
+from runner.messages import canonical_json
+from runner.options import UNSET
+from runner.tokens.top_logprobs import TopLogprobs
+from runner.trajectory import Turn
+
+__all__ = ["AnthropicMessages"]
+
+
+class AnthropicMessages(WireForm):
+    """`POST /v1/messages`, and `POST /v1/messages/count_tokens`."""
+
+    name = "anthropic"
+
+    def __init__(self, *, system_as_user: bool = False) -> None:
+        """Read and write in this form.
+
+        Args:
+            system_as_user: system messages in mid-conversation, as Claude Code sends them, are put before the model as
+                a user's, for templates that take none there.
+        """
+        self._system_as_user = system_as_user
+
+    def read(self, body: Mapping[str, Any], headers: Headers) -> WireRequest:
+        return WireRequest(
+            asked=asked_of(body, headers, form=self.name, system_as_user=self._system_as_user),
+            stream=field_of(body, "stream", bool, False),
+            ids=field_of(body, "return_token_ids", bool, False),
+            logprobs=field_of(body, "logprobs", bool, False),
+        )
+
+    def read_to_count(self, body: Mapping[str, Any], headers: Headers) -> Asked:
+        """Read a request whose prompt is to be counted.
+
+        Raises:
+            Refused: something in it cannot be used; names the field and the fix.
+        """
+        return asked_of(body, headers, form=self.name, system_as_user=self._system_as_user, counting=True)
+
+    def writer(self, request: WireRequest, model: str, text_of: TokenText) -> AnswerWriter:
+        return _Writer(request, model, text_of)
+
+    def refusal(self, refused: Refused) -> Mapping[str, Any]:
+        return _error(refused)
+
+    def count(self, tokens: int) -> Mapping[str, Any]:
+        """The answer to a request whose prompt was to be counted."""
+        return {"input_tokens": tokens}
+
+
+_ERROR_TYPES: Final = {
+    Reason.UNAUTHORIZED: "authentication_error",
+    Reason.FORBIDDEN: "permission_error",
+    Reason.NOT_FOUND: "not_found_error",
+    Reason.TOO_LARGE: "request_too_large",
+    Reason.SLOW: "timeout_error",
+    Reason.BUSY: "rate_limit_error",
+    Reason.FAILED: "api_error",
+}
+
+
+def _error(refused: Refused) -> dict[str, Any]:
+    """The body of a refusal, as Anthropic's clients read it."""
+    message = refused.message
+    if refused.context:  # in these words clients tell that they have to compact
+        message = f"prompt is too long: {refused.prompt} tokens > {refused.context} maximum"
+    elif refused.reason is Reason.OVER:  # the form has no place for a code
+        message = f"{refused.reason}: {message}"
+    kind = _ERROR_TYPES.get(refused.reason, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+
+
+class _Kind(enum.StrEnum):
+    """The blocks that grow while they are written."""
+
+    THINKING = "thinking"
+    TEXT = "text"
+
+
+_EMPTY: Final = {
+    _Kind.THINKING: b'{"type":"thinking","thinking":"","signature":""}',
+    _Kind.TEXT: b'{"type":"text","text":""}',
+}
+
+
+class _Writer(AnswerWriter):
+    """Writes the events of blocks, one block after the other."""
+
+    keep_alive: ClassVar[bytes] = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def __init__(self, request: WireRequest, model: str, text_of: TokenText) -> None:
+        super().__init__(request, model, text_of)
+        self._index = 0
+        self._open: _Kind | None = None
+        # What was sampled since the last event that tells of it: clients skip events that are none of a block.
+        self._ids: list[int] = []
+        self._logprobs: list[float | None] = []
+
+    def write_begin(self) -> bytes:
+        message = {
+            **_head(self.handle, self.model),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(len(self.prompt_ids), 0, 0),
+        }
+        if self.request.ids:
+            message["prompt_token_ids"] = list(self.prompt_ids)
+        return _event(b"message_start", b'"message":%b' % _json(message))
+
+    def write_reasoning(self, text: str) -> bytes:
+        return self._within(_Kind.THINKING) + self._delta(b'{"type":"thinking_delta","thinking":%b}' % _json(text))
+
+    def write_text(self, text: str) -> bytes:
+        return self._within(_Kind.TEXT) + self._delta(b'{"type":"text_delta","text":%b}' % _json(text))
+
+    def write_call(self, index: int, call_id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
+        call = _json(_call(call_id, name, {}))
+        given = b'{"type":"input_json_delta","partial_json":%b}' % _json(canonical_json(arguments))
+        return self._closed() + self._start(call) + self._delta(given) + self._stop()
+
+    def write_ids(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, top: TopLogprobs | None) -> bytes:
+        self._ids += token_ids
+        self._logprobs += [None] * len(token_ids) if logprobs is None else _finite(logprobs)
+        return b""
+
+    def write_end(self, answered: Answered) -> bytes:
+        stop_reason, stop_sequence = _stop_reason(answered, self.request)
+        delta = _json({"stop_reason": stop_reason, "stop_sequence": stop_sequence})
+        closed, usage = self._closed(), _json(_usage_of(answered.turn))
+        body = b'"delta":%b,"usage":%b%b' % (delta, usage, self._sampled_since())
+        return closed + _event(b"message_delta", body) + _STOP
+
+    def write_refusal(self, refused: Refused) -> bytes:
+        return b"event: error\ndata: %b\n\n" % _json(_error(refused))
+
+    def whole(self, answered: Answered) -> bytes:
+        turn, request, content = answered.turn, self.request, list[dict[str, Any]]()
+        if answered.reasoning:
+            content.append({"type": "thinking", "thinking": answered.reasoning, "signature": turn.handle})
+        if answered.text:
+            content.append({"type": "text", "text": answered.text})
+        content += [_call(*call) for call in answered.calls]
+        stop_reason, stop_sequence = _stop_reason(answered, request)
+        message = {
+            **_head(turn.handle, self.model),
+            "content": content,
+            "stop_reason": stop_reason,
+            "stop_sequence": stop_sequence,
+            "usage": _usage_of(turn),
+        }
+        if request.ids:
+            message["prompt_token_ids"], message["token_ids"] = list(turn.prompt_ids), list(turn.token_ids)
+        if request.logprobs:
+            message["logprobs"] = _finite(turn.logprobs)
+        return _json(message)
+
+    # --- blocks
+
+    def _within(self, kind: _Kind) -> bytes:
+        """What has to be written so that a block of this kind is open."""
+        if self._open is kind:
+            return b""
+        closed, self._open = self._closed(), kind
+        return closed + self._start(_EMPTY[kind])
+
+    def _closed(self) -> bytes:
+        """What has to be written so that no block is open."""
+        if self._open is None:
+            return b""
+        signed = b""
+        if self._open is _Kind.THINKING:
+            signed = self._delta(b'{"type":"signature_delta","signature":%b}' % _json(self.handle))
+        self._open = None
+        return signed + self._stop()
+
+    def _start(self, block: bytes) -> bytes:
+        return _event(b"content_block_start", b'"index":%d,"content_block":%b' % (self._index, block))
+
+    def _delta(self, delta: bytes) -> bytes:
+        body = b'"index":%d,"delta":%b%b' % (self._index, delta, self._sampled_since())
+        return _event(b"content_block_delta", body)
+
+    def _stop(self) -> bytes:
+        index, self._index = self._index, self._index + 1
+        return _event(b"content_block_stop", b'"index":%d' % index)
+
+    def _sampled_since(self) -> bytes:
+        if not self._ids:
+            return b""
+        fields = b',"token_ids":%b' % _json(self._ids) if self.request.ids else b""
+        if self.request.logprobs:
+            fields += b',"logprobs":%b' % _json(self._logprobs)
+        self._ids, self._logprobs = [], []
+        return fields
+
+
+def _event(name: bytes, body: bytes) -> bytes:
+    return b'event: %b\ndata: {"type":"%b",%b}\n\n' % (name, name, body)
+
+
+_STOP: Final = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+
+def _head(handle: str, model: str) -> dict[str, Any]:
+    # Clients take answers of one id for one answer.
+    return {"id": f"msg_{handle.removeprefix('call_')}", "type": "message", "role": "assistant", "model": model}
+
+
+def _call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+
+
+def _stop_reason(answered: Answered, request: WireRequest) -> tuple[str, str | None]:
+    """Why the turn ended, and the stop string that ended it where the client gave that."""
+    turn, sampling = answered.turn, request.asked.sampling
+    if turn.finish in (FinishReason.LENGTH, FinishReason.CONTEXT):
+        return "max_tokens", None
+    if answered.calls:
+        return "tool_use", None
+    if sampling is not None and sampling.stop is not UNSET and turn.stop in sampling.stop:
+        return "stop_sequence", str(turn.stop)
+    return "end_turn", None
+
+
+def _usage_of(turn: Turn) -> dict[str, int]:
+    return _usage(turn.start, turn.cached_tokens or 0, turn.end - turn.start)
+
+
+def _usage(prompt: int, cached: int, sampled: int) -> dict[str, int]:
+    """As Anthropic counts: the input is what no cache held."""
+    return {
+        "input_tokens": prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": sampled,
+    }
+
+
+def _finite(logprobs: Sequence[float]) -> list[float | None]:
+    """Log-probabilities as JSON can hold them."""
+    return [each if math.isfinite(each) else None for each in logprobs]
+
+
+def _json(value: Any) -> bytes:
+    """A value as JSON; half of a surrogate pair is replaced, and integers may be of any size."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str)
+    except TypeError:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+        return text.encode("utf-8", "replace")

@@ -1,0 +1,318 @@
+"""Reads requests in the form of Anthropic's Messages: their blocks become messages of text, calls and results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn, TypeVar
+
+import orjson
+
+from runner.chat_requests import Asked
+from runner.endpoint.bodies import bad, field_of, json_schema, listed, sampling_of, stops, with_schema
+from runner.endpoint.labels import label_of
+from runner.endpoint.refusals import Refused
+from runner.endpoint.wire import Headers
+from runner.options import Sampling, ToolChoice
+
+__all__ = ["asked_of"]
+
+T = TypeVar("T")
+
+_SAMPLING: Final = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+_NOT_GRANTED: Final = ("thinking", "context_management", "service_tier", "speed", "inference_geo", "fallbacks")
+_REFUSED: Final = {
+    "mcp_servers": "tools of other servers are not called from here: list them in tools and call them yourself.",
+    "container": "nothing is run here: leave it out, and run the calls of tools yourself.",
+    "thread": "no history is kept here under a name: leave it out, and send all of it in messages.",
+    "compaction": "histories are not summed up here: leave it out, and ask for a summary in a message.",
+}
+_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+_TAKEN: Final = {
+    "user": "text or tool_result",
+    "assistant": "text, thinking or tool_use",
+    "system": "text",
+    "tool": "text",
+}
+"""The blocks that each kind of message may have."""
+
+_SESSION: Final = re.compile(r"session_([0-9A-Za-z-]+)\Z")
+
+
+def asked_of(
+    body: Mapping[str, Any], headers: Headers, *, form: str, system_as_user: bool, counting: bool = False
+) -> Asked:
+    """What a request asks.
+
+    Args:
+        body: the request's body.
+        headers: its headers.
+        form: the name of the form in which it came.
+        system_as_user: whether system messages in mid-conversation are put before the model as a user's.
+        counting: whether its prompt is only to be counted, so that no `max_tokens` is needed.
+
+    Raises:
+        Refused: something in it cannot be used.
+    """
+    for name, why in _REFUSED.items():
+        if body.get(name) not in (None, [], {}):
+            bad(f"{name}: {why}")
+    not_granted = {name: body[name] for name in _NOT_GRANTED if body.get(name) not in (None, [], {}, "auto")}
+    tools = _tools(body, not_granted)
+    tool_choice = _tool_choice(body, tools, not_granted)
+    history = _history(body)
+    return Asked(
+        messages=history.messages,
+        tools=tools,
+        sampling=_sampling(body, tools, tool_choice, not_granted, counting=counting),
+        tool_choice=tool_choice,
+        label=label_of(headers) or _session(body),
+        handles=history.handles,
+        system_as_user=system_as_user,
+        form=form,
+        client=headers.get("user-agent", ""),
+        not_granted=not_granted,
+    )
+
+
+# --- the history
+
+
+@dataclass(slots=True)
+class _History:
+    """The messages of a request, and what in them names turns."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    handles: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    """The ids of the calls of its last turn."""
+
+
+def _history(body: Mapping[str, Any]) -> _History:
+    history = _History()
+    if body.get("system"):
+        _add_system(history, _blocks(body, "system", "system"))
+    for place, message in enumerate(listed(body, "messages") or bad("messages: give at least one.")):
+        where = f"messages[{place}]"
+        blocks = _blocks(message, "content", f"{where}.content")
+        match message.get("role"):
+            case "user":
+                _add_user(history, blocks)
+            case "assistant":
+                _add_assistant(history, blocks)
+            case "system":
+                _add_system(history, blocks)
+            case other:
+                bad(f"{where}.role: give user, assistant or system, not {other!r:.60}.")
+    previous = field_of(body, "diagnostics", dict, {}).get("previous_message_id")
+    if isinstance(previous, str):
+        history.handles.append(f"call_{previous.removeprefix('msg_')}")
+    return history
+
+
+class _Block:
+    """A block of a content."""
+
+    # Histories come whole with every request, so this is made a thousand times for one: it does as little as may be.
+    __slots__ = ("_path", "_place", "given", "kind")
+
+    def __init__(self, given: Mapping[str, Any], path: str, place: int | None = None) -> None:
+        self.given = given
+        self.kind = given.get("type")
+        self._path = path
+        self._place = place
+
+    @property
+    def where(self) -> str:
+        """Where it stands."""
+        return self._path if self._place is None else f"{self._path}[{self._place}]"
+
+    def text(self, name: str) -> str:
+        value = self.given.get(name)
+        return value if isinstance(value, str) else bad(f"{self.where}.{name}: give a string, not {value!r:.60}.")
+
+    def refuse(self, role: str) -> NoReturn:
+        """Refuse it as one that such a message cannot have."""
+        bad(
+            f"{self.where}: a block of type {self.kind!r:.60} cannot be put before the model here; give {_TAKEN[role]}."
+        )
+
+
+def _blocks(holder: Mapping[str, Any], name: str, where: str) -> list[_Block]:
+    """The blocks of a content, of which a string is one."""
+    content = holder.get(name)
+    if isinstance(content, str):
+        return [_Block({"type": "text", "text": content}, where)]
+    if not isinstance(content, list):
+        bad(f"{where}: give a string or a list of blocks, not {content!r:.60}.")
+    blocks = []
+    for place, block in enumerate(content):
+        if not isinstance(block, dict):
+            bad(f"{where}[{place}]: give a block, which is an object with a type, not {block!r:.60}.")
+        blocks.append(_Block(block, where, place))
+    return blocks
+
+
+def _message(role: str, content: str, blocks: Sequence[_Block], **more: Any) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": role, "content": content, **more}
+    for block in blocks:
+        if block.given.get("cache_control"):  # so that it is recorded
+            message["cache_control"] = block.given["cache_control"]
+            break
+    return message
+
+
+def _lines(blocks: Sequence[_Block], role: str) -> str:
+    """Texts that stand beside one another: each in lines of its own, since a line of them may be taken out."""
+    return "\n".join([block.text("text") if block.kind == "text" else block.refuse(role) for block in blocks])
+
+
+def _add_system(history: _History, blocks: Sequence[_Block]) -> None:
+    if blocks:
+        history.messages.append(_message("system", _lines(blocks, "system"), blocks))
+
+
+def _add_user(history: _History, blocks: Sequence[_Block]) -> None:
+    """The results, which answer what stands right before them, and then what the user says.
+
+    Clients send results as they come, and most templates tell by their order alone which call each of them answers.
+    """
+    results = [_result(block) for block in blocks if block.kind == "tool_result"]
+    if len(results) > 1:
+        places = {call_id: place for place, call_id in enumerate(history.calls)}
+        results.sort(key=lambda result: places.get(result["tool_call_id"], len(places)))
+    history.messages += results
+    if len(results) < len(blocks) or not results:
+        said = [block for block in blocks if block.kind != "tool_result"]
+        history.messages.append(_message("user", _lines(said, "user"), said))
+
+
+def _result(block: _Block) -> dict[str, Any]:
+    answered, failed = block.text("tool_use_id"), block.given.get("is_error")
+    inner = _blocks(block.given, "content", f"{block.where}.content") if block.given.get("content") else []
+    message = _message("tool", _lines(inner, "tool"), [block, *inner], tool_call_id=answered)
+    if failed:  # no template reads it, which is recorded
+        message["is_error"] = failed
+    return message
+
+
+def _add_assistant(history: _History, blocks: Sequence[_Block]) -> None:
+    """What a turn said: its pieces have nothing between them, as they were written."""
+    content, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
+    for block in blocks:
+        match block.kind:
+            case "text":
+                content.append(block.text("text"))
+            case "thinking":
+                thoughts.append(block.text("thinking"))
+                if block.given.get("signature") is not None:
+                    history.handles.append(block.text("signature"))
+            case "redacted_thinking":
+                pass  # nobody but whoever wrote it can read it
+            case "tool_use":
+                calls.append(_call(block))
+            case _:
+                block.refuse("assistant")
+    message = _message("assistant", "".join(content), blocks)
+    if any(thoughts):
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+        # A turn may come as several messages.
+        goes_on = history.messages and history.messages[-1]["role"] == "assistant"
+        history.calls = [*(history.calls if goes_on else ()), *(call["id"] for call in calls)]
+    history.messages.append(message)
+
+
+def _call(block: _Block) -> dict[str, Any]:
+    arguments = block.given.get("input")
+    if arguments is not None and not isinstance(arguments, dict):
+        bad(f"{block.where}.input: give an object, not {arguments!r:.60}.")
+    function = {"name": block.text("name"), "arguments": arguments or {}}
+    return {"id": block.text("id"), "type": "function", "function": function}
+
+
+# --- tools, sampling and the rest
+
+
+def _tools(body: Mapping[str, Any], not_granted: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tools in OpenAI's form; those that the API itself would have run, or knows the schema of, are left out."""
+    tools, left_out = list[dict[str, Any]](), list[str]()
+    for place, tool in enumerate(listed(body, "tools")):
+        where, kind = f"tools[{place}]", tool.get("type")
+        if kind not in (None, "custom") and tool.get("input_schema") is None:
+            left_out.append(str(tool.get("name") or kind))
+            continue
+        name, schema = tool.get("name"), tool.get("input_schema")
+        if not isinstance(name, str) or not name:
+            bad(f"{where}.name: give the tool's name, not {name!r:.60}.")
+        if not isinstance(schema, dict):
+            bad(f"{where}.input_schema: give a JSON schema, which is an object, not {schema!r:.60}.")
+        function = {"name": name, "description": _inner(tool, where, "description", str, ""), "parameters": schema}
+        tools.append({"type": "function", "function": function})
+    if left_out:
+        not_granted["tools"] = left_out
+    return tools
+
+
+def _tool_choice(
+    body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], not_granted: dict[str, Any]
+) -> ToolChoice | None:
+    given = field_of(body, "tool_choice", dict, {})
+    if given.get("disable_parallel_tool_use"):
+        not_granted["disable_parallel_tool_use"] = True
+    if not given:
+        return None
+    kind, name = given.get("type"), given.get("name")
+    if kind == "tool":
+        if name not in [tool["function"]["name"] for tool in tools]:
+            bad(f"tool_choice.name: none of the tools that can be called is named {name!r:.60}.")
+        return str(name)
+    choice = _CHOICES.get(kind) if isinstance(kind, str) else None
+    return choice or bad(f"tool_choice.type: give auto, any, tool or none, not {kind!r:.60}.")
+
+
+def _sampling(
+    body: Mapping[str, Any],
+    tools: Sequence[Any],
+    tool_choice: ToolChoice | None,
+    not_granted: dict[str, Any],
+    *,
+    counting: bool,
+) -> Sampling | None:
+    most = field_of(body, "max_tokens", int, 0)
+    if body.get("max_tokens") is None and not counting:
+        bad("max_tokens: give how many tokens the answer may have at most.")
+    if most < 1 and body.get("max_tokens") is not None:
+        bad(f"max_tokens: give 1 or more, not {most}; nothing is kept warm by an answer of none.")
+    config = field_of(body, "output_config", dict, {})
+    form = _inner(config, "output_config", "format", dict, {}) or field_of(body, "output_format", dict, {})
+    wishes = {name: value for name, value in config.items() if name != "format" and value is not None}
+    if wishes:
+        not_granted["output_config"] = wishes
+    schema = with_schema(json_schema(form, "output_config.format"), tools, tool_choice, not_granted)
+    return sampling_of(body, _SAMPLING, max_tokens=most or None, stop=stops(body, "stop_sequences"), schema=schema)
+
+
+def _inner(holder: Mapping[str, Any], where: str, name: str, kind: type[T], default: T) -> T:
+    """A field of an object that is itself a field."""
+    try:
+        return field_of(holder, name, kind, default)
+    except Refused as refused:
+        bad(f"{where}.{refused.message}")
+
+
+def _session(body: Mapping[str, Any]) -> str:
+    """The session that Claude Code names in the id of its user, as the end of a text or as JSON."""
+    user = field_of(body, "metadata", dict, {}).get("user_id")
+    if not isinstance(user, str):
+        return ""
+    if found := _SESSION.search(user):
+        return found[1][:200]
+    try:
+        told = orjson.loads(user)
+    except orjson.JSONDecodeError:
+        return ""
+    session = told.get("session_id") if isinstance(told, dict) else None
+    return session[:200] if isinstance(session, str) else ""

@@ -1,0 +1,63 @@
+"""Writes parts of answers that several wire forms have as JSON: texts, arguments of calls, log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import orjson
+
+from runner.endpoint.wire import TokenText
+from runner.messages import canonical_json
+from runner.tokens.top_logprobs import TopLogprobs
+
+__all__ = ["arguments_text", "encode", "logprob_rows"]
+
+
+def encode(value: Any) -> bytes:
+    """A value as JSON; halves of surrogate pairs, which are no text, become question marks."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def arguments_text(arguments: Mapping[str, Any]) -> str:
+    """The arguments of a call as the text that clients are given, and send back."""
+    text = canonical_json(arguments)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a model may spell half of a surrogate pair, and it has to come back as such
+        return json.dumps(arguments, separators=(",", ":"), default=str)
+    return text
+
+
+def logprob_rows(
+    text_of: TokenText,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float] | None,
+    top: TopLogprobs | None,
+    *,
+    count: int,
+) -> list[dict[str, Any]]:
+    """The log-probability of each id as OpenAI writes it, with the `count` likeliest in its place."""
+    rows = [] if top is None or not count else list(zip(top.id_rows(), top.logprob_rows(), strict=True))
+    told = []
+    for place, token_id in enumerate(token_ids):
+        own = _token(text_of, token_id, 0.0 if logprobs is None else logprobs[place])
+        likeliest = zip(*(each[:count] for each in rows[place]), strict=True) if place < len(rows) else ()
+        own["top_logprobs"] = [_token(text_of, int(other), float(value)) for other, value in likeliest]
+        told.append(own)
+    return told
+
+
+_LEAST: Final = -9999.0
+"""Stands for minus infinity, which JSON has not."""
+
+
+def _token(text_of: TokenText, token_id: int, logprob: float) -> dict[str, Any]:
+    text = text_of([token_id])
+    logprob = logprob if math.isfinite(logprob) else _LEAST
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}

@@ -1,0 +1,262 @@
+"""Writes an answer as OpenAI's Responses have it: items, one after the other, each opened when something comes of it.
+
+Whatever a turn says after a call stands in another message; the contents of its messages, joined, are its content. What
+was asked for besides stands beside an event's own fields: `prompt_token_ids` with the first, `token_ids` with whichever
+comes next. The log-probabilities of a turn's ids stand with its text, those of ids behind it with the last event.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import orjson
+
+from runner.endpoint.chat_completions import openai_error
+from runner.endpoint.encoding import arguments_text, encode, logprob_rows
+from runner.endpoint.refusals import Reason, Refused
+from runner.endpoint.response_items import Custom, item_id
+from runner.endpoint.response_tools import OfferedTool
+from runner.endpoint.wire import Answered, AnswerWriter, TokenText, WireRequest
+from runner.engines.base import FinishReason
+from runner.tokens.top_logprobs import TopLogprobs
+from runner.trajectory import Turn
+from runner.turn_events import TurnAdmitted
+
+__all__ = ["ResponseWriter"]
+
+_FAILURES: Final = {
+    Reason.OVERFLOW: "context_length_exceeded",
+    Reason.BUSY: "rate_limit_exceeded",
+    Reason.FAILED: "server_error",
+    Reason.SLOW: "server_error",
+}
+_IN_VAIN: Final = "invalid_prompt"
+"""The code of what is not asked again: clients try every other one once more."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """An item that is being told: a text, of reasoning or of a message."""
+
+    item: dict[str, Any]
+    kind: str
+    """The type of its text."""
+    delta: bytes
+    """The begin of each event that tells more of it."""
+    text: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def is_message(self) -> bool:
+        return self.kind == "output_text"
+
+    def content(self) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": self.kind, "text": "".join(self.text)}
+        return {**part, "annotations": [], "logprobs": self.logprobs} if self.is_message else part
+
+
+class ResponseWriter(AnswerWriter):
+    """Writes events; the parts of deltas that do not change are encoded once."""
+
+    def __init__(self, request: WireRequest, model: str, text_of: TokenText) -> None:
+        """Write an answer; see `AnswerWriter`."""
+        super().__init__(request, model, text_of)
+        self._created = int(time.time())
+        self._tools: Mapping[str, OfferedTool] = request.options["tools"]
+        self._number = 0
+        self._output: list[dict[str, Any]] = []
+        self._open: _Part | None = None
+        self._answers = False  # it has a message or a call
+        self._ids: list[int] = []
+        self._logprobs: list[dict[str, Any]] = []
+
+    def write_begin(self) -> bytes:
+        response = self._response("in_progress")
+        prompt = {"prompt_token_ids": list(self.prompt_ids)} if self.request.ids else {}
+        begin = self._event("response.created", response=response, **prompt)
+        return begin + self._event("response.in_progress", response=response)
+
+    def write_reasoning(self, text: str) -> bytes:
+        return self._more("reasoning_text", text)
+
+    def write_text(self, text: str) -> bytes:
+        return self._more("output_text", text)
+
+    def write_call(self, index: int, call_id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
+        tool = self._tools.get(name) or OfferedTool(name)
+        number = call_id.rpartition("_")[2]
+        item: dict[str, Any] = {"type": "custom_tool_call" if tool.custom else "function_call"}
+        if tool.custom:
+            prefix, told, event = "ctc", "input", "response.custom_tool_call_input"
+            call_id, text = Custom.told(call_id, arguments)
+        else:
+            prefix, told, event = "fc", "arguments", "response.function_call_arguments"
+            text = arguments_text(arguments)
+        item |= {"id": f"{item_id(prefix, self.handle)}_{number}", "call_id": call_id, "name": tool.name}
+        if tool.namespace:
+            item["namespace"] = tool.namespace
+        closed = self._close()
+        self._answers = True
+        place = {"item_id": item["id"], "output_index": len(self._output)}
+        status = {} if tool.custom else {"status": "in_progress"}
+        parts = [
+            self._added({**item, told: "", **status}),
+            self._event(f"{event}.delta", **place, delta=text),
+            self._event(f"{event}.done", **place, **{told: text}, name=tool.name),
+        ]
+        status = {} if tool.custom else {"status": "completed"}
+        return b"".join((closed, *parts, self._done({**item, told: text, **status})))
+
+    def write_ids(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, top: TopLogprobs | None) -> bytes:
+        if self.request.ids:
+            self._ids.extend(token_ids)
+        if self.request.logprobs:
+            count = self.request.top_logprobs
+            self._logprobs += logprob_rows(self.text_of, token_ids, logprobs, top, count=count)
+        return b""
+
+    def write_end(self, answered: Answered) -> bytes:
+        said = b"" if self._answers else self._more("output_text", "")
+        response = self._final(answered)
+        said += self._close(response["status"])
+        response["output"] = self._output
+        rows = {"logprobs": self._logprobs} if self._logprobs else {}
+        return said + self._event(f"response.{response['status']}", response=response, **rows)
+
+    def write_refusal(self, refused: Refused) -> bytes:
+        begin = b"" if self._begun else self._begin(TurnAdmitted("", ()))
+        error = {
+            "code": _FAILURES.get(refused.reason, _IN_VAIN),
+            "message": openai_error(refused)["error"]["message"],
+        }
+        response = {**self._response("failed"), "output": self._output, "error": error}
+        return begin + self._event("response.failed", response=response)
+
+    def whole(self, answered: Answered) -> bytes:
+        self.end(answered)  # whose items are those of a stream
+        response = {**self._final(answered), "output": self._output}
+        if self._logprobs:
+            response["logprobs"] = self._logprobs
+        if self.request.ids:
+            response["token_ids"] = list(answered.turn.token_ids)
+            response["prompt_token_ids"] = list(answered.turn.prompt_ids)
+        return encode(response)
+
+    # --- items
+
+    def _more(self, kind: str, text: str) -> bytes:
+        """The text of this kind goes on."""
+        begin = b""
+        if self._open is None or self._open.kind != kind:
+            begin = self._close() + self._begin_part(kind)
+        assert self._open is not None  # it was begun
+        self._open.text.append(text)
+        return begin + self._delta(self._open, text) if text else begin
+
+    def _begin_part(self, kind: str) -> bytes:
+        prefix = "msg" if kind == "output_text" else "rs"
+        number = sum(item["id"].startswith(f"{prefix}_") for item in self._output)
+        item: dict[str, Any] = {"id": item_id(prefix, self.handle, number), "status": "in_progress", "content": []}
+        if prefix == "msg":
+            self._answers = True
+            item |= {"type": "message", "role": "assistant"}
+        else:
+            item |= {"type": "reasoning", "summary": [], "encrypted_content": self.handle}
+        event = f"response.{kind}.delta"
+        place = {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
+        fields = orjson.dumps({"type": event, **place})
+        self._open = part = _Part(item, kind, b"event: %b\ndata: %b" % (event.encode(), fields[:-1]))
+        return self._added(item) + self._event("response.content_part.added", **place, part=part.content())
+
+    def _delta(self, part: _Part, text: str) -> bytes:
+        further = b""
+        if part.is_message:
+            further = b',"logprobs":%b' % (encode(self._logprobs) if self._logprobs else b"[]")
+            part.logprobs += self._logprobs
+            self._logprobs = []
+        if self._ids:
+            further += b',"token_ids":%b' % orjson.dumps(self._ids)
+            self._ids = []
+        self._number += 1
+        return b'%b,"sequence_number":%d,"delta":%b%b}\n\n' % (part.delta, self._number - 1, encode(text), further)
+
+    def _close(self, status: str = "completed") -> bytes:
+        """Finish the item that is being told."""
+        part = self._open
+        if part is None:
+            return b""
+        late = self._delta(part, "") if part.is_message and self._logprobs else b""
+        self._open = None
+        content = part.content()
+        place = {"item_id": part.item["id"], "output_index": len(self._output), "content_index": 0}
+        logprobs = {"logprobs": part.logprobs} if part.is_message else {}
+        told = self._event(f"response.{part.kind}.done", **place, text=content["text"], **logprobs)
+        told += self._event("response.content_part.done", **place, part=content)
+        return late + told + self._done({**part.item, "status": status, "content": [content]})
+
+    def _added(self, item: Mapping[str, Any]) -> bytes:
+        return self._event("response.output_item.added", output_index=len(self._output), item=item)
+
+    def _done(self, item: dict[str, Any]) -> bytes:
+        done = self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        return done
+
+    # --- events
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        if self._ids:
+            fields["token_ids"], self._ids = self._ids, []
+        self._number += 1
+        data = {"type": kind, "sequence_number": self._number - 1, **fields}
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(data))
+
+    def _response(self, status: str) -> dict[str, Any]:
+        """The response without its output; tools and instructions, which may be long, are not given back."""
+        sampling = self.request.asked.sampling
+        return {
+            "id": item_id("resp", self.handle),
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": None,
+            "max_output_tokens": None if sampling is None else sampling.given().get("max_tokens"),
+            "metadata": {},
+            "model": self.model,
+            "output": [],
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": None,
+            "tool_choice": self.request.options["tool_choice"],
+            "tools": [],
+            "top_p": None,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+    def _final(self, answered: Answered) -> dict[str, Any]:
+        """The response of a finished turn, without its output."""
+        cut = answered.turn.finish in (FinishReason.LENGTH, FinishReason.CONTEXT)
+        response = self._response("incomplete" if cut else "completed")
+        if cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["usage"] = _usage(answered.turn)
+        return response
+
+
+def _usage(turn: Turn) -> dict[str, Any]:
+    """How many ids were read and sampled; which of them are reasoning is not counted."""
+    return {
+        "input_tokens": turn.start,
+        "input_tokens_details": {"cached_tokens": turn.cached_tokens or 0, "cache_write_tokens": 0},
+        "output_tokens": turn.end - turn.start,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": turn.end,
+    }

@@ -1,0 +1,140 @@
+"""Reads the tools of OpenAI's Responses: functions, custom tools, and namespaces of both; others are dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from runner.endpoint.bodies import bad, field_of, listed
+from runner.endpoint.refusals import Refused
+from runner.endpoint.response_items import Custom, flat_name
+from runner.options import ToolChoice
+
+__all__ = ["OfferedTool", "OfferedTools", "read_tool_choice", "read_tools"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A tool as the client knows it."""
+
+    name: str
+    """Its name, within its namespace where it has one."""
+    namespace: str = ""
+    """Its namespace, or ""."""
+    custom: bool = False
+    """Whether it takes a text, and not arguments."""
+
+
+@dataclass(slots=True)
+class OfferedTools:
+    """The tools of a request."""
+
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Those that a model can call, in OpenAI's nested form."""
+    by_name: dict[str, OfferedTool] = field(default_factory=dict)
+    """What each of them is to the client, by the name that the model has for it."""
+    dropped: list[str] = field(default_factory=list)
+    """What a provider would have to run, by its type."""
+
+
+def read_tools(given: Sequence[Mapping[str, Any]]) -> OfferedTools:
+    """The tools of a request.
+
+    Raises:
+        Refused: one has no name, or a part of it is of the wrong type; named by its place.
+    """
+    offered = OfferedTools()
+    for place, tool in enumerate(given):
+        _read(offered, tool, f"tools[{place}]", "")
+    return offered
+
+
+def _read(offered: OfferedTools, tool: Mapping[str, Any], where: str, namespace: str) -> None:
+    match tool.get("type"):
+        case "function" | "custom" as kind:
+            made = OfferedTool(_name(tool, where), namespace, custom=kind == "custom")
+            flat = flat_name(made.name, namespace)
+            description = _field(tool, "description", str, "", where)
+            if made.custom:
+                description, parameters = description + _grammar(tool, where), dict(Custom.PARAMETERS)
+            else:
+                parameters = _field(tool, "parameters", dict, {}, where)
+            function = {"name": flat, "description": description, "parameters": parameters}
+            offered.tools.append({"type": "function", "function": function})
+            offered.by_name[flat] = made
+        case "namespace" if not namespace:
+            name = _name(tool, where)
+            for place, inner in enumerate(_field(tool, "tools", list, [], where)):
+                if not isinstance(inner, Mapping):
+                    bad(f"{where}.tools[{place}]: give an object, not {inner!r:.60}.")
+                _read(offered, inner, f"{where}.tools[{place}]", name)
+        case str(kind) if kind:
+            offered.dropped.append(kind)
+        case other:
+            bad(f"{where}.type: give the type of a tool, such as function, not {other!r:.60}.")
+
+
+def _name(tool: Mapping[str, Any], where: str) -> str:
+    name = tool.get("name")
+    if not isinstance(name, str) or not name:
+        bad(f'{where}.name: give the name beside the type, as {{"type": "function", "name": ..., "parameters": ...}}.')
+    return name
+
+
+def _field(tool: Mapping[str, Any], name: str, kind: type[T], default: T, where: str) -> T:
+    try:
+        return field_of(tool, name, kind, default)
+    except Refused as refused:
+        bad(f"{where}.{refused.message}")
+
+
+def _grammar(tool: Mapping[str, Any], where: str) -> str:
+    """What the description of a custom tool says of how its text is written."""
+    form = _field(tool, "format", dict, {}, where)
+    definition = form.get("definition")
+    if form.get("type") != "grammar" or not isinstance(definition, str):
+        return ""
+    return f"\n\nThe input is written by this {form.get('syntax')} grammar:\n{definition}"
+
+
+def read_tool_choice(given: Any, not_granted: dict[str, Any]) -> ToolChoice | None:
+    """Whether a tool may, must or must not be called, or the one that must be.
+
+    Raises:
+        Refused: it is no choice between tools that a model can call.
+    """
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind in ("function", "custom"):
+        return _chosen(given, "tool_choice")
+    if kind == "allowed_tools":
+        return _allowed(given, not_granted)
+    if given not in (None, "auto", "none", "required"):
+        bad(
+            "tool_choice: give auto, none, required, "
+            f'{{"type": "function", "name": ...}} or {{"type": "allowed_tools", ...}}, not {given!r:.80}.'
+        )
+    return None if given is None else str(given)
+
+
+def _chosen(given: Mapping[str, Any], where: str) -> str:
+    namespace = given.get("namespace")
+    return flat_name(_name(given, where), namespace if isinstance(namespace, str) else "")
+
+
+def _allowed(given: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolChoice:
+    """The mode; which of the tools may be called is held to where it is one that must be."""
+    mode = given.get("mode")
+    if mode not in ("auto", "required"):
+        bad(f"tool_choice.mode: give auto or required, not {mode!r:.60}.")
+    allowed = [
+        _chosen(tool, f"tool_choice.tools[{place}]")
+        for place, tool in enumerate(listed(given, "tools"))
+        if tool.get("type") in ("function", "custom")
+    ]
+    if mode == "required" and len(allowed) == 1:
+        return allowed[0]
+    not_granted["allowed_tools"] = allowed
+    return str(mode)

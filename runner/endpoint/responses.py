@@ -1,0 +1,139 @@
+"""OpenAI's Responses: requests with items, answers whole or as events.
+
+Nothing is kept from one request to the next: each has the whole history as its `input`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+from runner.chat_requests import Asked
+from runner.endpoint.bodies import bad, field_of, json_schema, listed, sampling_of, with_schema
+from runner.endpoint.chat_completions import openai_error
+from runner.endpoint.labels import label_of, purpose_of
+from runner.endpoint.refusals import Reason, Refused
+from runner.endpoint.response_events import ResponseWriter
+from runner.endpoint.response_items import ReadItems, read_items
+from runner.endpoint.response_tools import read_tool_choice, read_tools
+from runner.endpoint.wire import AnswerWriter, Headers, TokenText, WireForm, WireRequest
+
+__all__ = ["Responses"]
+
+_SAMPLING: Final = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "max_output_tokens": "max_tokens",
+}
+_NOT_KEPT: Final = {
+    "previous_response_id": "no response is kept here: give the whole history as input, and set store to false.",
+    "conversation": "no conversation is kept here: give the whole history as input.",
+    "background": "an answer is given to whoever waits for it: leave this out.",
+    "prompt": "no prompt is kept here: give its text as instructions or input.",
+}
+_NOT_GRANTED: Final = ("service_tier", "max_tool_calls", "context_management", "moderation")
+_LOGPROBS: Final = "message.output_text.logprobs"
+_GIVEN_ANYWAY: Final = "reasoning.encrypted_content"
+_MOST_LOGPROBS: Final = 20
+
+
+class Responses(WireForm):
+    """`POST /v1/responses`."""
+
+    name = "responses"
+    told_in_stream: ClassVar[frozenset[Reason]] = frozenset({Reason.OVERFLOW})
+
+    def read(self, body: Mapping[str, Any], headers: Headers) -> WireRequest:
+        for name, fix in _NOT_KEPT.items():
+            if body.get(name):
+                bad(f"{name}: {fix}")
+        offered = read_tools(listed(body, "tools"))
+        read = _input(body)
+        not_granted = _not_granted(body)
+        if offered.dropped:
+            not_granted["tools"] = offered.dropped
+        tool_choice = read_tool_choice(body.get("tool_choice"), not_granted)
+        include = _include(body, not_granted)
+        top = field_of(body, "top_logprobs", int, 0)
+        if not 0 <= top <= _MOST_LOGPROBS:
+            bad(f"top_logprobs: give a whole number from 0 to {_MOST_LOGPROBS}, not {top}.")
+        schema = json_schema(field_of(_text(body), "format", dict, {}), "text.format")
+        sampling = sampling_of(
+            body,
+            _SAMPLING,
+            schema=with_schema(schema, offered.tools, tool_choice, not_granted),
+            logprobs=top or None,
+        )
+        return WireRequest(
+            asked=Asked(
+                messages=read.messages or bad("input: give at least one message."),
+                tools=offered.tools,
+                sampling=sampling,
+                tool_choice=tool_choice,
+                label=label_of(headers),
+                handles=read.handles,
+                form=self.name,
+                client=headers.get("user-agent", ""),
+                purpose=purpose_of(headers),
+                not_granted=not_granted,
+            ),
+            stream=field_of(body, "stream", bool, False),
+            ids=field_of(body, "return_token_ids", bool, False),
+            logprobs=_LOGPROBS in include,
+            top_logprobs=top,
+            options={"tools": offered.by_name, "tool_choice": body.get("tool_choice") or "auto"},
+        )
+
+    def writer(self, request: WireRequest, model: str, text_of: TokenText) -> AnswerWriter:
+        return ResponseWriter(request, model, text_of)
+
+    def refusal(self, refused: Refused) -> Mapping[str, Any]:
+        return openai_error(refused)
+
+
+def _input(body: Mapping[str, Any]) -> ReadItems:
+    given = body.get("input")
+    if isinstance(given, str):
+        read = ReadItems([{"role": "user", "content": given}])
+    elif isinstance(given, list):
+        read = read_items(listed(body, "input"))
+    else:
+        bad(f"input: give a string or a list of items, not {given!r:.60}.")
+    instructions = field_of(body, "instructions", str, "")
+    if instructions:
+        read.messages.insert(0, {"role": "system", "content": instructions})
+    return read
+
+
+def _text(body: Mapping[str, Any]) -> dict[str, Any]:
+    return field_of(body, "text", dict, {})
+
+
+def _not_granted(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What is asked for and cannot be had, but for tools."""
+    not_granted = {name: body[name] for name in _NOT_GRANTED if body.get(name) is not None}
+    if field_of(body, "store", bool, False):
+        not_granted["store"] = True
+    if field_of(body, "parallel_tool_calls", bool, True) is False:
+        not_granted["parallel_tool_calls"] = False
+    if body.get("truncation") not in (None, "disabled"):
+        not_granted["truncation"] = body["truncation"]
+    if _text(body).get("verbosity") is not None:
+        not_granted["verbosity"] = _text(body)["verbosity"]
+    reasoning = {name: value for name, value in field_of(body, "reasoning", dict, {}).items() if value is not None}
+    if reasoning:
+        not_granted["reasoning"] = reasoning
+    return not_granted
+
+
+def _include(body: Mapping[str, Any], not_granted: dict[str, Any]) -> Sequence[Any]:
+    include = field_of(body, "include", list, [])
+    further = [each for each in include if each not in (_LOGPROBS, _GIVEN_ANYWAY)]
+    if further:
+        not_granted["include"] = further
+    return include

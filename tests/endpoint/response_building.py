@@ -1,0 +1,215 @@
+"""Turns and what is told of them, cut anywhere, and the events and requests of OpenAI's Responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from hypothesis import strategies as st
+
+from runner.chat_requests import Asked
+from runner.endpoint.response_events import ResponseWriter
+from runner.endpoint.responses import Responses
+from runner.endpoint.wire import Answered, WireRequest
+from runner.engines.base import FinishReason
+from runner.messages import ToolCall
+from runner.parsing.events import ContentPiece, ReasoningPiece
+from runner.tokens.log import Source, TokenLog
+from runner.trajectory import Turn
+from runner.turn_events import IdsSampled, ToolCalled, TurnAdmitted, TurnProgress
+
+__all__ = [
+    "HANDLE",
+    "PROMPT",
+    "TOOLS",
+    "Part",
+    "Told",
+    "as_codex_keeps",
+    "ask",
+    "asked",
+    "deltas",
+    "events_of",
+    "joined",
+    "letters",
+    "spoken",
+    "told_of",
+    "turn_of",
+    "turns_told",
+    "writer",
+]
+
+HANDLE = "call_0123456789ab"
+PROMPT = [7, 8, 9]
+
+Part: TypeAlias = ReasoningPiece | ContentPiece | ToolCall
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "name": "shell",
+        "description": "Run a command.",
+        "strict": False,
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+    },
+    {
+        "type": "namespace",
+        "name": "agents",
+        "description": "Other agents.",
+        "tools": [{"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {}}}],
+    },
+    {
+        "type": "custom",
+        "name": "apply_patch",
+        "description": "Change files.",
+        "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+    },
+    {"type": "web_search", "external_web_access": False},
+]
+
+
+def ask(headers: Mapping[str, str] | None = None, /, **body: Any) -> WireRequest:
+    """A request as it is read."""
+    return Responses().read({"model": "m", "input": "Mend it.", **body}, headers or {})
+
+
+def asked(items: Sequence[Any], **body: Any) -> Asked:
+    """What a request with these items asks."""
+    return ask(input=items, **body).asked
+
+
+def letters(ids: Sequence[int]) -> str:
+    return "".join(f"<{each}>" for each in ids)
+
+
+def writer(request: WireRequest | None = None) -> ResponseWriter:
+    made = Responses().writer(request or ask(tools=TOOLS), "m", letters)
+    assert isinstance(made, ResponseWriter)
+    return made
+
+
+def turn_of(parts: Iterable[Part], ids: Sequence[int] = (1, 2, 3), *, finish: FinishReason = FinishReason.STOP) -> Turn:
+    """The turn that says these parts, with these ids."""
+    parts = list(parts)
+    log = TokenLog()
+    log.append_prompt(PROMPT, Source.PROMPT)
+    log.append_sampled(ids, [-float(each) / 8 for each in ids])
+    return Turn(
+        agent="main",
+        number=0,
+        log=log,
+        start=len(PROMPT),
+        end=len(log),
+        text="".join(part.text for part in parts if isinstance(part, ContentPiece)),
+        reasoning="".join(part.text for part in parts if isinstance(part, ReasoningPiece)),
+        tool_calls=[part for part in parts if isinstance(part, ToolCall)],
+        finish=finish,
+        handle=HANDLE,
+    )
+
+
+@dataclass(frozen=True)
+class Told:
+    """A turn, and what is told of it while it is sampled."""
+
+    turn: Turn
+    parts: Sequence[Part]
+    progress: Sequence[Sequence[TurnProgress]]
+    """What is there at each look."""
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+calls = st.one_of(
+    st.builds(ToolCall, st.just("x"), st.just("shell"), st.fixed_dictionaries({"command": texts})),
+    st.builds(ToolCall, st.just("x"), st.just("agents__spawn"), st.just({})),
+    st.builds(ToolCall, st.just("x"), st.just("nobody_s"), st.dictionaries(texts, st.integers() | texts, max_size=2)),
+    st.builds(ToolCall, st.just("x"), st.just("apply_patch"), st.fixed_dictionaries({"input": texts})),
+    st.builds(ToolCall, st.just("x"), st.just("apply_patch"), st.dictionaries(texts, texts, max_size=2)),
+    st.builds(ToolCall, st.just("x"), st.just(""), st.just({}), st.just("it is no JSON")),
+)
+
+
+@st.composite
+def spoken(draw: st.DrawFn) -> list[Part]:
+    """What a turn says: perhaps a thought, then contents and calls in any order."""
+    parts: list[Part] = draw(st.lists(st.builds(ReasoningPiece, texts), max_size=1))
+    return parts + draw(st.lists(st.builds(ContentPiece, texts) | calls, max_size=4))
+
+
+@st.composite
+def turns_told(draw: st.DrawFn) -> Told:
+    """A turn cut anywhere: its ids in any slices, its texts in any pieces, and any part of it told only at its end."""
+    parts = draw(spoken())
+    ids = draw(st.lists(st.integers(0, 2**20), min_size=1, max_size=12))
+    finish = draw(st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]))
+    turn = turn_of(parts, ids, finish=finish)
+    if draw(st.integers(0, 4)) == 0:
+        return Told(turn, parts, [])
+    told: list[TurnProgress] = []
+    for part in parts:
+        if isinstance(part, ToolCall):
+            told.append(ToolCalled(part))
+            continue
+        told += [type(part)(piece) for piece in _cut(part.text, draw(_cuts(len(part.text)))) if piece]
+    told = told[: draw(st.integers(0, len(told)))]
+    places = sorted(draw(st.lists(st.integers(0, len(told)), min_size=3, max_size=3)), reverse=True)
+    slices = [piece for piece in _cut(ids, draw(_cuts(len(ids), 2))) if piece]
+    for place, piece in zip(places, reversed(slices), strict=False):
+        told.insert(place, IdsSampled(piece, [-float(each) / 8 for each in piece], None))
+    told.insert(0, TurnAdmitted(HANDLE, PROMPT))
+    return Told(turn, parts, _cut(told, draw(_cuts(len(told)))))
+
+
+def _cuts(length: int, most: int = 3) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, length), max_size=most)
+
+
+def _cut(whole: Any, cuts: Sequence[int]) -> list[Any]:
+    at = [0, *sorted(cuts), len(whole)]
+    return [whole[start:end] for start, end in pairwise(at)]
+
+
+def events_of(raw: bytes) -> list[dict[str, Any]]:
+    """The events of a stream; what stands in `event:` is their type, and they are numbered."""
+    events: list[dict[str, Any]] = []
+    for block in raw.decode().split("\n\n")[:-1]:
+        kind, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert kind == f"event: {event['type']}"
+        assert event["sequence_number"] == len(events)
+        events.append(event)
+    return events
+
+
+def told_of(told: Told, request: WireRequest) -> bytes:
+    """The stream of a turn."""
+    made = writer(request)
+    return b"".join([*map(made.tell, told.progress), made.end(Answered.of(told.turn))])
+
+
+def deltas(events: Iterable[Mapping[str, Any]], kind: str) -> str:
+    return "".join(event["delta"] for event in events if event["type"] == f"response.{kind}.delta")
+
+
+def joined(events: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+    """What stands beside the events, one after the other."""
+    return [each for event in events for each in event.get(name, ())]
+
+
+def as_codex_keeps(output: Iterable[Mapping[str, Any]], *, ids: bool = True) -> list[dict[str, Any]]:
+    """The items of an answer as Codex sends them back; its older versions without ids."""
+    kept = {
+        "reasoning": ("summary", "encrypted_content"),  # never the text of a thought
+        "message": ("role",),
+        "function_call": ("name", "namespace", "arguments", "call_id"),
+        "custom_tool_call": ("name", "namespace", "input", "call_id"),
+    }
+    items = []
+    for item in output:
+        names = ("type", *kept[item["type"]], *(("id",) if ids else ()))
+        items.append({name: item[name] for name in names if name in item})
+        if item["type"] == "message":
+            items[-1]["content"] = [{"type": "output_text", "text": part["text"]} for part in item["content"]]
+    return items

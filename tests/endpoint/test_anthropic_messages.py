@@ -1,0 +1,239 @@
+"""Anthropic's Messages as an endpoint writes them: what its own client makes of the events, however they are cut."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from anthropic.types.shared import ErrorResponse
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from runner import ContentPiece, ReasoningPiece, ToolCalled
+from runner.endpoint.refusals import Reason, Refused
+from runner.endpoint.wire import Answered, Restarted
+from runner.engines.base import FinishReason
+from runner.messages import ToolCall
+from runner.turn_events import TurnAdmitted, TurnProgress, TurnRestarted
+from tests.endpoint.anthropic_turns import (
+    ASKED,
+    FORM,
+    HANDLE,
+    ORDERED,
+    PARTS,
+    PROMPT,
+    client,
+    events,
+    rebuilt,
+    said,
+    streamed,
+    whole,
+    writer,
+)
+
+
+def joined(content: Sequence[dict[str, Any]], kind: str, name: str) -> str:
+    return "".join(block[name] for block in content if block["type"] == kind)
+
+
+# --- any turn, however it is cut
+
+
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+
+@given(parts=PARTS, data=st.data())
+def test_the_deltas_are_the_whole_however_the_progress_is_cut(parts: list[TurnProgress], data: st.DataObject) -> None:
+    told = said(parts)
+    cuts = data.draw(st.lists(st.integers(0, len(told.progress)), max_size=6))
+    written = streamed(told, cuts, ids=True, logprobs=True)
+    for event in events(written):
+        EVENT.validate_python(event)
+    message, answer = rebuilt(written), whole(told, ids=True, logprobs=True)
+    Message.model_validate(answer)
+    for kind, name in (("text", "text"), ("thinking", "thinking")):
+        assert joined(message["content"], kind, name) == joined(answer["content"], kind, name)
+    calls = [[block for block in each["content"] if block["type"] == "tool_use"] for each in (message, answer)]
+    assert calls[0] == calls[1]
+    rest: Any = {"content": [], "token_ids": [], "logprobs": []}
+    assert {**message, **rest} == {**answer, **rest}
+    sampled = [each for event in events(written) for each in event.get("token_ids", ())]
+    assert sampled == answer["token_ids"] == list(told.turn.token_ids)
+    assert answer["prompt_token_ids"] == message["prompt_token_ids"] == PROMPT
+    logprobs = [each for event in events(written) for each in event.get("logprobs", ())]
+    assert logprobs == answer["logprobs"]
+    assert [math.nan if each is None else each for each in logprobs] == pytest.approx(
+        list(told.turn.logprobs), nan_ok=True
+    )
+
+
+def test_the_client_makes_of_the_events_the_very_message_that_is_given_whole() -> None:
+    told = said(ORDERED)
+    assert rebuilt(streamed(told, range(len(told.progress)))) == whole(told)
+    with client(json.dumps(whole(told)).encode()) as api:
+        assert api.messages.create(**ASKED).to_dict() == whole(told)
+
+
+def test_a_turn_of_which_nothing_was_told_is_written_at_its_end() -> None:
+    told = said(ORDERED)
+    written = writer(ids=True).end(Answered.of(told.turn))
+    message = rebuilt(written)
+    assert message.pop("prompt_token_ids") == PROMPT
+    assert message == whole(told)
+    assert [each for event in events(written) for each in event.get("token_ids", ())] == list(told.turn.token_ids)
+
+
+def test_blocks_come_one_after_the_other_and_text_behind_a_call_is_another_one() -> None:
+    told = said([*ORDERED, ContentPiece("\nAnd"), ReasoningPiece("so")])
+    starts = [event for event in events(streamed(told)) if event["type"] == "content_block_start"]
+    assert [event["content_block"]["type"] for event in starts] == [
+        *("thinking", "text", "tool_use", "tool_use", "text", "thinking"),
+    ]
+    open_block = None
+    for event in events(streamed(told)):
+        match event["type"]:
+            case "content_block_start":
+                assert open_block is None
+                open_block = event["index"]
+            case "content_block_delta":
+                assert event["index"] == open_block
+            case "content_block_stop":
+                assert event["index"] == open_block
+                open_block = None
+    assert [event["index"] for event in starts] == list(range(6))
+    assert events(streamed(told))[-1] == {"type": "message_stop"}
+
+
+def test_ids_and_what_they_cost_are_told_only_to_who_asks() -> None:
+    assert b"token_ids" not in streamed(said(ORDERED))
+    assert b"logprobs" not in streamed(said(ORDERED), ids=True)
+    assert b"token_ids" not in streamed(said(ORDERED), logprobs=True)
+    assert not {"token_ids", "prompt_token_ids", "logprobs"} & whole(said(ORDERED)).keys()
+
+
+def test_a_call_that_cannot_be_read_is_none_and_the_ids_name_the_turn() -> None:
+    content = rebuilt(streamed(said(ORDERED)))["content"]
+    assert [block["id"] for block in content if block["type"] == "tool_use"] == [f"{HANDLE}_0", f"{HANDLE}_2"]
+    assert [block["signature"] for block in content if block["type"] == "thinking"] == [HANDLE]
+    assert rebuilt(streamed(said(ORDERED)))["id"] == "msg_0123456789ab"
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "reason"),
+    [
+        ({}, {}, ("end_turn", None)),
+        ({"finish": FinishReason.LENGTH, "stop": "max_tokens"}, {}, ("max_tokens", None)),
+        ({"finish": FinishReason.CONTEXT, "stop": "context"}, {}, ("max_tokens", None)),
+        ({"stop": "END"}, {"stop": ("END", "so")}, ("stop_sequence", "END")),
+        ({"stop": "END"}, {}, ("end_turn", None)),  # the run's own, of which the client knows nothing
+        ({"tool_calls": [ToolCall("t0", "run", {})]}, {"stop": ("END",)}, ("tool_use", None)),
+        ({"tool_calls": [ToolCall("t0", "", {}, "it cannot be read")]}, {}, ("end_turn", None)),
+    ],
+)
+def test_why_a_turn_ended_is_told_in_the_words_of_the_form(
+    settings: dict[str, Any], asked: dict[str, Any], reason: tuple[str, str | None]
+) -> None:
+    calls = settings.pop("tool_calls", ())
+    told = said([ContentPiece("so"), *map(ToolCalled, calls)], **settings)
+    for answer in (rebuilt(streamed(told, **asked)), whole(told, **asked)):
+        assert (answer["stop_reason"], answer.get("stop_sequence")) == reason
+
+
+def test_the_input_is_what_no_cache_held() -> None:
+    usage = {"input_tokens": 2, "cache_read_input_tokens": 1, "cache_creation_input_tokens": 0, "output_tokens": 2}
+    told = said([ContentPiece("so")])
+    assert whole(told)["usage"] == rebuilt(streamed(told))["usage"] == usage
+    assert events(streamed(told))[0]["message"]["usage"] == {**usage, "input_tokens": 3} | {
+        "cache_read_input_tokens": 0,
+        "output_tokens": 0,
+    }
+
+
+def test_what_json_cannot_hold_is_written_all_the_same() -> None:
+    told = said([ContentPiece("half \ud83d"), ToolCalled(ToolCall("t0", "run", {"much": 2**70, "half": "\ud83d"}))])
+    for answer in (rebuilt(streamed(told)), whole(told, logprobs=True)):
+        assert answer["content"][0]["text"] == "half ?"
+        assert answer["content"][1]["input"] == {"much": 2**70, "half": "?"}
+
+
+def test_a_stream_is_kept_alive_by_pings_that_say_nothing() -> None:
+    told = said(ORDERED)
+    alive = writer().keep_alive
+    assert rebuilt(alive + alive + streamed(told)) == whole(told)
+    assert events(alive) == [{"type": "ping"}]
+
+
+def test_a_turn_that_is_sampled_anew_after_some_of_it_was_told_is_not_told_on() -> None:
+    writes = writer()
+    writes.tell([TurnAdmitted(HANDLE, PROMPT), ContentPiece("so")])
+    with pytest.raises(Restarted):
+        writes.tell([TurnRestarted()])
+
+
+def test_what_goes_on_with_a_cut_turn_says_what_that_did_not() -> None:
+    cut, on = said([ContentPiece("I will ")]).turn, said([ContentPiece("I will "), ContentPiece("look.")]).turn
+    answer = json.loads(writer().whole(Answered.of(on, cut)))
+    assert answer["content"] == [{"type": "text", "text": "look."}]
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_a_refusal_is_of_the_type_that_its_status_has(reason: Reason) -> None:
+    body = FORM.refusal(Refused(reason, "because"))
+    if reason is not Reason.TOO_LARGE:  # a type of the API that its own library does not know
+        ErrorResponse.model_validate(body)
+    answer = json.dumps(body).encode()
+    with client(answer, status=reason.status) as api, pytest.raises(anthropic.APIStatusError) as raised:
+        api.messages.create(**ASKED)
+    assert raised.value.status_code == reason.status
+    assert raised.value.type == body["error"]["type"]
+    assert "because" in str(raised.value)
+
+
+def test_types_of_refusals() -> None:
+    types = {reason: FORM.refusal(Refused(reason, ""))["error"]["type"] for reason in Reason}
+    assert types == {
+        Reason.INVALID: "invalid_request_error",
+        Reason.OVERFLOW: "invalid_request_error",
+        Reason.OVER: "invalid_request_error",
+        Reason.UNAUTHORIZED: "authentication_error",
+        Reason.FORBIDDEN: "permission_error",
+        Reason.NOT_FOUND: "not_found_error",
+        Reason.METHOD: "invalid_request_error",
+        Reason.TOO_LARGE: "request_too_large",
+        Reason.SLOW: "timeout_error",
+        Reason.BUSY: "rate_limit_error",
+        Reason.FAILED: "api_error",
+    }
+
+
+def test_a_prompt_that_is_too_long_is_told_in_words_by_which_clients_know_it() -> None:
+    refused = Refused(Reason.OVERFLOW, "it does not fit", prompt=220_000, context=200_000)
+    assert FORM.refusal(refused)["error"]["message"] == "prompt is too long: 220000 tokens > 200000 maximum"
+
+
+def test_an_episode_that_is_over_is_told_by_its_code() -> None:
+    message = FORM.refusal(Refused(Reason.OVER, "a limit was reached"))["error"]["message"]
+    assert message == "episode_over: a limit was reached"
+
+
+def test_a_refusal_in_mid_stream_is_an_error_to_the_client() -> None:
+    told = said(ORDERED)
+    writes = writer()
+    written = writes.tell(told.progress[:4]) + writes.write_refusal(Refused(Reason.FAILED, "the engine died"))
+    with pytest.raises(anthropic.APIStatusError) as raised:
+        rebuilt(written)
+    assert raised.value.type == "api_error"
+    assert "the engine died" in str(raised.value)
+
+
+def test_a_count_is_what_the_client_takes_for_one() -> None:
+    assert MessageTokensCount.model_validate(FORM.count(7)).input_tokens == 7

@@ -1,0 +1,511 @@
+"""OpenAI's Responses: what a request may hold, and that clients rebuild the answer from its events."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from runner.endpoint.refusals import Reason, Refused
+from runner.endpoint.responses import Responses
+from runner.endpoint.wire import Answered, Restarted, WireRequest
+from runner.engines.base import FinishReason
+from runner.messages import ToolCall, as_messages
+from runner.options import Sampling
+from runner.parsing.events import ContentPiece, ReasoningPiece
+from runner.turn_events import IdsSampled, ToolCalled, TurnAdmitted, TurnRestarted
+from tests.endpoint.response_building import (
+    HANDLE,
+    PROMPT,
+    TOOLS,
+    Part,
+    Told,
+    as_codex_keeps,
+    ask,
+    asked,
+    deltas,
+    events_of,
+    joined,
+    told_of,
+    turn_of,
+    turns_told,
+    writer,
+)
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+# Its versions differ in which of the two they stand on.
+httpx: Any = sys.modules[openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]]
+
+TALKS: list[Part] = [ReasoningPiece("Hm."), ContentPiece("I look."), ToolCall("x", "shell", {"command": "ls"})]
+
+
+def whole_of(told: Told, request: WireRequest) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(writer(request).whole(Answered.of(told.turn)))
+    return answer
+
+
+def last_of(raw: bytes) -> dict[str, Any]:
+    response: dict[str, Any] = events_of(raw)[-1]["response"]
+    return response
+
+
+def rebuilt(raw: bytes) -> dict[str, Any]:
+    """The response that openai-python's stream helper makes of a stream."""
+
+    def reply(request: Any) -> Any:
+        return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=raw)
+
+    line = httpx.Client(transport=httpx.MockTransport(reply))
+    client = openai.OpenAI(api_key="x", base_url="http://endpoint/v1", http_client=line, max_retries=0)
+    with client, client.responses.stream(model="m", input="Mend it.") as stream:
+        *_, last = stream
+    assert last.type in ("response.completed", "response.incomplete")
+    response: dict[str, Any] = last.response.to_dict()
+    return response
+
+
+# --- what is written
+
+
+@given(turns_told(), st.booleans(), st.booleans())
+def test_every_event_is_one_of_openai_s(told: Told, ids: bool, logprobs: bool) -> None:
+    include = ["message.output_text.logprobs"] if logprobs else []
+    request = ask(tools=TOOLS, return_token_ids=ids, include=include)
+    events = events_of(told_of(told, request))
+    for event in events:
+        EVENT.validate_python(event)
+    kinds = [event["type"] for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert [each for each in kinds if each in ("response.completed", "response.incomplete")] == [kinds[-1]]
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done")
+    Response.model_validate(whole_of(told, request))
+
+
+@given(turns_told())
+def test_what_is_told_piece_by_piece_is_what_was_said(told: Told) -> None:
+    events = events_of(told_of(told, ask(tools=TOOLS)))
+    assert deltas(events, "output_text") == told.turn.text
+    assert deltas(events, "reasoning_text") == told.turn.reasoning
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+    for index, item in enumerate(done):
+        own = [event for event in events if event.get("output_index") == index]
+        said = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
+        assert said == text_of(item)
+        assert {event["item_id"] for event in own if "item_id" in event} == {item["id"]}
+
+
+def text_of(item: Mapping[str, Any]) -> str:
+    match item["type"]:
+        case "function_call":
+            text = item["arguments"]
+        case "custom_tool_call":
+            text = item["input"]
+        case _:
+            text = "".join(part["text"] for part in item["content"])
+    assert isinstance(text, str)
+    return text
+
+
+@given(turns_told())
+def test_openai_s_own_reader_of_streams_rebuilds_the_whole_answer(told: Told) -> None:
+    request = ask(tools=TOOLS)
+    raw, whole = told_of(told, request), whole_of(told, request)
+    read = rebuilt(raw)
+    assert read["status"] == whole["status"]
+    assert read["usage"] == whole["usage"]
+    assert read["id"] == whole["id"]
+    kinds = [isinstance(part, ToolCall) for part in told.parts]
+    if kinds == sorted(kinds):  # else it spoke behind a call, which is another message of the stream
+        assert as_codex_keeps(read["output"]) == as_codex_keeps(whole["output"])
+    assert calls_of(read) == calls_of(whole)
+    assert Response.model_validate(last_of(raw)).output_text == Response.model_validate(whole).output_text
+
+
+def calls_of(response: Mapping[str, Any]) -> list[Any]:
+    return [item for item in as_codex_keeps(response["output"]) if "call_id" in item]
+
+
+@given(turns_told())
+def test_the_ids_beside_the_events_joined_are_those_of_the_turn(told: Told) -> None:
+    request = ask(tools=TOOLS, return_token_ids=True)
+    events = events_of(told_of(told, request))
+    assert joined(events, "token_ids") == list(told.turn.token_ids)
+    assert events[0]["prompt_token_ids"] == PROMPT
+    whole = whole_of(told, request)
+    assert (whole["token_ids"], whole["prompt_token_ids"]) == (list(told.turn.token_ids), PROMPT)
+    assert not joined(events_of(told_of(told, ask(tools=TOOLS))), "token_ids"), "nobody asked for them"
+
+
+@given(turns_told())
+def test_the_log_probability_of_each_id_is_told_once(told: Told) -> None:
+    request = ask(tools=TOOLS, include=["message.output_text.logprobs"])
+    events = events_of(told_of(told, request))
+    ids = [f"<{each}>" for each in told.turn.token_ids]
+    texts = [event for event in events if event["type"] == "response.output_text.delta"]
+    rows = [*joined(texts, "logprobs"), *events[-1].get("logprobs", ())]
+    assert [row["token"] for row in rows] == ids
+    assert [row["logprob"] for row in rows] == list(told.turn.logprobs)
+    whole = whole_of(told, request)
+    message = next((item for item in whole["output"] if item["type"] == "message"), None)
+    rows = whole["logprobs"] if message is None else message["content"][0]["logprobs"]
+    assert [row["token"] for row in rows] == ids
+
+
+def test_a_text_comes_as_it_is_sampled_and_nothing_waits_for_the_end() -> None:
+    made = writer()
+    begin = events_of(made.tell([TurnAdmitted(HANDLE, PROMPT), ReasoningPiece("H"), ReasoningPiece("m")]))
+    assert begin[-1]["delta"] == "Hm"
+    more = made.tell([ContentPiece("I "), IdsSampled([1], None, None), ContentPiece("look")])
+    assert more.count(b"response.output_text.delta") == 4, "in two events, each of them named twice"
+    called = made.tell([ToolCalled(ToolCall("x", "shell", {"command": "ls"}))])
+    assert called.count(b"event: response.output_item.done") == 2, "the message is over, and so is the call"
+
+
+def test_a_turn_that_says_nothing_is_an_empty_message() -> None:
+    nothing: list[list[Part]] = [[], [ReasoningPiece("Hm.")]]
+    for parts in nothing:
+        told = Told(turn_of(parts), parts, [])
+        output = last_of(told_of(told, ask()))["output"]
+        assert output[-1]["content"] == [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
+
+
+def test_a_turn_that_was_cut_is_incomplete() -> None:
+    told = Told(turn_of(TALKS[:2], finish=FinishReason.LENGTH), TALKS, [])
+    events = events_of(told_of(told, ask()))
+    assert events[-1]["type"] == "response.incomplete"
+    response = events[-1]["response"]
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
+
+
+def test_a_turn_that_goes_on_with_a_cut_one_tells_what_that_did_not_say() -> None:
+    cut, turn = turn_of([ContentPiece("It was")]), turn_of([ContentPiece("It was long.")])
+    answer = json.loads(writer().whole(Answered.of(turn, cut)))
+    assert answer["output"][0]["content"][0]["text"] == " long."
+
+
+def test_a_turn_that_is_sampled_anew_ends_its_stream() -> None:
+    made = writer()
+    made.tell([TurnAdmitted(HANDLE, PROMPT), ContentPiece("It")])
+    with pytest.raises(Restarted):
+        made.tell([TurnRestarted()])
+
+
+def test_half_of_a_surrogate_pair_comes_back_as_the_model_spelt_it() -> None:
+    half = json.loads('"\\ud800"')
+    turn = turn_of([ContentPiece(half), ToolCall("x", "shell", {"command": half})])
+    raw = told_of(Told(turn, [], []), ask(tools=TOOLS))
+    message, called = last_of(raw)["output"]
+    assert message["content"][0]["text"] == "?"
+    assert as_messages(asked([called]).messages)[0]["tool_calls"] == turn.as_message()["tool_calls"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        (Reason.OVERFLOW, "context_length_exceeded"),  # at which Codex makes room
+        (Reason.OVER, "invalid_prompt"),  # which nobody asks again
+        (Reason.INVALID, "invalid_prompt"),
+        (Reason.BUSY, "rate_limit_exceeded"),
+        (Reason.FAILED, "server_error"),
+    ],
+)
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_stream_without_an_answer_ends_with_why(reason: Reason, code: str, begun: bool) -> None:
+    made = writer()
+    raw = made.tell([TurnAdmitted(HANDLE, PROMPT), ContentPiece("It")]) if begun else b""
+    raw += made.write_refusal(Refused(reason, "it is so.", prompt=900, context=800))
+    events = events_of(raw)
+    assert events[0]["type"] == "response.created", "which openai-python reads first"
+    assert (events[-1]["type"], events[-1]["response"]["error"]["code"]) == ("response.failed", code)
+    if reason is Reason.OVERFLOW:  # a code that the API has and its types lack
+        events[-1]["response"]["error"]["code"] = "server_error"
+    for event in events:
+        EVENT.validate_python(event)
+
+
+def test_a_history_that_does_not_fit_is_told_in_the_words_of_openai() -> None:
+    refused = Refused(Reason.OVERFLOW, "no room", prompt=900, context=800)
+    error = Responses().refusal(refused)["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "maximum context length is 800 tokens" in error["message"]
+    assert Reason.OVERFLOW in Responses().told_in_stream
+
+
+# --- what comes back
+
+
+@given(turns_told(), st.sampled_from(["whole", "stream"]))
+def test_what_was_written_comes_back_as_what_was_said(told: Told, how: str) -> None:
+    request = ask(tools=TOOLS)
+    answer = whole_of(told, request) if how == "whole" else last_of(told_of(told, request))
+    read = asked([{"role": "user", "content": "Mend it."}, *answer["output"]])
+    assert as_messages(read.messages)[1:] == [told.turn.as_message()]
+    assert read.handles == [HANDLE]
+
+
+@given(turns_told())
+def test_codex_names_the_turn_though_it_keeps_the_thought_to_itself(told: Told) -> None:
+    items = as_codex_keeps(last_of(told_of(told, ask(tools=TOOLS)))["output"])
+    (message,) = as_messages(asked(items).messages)
+    said = told.turn.as_message()
+    said.pop("reasoning_content", None)
+    assert message == said
+    assert asked(items).handles == [HANDLE]
+
+
+def test_items_of_two_turns_are_two_messages_and_a_result_names_its_call() -> None:
+    first = {"type": "message", "role": "assistant", "id": "msg_aaaaaaaaaaaa", "content": "It was"}
+    call = {"type": "function_call", "call_id": f"{HANDLE}_0", "name": "shell", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": f"{HANDLE}_0", "output": [{"type": "input_text", "text": "a"}]}
+    read = asked([first, call, result])
+    assert [message["role"] for message in read.messages] == ["assistant", "assistant", "tool"]
+    assert read.messages[2] == {"role": "tool", "tool_call_id": f"{HANDLE}_0", "content": "a"}
+    assert read.handles == ["call_aaaaaaaaaaaa", HANDLE]
+
+
+def test_items_that_name_no_turn_of_ours_are_told_apart_by_their_order() -> None:
+    thought = {"type": "reasoning", "id": "rs_68e2c0", "summary": [{"type": "summary_text", "text": "Hm."}]}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]}
+    called = {"type": "function_call", "call_id": "call_Xy", "name": "shell", "arguments": ""}
+    read = asked([thought, said, called, thought, said, said])
+    assert [message["content"] for message in read.messages] == ["So.", "So.", "So."]
+    assert [message.get("reasoning_content") for message in read.messages] == ["Hm.", "Hm.", None]
+    assert read.messages[0]["tool_calls"] == [
+        {"id": "call_Xy", "type": "function", "function": {"name": "shell", "arguments": "{}"}}
+    ]
+    assert read.handles == []
+
+
+def test_a_call_of_a_custom_tool_is_a_text_and_its_result_comes_back_by_the_same_id() -> None:
+    patch = ToolCall("x", "apply_patch", {"input": "*** Begin Patch"})
+    wrong = ToolCall("x", "apply_patch", {"patch": "*** Begin Patch"})
+    turn = turn_of([patch, wrong])
+    right, other = last_of(told_of(Told(turn, [], []), ask(tools=TOOLS)))["output"]
+    assert (right["type"], right["input"], right["call_id"]) == ("custom_tool_call", "*** Begin Patch", f"{HANDLE}_0")
+    assert json.loads(other["input"]) == wrong.arguments
+    results = [
+        {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "done"} for item in (right, other)
+    ]
+    said, *answers = as_messages(asked([right, other, *results]).messages)
+    assert said == turn.as_message()
+    assert [answer["tool_call_id"] for answer in answers] == [call["id"] for call in said["tool_calls"]]
+
+
+def test_a_tool_of_a_namespace_has_one_name_for_the_model_and_two_for_the_client() -> None:
+    assert [tool["function"]["name"] for tool in ask(tools=TOOLS).asked.tools] == [
+        "shell",
+        "agents__spawn",
+        "apply_patch",
+    ]
+    turn = turn_of([ToolCall("x", "agents__spawn", {})])
+    (item,) = last_of(told_of(Told(turn, [], []), ask(tools=TOOLS)))["output"]
+    assert (item["name"], item["namespace"]) == ("spawn", "agents")
+
+
+# --- what is read
+
+
+def test_a_string_is_what_the_user_says_and_instructions_stand_in_front() -> None:
+    assert ask(input="Mend it.", instructions="Be brief.").asked.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Mend it."},
+    ]
+
+
+def test_developers_speak_as_the_system() -> None:
+    (message,) = asked(
+        [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "So."}]}]
+    ).messages
+    assert message == {"role": "system", "content": "So."}
+
+
+def test_tools_are_read_and_those_of_a_provider_are_told_as_not_granted() -> None:
+    read = ask(tools=TOOLS).asked
+    shell, _, patch = [tool["function"] for tool in read.tools]
+    assert shell["parameters"] == TOOLS[0]["parameters"]
+    assert "start: /.+/" in patch["description"]
+    assert patch["parameters"]["required"] == ["input"]
+    assert read.not_granted == {"tools": ["web_search"]}
+
+
+@pytest.mark.parametrize(
+    ("given", "choice"),
+    [
+        ("auto", "auto"),
+        ("none", "none"),
+        ("required", "required"),
+        (None, None),
+        ({"type": "function", "name": "shell"}, "shell"),
+        ({"type": "function", "name": "spawn", "namespace": "agents"}, "agents__spawn"),
+        ({"type": "custom", "name": "apply_patch"}, "apply_patch"),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "shell"}]}, "shell"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "shell"}]}, "auto"),
+    ],
+)
+def test_a_choice_of_tools_is_read(given: Any, choice: str | None) -> None:
+    request = ask(tools=TOOLS, tool_choice=given)
+    assert request.asked.tool_choice == choice
+    told = Told(turn_of(TALKS), TALKS, [])
+    for event in events_of(told_of(told, request)):
+        EVENT.validate_python(event)
+
+
+def test_what_may_be_called_of_several_is_told_as_not_granted() -> None:
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "shell"}]}
+    assert ask(tools=TOOLS[:1], tool_choice=allowed).asked.not_granted == {"allowed_tools": ["shell"]}
+
+
+def test_the_sampling_of_a_request_is_read() -> None:
+    schema = {"type": "object"}
+    request = ask(
+        temperature=0.5,
+        top_p=0.9,
+        max_output_tokens=9,
+        top_logprobs=2,
+        text={"format": {"type": "json_schema", "name": "x", "schema": schema}},
+    )
+    assert request.asked.sampling == Sampling(temperature=0.5, top_p=0.9, max_tokens=9, logprobs=2, schema=schema)
+    assert ask(top_logprobs=2).top_logprobs == 2
+    assert ask().asked.sampling is None
+
+
+def test_what_cannot_be_had_is_told_as_not_granted() -> None:
+    body = {
+        "store": True,
+        "parallel_tool_calls": False,
+        "truncation": "auto",
+        "text": {"verbosity": "low"},
+        "reasoning": {"effort": "high", "summary": None},
+        "include": ["reasoning.encrypted_content", "file_search_call.results"],
+        "service_tier": "flex",
+    }
+    assert ask(**body).asked.not_granted == {
+        "store": True,
+        "parallel_tool_calls": False,
+        "truncation": "auto",
+        "verbosity": "low",
+        "reasoning": {"effort": "high"},
+        "include": ["file_search_call.results"],
+        "service_tier": "flex",
+    }
+    assert ask(store=False, truncation="disabled", parallel_tool_calls=True).asked.not_granted == {}
+
+
+def test_fields_that_nobody_knows_are_left_alone() -> None:
+    assert ask(prompt_cache_key="x", client_metadata={"a": "b"}, newest=[1]) == ask()
+
+
+def test_codex_says_who_asks_and_what_for() -> None:
+    told = json.dumps({"thread_id": "t1", "agent_name": "main", "request_kind": "compaction"})
+    read = ask({"x-codex-turn-metadata": told, "session-id": "s1", "user-agent": "codex"}).asked
+    assert (read.label, read.purpose, read.client, read.form) == ("s1", "compaction", "codex", "responses")
+    assert ask({"x-codex-turn-metadata": told}).asked.label == "t1"
+    assert ask({"x-codex-turn-metadata": told, "thread-id": "t2"}).asked.label == "t2"
+    for broken in ("{", "[]", '{"thread_id": 1}'):
+        read = ask({"x-codex-turn-metadata": broken}).asked
+        assert (read.label, read.purpose) == ("", "")
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["Mend it."]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "rs_1"}]}, "input[0]"),
+        ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "web_search_call"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input_file"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image"}]}]},
+            "input[0].output[0]",
+        ),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"instructions": ["x"]}, "instructions"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": 1}]}, "tools[0].parameters"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.mode"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
+        ({"stream": "yes"}, "stream"),
+        ({"include": "all"}, "include"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_its_name(body: dict[str, Any], named: str) -> None:
+    with pytest.raises(Refused) as refused:
+        ask(**body)
+    assert refused.value.reason is Reason.INVALID
+    assert named in refused.value.message
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+CODEX: dict[str, Any] = {
+    "model": "m",
+    "instructions": "Be brief.",
+    "input": [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Mend it."}]},
+        *as_codex_keeps(last_of(told_of(Told(turn_of(TALKS), TALKS, []), ask(tools=TOOLS)))["output"]),
+        {"type": "function_call_output", "call_id": f"{HANDLE}_0", "output": "three files"},
+        {"type": "custom_tool_call", "call_id": f"{HANDLE}_1j", "name": "apply_patch", "input": "x"},
+    ],
+    "tools": TOOLS,
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "shell"}]},
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "high"},
+    "text": {"verbosity": "low", "format": {"type": "json_schema", "schema": {}}},
+    "include": ["reasoning.encrypted_content"],
+    "store": False,
+    "stream": True,
+    "temperature": 1,
+    "top_logprobs": 1,
+}
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every place in a value, as what it is in and its key there."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    return [place for key in keys for place in [(value, key), *places(value[key])]]
+
+
+@given(st.data())
+def test_a_malformed_request_is_refused_and_nothing_else_happens(data: st.DataObject) -> None:
+    body = json.loads(json.dumps(CODEX))
+    for _ in range(data.draw(st.integers(1, 3))):
+        inside, key = data.draw(st.sampled_from(places(body)))
+        inside[key] = data.draw(JSON)
+    try:
+        request = Responses().read(body, {})
+    except Refused:
+        return
+    as_messages(request.asked.messages)
+    told = Told(turn_of(TALKS), TALKS, [])
+    assert events_of(told_of(told, request))[-1]["type"] == "response.completed"
