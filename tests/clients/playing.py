@@ -12,7 +12,7 @@ import anyio.to_thread
 from runner import Conversation, Environment, Outcome, Run, Task, Trajectory, reward
 from runner.chat_requests import ChatRequest, Verdict
 from runner.endpoint.endpoint import ChatThread, Endpoint
-from runner.endpoint.programs import Finished
+from runner.endpoint.programs import FinishedProgram
 from runner.engines.scripted.replies import ReplyEncoder
 from runner.engines.scripted.script import Answer, ModelCall, as_reply
 from runner.testing import Reply, ScriptedEngine, assert_exact
@@ -49,7 +49,7 @@ class Played:
     """The folder in which the program worked."""
     file: Path
     """The run file."""
-    finished: Finished | None = None
+    finished: FinishedProgram | None = None
     """How the program ended."""
     threads: list[ChatThread] = field(default_factory=list)
     """Its conversations, those that are not trained as well."""

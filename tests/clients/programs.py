@@ -81,6 +81,7 @@ PROGRAMS = {
     "openai-agents chat": script(
         "openai-agents", "openai_agents.py", "chat", tolerated=tolerated("reasoning_left_out")
     ),
+    "openai-agents responses": script("openai-agents", "openai_agents.py", "responses", form="responses"),
     "pydantic-ai": script("pydantic-ai", "pydantic_agent.py"),
     "smolagents": script(
         "smolagents",
@@ -105,6 +106,19 @@ PROGRAMS = {
         arguments=["pi", "-p", "--provider", "deltarunner", "--model", "{model}"],
         shell=bash,
         tolerated=tolerated("content_parts"),
+    ),
+    "codex": Program(
+        client="codex",
+        arguments=["codex", "exec", "--skip-git-repo-check", "--model", "{model}"],
+        shell=lambda command: call("exec_command", cmd=command),
+        form="responses",
+    ),
+    "claude": Program(
+        client="claude",
+        arguments=["claude", "--dangerously-skip-permissions", "--model", "{model}", "-p"],
+        shell=lambda command: call("Bash", command=command),
+        form="anthropic",
+        tolerated=tolerated("cache_marks"),
     ),
     "opencode": Program(
         client="opencode",
