@@ -75,7 +75,7 @@ class Tolerated(enum.StrEnum):
     JOINED = "joined"
     """One turn as several messages, which are joined."""
     REORDERED = "reordered"
-    """Calls of one turn as several messages with results between them."""
+    """Results in another order than the calls, or calls of one turn as several messages with results between them."""
     CALL_IDS = "call_ids"
     """Other ids of calls than those that were given; results are matched by their place."""
     SYSTEM_AS_USER = "system_as_user"

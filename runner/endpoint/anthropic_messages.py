@@ -29,18 +29,9 @@ class AnthropicMessages(WireForm):
 
     name = "anthropic"
 
-    def __init__(self, *, system_as_user: bool = False) -> None:
-        """Read and write in this form.
-
-        Args:
-            system_as_user: system messages in mid-conversation, as Claude Code sends them, are put before the model as
-                a user's, for templates that take none there.
-        """
-        self._system_as_user = system_as_user
-
     def read(self, body: Mapping[str, Any], headers: Headers) -> WireRequest:
         return WireRequest(
-            asked=asked_of(body, headers, form=self.name, system_as_user=self._system_as_user),
+            asked=asked_of(body, headers, form=self.name),
             stream=field_of(body, "stream", bool, False),
             ids=field_of(body, "return_token_ids", bool, False),
             logprobs=field_of(body, "logprobs", bool, False),
@@ -52,7 +43,7 @@ class AnthropicMessages(WireForm):
         Raises:
             Refused: something in it cannot be used; names the field and the fix.
         """
-        return asked_of(body, headers, form=self.name, system_as_user=self._system_as_user, counting=True)
+        return asked_of(body, headers, form=self.name, counting=True)
 
     def writer(self, request: WireRequest, model: str, text_of: TokenText) -> AnswerWriter:
         return _Writer(request, model, text_of)

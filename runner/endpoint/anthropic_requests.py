@@ -40,16 +40,13 @@ _TAKEN: Final = {
 _SESSION: Final = re.compile(r"session_([0-9A-Za-z-]+)\Z")
 
 
-def asked_of(
-    body: Mapping[str, Any], headers: Headers, *, form: str, system_as_user: bool, counting: bool = False
-) -> Asked:
+def asked_of(body: Mapping[str, Any], headers: Headers, *, form: str, counting: bool = False) -> Asked:
     """What a request asks.
 
     Args:
         body: the request's body.
         headers: its headers.
         form: the name of the form in which it came.
-        system_as_user: whether system messages in mid-conversation are put before the model as a user's.
         counting: whether its prompt is only to be counted, so that no `max_tokens` is needed.
 
     Raises:
@@ -69,7 +66,6 @@ def asked_of(
         tool_choice=tool_choice,
         label=label_of(headers) or _session(body),
         handles=history.handles,
-        system_as_user=system_as_user,
         form=form,
         client=headers.get("user-agent", ""),
         not_granted=not_granted,
@@ -85,8 +81,6 @@ class _History:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     handles: list[str] = field(default_factory=list)
-    calls: list[str] = field(default_factory=list)
-    """The ids of the calls of its last turn."""
 
 
 def _history(body: Mapping[str, Any]) -> _History:
@@ -174,14 +168,8 @@ def _add_system(history: _History, blocks: Sequence[_Block]) -> None:
 
 
 def _add_user(history: _History, blocks: Sequence[_Block]) -> None:
-    """The results, which answer what stands right before them, and then what the user says.
-
-    Clients send results as they come, and most templates tell by their order alone which call each of them answers.
-    """
+    """The results, which answer what stands right before them, and then what the user says."""
     results = [_result(block) for block in blocks if block.kind == "tool_result"]
-    if len(results) > 1:
-        places = {call_id: place for place, call_id in enumerate(history.calls)}
-        results.sort(key=lambda result: places.get(result["tool_call_id"], len(places)))
     history.messages += results
     if len(results) < len(blocks) or not results:
         said = [block for block in blocks if block.kind != "tool_result"]
@@ -219,9 +207,6 @@ def _add_assistant(history: _History, blocks: Sequence[_Block]) -> None:
         message["reasoning_content"] = "".join(thoughts)
     if calls:
         message["tool_calls"] = calls
-        # A turn may come as several messages.
-        goes_on = history.messages and history.messages[-1]["role"] == "assistant"
-        history.calls = [*(history.calls if goes_on else ()), *(call["id"] for call in calls)]
     history.messages.append(message)
 
 

@@ -17,7 +17,7 @@ import orjson
 from runner.endpoint.chat_completions import openai_error
 from runner.endpoint.encoding import arguments_text, encode, logprob_rows
 from runner.endpoint.refusals import Reason, Refused
-from runner.endpoint.response_items import Custom, item_id
+from runner.endpoint.response_items import custom_call, item_id
 from runner.endpoint.response_tools import OfferedTool
 from runner.endpoint.wire import Answered, AnswerWriter, TokenText, WireRequest
 from runner.engines.base import FinishReason
@@ -91,7 +91,7 @@ class ResponseWriter(AnswerWriter):
         item: dict[str, Any] = {"type": "custom_tool_call" if tool.custom else "function_call"}
         if tool.custom:
             prefix, told, event = "ctc", "input", "response.custom_tool_call_input"
-            call_id, text = Custom.told(call_id, arguments)
+            call_id, text = custom_call(call_id, arguments)
         else:
             prefix, told, event = "fc", "arguments", "response.function_call_arguments"
             text = arguments_text(arguments)

@@ -16,9 +16,9 @@ from typing import Any, Final
 from runner.endpoint.bodies import bad
 from runner.endpoint.encoding import arguments_text
 
-__all__ = ["Custom", "ReadItems", "flat_name", "item_id", "read_items"]
+__all__ = ["CUSTOM_PARAMETERS", "ReadItems", "custom_call", "flat_name", "item_id", "read_items"]
 
-_NAMED: Final = re.compile(r"(?:call|rs|msg|fc|ctc)_([0-9a-f]{12})(?:_\d+)?")
+_NAMED: Final = re.compile(r"(?:call|rs|msg|fc|ctc)_([0-9a-f]{12})(?:_\d+j?)?")
 """What names a turn, with what follows its handle's `call_`."""
 
 _TEXTS: Final = {
@@ -45,41 +45,39 @@ def flat_name(name: str, namespace: str) -> str:
     return f"{namespace.rstrip('_')}__{name.lstrip('_')}" if namespace else name
 
 
-class Custom:
-    """A custom tool takes a text; a model calls it as a function whose only argument is that text.
+# A custom tool takes a text; a model calls it as a function whose only argument is that text. Where the model gave
+# other arguments, the text is those as JSON, and the id of the call says so, which every client sends back: else they
+# would come back as a text that nobody said.
 
-    Where the model gave other arguments, the text is those as JSON, and the id of the call says so: so they come back
-    as they were.
-    """
+CUSTOM_PARAMETERS: Final[Mapping[str, Any]] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
+"""The schema of a custom tool as a model has it."""
 
-    PARAMETERS: Final[Mapping[str, Any]] = {
-        "type": "object",
-        "properties": {"input": {"type": "string"}},
-        "required": ["input"],
-    }
+_OTHER: Final = "j"
 
-    _OTHER: Final = "j"
 
-    @classmethod
-    def told(cls, call_id: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
-        """The id of a call and its text."""
-        text = arguments.get("input")
-        if len(arguments) == 1 and isinstance(text, str):
-            return call_id, text
-        return call_id + cls._OTHER, arguments_text(arguments)
+def custom_call(call_id: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
+    """The id and the text by which a client is told of a call of a custom tool."""
+    text = arguments.get("input")
+    if len(arguments) == 1 and isinstance(text, str):
+        return call_id, text
+    return call_id + _OTHER, arguments_text(arguments)
 
-    @classmethod
-    def heard(cls, call_id: str, text: str) -> str:
-        """The arguments, as JSON, of a call that comes back."""
-        if cls.own_id(call_id) != call_id and _is_object(text):
-            return text
-        return arguments_text({"input": text})
 
-    @classmethod
-    def own_id(cls, call_id: str) -> str:
-        """The id of a call as it was minted."""
-        own = call_id.removesuffix(cls._OTHER)
-        return own if _NAMED.fullmatch(own) else call_id
+def _custom_arguments(call_id: str, text: str) -> str:
+    """The arguments of such a call, as JSON."""
+    if _minted(call_id) != call_id and _is_object(text):
+        return text
+    return arguments_text({"input": text})
+
+
+def _minted(call_id: str) -> str:
+    """The id of a call as it was before its text was told as another one."""
+    own = call_id.removesuffix(_OTHER)
+    return own if _NAMED.fullmatch(own) else call_id
 
 
 @dataclass(slots=True)
@@ -165,11 +163,11 @@ class _Reader:
                 self._call(item, where, _arguments(item, where))
             case "custom_tool_call":
                 text = _string(item, "input", where)
-                self._call(item, where, Custom.heard(_string(item, "call_id", where), text))
+                self._call(item, where, _custom_arguments(_string(item, "call_id", where), text))
             case "function_call_output" | "custom_tool_call_output":
                 self._finish_turn()
                 content = _text_of(item.get("output"), f"{where}.output")
-                answered = Custom.own_id(_string(item, "call_id", where))
+                answered = _minted(_string(item, "call_id", where))
                 self._read.messages.append({"role": "tool", "tool_call_id": answered, "content": content})
             case "item_reference":
                 bad(f"{where}: an item_reference names an item that is not kept here: give the item itself.")
@@ -189,7 +187,7 @@ class _Reader:
     def _call(self, item: Mapping[str, Any], where: str, arguments: str) -> None:
         namespace = item.get("namespace")
         name = flat_name(_string(item, "name", where), namespace if isinstance(namespace, str) else "")
-        call_id = Custom.own_id(_string(item, "call_id", where))
+        call_id = _minted(_string(item, "call_id", where))
         function = {"name": name, "arguments": arguments}
         said = self._of_turn(item, _Kind.CALL)
         said.calls.append({"id": call_id, "type": "function", "function": function})
@@ -214,9 +212,9 @@ class _Reader:
 
 def _handle_of(item: Mapping[str, Any]) -> str:
     """What names the turn of an item, or ""."""
-    for name in ("call_id", "encrypted_content", "id"):
+    for name in ("id", "call_id", "encrypted_content"):
         value = item.get(name)
-        named = _NAMED.fullmatch(Custom.own_id(value)) if isinstance(value, str) else None
+        named = _NAMED.fullmatch(value) if isinstance(value, str) else None
         if named is not None:
             return f"call_{named[1]}"
     return ""

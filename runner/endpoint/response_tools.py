@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from runner.endpoint.bodies import bad, field_of, listed
 from runner.endpoint.refusals import Refused
-from runner.endpoint.response_items import Custom, flat_name
+from runner.endpoint.response_items import CUSTOM_PARAMETERS, flat_name
 from runner.options import ToolChoice
 
 __all__ = ["OfferedTool", "OfferedTools", "read_tool_choice", "read_tools"]
@@ -59,7 +59,7 @@ def _read(offered: OfferedTools, tool: Mapping[str, Any], where: str, namespace:
             flat = flat_name(made.name, namespace)
             description = _field(tool, "description", str, "", where)
             if made.custom:
-                description, parameters = description + _grammar(tool, where), dict(Custom.PARAMETERS)
+                description, parameters = description + _grammar(tool, where), dict(CUSTOM_PARAMETERS)
             else:
                 parameters = _field(tool, "parameters", dict, {}, where)
             function = {"name": flat, "description": description, "parameters": parameters}

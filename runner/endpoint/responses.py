@@ -6,13 +6,13 @@ Nothing is kept from one request to the next: each has the whole history as its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from runner.chat_requests import Asked
 from runner.endpoint.bodies import bad, field_of, json_schema, listed, sampling_of, with_schema
 from runner.endpoint.chat_completions import openai_error
 from runner.endpoint.labels import label_of, purpose_of
-from runner.endpoint.refusals import Reason, Refused
+from runner.endpoint.refusals import Refused
 from runner.endpoint.response_events import ResponseWriter
 from runner.endpoint.response_items import ReadItems, read_items
 from runner.endpoint.response_tools import read_tool_choice, read_tools
@@ -46,7 +46,6 @@ class Responses(WireForm):
     """`POST /v1/responses`."""
 
     name = "responses"
-    told_in_stream: ClassVar[frozenset[Reason]] = frozenset({Reason.OVERFLOW})
 
     def read(self, body: Mapping[str, Any], headers: Headers) -> WireRequest:
         for name, fix in _NOT_KEPT.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from runner.chat_requests import Asked
-from runner.endpoint.refusals import Reason, Refused
+from runner.endpoint.refusals import Refused
 from runner.parsing.events import ContentPiece, ReasoningPiece
 from runner.tokens.top_logprobs import TopLogprobs
 from runner.trajectory import Turn
@@ -200,8 +200,6 @@ class WireForm(ABC):
 
     name: ClassVar[str]
     """What the record of a request calls it."""
-    told_in_stream: ClassVar[frozenset[Reason]] = frozenset()
-    """Refusals that clients of this form understand only as the end of a stream, where they asked for one."""
 
     @abstractmethod
     def read(self, body: Mapping[str, Any], headers: Headers) -> WireRequest:

@@ -8,7 +8,7 @@ from typing import Any
 
 from runner.chat_requests import Again, Tolerated, Verdict
 from runner.engines.base import FinishReason
-from runner.episode.histories import Attempt, Histories, Walk
+from runner.episode.histories import Attempt, Compared, Histories, Walk
 from runner.episode.reading import said_by_user
 from runner.errors import BadMessage
 from runner.messages import Message, check_answers
@@ -80,7 +80,9 @@ def align(
     depth = 0 if parent is None else _depth(walk, parent)
     found = _verdict(walk, parent, depth, tools, label, histories)
     found.behind = parent
-    found.tolerated = frozenset(walk.tolerated | _changed(walk, found.parent))
+    changed = _changed(walk, found.parent)
+    walk.compared = Compared(found.parent, len(walk.messages), changed)
+    found.tolerated = changed | walk.tolerated
     stored = [] if parent is None or parent.node is None else parent.node.messages
     given_anew = [_as_given(walk, index, stored) for index in range(depth, len(walk.messages))]
     found.messages = [*stored, *given_anew] if found.whole else given_anew
@@ -212,11 +214,15 @@ def _as_given(walk: Walk, index: int, stored: Sequence[Message]) -> Message:
     return {**message, "tool_call_id": calls[number]["id"], "name": calls[number]["function"]["name"]}
 
 
-def _changed(walk: Walk, parent: Attempt | None) -> set[Tolerated]:
+def _changed(walk: Walk, parent: Attempt | None) -> frozenset[Tolerated]:
     """What a client changed of the turns that it sends back."""
-    changed: set[Tolerated] = set()
-    said = {} if parent is None else {id(each.said): each for each in parent.path()}
-    for heard, place in zip(walk.messages, walk.places, strict=True):
+    before, begin, changed = walk.compared, 0, set[Tolerated]()
+    path = [] if parent is None else list(parent.path())
+    if before is not None and before.parent in path:
+        begin, path = before.messages, path[: path.index(before.parent)]
+        changed.update(before.changed)
+    said = {id(each.said): each for each in path}
+    for heard, place in zip(walk.messages[begin:], walk.places[begin:], strict=True):
         turn = said.get(id(place))
         if turn is None or turn.node is None:
             continue
@@ -230,4 +236,4 @@ def _changed(walk: Walk, parent: Attempt | None) -> set[Tolerated]:
             changed.add(Tolerated.WHITE_SPACE)
         if not turn.call_ids.issuperset(heard.call_ids):
             changed.add(Tolerated.CALL_IDS)
-    return changed
+    return frozenset(changed)

@@ -179,7 +179,7 @@ class Episode:
 
     @asynccontextmanager
     async def serve(
-        self, *, train: Train = None, overflow: Overflow = "tell", at_once: int = 64
+        self, *, train: Train = None, overflow: Overflow = "tell", system_as_user: bool = False, at_once: int = 64
     ) -> AsyncIterator[Endpoint]:
         """Serve the episode to agent programs over HTTP while the block runs, in `rollout`.
 
@@ -191,13 +191,15 @@ class Episode:
                 threads that are offered tools.
             overflow: what becomes of a history that does not fit the context: "tell" the client, which may send a
                 shorter one, or "end" the episode.
+            system_as_user: system messages in mid-conversation are put before the model as a user's, for templates
+                that take none there; Claude Code sends such messages.
             at_once: how many requests may be in flight; further ones are told to wait.
 
         Raises:
             BadOption: a value cannot be, nothing can listen there, or the server's library is not installed.
         """
         play = self._play
-        served = ServedEpisode(play, train=train, overflow=overflow)
+        served = ServedEpisode(play, train=train, overflow=overflow, system_as_user=system_as_user)
         chat = play.shared.chat_of(MAIN)
         play.report_activity("serving")
         async with serving(

@@ -6,6 +6,7 @@ up by one step a message, however many turns there are.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,9 @@ from runner.episode.state import ConversationState
 from runner.messages import Message
 
 __all__ = ["Attempt", "Histories", "Place", "Walk"]
+
+RECENT = 8
+"""So many histories of an episode are kept as they were followed: one for each client that is at work."""
 
 _Call = tuple[int, int]
 """A call by where it stands: the message that made it, and its number there."""
@@ -101,6 +105,18 @@ class Attempt:
         return not label or not self.label or label == self.label
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What a history was found to have changed of the turns that it tells."""
+
+    parent: Attempt | None
+    """The last of these turns."""
+    messages: int
+    """How many messages were compared."""
+    changed: frozenset[Tolerated]
+    """What was changed in them."""
+
+
 @dataclass(slots=True)
 class Walk:
     """The history of a request, message by message through the tree."""
@@ -113,6 +129,13 @@ class Walk:
     """The call that each of them answers."""
     tolerated: set[Tolerated] = field(default_factory=set)
     """What the client changed on the way."""
+    compared: Compared | None = None
+    """What the begin of the history was found to have changed of the turns on it, when it was looked at before."""
+
+    def copied(self) -> Walk:
+        """The same, to be gone on with."""
+        lists = list(self.messages), list(self.places), list(self.answers)
+        return Walk(*lists, set(self.tolerated), self.compared)
 
     @property
     def end(self) -> Place:
@@ -132,6 +155,7 @@ class Histories:
         self._handles: dict[str, Attempt] = {}
         self._known: dict[int, Attempt] = {}
         self._taken_in: dict[int, int] = {}
+        self._recent = deque[_Walked](maxlen=RECENT)
 
     # --- what was asked and said
 
@@ -183,10 +207,15 @@ class Histories:
     # --- looking up
 
     def walk(self, messages: Sequence[ReadMessage]) -> Walk:
-        """Follow a history; where it is a new one, the tree grows."""
-        walk, calls = Walk(), _Calls()
-        place, index = self._root, 0
-        messages = self._gathered(messages, walk)
+        """Follow a history; where it is a new one, the tree grows.
+
+        Histories grow: where one begins as another that was followed lately, only what it has besides is looked at.
+        """
+        before = next((each for each in reversed(self._recent) if each.goes_on_in(messages)), None)
+        walk, calls = (Walk(), _Calls()) if before is None else (before.walk.copied(), before.calls.copied())
+        place, index = (walk.end if walk.places else self._root), 0
+        history, rest = list(messages), messages[0 if before is None else len(before.history) :]
+        messages = _in_order_of_calls(self._gathered(rest, walk), walk)
         while index < len(messages):
             taken, message = self._next(place, messages, index, walk)
             index += taken
@@ -200,6 +229,7 @@ class Histories:
             walk.answers.append(answered)
             if message.tolerated:
                 walk.tolerated |= message.tolerated
+        self._recent.append(_Walked(history, walk, calls))
         return walk
 
     def _next(
@@ -253,12 +283,43 @@ class Histories:
         return one.handles[:1] == other.handles[:1] != () and self.named(one.handles) is not None
 
 
+def _in_order_of_calls(messages: list[ReadMessage], walk: Walk) -> list[ReadMessage]:
+    """The same with the results of calls that were made at once in the order of the calls.
+
+    Clients send them as they come, and most templates tell by their order alone which call each of them answers.
+    """
+    begin: int | None = None  # where results begin
+    places: dict[str, int] = {}
+    for index, message in enumerate([*messages, None]):
+        if message is not None and message.role == "tool":
+            begin = index if begin is None else begin
+            continue
+        if begin is not None and index - begin > 1:
+            results = messages[begin:index]
+            ordered = sorted(results, key=lambda each: places.get(each.message.get("tool_call_id", ""), len(places)))
+            if ordered != results:
+                messages[begin:index] = ordered
+                walk.tolerated.add(Tolerated.REORDERED)
+        begin = None
+        if message is not None and message.role == "assistant":
+            goes_on = index > 0 and messages[index - 1].role == "assistant"  # a turn may come as several messages
+            ids = (*places, *message.call_ids) if goes_on else message.call_ids
+            places = {call_id: place for place, call_id in enumerate(ids)}
+    return messages
+
+
 class _Calls:
     """The calls of a history that results may answer."""
 
     def __init__(self) -> None:
         self._unanswered: list[tuple[str, _Call]] = []
         self._latest: dict[str, _Call] = {}  # ids may come again in every turn
+
+    def copied(self) -> _Calls:
+        """The same, to be gone on with."""
+        other = _Calls()
+        other._unanswered, other._latest = list(self._unanswered), dict(self._latest)
+        return other
 
     def made(self, index: int, message: Message) -> None:
         """Note the calls of a message."""
@@ -274,6 +335,34 @@ class _Calls:
         call_id = message.get("tool_call_id")
         at = next((at for at, (known, _) in enumerate(self._unanswered) if call_id in (known, None)), None)
         return self._latest.get(call_id or "") if at is None else self._unanswered.pop(at)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Walked:
+    """A history that was followed."""
+
+    history: list[ReadMessage]
+    """Its messages as they came."""
+    walk: Walk
+    """Where they led."""
+    calls: _Calls
+    """The calls in it."""
+
+    def goes_on_in(self, messages: Sequence[ReadMessage]) -> bool:
+        """Whether a history begins as this one does, and what follows stands for itself.
+
+        What is read of messages depends on those beside them where a turn came as several, or its results did.
+        """
+        length = len(self.history)
+        if not 0 < length < len(messages) or messages[length - 1] is not self.history[-1]:
+            return False
+        if self.history[-1].role == "assistant" or messages[length].role == "tool":
+            return False
+        spoke = next((each.handles[:1] for each in reversed(self.history) if each.role == "assistant"), ())
+        if spoke and any(each.handles[:1] == spoke for each in messages[length:]):
+            return False
+        # A message that came before is the same object; else its fields are compared.
+        return messages[:length] == self.history
 
 
 def _stepped(place: Place, key: bytes, answered: _Call | None) -> Place:

@@ -33,9 +33,10 @@ class ServedEpisode:
         play: the episode.
         train: which threads are trained.
         overflow: what becomes of a history that does not fit.
+        system_as_user: system messages in mid-conversation are put before the model as a user's.
     """
 
-    def __init__(self, play: EpisodeState, *, train: Train, overflow: Overflow) -> None:
+    def __init__(self, play: EpisodeState, *, train: Train, overflow: Overflow, system_as_user: bool) -> None:
         if train is not None and not isinstance(train, bool) and not callable(train):
             raise BadOption(f"serve(train={train!r:.60}): give True, False or a function of the thread.")
         if overflow not in ("tell", "end"):
@@ -44,6 +45,7 @@ class ServedEpisode:
         self._desk: ChatDesk = play.desk
         self._train = train
         self._ends = overflow == "end"
+        self._system_as_user = system_as_user
         self._chat: ChatModel = play.shared.chat_of(MAIN)
 
     async def ask(
@@ -54,7 +56,7 @@ class ServedEpisode:
         give: Callable[[Turn, Turn | None], Awaitable[None]] | None = None,
     ) -> Turn:
         """Have a request answered; see `ChatDesk.ask`."""
-        asked = replace(asked, train=self._trains(asked))
+        asked = replace(asked, train=self._trains(asked), system_as_user=self._system_as_user)
         try:
             return await self._desk.ask(asked, progress=progress, give=give)
         except ContextFull:

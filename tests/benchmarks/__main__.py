@@ -9,7 +9,20 @@ import sys
 
 from tests.benchmarks.figures import Figure, show
 
-NAMES = ("start", "parts", "fixup", "deltas", "masks", "kit", "scripted", "turns", "live", "streams", "parity")
+NAMES = (
+    "start",
+    "parts",
+    "fixup",
+    "deltas",
+    "masks",
+    "kit",
+    "scripted",
+    "turns",
+    "live",
+    "streams",
+    "endpoint",
+    "parity",
+)
 
 
 def main() -> None:

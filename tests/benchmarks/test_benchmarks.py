@@ -27,6 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "turns": {"ROUNDS": 1, "EPISODES": 4},
     "live": {"EPISODES": 8, "SPOKEN": 20, "TICK": 0.01, "SECONDS": 0.05},
     "streams": {"ROUNDS": 1, "STREAMS": 4, "STEPS": 10},
+    "endpoint": {"ROUNDS": 1, "STREAMS": 4, "IDS": 3, "TURNS": 6},
     "parity": {"ROUNDS": 1, "EPISODES": 2, "TURNS": 2, "WORDS": "one two three"},
 }
 

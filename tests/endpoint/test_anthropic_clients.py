@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -62,7 +63,8 @@ LOOKS = f"<think>\nI look first.\n</think>\n\nI will look.\n{called('ls')}"
 class Program:
     """An agent program that asks an episode over this form, as an endpoint passes it on."""
 
-    def __init__(self, episode: Any, form: AnthropicMessages) -> None:
+    def __init__(self, episode: Any, form: AnthropicMessages, *, system_as_user: bool) -> None:
+        self.system_as_user = system_as_user
         self._desk = episode._play.desk
         self._form = form
         self._asked = 0
@@ -95,7 +97,8 @@ class Program:
                 return
             answers.append(rebuilt(b"".join(writer.tell([each]) for each in told) + writer.end(answered)))
 
-        await self._desk.ask(request.asked, progress=told.append, give=give)
+        asked = replace(request.asked, system_as_user=self.system_as_user)
+        await self._desk.ask(asked, progress=told.append, give=give)
         (answer,) = answers
         return dict(answer)
 
@@ -114,12 +117,12 @@ Loop = Callable[[Program, Any], Awaitable[None]]
 
 async def played(says: Any, loop: Loop, *, system_as_user: bool = False, **options: Any) -> list[Trajectory]:
     """The trajectories of an episode that is nothing but a program's loop."""
-    form = AnthropicMessages(system_as_user=system_as_user)
+    form = AnthropicMessages()
     engine = misspelling(says)
 
     class Foreign(Plain):
         async def rollout(self, conversation: Conversation) -> None:
-            await loop(Program(self.episode, form), engine)
+            await loop(Program(self.episode, form, system_as_user=system_as_user), engine)
 
     trajectories = await play_all(Foreign, engine, **options)
     for trajectory in trajectories:
@@ -178,7 +181,8 @@ async def test_text_and_calls_that_take_turns_come_back_as_the_turn_that_they_we
     (trajectory,) = await played([says, "Done."], loop)
     assert verdicts(trajectory) == ["new", "append"]
     assert [segment.cause for segment in trajectory.segments] == ["start"]
-    assert {each.value for each in trajectory.requests[1].tolerated} == {"volatile_lines", "cache_marks", "extra_keys"}
+    tolerated = {each.value for each in trajectory.requests[1].tolerated}
+    assert tolerated == {"volatile_lines", "cache_marks", "extra_keys", "reordered"}
     asked = trajectory.messages[-4:-1]
     assert [(each["role"], each["content"]) for each in asked] == [
         ("tool", "1"),
@@ -261,7 +265,7 @@ async def test_words_put_into_the_mouth_of_the_model_are_refused() -> None:
 
 
 @pytest.mark.parametrize("system_as_user", [False, True])
-async def test_a_system_message_in_mid_conversation_is_a_users_where_the_form_is_told_so(system_as_user: bool) -> None:
+async def test_a_system_message_in_mid_conversation_is_a_users_where_it_is_told_so(system_as_user: bool) -> None:
     late = {"role": "system", "content": "Five tools are left."}
 
     async def loop(program: Program, engine: Any) -> None:

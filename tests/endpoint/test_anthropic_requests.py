@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from runner import BadInput, Sampling
 from runner.chat_requests import Asked
-from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.refusals import Refused
 from runner.endpoint.wire import WireRequest
 from runner.episode.reading import MessageReader, joined
@@ -100,14 +99,6 @@ def test_results_stand_right_behind_their_calls_and_before_what_the_user_says_be
     assert user == {"role": "user", "content": "Look\nhere."}
 
 
-def test_results_come_in_the_order_of_their_calls_also_where_a_turn_came_as_several_messages() -> None:
-    calls = [{"type": "tool_use", "id": each, "name": "run", "input": {}} for each in "abc"]
-    results = [{"type": "tool_result", "tool_use_id": each, "content": each} for each in "cxab"]
-    apart = [{"role": "assistant", "content": part} for part in (calls[:1], calls[1:])]
-    found = asked(TASK, *apart, {"role": "user", "content": results}).messages
-    assert [each["content"] for each in found if each["role"] == "tool"] == ["a", "b", "c", "x"]
-
-
 def test_the_line_that_changes_with_every_request_is_a_line_of_its_own() -> None:
     systems = [
         asked(system=[text(f"x-anthropic-billing-header: cch={cch};"), text("You mend.", **mark)]).messages[:1]
@@ -132,10 +123,6 @@ def test_what_tells_nothing_to_a_model_is_recorded_or_ignored() -> None:
 def test_the_message_before_is_named_by_who_asks_what_the_cache_missed() -> None:
     found = asked(diagnostics={"previous_message_id": HANDLE.replace("call_", "msg_")})
     assert found.handles == [HANDLE]
-
-
-def test_system_messages_in_mid_conversation_are_a_users_where_the_form_is_told_so() -> None:
-    assert AnthropicMessages(system_as_user=True).read(body(), {}).asked.system_as_user
 
 
 @given(parts=PARTS)

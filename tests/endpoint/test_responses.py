@@ -96,6 +96,7 @@ def test_what_is_told_piece_by_piece_is_what_was_said(told: Told) -> None:
     assert deltas(events, "reasoning_text") == told.turn.reasoning
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
+    assert len({item["id"] for item in done}) == len(done)
     for index, item in enumerate(done):
         own = [event for event in events if event.get("output_index") == index]
         said = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
@@ -170,6 +171,18 @@ def test_a_text_comes_as_it_is_sampled_and_nothing_waits_for_the_end() -> None:
     assert called.count(b"event: response.output_item.done") == 2, "the message is over, and so is the call"
 
 
+def test_what_a_turn_says_behind_a_call_is_another_message() -> None:
+    made = writer()
+    shell = ToolCall("x", "shell", {"command": "ls"})
+    turn = turn_of([ContentPiece("I look."), shell, ContentPiece("\nAnd wait.")])
+    admitted = TurnAdmitted(HANDLE, PROMPT)
+    raw = made.tell([admitted, ContentPiece("I look."), ToolCalled(shell), ContentPiece("\nAnd wait.")])
+    output = last_of(raw + made.end(Answered.of(turn)))["output"]
+    assert [item["type"] for item in output] == ["message", "function_call", "message"]
+    assert len({item["id"] for item in output}) == 3
+    assert as_messages(asked(output).messages) == [turn.as_message()]
+
+
 def test_a_turn_that_says_nothing_is_an_empty_message() -> None:
     nothing: list[list[Part]] = [[], [ReasoningPiece("Hm.")]]
     for parts in nothing:
@@ -178,13 +191,26 @@ def test_a_turn_that_says_nothing_is_an_empty_message() -> None:
         assert output[-1]["content"] == [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
 
 
-def test_a_turn_that_was_cut_is_incomplete() -> None:
-    told = Told(turn_of(TALKS[:2], finish=FinishReason.LENGTH), TALKS, [])
+@pytest.mark.parametrize("finish", [FinishReason.LENGTH, FinishReason.CONTEXT])
+def test_a_turn_that_was_cut_is_incomplete(finish: FinishReason) -> None:
+    told = Told(turn_of(TALKS[:2], finish=finish), TALKS, [])
     events = events_of(told_of(told, ask()))
     assert events[-1]["type"] == "response.incomplete"
     response = events[-1]["response"]
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
+
+
+def test_the_usage_counts_what_was_read_what_of_it_was_cached_and_what_was_sampled() -> None:
+    turn = turn_of(TALKS, [1, 2])
+    turn.cached_tokens = 2
+    assert last_of(told_of(Told(turn, TALKS, []), ask(tools=TOOLS)))["usage"] == {
+        "input_tokens": 3,
+        "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
+        "output_tokens": 2,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 5,
+    }
 
 
 def test_a_turn_that_goes_on_with_a_cut_one_tells_what_that_did_not_say() -> None:
@@ -238,7 +264,6 @@ def test_a_history_that_does_not_fit_is_told_in_the_words_of_openai() -> None:
     error = Responses().refusal(refused)["error"]
     assert error["code"] == "context_length_exceeded"
     assert "maximum context length is 800 tokens" in error["message"]
-    assert Reason.OVERFLOW in Responses().told_in_stream
 
 
 # --- what comes back
@@ -261,6 +286,14 @@ def test_codex_names_the_turn_though_it_keeps_the_thought_to_itself(told: Told) 
     said.pop("reasoning_content", None)
     assert message == said
     assert asked(items).handles == [HANDLE]
+
+
+def test_a_thought_that_is_kept_from_us_names_its_turn_and_says_nothing() -> None:
+    thought, said, _ = as_codex_keeps(last_of(told_of(Told(turn_of(TALKS), TALKS, []), ask()))["output"], ids=False)
+    assert asked([thought, said]).handles == [HANDLE]
+    assert asked([{"role": "user", "content": "Mend it."}, thought]).messages == [
+        {"role": "user", "content": "Mend it."}
+    ]
 
 
 def test_items_of_two_turns_are_two_messages_and_a_result_names_its_call() -> None:
@@ -299,6 +332,19 @@ def test_a_call_of_a_custom_tool_is_a_text_and_its_result_comes_back_by_the_same
     said, *answers = as_messages(asked([right, other, *results]).messages)
     assert said == turn.as_message()
     assert [answer["tool_call_id"] for answer in answers] == [call["id"] for call in said["tool_calls"]]
+
+
+def test_a_text_for_a_custom_tool_that_is_json_comes_back_as_a_text() -> None:
+    turn = turn_of([ToolCall("x", "apply_patch", {"input": '{"a": 1}'})])
+    (item,) = last_of(told_of(Told(turn, [], []), ask(tools=TOOLS)))["output"]
+    assert item["input"] == '{"a": 1}'
+    assert as_messages(asked([item]).messages) == [turn.as_message()]
+
+
+def test_the_name_of_a_namespace_and_that_of_its_tool_are_joined_by_two_underscores() -> None:
+    tools = [{"type": "namespace", "name": "mcp__git_", "tools": [{"type": "function", "name": "_log"}]}]
+    (tool,) = ask(tools=tools).asked.tools
+    assert tool["function"]["name"] == "mcp__git__log"
 
 
 def test_a_tool_of_a_namespace_has_one_name_for_the_model_and_two_for_the_client() -> None:

@@ -279,3 +279,24 @@ async def test_a_history_that_does_not_fit_ends_nothing() -> None:
     (trajectory,) = await asked(loop, ["one"], limits=Limits(context=1500))
     assert [request.delivery for request in trajectory.requests] == [Delivery.REFUSED] * 3 + [Delivery.DELIVERED]
     assert "do not fit the context" in trajectory.requests[0].error
+
+
+@pytest.mark.parametrize("apart", [False, True])
+async def test_results_of_calls_made_at_once_are_put_in_the_order_of_the_calls(apart: bool) -> None:
+    """Clients send them as they come, and most templates tell by their order alone which call each answers."""
+
+    async def loop(episode: Any) -> None:
+        messages: list[Any] = [SYSTEM, TASK]
+        turn = await episode.chat(messages, tools=[RUN])
+        said = turn.as_message()
+        parts = [said]
+        if apart:  # a turn may come as several messages
+            parts = [{**said, "tool_calls": [each], "content": ""} for each in said["tool_calls"]]
+        results = [result(turn, name, number) for number, name in enumerate(["first", "second", "third"])]
+        messages += [*parts, results[2], results[0], results[1]]
+        await episode.chat(messages, tools=[RUN])
+
+    (trajectory,) = await asked(loop, [[call("run", command=each) for each in "abc"], "Done."])
+    assert verdicts(trajectory) == ["new", "append"]
+    assert [each["content"] for each in trajectory.messages if each["role"] == "tool"] == ["first", "second", "third"]
+    assert Tolerated.REORDERED in trajectory.requests[1].tolerated
