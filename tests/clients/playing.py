@@ -25,7 +25,9 @@ __all__ = [
     "Played",
     "Says",
     "assert_appends",
+    "assert_exact_and_verified",
     "assert_good",
+    "by_history",
     "in_order",
     "play_program",
     "respelling",
@@ -205,9 +207,8 @@ def assert_trained_once(trajectory: Trajectory) -> None:
 def assert_appends(trajectory: Trajectory) -> None:
     """Each prompt of a request that appends begins with the ids of the prompt before it and what was sampled on it."""
     for request in trajectory.requests:
-        if request.verdict is not Verdict.APPEND:
+        if request.verdict is not Verdict.APPEND or request.turn is None:  # or it was refused
             continue
-        assert request.turn is not None
         assert request.parent_turn is not None
         turn, parent = trajectory.turns[request.turn], trajectory.turns[request.parent_turn]
         before = [*parent.prompt_ids, *parent.token_ids]

@@ -128,7 +128,7 @@ PROGRAMS = {
     ),
     "qwen": Program(
         client="qwen",
-        arguments=["qwen", "--auth-type", "openai", "-y", "-p"],
+        arguments=["qwen", "-y", "-p"],
         shell=lambda command: call("run_shell_command", command=command, is_background=False),
         tolerated=tolerated("content_parts"),
     ),

@@ -16,7 +16,7 @@ from tests.clients.programs import PROGRAMS
 
 pytestmark = pytest.mark.anyio
 
-TRIED = ("mini-swe-agent", "pi", "opencode", "qwen")
+TRIED = ("mini-swe-agent", "pi", "opencode", "qwen", "codex", "claude")
 """The programs that are tried."""
 
 ENDS = {("qwen", Trouble.CUT), ("qwen", Trouble.LOST_END)}
@@ -53,3 +53,16 @@ async def test_what_goes_wrong_on_the_way_trains_no_turn_twice_and_loses_none(
     kept = [turn.text for turn in played.main.turns if not turn.retried]
     assert kept == said, "each turn is there, and trained, once"
     assert len(played.main.turns) - len(kept) <= 1
+
+
+@pytest.mark.parametrize("name", programs())
+async def test_a_program_waits_for_a_turn_that_begins_late_and_asks_once(
+    name: str, tmp_path: Path, demo_model_folder: Path
+) -> None:
+    program = PROGRAMS[name]
+    first, second, *last = program.says()
+    late = replace(second, latency=Latency(first=40))
+    engine = respelling(by_history(first, late, *last[-1:]), demo_model_folder, tick=0.1)
+    played = await play_program(program.argv, engine, tmp_path)
+    await assert_good(played, engine, demo_model_folder)
+    assert played.verdicts == ["new", "append", "append"]
