@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import anyio.to_thread
 
-from runner import Conversation, Environment, Outcome, Run, Task, Trajectory, reward
+from runner import Conversation, Engine, Environment, Outcome, Run, Task, Trajectory, reward
 from runner.chat_requests import ChatRequest, Verdict
 from runner.endpoint.endpoint import ChatThread, Endpoint
 from runner.endpoint.programs import FinishedProgram
@@ -27,6 +27,7 @@ __all__ = [
     "assert_appends",
     "assert_exact_and_verified",
     "assert_good",
+    "assert_trained_once",
     "by_history",
     "in_order",
     "play_program",
@@ -161,7 +162,7 @@ def environment_of(argv: Argv, played: Played, env: Mapping[str, str], serve: Ma
 
 async def play_program(
     argv: Argv,
-    engine: ScriptedEngine,
+    engine: Engine,
     tmp_path: Path,
     *,
     env: Mapping[str, str] | None = None,
