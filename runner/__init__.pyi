@@ -6,6 +6,9 @@ from .endpoint.programs import FinishedProgram as FinishedProgram
 from .engines.base import Engine as Engine
 from .engines.base import EngineStats as EngineStats
 from .engines.base import FinishReason as FinishReason
+from .engines.http_retries import RetryPolicy as RetryPolicy
+from .engines.remote.dialect import ServerDialect as ServerDialect
+from .engines.remote.engine import RemoteEngine as RemoteEngine
 from .engines.scripted.engine import ScriptedEngine as ScriptedEngine
 from .engines.state import EngineState as EngineState
 from .engines.state import PauseMode as PauseMode

@@ -12,15 +12,15 @@ from runner import errors, generation, training
 from tests.repository import ROOT
 
 PACKAGE = ROOT / "runner"
-HEAVY = ("torch", "transformers", "vllm", "tokenizers", "pyarrow", "anyio", "pydantic", "rich", "typer")
+HEAVY = ("torch", "transformers", "vllm", "aiohttp", "tokenizers", "pyarrow", "anyio", "pydantic", "rich", "typer")
 
 
 def test_public_names() -> None:
     assert runner.__all__ == sorted(runner.__all__)
     authors = "Conversation Environment Episode Group Task Tool Turn group_reward metric reward tool"
     running = (
-        "Concurrency Engine History HistoryPolicy Limits Run RunFile "
-        "Sampling ScriptedEngine Summary TaskSource VllmEngine run"
+        "Concurrency Engine History HistoryPolicy Limits RemoteEngine RetryPolicy Run RunFile "
+        "Sampling ScriptedEngine ServerDialect Summary TaskSource VllmEngine run"
     )
     records = "FinishReason Message Outcome Prompt Reply Segment ToolCall Trajectory"
     heard = "ContentPiece ReasoningPiece StreamedTurn ToolCalled TurnEvent TurnRestarted"

@@ -46,9 +46,12 @@ from runner.tokens.template import ChatTemplate
 from runner.trajectory import Outcome, Trajectory
 from runner.transcript import transcript
 
-__all__ = ["Plan", "ShownRun", "play_plan", "run_command", "vllm_engine"]
+__all__ = ["Plan", "ShownRun", "play_plan", "real_engine", "run_command"]
 
 FOLDER = Path("runs")
+
+_OF_SERVERS = ("dialect", "name", "places", "stream_interval", "timeout")
+"""The arguments of a `RemoteEngine` that --engine-option has."""
 
 _SAMPLING = (
     *("temperature", "max_tokens", "min_tokens", "top_p", "top_k", "min_p", "ignore_eos", "logprobs"),
@@ -56,22 +59,42 @@ _SAMPLING = (
 )
 
 
-def vllm_engine(settings: RunSettings) -> Engine:
-    """The real engine on the model that was asked for."""
+def real_engine(settings: RunSettings) -> Engine:
+    """The engine with the model that was asked for: vLLM in this process, or the server that was named."""
+    arguments = plain_values(settings.engine_options, "--engine-option")
+    for name in arguments.keys() & {"model", "template"}:
+        raise BadOption(f"--engine-option {name}=...: give --{name}.")
+    return _vllm_engine(settings, arguments) if settings.server is None else _remote_engine(settings, arguments)
+
+
+def _remote_engine(settings: RunSettings, arguments: dict[str, Any]) -> Engine:
+    from runner.engines.remote.engine import RemoteEngine
+    from runner.engines.remote.server import require_aiohttp
+
+    require_aiohttp()
+    unknown = sorted(arguments.keys() - _OF_SERVERS)
+    if unknown:
+        raise BadOption(
+            f"--engine-option {unknown[0]}=...: with --server there are {', '.join(_OF_SERVERS)}; the engine's own "
+            "arguments belong to whoever starts the server."
+        )
+    assert settings.server is not None
+    key = settings.server_key or None
+    return RemoteEngine(settings.server, settings.model, template=settings.template, api_key=key, **arguments)
+
+
+def _vllm_engine(settings: RunSettings, arguments: dict[str, Any]) -> Engine:
     from runner.engines.vllm.engine import VllmEngine
     from runner.engines.vllm.start import require_vllm
 
     require_vllm()
-    arguments = plain_values(settings.engine_options, "--engine-option")
-    for name in arguments.keys() & {"model", "template"}:
-        raise BadOption(f"--engine-option {name}=...: give --{name}.")
     interval = arguments.get("stream_interval")
     if not isinstance(interval, int | None):
         raise BadOption(f"--engine-option stream_interval={interval}: give a whole number of ids.")
     return VllmEngine(settings.model, template=settings.template, **arguments)
 
 
-def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], Engine] = vllm_engine) -> int:
+def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], Engine] = real_engine) -> int:
     """Play, and return the exit code: 128 and the signal's number where one ended the run early."""
     return play_plan(settings, lambda: Plan.of(settings, make_engine))
 
@@ -172,7 +195,8 @@ class Plan:
 
     @property
     def title(self) -> str:
-        return f"{short_name(self.settings.played)} on {self.settings.model}"
+        at = "" if self.settings.server is None else f" at {self.settings.server}"
+        return f"{short_name(self.settings.played)} on {self.settings.model}{at}"
 
 
 def _options(settings: RunSettings) -> RunOptions:
@@ -258,10 +282,11 @@ class ShownRun(Reporter):
 
     def _resolve_model(self) -> None:
         """Now, since it may take long and says so: the demo model is converted once, and files may be fetched."""
+        from runner.engines.remote.engine import RemoteEngine
         from runner.engines.vllm.engine import VllmEngine
         from runner.models import resolve_model
 
-        if isinstance(self._plan.engine, VllmEngine):
+        if isinstance(self._plan.engine, VllmEngine | RemoteEngine):
             resolve_model(self._settings.model, say=self.say)
 
     def _require_tool_format(self) -> None:
@@ -392,5 +417,6 @@ def _check_resumable(path: Path, environment: Environment[Any], options: RunOpti
         stored = run_file.header
     given = describe_configuration(environment, options, now=datetime.now().astimezone())
     # A scripted engine has no model.
-    engine = {**stored.engine, "model": model} if stored.engine.get("kind") == "vllm" else stored.engine
+    asked = stored.engine.get("kind") in ("vllm", "remote")
+    engine = {**stored.engine, "model": model} if asked else stored.engine
     stored.check_same(replace(given, engine=engine, engines=stored.engines, template=stored.template), path)

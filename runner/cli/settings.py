@@ -40,7 +40,7 @@ JSON = typer.Option("--json", help="One line of JSON on stdout, everything else 
 
 SERVED = (
     *("model", "template", "template_options", "tool_format", "engine_options", "seed", "temperature", "max_tokens"),
-    *("top_p", "top_k", "min_p", "limits", "history", "listen", "concurrency", "file", "json"),
+    *("server", "server_key", "top_p", "top_k", "min_p", "limits", "history", "listen", "concurrency", "file", "json"),
 )
 """The options of `deltarunner run` that `deltarunner serve` has too."""
 
@@ -74,7 +74,19 @@ class RunSettings:
     tool_format: Annotated[str | None, TOOL_FORMAT] = None
     engine_options: Annotated[
         list[str] | None,
-        typer.Option("--engine-option", metavar="NAME=VALUE", help="An argument of vLLM's engine (max_num_seqs=64)."),
+        typer.Option(
+            "--engine-option",
+            metavar="NAME=VALUE",
+            help="An argument of vLLM's engine (max_num_seqs=64), or with --server of the connection (places=64).",
+        ),
+    ] = None
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A server of vLLM or SGLang that samples, instead of vLLM in this process."),
+    ] = None
+    server_key: Annotated[
+        str | None,
+        typer.Option(envvar="DELTARUNNER_SERVER_KEY", help="What lets requests in there.", show_envvar=True),
     ] = None
     settings: Annotated[list[str] | None, SETTINGS] = None
     tasks: Annotated[Path | None, typer.Option(help="Tasks from a JSONL file instead of the environment's own.")] = None

@@ -32,6 +32,9 @@ HEADER_SECONDS: Final = 20.0
 HEADER_BYTES: Final = 64 * 1024
 """The most bytes that the headers of a request may have."""
 
+STOP_SECONDS: Final = 3.0
+"""Seconds in which the server has to stop; what is connected then is nobody's any more."""
+
 IDLE_SECONDS: Final = 75
 """Seconds after which a connection is closed on which nothing was asked any more."""
 
@@ -62,6 +65,7 @@ class EndpointServer:
         self._group: TaskGroup | None = None
         self._application: Application | None = None
         self._server: Any = None
+        self._stopped = anyio.Event()
         self.draining = anyio.Event()
         """Is set once the run begins no further episode."""
         self.url = ""
@@ -75,11 +79,17 @@ class EndpointServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._group is not None
+        group, self._group = self._group, None
+        assert group is not None
         if self._server is not None:
             self._server.should_exit = self._server.force_exit = True
-        await self._group.__aexit__(kind, error, traceback)
-        self._group = None
+            with anyio.move_on_after(STOP_SECONDS, shield=True):
+                await self._stopped.wait()
+        try:
+            await group.__aexit__(kind, error, traceback)
+        except BaseExceptionGroup as left:
+            if left.exceptions != (error,):  # what passes through goes on as it came
+                raise
 
     @contextlib.contextmanager
     def serving(self, door: Door) -> Iterator[str]:
@@ -112,8 +122,14 @@ class EndpointServer:
         self._application = Application([f"{f'[{name}]' if ':' in name else name}:{port}".lower() for name in names])
         self._server = _server(self._application)
         # In a context of its own: it outlives the episode that asked for it first, whose clocks must not run over it.
-        Context().run(self._group.start_soon, self._server.serve, [bound])
+        Context().run(self._group.start_soon, self._serve, bound)
         return self._application
+
+    async def _serve(self, bound: socket.socket) -> None:
+        try:
+            await self._server.serve([bound])
+        finally:
+            self._stopped.set()
 
 
 def _server(application: Application) -> Any:

@@ -116,7 +116,7 @@ def played(rollout: Callable[[Any, Conversation], Any], engine: ScriptedEngine, 
 
 
 def _streamed(count: int) -> dict[str, float]:
-    """Streams of clients in another process, an episode each: what is added to the engine's time, and a chunk's cost."""
+    """Streams of clients in another process, an episode each: what is added to the engine's time, and a chunk."""
     served = _Load(count, by_clients=True)
     served.play()
     bare = _Load(count, by_clients=False)

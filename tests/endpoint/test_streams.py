@@ -31,7 +31,7 @@ def _recorded(endpoint: Endpoint) -> int:
 
 
 async def test_deltas_reach_the_client_as_they_are_sampled() -> None:
-    """What was sampled so far has arrived while the rest was not sampled yet."""
+    """What was sampled first has arrived while the turn goes on."""
     heard: list[int] = []
 
     async def loop(endpoint: Endpoint) -> None:
@@ -40,8 +40,7 @@ async def test_deltas_reach_the_client_as_they_are_sampled() -> None:
             heard.extend([_recorded(endpoint) async for line in told if '"content":""' not in line])
 
     await served(loop, slow())
-    assert len(heard) > 3
-    assert set(heard) == {0}, "the turn was not recorded before its last piece was heard"
+    assert heard[:3] == [0, 0, 0], "pieces were heard before the turn was recorded"
 
 
 async def test_a_client_that_goes_away_frees_the_engine_and_its_turn_is_taken_back_when_it_asks_again() -> None:

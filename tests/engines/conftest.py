@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.engines.contract import ENGINES, Keep
 from tests.engines.polyglot import polyglot_model
+from tests.engines.remote.model_server import ModelServer
+from tests.engines.remote.model_server import model_server as start_server
 
 
 @pytest.fixture(params=list(ENGINES.values()), ids=list(ENGINES))
@@ -20,3 +23,11 @@ def keep(request: pytest.FixtureRequest) -> Keep:
 def polyglot_folder(small_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose vocabulary has the control tokens of every family."""
     return polyglot_model(tmp_path_factory.mktemp("polyglot"), small_model_folder)
+
+
+@pytest.fixture(scope="session")
+def model_server(small_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
+    """A server of vLLM's with the small model, which gives log-probabilities as our own engine does."""
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with start_server(small_model_folder, log, "--logprobs-mode", "processed_logprobs") as server:
+        yield server

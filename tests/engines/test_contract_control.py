@@ -19,6 +19,7 @@ from tests.engines.contract import (
     LONG,
     SHORT,
     UnderTest,
+    controlled,
     promised,
 )
 
@@ -91,7 +92,7 @@ async def test_a_pause_cancelled_at_any_point_leaves_the_engine_going(under_test
     assert len(await under_test.said(SHORT)) == SHORT
 
 
-@promised
+@controlled(sleep=lambda under_test: under_test.engine.sleep())
 async def test_a_sleep_cuts_turns_and_the_engine_goes_on_with_the_last_part_that_wakes(under_test: UnderTest) -> None:
     engine, undisturbed = under_test.engine, await under_test.said(SHORT)
     async with controlling.saying(engine, under_test.request()) as said:
@@ -108,7 +109,7 @@ async def test_a_sleep_cuts_turns_and_the_engine_goes_on_with_the_last_part_that
     assert await under_test.said(SHORT) == undisturbed
 
 
-@promised
+@controlled(sleep=lambda under_test: under_test.engine.sleep())
 async def test_what_cannot_be_now_is_refused_and_changes_nothing(under_test: UnderTest) -> None:
     engine = under_test.engine
 
@@ -131,7 +132,7 @@ async def test_what_cannot_be_now_is_refused_and_changes_nothing(under_test: Und
     await engine.resume()
 
 
-@promised
+@controlled(update_weights=lambda under_test: under_test.engine.update_weights(under_test.weights))
 async def test_an_update_under_a_turn_says_which_weights_sampled_which_ids(under_test: UnderTest) -> None:
     engine, undisturbed = under_test.engine, await under_test.said(LONG)
     first = engine.weight_version
@@ -148,7 +149,7 @@ async def test_an_update_under_a_turn_says_which_weights_sampled_which_ids(under
         await engine.update_weights(under_test.weights, version=first)
 
 
-@promised
+@controlled(update_weights=lambda under_test: under_test.engine.update_weights(under_test.weights))
 async def test_an_update_leaves_a_paused_engine_paused(under_test: UnderTest) -> None:
     engine = under_test.engine
     await engine.pause()
@@ -159,7 +160,10 @@ async def test_an_update_leaves_a_paused_engine_paused(under_test: UnderTest) ->
     assert [span.version for span in finish.versions] == [update.version]
 
 
-@promised
+@controlled(
+    add_adapter=lambda under_test: under_test.engine.add_adapter("poet", under_test.adapter),
+    remove_adapter=lambda under_test: under_test.engine.remove_adapter("poet"),
+)
 async def test_an_adapter_samples_the_turns_that_ask_for_it_while_it_is_there(under_test: UnderTest) -> None:
     engine = under_test.engine
 

@@ -15,6 +15,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from runner.engines.base import Delta, DeltaStream, Engine, FinishReason, Session
+from runner.engines.remote.engine import RemoteEngine
 from runner.engines.vllm.engine import VllmEngine
 from runner.errors import EngineDead, RequestRejected
 from runner.testing import Latency, Reply, ScriptedEngine, cancel_everywhere
@@ -270,7 +271,13 @@ async def test_a_session_keeps_room_until_it_is_closed(under_test: UnderTest) ->
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    "make", [lambda: ScriptedEngine(TEXT), lambda: VllmEngine("never loaded")], ids=["scripted", "vllm"]
+    "make",
+    [
+        lambda: ScriptedEngine(TEXT),
+        lambda: VllmEngine("never loaded"),
+        lambda: RemoteEngine("http://127.0.0.1:1", "never loaded"),
+    ],
+    ids=["scripted", "vllm", "remote"],
 )
 async def test_an_engine_that_is_not_running_answers_nothing(make: Callable[[], Engine]) -> None:
     engine = make()

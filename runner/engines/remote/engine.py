@@ -1,0 +1,262 @@
+"""The remote engine: an `Engine` like any other whose ids are sampled by an HTTP server, vLLM's or SGLang's."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import anyio
+import anyio.to_thread
+from anyio.lowlevel import current_token
+
+from runner import checked
+from runner.engines.base import Engine, EngineStats, GenerationRequest
+from runner.engines.gate import AdmissionGate
+from runner.engines.http_retries import HttpFailure, Retries, RetryPolicy
+from runner.engines.remote.dialect import ServerDialect
+from runner.engines.remote.runtime import RemoteAdapters, RemoteRuntime
+from runner.engines.remote.server import Server, base_url, require_aiohttp
+from runner.engines.remote.start import Greeter, Greeting, probe_request
+from runner.engines.remote.stream import RemoteStream
+from runner.errors import BadModel, BadOption, EngineDead
+from runner.models import DEMO_MODEL, ResolvedModel, chat_template, resolve_model, stop_ids
+from runner.options import Sampling
+from runner.tokens.template import ChatTemplate
+
+__all__ = ["RemoteEngine"]
+
+_PLACES = 128
+_STREAM_INTERVAL = 8
+_CERTAIN = math.log(0.99)
+_ADAPTER = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
+_UNCHANGED = ("top_p", "top_k", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+class RemoteEngine(Engine):
+    """A server that takes token ids and gives token ids.
+
+    async with RemoteEngine("http://127.0.0.1:8000", model="Qwen/Qwen3-0.6B") as engine: ...
+
+    Tokenizer, template and stop ids are those of the model's folder here, and prompts are made of them as for any
+    engine; at the start the server's own vocabulary is compared with it. The server needs no tool parser and no
+    template.
+
+    Args:
+        url: the server's address.
+        model: the model that it serves: a folder, a Hugging Face id of which the small files are fetched, or
+            `smollm2-135m`, the demo model.
+        template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
+        name: what the server calls the model; default the one model that it has.
+        dialect: how the server is spoken to; default as what it says it is.
+        api_key: what lets requests in; kept nowhere.
+        places: requests that run at once, further ones wait at the gate; default as many as the server says it runs at
+            once, or 128 where it does not say.
+        stream_interval: ids in a delta where nobody acts on single ones; the first always comes at once.
+        retries: when requests are sent again that the server could not take.
+        timeout: seconds that the server may take to begin an answer.
+
+    Raises:
+        BadOption: an address or a setting that cannot be.
+    """
+
+    retries: Retries
+    """What was sent again since the engine was entered, and what is left of the budget for it."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str | os.PathLike[str] = DEMO_MODEL,
+        *,
+        template: str | Path | ChatTemplate | None = None,
+        name: str | None = None,
+        dialect: ServerDialect | str | None = None,
+        api_key: str | None = None,
+        places: int | None = None,
+        stream_interval: int | None = None,
+        retries: RetryPolicy = RetryPolicy(),  # noqa: B008  # frozen
+        timeout: float = 120.0,
+    ) -> None:
+        for option, value in (("places", places), ("stream_interval", stream_interval)):
+            if value is not None:
+                given = f"RemoteEngine({option}={value!r})"
+                checked.whole(given, checked.number(given, value, least=1), least=1)
+        checked.number(f"RemoteEngine(timeout={timeout!r})", timeout, least=0)
+        if dialect is not None and dialect not in list(ServerDialect):
+            raise BadOption(f"RemoteEngine(dialect={dialect!r}): give one of {', '.join(ServerDialect)}.")
+        self.url = base_url(url)
+        """The server's address."""
+        self.model = model
+        """The model that was given."""
+        self.retries = Retries(retries)
+        self._template = template
+        self._name = name
+        self._dialect = None if dialect is None else ServerDialect(dialect)
+        self._api_key = api_key
+        self._places = places
+        self._stream_interval = stream_interval or _STREAM_INTERVAL
+        self._policy = retries
+        self._timeout = timeout
+        self._processed = True
+        self._greeting: Greeting | None = None
+        self._open = AsyncExitStack()
+        self.runtime: RemoteRuntime | None = None
+
+    async def __aenter__(self) -> Self:
+        """Ask the server who it is.
+
+        Raises:
+            BadModel: there is no such model, or the server has another one.
+            BadOption: the server refuses, or has no endpoint for token ids; or an event loop of trio.
+            EngineError: it does not answer.
+        """
+        if self.running:
+            raise RuntimeError("this engine is already running")
+        if not issubclass(anyio.get_cancelled_exc_class(), asyncio.CancelledError):
+            raise BadOption("RemoteEngine works on asyncio alone, and this is trio: run on asyncio.")
+        # In a thread, since what is imported and read takes some tenths of a second, and others may be playing.
+        model = await anyio.to_thread.run_sync(self._load, abandon_on_cancel=True)
+        self.retries = Retries(self._policy)
+        async with AsyncExitStack() as stack:
+            server = Server(self.url, api_key=self._api_key, seconds=self._timeout)
+            await stack.enter_async_context(server)
+            greeter = Greeter(server, self._wait_to_retry, self._dialect, self._name)
+            self._greeting = greeting = await greeter.greet(model.folder, self.tokenizer)
+            self.context = greeting.context
+            self.places = self._places or greeting.places or _PLACES
+            version = await self._ask_for_one_id(server, greeting)
+            self.runtime = self._runtime(server, greeting, version)
+            self._open = stack.pop_all()
+        self.running, self.loop = True, current_token()
+        return self
+
+    def _load(self) -> ResolvedModel:
+        """Load what is needed of the model here; gives where it was found."""
+        from runner.tokens.tokenizer import load_tokenizer
+
+        require_aiohttp()
+        model = resolve_model(self.model)
+        self.tokenizer = load_tokenizer(model.folder)
+        self.template = chat_template(model, self._template)
+        self.stop_ids = stop_ids(model, self.tokenizer.eos_id)
+        if not self.stop_ids:
+            raise BadModel(
+                f"nothing ends a turn of {model.name!r}: its tokenizer_config.json names no eos_token, and neither "
+                "generation_config.json nor config.json has an eos_token_id. Add one."
+            )
+        return model
+
+    async def _wait_to_retry(self, failure: HttpFailure, attempt: int) -> bool:
+        seconds = self.retries.wait_after(failure, attempt)
+        if seconds is None:
+            return False
+        await anyio.sleep(seconds)
+        return True
+
+    def _runtime(self, server: Server, greeting: Greeting, version: str) -> RemoteRuntime:
+        room = greeting.room or sys.maxsize
+        return RemoteRuntime(
+            server,
+            greeting.dialect,
+            self.retries,
+            gate=AdmissionGate(self.places, room),
+            adapters=RemoteAdapters(name for name in greeting.model.adapters if _ADAPTER.fullmatch(name)),
+            context=self.context,
+            version=version,
+            model=greeting.model.name,
+            controlled=greeting.controlled,
+            stream_interval=self._stream_interval,
+        )
+
+    async def _ask_for_one_id(self, server: Server, greeting: Greeting) -> str:
+        """The version of the server's weights, by sampling one id, which also says what its log-probabilities are."""
+        runtime, request = self._runtime(server, greeting, ""), probe_request(self.tokenizer)
+        try:
+            async with RemoteStream(runtime, request, exact=True) as stream:
+                deltas = [delta async for delta in stream]
+        except EngineDead as error:
+            raise BadOption(f"{error} ({greeting.dialect.missing})") from error
+        logprobs = [logprob for delta in deltas for logprob in delta.logprobs or ()]
+        self._processed = bool(logprobs) and logprobs[0] > _CERTAIN
+        assert stream.finish is not None
+        return stream.finish.versions[-1].version
+
+    async def __aexit__(self, *_: object) -> None:
+        self.running = False
+        self.remote.stop()
+        await self._open.aclose()
+
+    @property
+    def remote(self) -> RemoteRuntime:
+        """The server, once it was asked who it is; not for authors."""
+        if self.runtime is None:
+            raise EngineDead("the engine is not running")
+        return self.runtime
+
+    def stream(self, request: GenerationRequest) -> RemoteStream:
+        """The deltas of one request; nothing happens before the block is entered."""
+        exact = self._processed or _is_unchanged(request)
+        return RemoteStream(self.remote, request, exact=exact)
+
+    def stats(self) -> EngineStats:
+        """What is asked of the server by this engine now; what others ask of it nobody here knows."""
+        runtime = self.remote
+        open_requests = sum(not request.sent_all for request in runtime.requests)
+        return EngineStats(
+            open=open_requests,
+            running=open_requests,
+            waiting=runtime.gate.waiting,
+            first_waiting=runtime.gate.first_waiting,
+            live_sessions=runtime.gate.live,
+            sampled_tokens=runtime.sampled,
+            weight_version=self.weight_version,
+            state=self.state,
+        )
+
+    def is_alive(self) -> bool:
+        """Whether requests can be answered, as far as is known."""
+        return self.running and self.remote.is_alive()
+
+    async def health(self) -> None:
+        """Return when the server says that it can answer.
+
+        Raises:
+            EngineDead: it cannot, with the cause.
+        """
+        await self.remote.health()
+
+    def describe(self) -> dict[str, Any]:
+        """What a run's header keeps of the engine."""
+        greeting, runtime = self._greeting, self.remote
+        assert greeting is not None
+        software = "sglang" if greeting.dialect.name is ServerDialect.SGLANG else "vllm"
+        return {
+            "kind": "remote",
+            "model": os.fspath(self.model),
+            "server": self.url,
+            "served_as": greeting.model.name,
+            "dialect": greeting.dialect.name.value,
+            "versions": {} if greeting.software is None else {software: greeting.software},
+            "context": self.context,
+            "places": self.places,
+            "stream_interval": self._stream_interval,
+            "logprobs": "processed_logprobs" if self._processed else "raw_logprobs",
+            "versions_stamped_by": software if runtime.version else None,
+        }
+
+
+def _is_unchanged(request: GenerationRequest) -> bool:
+    """Whether the model's own log-probabilities are those of what is sampled from."""
+    sampling, off = request.sampling, Sampling.defaults()
+    return (
+        request.constraint is None
+        and sampling.temperature in (0, 1)
+        and not sampling.logit_bias
+        and not sampling.bad_words
+        and all(getattr(sampling, name) == getattr(off, name) for name in _UNCHANGED)
+    )

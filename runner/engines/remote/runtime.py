@@ -1,0 +1,252 @@
+"""A server while an engine uses it: what is sent to it and how often, what its trainer has it do, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
+
+from runner.concurrency.clocks import Waiting
+from runner.engines.adapters import Adapters, AdapterVersion
+from runner.engines.base import GenerationRequest
+from runner.engines.gate import AdmissionGate
+from runner.engines.http_retries import FailureKind, HttpFailure, Retries
+from runner.engines.remote.dialect import Call, Dialect
+from runner.engines.remote.server import Server
+from runner.engines.runtime import EngineRuntime, OpenRequest
+from runner.engines.state import PauseMode
+from runner.errors import BadControl, EngineDead, EngineError, RequestRejected
+
+__all__ = ["RemoteAdapters", "RemoteRuntime"]
+
+_LOOK_SECONDS = 0.2  # how often a server that cuts is asked to once more, for requests that were on their way
+
+
+class RemoteRequest(OpenRequest, Protocol):
+    """What this runtime asks of the stream of a request besides."""
+
+    @property
+    def sent_all(self) -> bool: ...
+
+
+class RemoteAdapters(Adapters):
+    """The adapters that a server has: they are there or not, and nobody changes them here."""
+
+    async def add(self, name: str, given: Any, *, config: Mapping[str, Any] | None = None) -> str:
+        raise BadControl(f"add_adapter({name!r}): a server's adapters are loaded by whoever runs it (--lora-modules).")
+
+    async def remove(self, name: str) -> None:
+        raise BadControl(f"remove_adapter({name!r}): a server's adapters are taken away by whoever runs it.")
+
+
+class RemoteRuntime(EngineRuntime[RemoteRequest]):
+    """A server from when the engine was entered to when it is left; a request is inside until its stream is left."""
+
+    def __init__(
+        self,
+        server: Server,
+        dialect: Dialect,
+        retries: Retries,
+        *,
+        gate: AdmissionGate,
+        adapters: Adapters,
+        context: int,
+        version: str,
+        model: str,
+        controlled: bool,
+        stream_interval: int,
+    ) -> None:
+        super().__init__(gate, adapters, context=context, version=version)
+        self.server = server
+        self.dialect = dialect
+        self.retries = retries
+        self.model = model
+        """The name that the server has for the model."""
+        self.controlled = controlled
+        """Whether the server can be paused."""
+        self._stream_interval = stream_interval
+        self._stopped = False
+        self._death: EngineDead | None = None
+        self._going = anyio.Event()
+        self._going.set()
+
+    # --- one request
+
+    def call(self, request: GenerationRequest, adapter: AdapterVersion | None) -> Call:
+        """A request as the server takes it.
+
+        Raises:
+            RequestRejected: the server could not do what it asks.
+        """
+        name = None if adapter is None else adapter.name
+        interval = self._stream_interval
+        body = self.dialect.body(request, model=self.model, adapter=name, stream_interval=interval)
+        return Call("POST", self.dialect.path, body)
+
+    async def going(self) -> None:
+        """Return when the server does not stand still for its trainer."""
+        if not self._going.is_set():
+            await self._going.wait()
+
+    async def wait_to_retry(self, failure: HttpFailure, attempt: int) -> bool:
+        """Wait until a request may be sent again; no clock of its episode goes on meanwhile.
+
+        Returns:
+            Whether it may be; False where it has failed for good.
+        """
+        seconds = self.retries.wait_after(failure, attempt)
+        if seconds is None:
+            return False
+        with Waiting():
+            await anyio.sleep(seconds)
+        self.require_alive()
+        return True
+
+    def noticed(self, version: str) -> None:
+        """Take note of the version that ids came with; whoever else has the server may have given it new weights."""
+        if version not in self._ages:
+            self._add_version(version)
+            self.tell()
+
+    def failed(self, request: GenerationRequest, failure: HttpFailure) -> EngineError:
+        """The error for a request that failed for good; one that all would meet ends the engine."""
+        where = f"{request.name}: {self.server.url}"
+        if failure.kind is FailureKind.REFUSED:
+            return self.died(f"The server at {self.server.url} refuses what it is asked: {failure}")
+        if failure.kind is FailureKind.BAD_REQUEST:
+            if request.constraint is not None:  # what it may not like is in this request, and in no other
+                return RequestRejected(f"{where} refuses the request: {failure}")
+            return self.died(f"The server at {self.server.url} does not take the requests: {failure}")
+        return EngineError(f"{where}: {failure}")
+
+    # --- what its trainer has it do
+
+    def require_running(self, call: str) -> None:
+        """Return if the engine is running and the server can be paused."""
+        if not self.controlled:
+            path = self.dialect.pause(PauseMode.WAIT).path.partition("?")[0]
+            raise BadControl(f"{call}: the server has no {path}: {self.dialect.control}.")
+        super().require_running(call)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._going = anyio.Event()
+        if mode is PauseMode.WAIT:
+            # Waited for here: vLLM's own keeps the requests that it had queued, which then are of two versions.
+            await self._until_sent()
+        # Shielded: a pause left half way would come late.
+        with anyio.CancelScope(shield=True):
+            await self._pause(mode)
+        await checkpoint_if_cancelled()
+
+    async def _pause(self, mode: PauseMode) -> None:
+        while True:
+            await self._told(self.dialect.pause(mode))
+            if mode is not PauseMode.ABORT:
+                return
+            with anyio.move_on_after(_LOOK_SECONDS):
+                await self._until_sent()
+                return
+            # Else a request was on its way, and came after what was to cut it.
+
+    async def resume(self) -> None:
+        # Shielded: a server that goes on while it is said to stand still would be updated under its requests.
+        with anyio.CancelScope(shield=True):
+            await self._told(self.dialect.resume())
+        self._going.set()
+
+    async def check_weights(self, given: Any) -> Any:
+        raise BadControl(
+            "update_weights(): a server's weights are exchanged by whoever runs it; what it samples says its version."
+        )
+
+    async def load_weights(self, checked: Any, version: str) -> None:
+        """Not reached: `check_weights` refuses."""
+
+    async def reset_prefix_cache(self) -> None:
+        said = await self._told(self.dialect.reset_prefix_cache())
+        if isinstance(said, Mapping) and said.get("success") is False:
+            raise EngineError("reset_prefix_cache(): the server kept its cached prompts")
+
+    def check_sleep(self, level: int) -> None:
+        if not self.controlled or self.dialect.sleep(level) is None:
+            raise BadControl(f"sleep({level}): the server has no /sleep: {self.dialect.control}.")
+
+    async def sleep(self, level: int) -> None:
+        await self._pause(PauseMode.ABORT)  # also what an earlier pause kept
+        call = self.dialect.sleep(level)
+        assert call is not None
+        await self._told(call)
+
+    async def wake(self, tags: Collection[str]) -> None:
+        call = self.dialect.wake(sorted(tags))
+        assert call is not None
+        await self._told(call)
+        # With the last part of its memory the server goes on by itself; whether it may is for the trainer to say.
+        await self._pause(PauseMode.ABORT)
+
+    async def profile(self, *, on: bool) -> None:
+        raise BadControl("a server is profiled by whoever runs it: profile a VllmEngine.")
+
+    async def _told(self, call: Call) -> Any:
+        """What the server answers to a call of its trainer.
+
+        Raises:
+            BadControl: it has no such path.
+            EngineError: it failed.
+        """
+        path = call.path.partition("?")[0]
+        try:
+            return await self.server.ask(call)
+        except HttpFailure as failure:
+            if failure.kind is FailureKind.REFUSED:
+                raise BadControl(f"{failure}: {self.dialect.control}.") from failure
+            raise EngineError(f"{path} of {self.server.url}: {failure}") from failure
+
+    async def _until_sent(self) -> None:
+        while not all(request.sent_all for request in self.requests):  # noqa: ASYNC110  # answers tell nobody they came
+            await anyio.sleep(0.005)
+
+    # --- its life
+
+    def is_alive(self) -> bool:
+        """Whether requests can be answered, as far as is known without asking."""
+        return not self._stopped and self._death is None
+
+    def require_alive(self) -> None:
+        if self._stopped:
+            raise EngineDead("the engine is not running")
+        if self._death is not None:
+            raise self.died("")
+
+    async def health(self) -> None:
+        """Return when the server says that it can answer; one that cannot be reached is asked again for a while.
+
+        Raises:
+            EngineDead: it cannot.
+        """
+        self.require_alive()
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                await (await self.server.open(self.dialect.health)).finished()
+            except HttpFailure as failure:
+                if not await self.wait_to_retry(failure, attempt):
+                    raise self.died(f"The server at {self.server.url} is gone: {failure}") from failure
+            else:
+                return
+
+    def died(self, why: str) -> EngineDead:
+        """The error for one request of an engine that cannot be used any more: the same words for all of them."""
+        if self._death is None:
+            self._death = EngineDead(why)
+            self.gate.fail(lambda: self.died(""))
+        # A copy for each who is told: one object raised in many tasks would gather the tracebacks of all of them.
+        return EngineDead(*self._death.args)
+
+    def stop(self) -> None:
+        """Send nothing more; whoever waits at the gate is sent away."""
+        self._stopped = True
+        self.gate.fail(lambda: EngineDead("the engine was stopped"))

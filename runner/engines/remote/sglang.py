@@ -1,0 +1,160 @@
+"""SGLang's dialect: `POST /generate` with `input_ids`.
+
+Fields as SGLang's source has them: `GenerateReqInput` in `srt/managers/io_struct.py`, `srt/sampling/sampling_params.py`
+and what `srt/managers/tokenizer_manager.py` answers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from runner.engines.base import FinishReason, GenerationRequest
+from runner.engines.remote.dialect import Call, Dialect, Piece, PieceReader, ServerDialect
+from runner.engines.state import PauseMode
+from runner.errors import RequestRejected
+from runner.options import Constraint, ConstraintKind
+from runner.tokens.top_logprobs import TopLogprobs
+
+__all__ = ["SglangGenerate"]
+
+_GRAMMARS = {
+    ConstraintKind.JSON: "json_schema",
+    ConstraintKind.REGEX: "regex",
+    ConstraintKind.GRAMMAR: "ebnf",
+    ConstraintKind.STRUCTURAL_TAG: "structural_tag",
+}
+_MODES = {PauseMode.WAIT: "in_place", PauseMode.KEEP: "in_place", PauseMode.ABORT: "abort"}
+
+
+class SglangGenerate(Dialect):
+    """SGLang's endpoint for token ids."""
+
+    name = ServerDialect.SGLANG
+    path = "/generate"
+    missing = "is this a server of SGLang?"
+    health = Call("GET", "/health")
+    version = Call("GET", "/get_server_info")
+    settings = Call("GET", "/get_server_info")
+    paused = Call("GET", "/get_weight_version")  # as old as its pauses, for which it has no question
+    control = "update it: from 0.5 on SGLang can be paused"
+
+    def body(
+        self, request: GenerationRequest, *, model: str, adapter: str | None, stream_interval: int
+    ) -> dict[str, Any]:
+        body = {
+            "input_ids": list(request.prompt),
+            "sampling_params": _parameters(request, stream_interval),
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": request.sampling.logprobs or 0,
+            "stream": True,
+        }
+        return body if adapter is None else {**body, "lora_path": adapter}
+
+    def reader(self, request: GenerationRequest) -> PieceReader:
+        return _Reader(request.sampling.logprobs or 0)
+
+    def version_in(self, answer: Mapping[str, Any]) -> str | None:
+        return answer.get("version")
+
+    def places_in(self, answer: Mapping[str, Any]) -> tuple[int | None, int | None]:
+        return answer.get("max_running_requests"), answer.get("max_total_num_tokens")
+
+    def pause(self, mode: PauseMode) -> Call:
+        return Call("POST", "/pause_generation", {"mode": _MODES[mode]})
+
+    def resume(self) -> Call:
+        return Call("POST", "/continue_generation", {})
+
+    def reset_prefix_cache(self) -> Call:
+        return Call("POST", "/flush_cache", json=False)
+
+
+def _parameters(request: GenerationRequest, stream_interval: int) -> dict[str, Any]:
+    sampling = request.sampling
+    stops = list(dict.fromkeys((*request.stop_ids, *sampling.stop_ids)))
+    if sampling.bad_words:
+        raise RequestRejected(f"{request.name}: SGLang keeps no words out; leave bad_words out, or use logit_bias")
+    if request.extra:
+        raise RequestRejected(f"{request.name}: SGLang takes no extra arguments ({', '.join(request.extra)})")
+    if sampling.ignore_eos and stops:
+        # SGLang looks for no stop id at all where it is to ignore the model's own.
+        raise RequestRejected(f"{request.name}: SGLang with ignore_eos ends no turn by stop_ids; leave one of them out")
+    parameters: dict[str, Any] = {
+        "max_new_tokens": sampling.max_tokens,
+        "min_new_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": {str(token_id): bias for token_id, bias in (sampling.logit_bias or {}).items()} or None,
+        "sampling_seed": request.seed,
+        "stop_token_ids": stops,
+        "ignore_eos": sampling.ignore_eos,
+        "skip_special_tokens": False,
+        "stream_interval": 1 if request.acts_on_deltas else stream_interval,
+    }
+    if request.constraint is not None:
+        parameters |= _grammar(request.constraint)
+    return {name: value for name, value in parameters.items() if value is not None}
+
+
+def _grammar(constraint: Constraint) -> dict[str, str]:
+    if constraint.kind is ConstraintKind.CHOICE:
+        return {"regex": "|".join(f"({re.escape(choice)})" for choice in json.loads(constraint.value))}
+    return {_GRAMMARS[constraint.kind]: constraint.value}
+
+
+class _Reader:
+    """Reads the chunks of `/generate`.
+
+    A server that was started with `--incremental-streaming-output` sends what is new, any other all that there is. Both
+    say how many ids there are by now, so that what is new is as many of the last as are not known yet.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._known = 0
+
+    def read(self, chunk: Mapping[str, Any]) -> Piece:
+        said = chunk["meta_info"]
+        new = said["completion_tokens"] - self._known
+        sampled = _last(said.get("output_token_logprobs") or (), new)
+        ids = [each[1] for each in sampled]
+        if "output_ids" in chunk and _last(chunk["output_ids"], new) != ids:
+            raise ValueError("the log-probabilities are not those of the ids")
+        self._known += new
+        reason, stop = _ending(said["finish_reason"])
+        return Piece(
+            ids,
+            [each[0] for each in sampled],
+            self._top(_last(said["output_top_logprobs"], new)) if self._count else None,
+            reason,
+            stop,
+            version=said.get("weight_version"),
+            cached_tokens=said.get("cached_tokens"),
+        )
+
+    def _top(self, positions: Sequence[Sequence[Sequence[Any]]]) -> TopLogprobs:
+        if any(len(row) < self._count for row in positions):
+            raise ValueError(f"fewer than the {self._count} likeliest ids")
+        return TopLogprobs.of([{each[1]: each[0] for each in row} for row in positions], self._count)
+
+
+def _last(values: Sequence[Any], count: int) -> list[Any]:
+    if not 0 <= count <= len(values):
+        raise ValueError(f"{len(values)} ids where {count} are new")
+    return list(values[len(values) - count :])
+
+
+def _ending(said: Mapping[str, Any] | None) -> tuple[FinishReason | None, int | str | None]:
+    if said is None:
+        return None, None
+    reason = FinishReason(said["type"])
+    return reason, said["matched"] if reason is FinishReason.STOP else None

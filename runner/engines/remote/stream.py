@@ -1,0 +1,242 @@
+"""The deltas of one request to a server; leaving closes its connection, and the server frees its place."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+
+import anyio
+import orjson
+
+from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest, Session
+from runner.engines.http_retries import FailureKind, HttpFailure
+from runner.engines.remote.dialect import Call, Piece, PieceReader
+from runner.engines.remote.events import DONE, EventReader
+from runner.engines.remote.runtime import RemoteRuntime
+from runner.engines.remote.server import Answer, failure_in
+from runner.engines.stream import GatedStream
+from runner.errors import EngineError
+from runner.tokens.log import VersionSpan
+from runner.tokens.top_logprobs import TopLogprobs
+
+__all__ = ["RemoteStream"]
+
+_END_SECONDS = 1.0
+"""How long the end of an answer may take after its last event, for its connection to be used again."""
+
+
+class RemoteStream(GatedStream[RemoteRuntime, Session]):
+    """The deltas of one request, out of the answer of a server.
+
+    Args:
+        runtime: the server.
+        request: what is to be sampled.
+        exact: whether the server's log-probabilities are those that the ids are sampled with; else it gives none.
+    """
+
+    def __init__(self, runtime: RemoteRuntime, request: GenerationRequest, *, exact: bool) -> None:
+        super().__init__(runtime, request, request.session or Session())
+        self._exact = exact
+        self._answer: Answer | None = None
+        self._call: Call | None = None
+        self._attempts = 0
+        self._sending = False
+        self._told = ""
+        self._events = EventReader()
+        self._reader: PieceReader
+        self._deltas: deque[Delta] = deque()
+        self._last: Piece | None = None
+        """The piece that said why the turn ended: it waits for what the server says behind it."""
+        self._cached_tokens: int | None = None
+
+    @property
+    def sent_all(self) -> bool:
+        """The server has nothing to send any more, whether anybody read it or not."""
+        if self.finish is not None or self._answer is None:
+            return not self._sending
+        return self._answer.arrived
+
+    def stamp(self, version: str) -> None:
+        """The weights were exchanged, as far as is known here: by what came last of any request."""
+        if not self._told:
+            self._stamps.mark(version, self.sent)
+
+    # --- the way in
+
+    async def _begin(self) -> None:
+        self._call = self._runtime.call(self.request, self._adapter)
+        await self._open()
+
+    async def _open(self) -> None:
+        """Send the request until an answer begins."""
+        assert self._call is not None
+        while True:
+            self._attempts += 1
+            await self._runtime.going()  # one that is sent again must not begin while the server stands still
+            self._sending = True
+            try:
+                self._answer = await self._runtime.server.open(self._call)
+            except HttpFailure as failure:
+                self._sending = False
+                await self._again(failure)
+            else:
+                self._events = EventReader()
+                self._reader = self._runtime.dialect.reader(self.request)
+                return
+            finally:
+                self._sending = False
+
+    async def _again(self, failure: HttpFailure) -> None:
+        """Wait until the request may be sent again.
+
+        Raises:
+            EngineError: it may not.
+        """
+        self._drop()
+        if not await self._runtime.wait_to_retry(failure, self._attempts):
+            raise self._failed(failure) from failure
+
+    def _failed(self, failure: HttpFailure) -> EngineError:
+        error = self._runtime.failed(self.request, failure)
+        self.finish = Finish(FinishReason.ERROR, stop=str(error), versions=self._versions(None))
+        return error
+
+    # --- reading
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self.finish is not None:
+                raise StopAsyncIteration
+            try:
+                await self._read()
+            except HttpFailure as failure:
+                if self.sent:  # what was sampled cannot be sampled once more
+                    raise self._failed(failure) from failure
+                await self._again(failure)
+                await self._open()
+        return self._deltas.popleft()
+
+    async def _read(self) -> None:
+        assert self._answer is not None
+        data = await self._answer.read()
+        if not data:
+            self._end()
+            return
+        self._take(data)
+        if self._last is not None:
+            await self._read_the_end(self._answer)
+
+    async def _read_the_end(self, answer: Answer) -> None:
+        with anyio.move_on_after(_END_SECONDS):
+            try:
+                while data := await answer.read():
+                    self._take(data)
+            except HttpFailure:  # whatever befell it then, the turn was whole
+                pass
+        self._end()
+
+    def _take(self, data: bytes) -> None:
+        """Make deltas of what came.
+
+        Raises:
+            HttpFailure: the server says that it failed, or what it says cannot be read.
+        """
+        try:
+            for event in self._events.feed(data):
+                if event != DONE:
+                    self._take_event(event)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+            said = " ".join(data[-200:].decode(errors="replace").split())
+            problem = f"{type(error).__name__}: {error}"
+            raise HttpFailure(FailureKind.GARBAGE, f"the answer cannot be read ({problem}): {said}") from error
+
+    def _take_event(self, event: bytes) -> None:
+        chunk = orjson.loads(event)
+        if not isinstance(chunk, Mapping):
+            raise TypeError("an event that is no object")
+        if "error" in chunk:
+            raise failure_in(chunk["error"])
+        piece = self._reader.read(chunk)
+        if piece.cached_tokens is not None:
+            self._cached_tokens = piece.cached_tokens
+        if piece.version is not None:
+            self._note(piece.version)
+        if piece.reason is not None:
+            self._last = piece
+        elif piece.ids:
+            self._deltas.append(self._delta(piece))
+
+    def _note(self, version: str) -> None:
+        if version != self._told:
+            self._told = version
+            self._runtime.noticed(version)
+            self._stamps.mark(version, self.sent)
+
+    def _delta(self, piece: Piece, finish: Finish | None = None) -> Delta:
+        ids = array("i", piece.ids)
+        if piece.logprobs is not None and len(piece.logprobs) != len(ids):
+            raise ValueError(f"{len(piece.logprobs)} log-probabilities of {len(ids)} ids")
+        if not self.sent and ids:
+            self._runtime.retries.succeeded()
+        self.sent += len(ids)
+        self._runtime.sampled += len(ids)
+        return Delta(ids, piece.logprobs if self._exact else None, finish, piece.top)
+
+    # --- its end
+
+    def _end(self) -> None:
+        """The answer is over.
+
+        Raises:
+            HttpFailure: the turn is not.
+        """
+        last = self._last
+        if last is None:
+            raise HttpFailure(FailureKind.CONNECTION, "the answer ended before the turn did")
+        delta = self._delta(last)
+        stop = last.stop
+        if last.reason is FinishReason.STOP and stop is None and len(delta.token_ids):
+            stop = delta.token_ids[-1]
+        self.finish = Finish(last.reason or FinishReason.ERROR, stop, self._versions(last), self._cached_tokens)
+        self._deltas.append(replace(delta, finish=self.finish))
+
+    def _versions(self, last: Piece | None) -> tuple[VersionSpan, ...]:
+        """The versions of the ids: as the server tells them, else by our own account."""
+        if last is None or last.versions is None:
+            return self._stamps.spans(self.sent)
+        for span in last.versions:
+            self._runtime.noticed(span.version)
+        return tuple(VersionSpan(self._stamps.named(span.version), span.start, span.end) for span in last.versions)
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self._inside:
+            return
+        try:
+            self._drain()
+        finally:
+            self._drop()
+            self._leave()
+
+    def _drain(self) -> None:
+        """Keep what has come and was not read; a turn that goes on is cut."""
+        if self.finish is None and self._answer is not None:
+            try:
+                self._take(self._answer.unread())
+                if self._last is not None:
+                    self._end()
+            except HttpFailure as failure:
+                self._failed(failure)
+        self.rest.extend(self._deltas)
+        self._deltas.clear()
+        if self.finish is None:
+            self.finish = Finish(FinishReason.ABORT, versions=self._versions(None), cached_tokens=self._cached_tokens)
+            count = self.request.sampling.logprobs
+            nothing = Delta((), () if self._exact else None, self.finish, TopLogprobs(count) if count else None)
+            self.rest.append(nothing)
+
+    def _drop(self) -> None:
+        if self._answer is not None:
+            self._answer.close()
+            self._answer = None

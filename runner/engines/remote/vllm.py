@@ -1,0 +1,212 @@
+"""vLLM's dialects: its endpoint for token ids, and its completions with ids for a prompt, which every server has.
+
+Fields as in vLLM 0.32, `entrypoints/scale_out/token_in_token_out/protocol.py` and `entrypoints/openai/completion`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlencode
+
+from runner.engines.base import FinishReason, GenerationRequest
+from runner.engines.remote.dialect import Call, Dialect, Piece, PieceReader, ServerDialect
+from runner.engines.state import PauseMode
+from runner.engines.vllm.settings import constraint_arguments, sampling_arguments
+from runner.errors import RequestRejected
+from runner.tokens.log import VersionSpan
+from runner.tokens.top_logprobs import TopLogprobs
+
+__all__ = ["Completions", "VllmGenerate"]
+
+_NEVER = -9999.0  # what vLLM writes for minus infinity, which JSON does not have
+_TOKEN = "token_id:"  # what `return_tokens_as_token_ids` writes before an id
+
+
+class _Vllm(Dialect):
+    """What both have in common: the server."""
+
+    health = Call("GET", "/health")
+    version = Call("GET", "/version")
+    settings = Call("GET", "/server_info?config_format=json")
+    paused = Call("GET", "/is_paused")
+    control = "start it with the variable VLLM_SERVER_DEV_MODE=1"
+
+    def version_in(self, answer: Mapping[str, Any]) -> str | None:
+        return answer.get("version")
+
+    def places_in(self, answer: Mapping[str, Any]) -> tuple[int | None, int | None]:
+        config = answer["vllm_config"]
+        cache = config["cache_config"]
+        room = (cache.get("num_gpu_blocks") or 0) * (cache.get("block_size") or 0)
+        return config["scheduler_config"].get("max_num_seqs"), room or None
+
+    def pause(self, mode: PauseMode) -> Call:
+        return Call("POST", f"/pause?mode={mode.value}&clear_cache=false")
+
+    def resume(self) -> Call:
+        return Call("POST", "/resume")
+
+    def reset_prefix_cache(self) -> Call:
+        return Call("POST", "/reset_prefix_cache?reset_running_requests=true")
+
+    def sleep(self, level: int) -> Call:
+        return Call("POST", f"/sleep?level={level}")
+
+    def wake(self, tags: Sequence[str]) -> Call:
+        return Call("POST", "/wake_up?" + urlencode([("tags", tag) for tag in tags]))
+
+
+class VllmGenerate(_Vllm):
+    """vLLM's endpoint for token ids."""
+
+    name = ServerDialect.VLLM
+    path = "/inference/v1/generate"
+    missing = "start the server with --enable-scale-out, or give dialect='completions', which tells no weight versions"
+
+    def body(
+        self, request: GenerationRequest, *, model: str, adapter: str | None, stream_interval: int
+    ) -> dict[str, Any]:
+        return {
+            "model": adapter or model,
+            "token_ids": list(request.prompt),
+            "sampling_params": _parameters(request, stream_interval),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    def reader(self, request: GenerationRequest) -> PieceReader:
+        return _GenerateReader(request.sampling.logprobs or 0)
+
+
+def _parameters(request: GenerationRequest, stream_interval: int) -> dict[str, Any]:
+    known = frozenset({"stream_interval"})
+    parameters = sampling_arguments(request, stream_interval=stream_interval, known=known)
+    del parameters["flat_logprobs"]  # how vLLM keeps them inside itself
+    if parameters["logit_bias"]:
+        parameters["logit_bias"] = {str(token_id): bias for token_id, bias in parameters["logit_bias"].items()}
+    if parameters["logprobs"]:
+        # The sampled id comes first and counts as one of them, so that the last of the likeliest would be left out.
+        parameters["logprobs"] += 1
+    if request.constraint is not None:
+        parameters["structured_outputs"] = constraint_arguments(request.constraint)
+    if request.sampling.bad_words:
+        parameters["bad_words"] = list(request.sampling.bad_words)
+    return {name: value for name, value in parameters.items() if value is not None}
+
+
+class _GenerateReader:
+    """Reads the chunks of `/inference/v1/generate`."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def read(self, chunk: Mapping[str, Any]) -> Piece:
+        cached = _cached_tokens(chunk)
+        if not chunk["choices"]:
+            return Piece(cached_tokens=cached)
+        choice = chunk["choices"][0]
+        ids = choice["token_ids"] or ()
+        content = (choice["logprobs"] or {}).get("content") or () if ids else ()
+        if [each["token_id"] for each in content] != list(ids):
+            raise ValueError("the log-probabilities are not those of the ids")
+        spans = choice.get("weight_versions")
+        return Piece(
+            ids,
+            [_logprob(each["logprob"]) for each in content],
+            self._top(content),
+            _reason(choice["finish_reason"]),
+            choice["stop_reason"],
+            None if spans is None else [VersionSpan(span["version"], span["start"], span["end"]) for span in spans],
+            cached_tokens=cached,
+        )
+
+    def _top(self, content: Sequence[Mapping[str, Any]]) -> TopLogprobs | None:
+        if not self._count:
+            return None
+        rows = [{each["token_id"]: _logprob(each["logprob"]) for each in one["top_logprobs"]} for one in content]
+        return _likeliest(rows, self._count)
+
+
+class Completions(_Vllm):
+    """vLLM's completions, with ids for a prompt."""
+
+    name = ServerDialect.COMPLETIONS
+    path = "/v1/completions"
+    missing = "is this a server of vLLM?"
+
+    def body(
+        self, request: GenerationRequest, *, model: str, adapter: str | None, stream_interval: int
+    ) -> dict[str, Any]:
+        if request.extra:
+            raise RequestRejected(f"{request.name}: completions take no extra arguments ({', '.join(request.extra)})")
+        parameters = _parameters(request, stream_interval)
+        if count := request.sampling.logprobs:  # here the sampled id does not count
+            parameters["logprobs"] = count
+        for name in ("detokenize", "stream_interval"):
+            parameters.pop(name, None)
+        return {
+            "model": adapter or model,
+            "prompt": list(request.prompt),
+            **parameters,
+            "skip_special_tokens": False,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    def reader(self, request: GenerationRequest) -> PieceReader:
+        return _CompletionsReader(request.sampling.logprobs or 0)
+
+
+class _CompletionsReader:
+    """Reads the chunks of `/v1/completions`."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def read(self, chunk: Mapping[str, Any]) -> Piece:
+        cached = _cached_tokens(chunk)
+        if not chunk["choices"]:
+            return Piece(cached_tokens=cached)
+        choice = chunk["choices"][0]
+        ids = choice.get("token_ids")
+        if ids is None:
+            raise ValueError("a server that gives no token ids; vLLM does from 0.10.2 on")
+        said = choice["logprobs"] or {} if ids else {}
+        return Piece(
+            ids,
+            [_logprob(value) for value in said.get("token_logprobs", ())],
+            self._top(said.get("top_logprobs", ())),
+            _reason(choice["finish_reason"]),
+            choice["stop_reason"],
+            cached_tokens=cached,
+        )
+
+    def _top(self, positions: Sequence[Mapping[str, float]]) -> TopLogprobs | None:
+        if not self._count:
+            return None
+        rows = [{int(name.removeprefix(_TOKEN)): _logprob(value) for name, value in row.items()} for row in positions]
+        return _likeliest(rows, self._count)
+
+
+def _likeliest(rows: Sequence[Mapping[int, float]], count: int) -> TopLogprobs:
+    if any(len(row) < count for row in rows):
+        raise ValueError(f"fewer than the {count} likeliest ids")
+    return TopLogprobs.of(rows, count)
+
+
+def _logprob(value: float) -> float:
+    return value if value > _NEVER else -math.inf
+
+
+def _reason(name: str | None) -> FinishReason | None:
+    return None if name is None else FinishReason(name)
+
+
+def _cached_tokens(chunk: Mapping[str, Any]) -> int | None:
+    usage = chunk.get("usage") or {}
+    cached: int | None = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return cached
