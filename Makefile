@@ -5,7 +5,7 @@ ENGINE ?= cpu
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run check test-quick test test-all train train-proof bench docs clean
+.PHONY: help setup run check test-quick test test-all test-clients train train-proof bench docs clean
 
 help:
 	@echo "make run     play 64 episodes of the calculator environment on the demo model"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-quick  the quick tests, without an engine: for while one works, under 3 minutes"
 	@echo "make test    format, lint, layers, types and tests, with the real engine: some 10 minutes on two cores"
 	@echo "make test-all  the same with whole sweeps, both event loops, wheels and the site: before a release"
+	@echo "make test-clients  agent programs from PyPI and npm play, unmodified: 2.5 GB in .venv/clients at its first time"
 	@echo "make train   watch the demo model learn to use the calculator, some 7 minutes; train-proof does it thrice"
 	@echo "make bench   the benchmarks; prints figures"
 	@echo "make docs    guides and reference as a site, in build/docs"
@@ -43,6 +44,11 @@ test: check
 
 test-all: check docs
 	@$(BIN)/python -m pytest -n 3 --durations=25 --sweeps=whole
+
+# One at a time: a program takes a core and up to 700 MB.
+test-clients: setup
+	@$(BIN)/python -m tests.clients.installing
+	@$(BIN)/python -m pytest -q --clients tests/clients
 
 train: setup
 	@$(BIN)/python -m examples.train_grpo

@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sweeps", "sweeps over templates, vocabularies, event loops and random cases")
     group.addoption("--sweeps", choices=("sampled", "whole"), default="sampled", help="a part of them, or all")
     group.addoption("--sweep-seed", type=int, help="which part and which random cases; by default the commit says")
+    parser.getgroup("clients").addoption("--clients", action="store_true", help="play with agent programs too")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -27,9 +28,24 @@ class Address:
 
     def fill(self, text: str) -> str:
         """The text with `{base_url}` and the other names of an address in it replaced."""
-        for name in ("base_url", "root_url", "api_key", "model", "context"):
-            text = text.replace(f"{{{name}}}", str(getattr(self, name)))
+        for name, value in self._values().items():
+            text = text.replace(f"{{{name}}}", str(value))
         return text
+
+    def _values(self) -> dict[str, object]:
+        """What a text can name; shares of the context are those that clients take of a large one."""
+        return {
+            "base_url": self.base_url,
+            "root_url": self.root_url,
+            "api_key": self.api_key,
+            "model": self.model,
+            "context": self.context,
+            "output": min(32_000, self.context // 4),
+            "reserve": min(16_384, self.context // 4),
+            "compact_at": self.context - min(16_384, self.context // 4),
+            "kept": min(20_000, self.context // 4),
+            "tool_output": min(10_000, self.context // 8),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +73,7 @@ _OPENCODE = {
             "npm": "@ai-sdk/openai-compatible",
             "name": "deltarunner",
             "options": {"baseURL": "{base_url}", "apiKey": "{api_key}"},
-            "models": {"{model}": {"name": "{model}", "limit": {"context": "#context#", "output": 8192}}},
+            "models": {"{model}": {"name": "{model}", "limit": {"context": "#context#", "output": "#output#"}}},
         }
     },
 }
@@ -67,14 +83,23 @@ _PI = {
             "baseUrl": "{base_url}",
             "apiKey": "{api_key}",
             "api": "openai-completions",
-            "models": [{"id": "{model}", "name": "{model}", "contextWindow": "#context#", "maxTokens": 8192}],
+            "models": [{"id": "{model}", "name": "{model}", "contextWindow": "#context#", "maxTokens": "#output#"}],
         }
     }
+}
+_PI_SETTINGS = {"compaction": {"enabled": True, "reserveTokens": "#reserve#", "keepRecentTokens": "#kept#"}}
+_QWEN = {
+    "security": {"auth": {"selectedType": "openai"}},
+    "model": {"name": "{model}", "generationConfig": {"contextWindowSize": "#context#", "timeout": 3_600_000}},
+    "general": {"enableAutoUpdate": False},
+    "privacy": {"usageStatisticsEnabled": False},
 }
 _CODEX = """\
 model = "{model}"
 model_provider = "deltarunner"
 model_context_window = {context}
+model_auto_compact_token_limit = {compact_at}
+tool_output_token_limit = {tool_output}
 approval_policy = "never"
 sandbox_mode = "danger-full-access"
 check_for_update_on_startup = false
@@ -84,11 +109,13 @@ name = "deltarunner"
 base_url = "{base_url}"
 env_key = "OPENAI_API_KEY"
 wire_api = "responses"
+# What is sent while a request waits for a place in the engine is no event to it.
+stream_idle_timeout_ms = 3600000
 """
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, indent=2).replace('"#context#"', "{context}")
+    return re.sub('"#([a-z_]+)#"', r"{\1}", json.dumps(value, indent=2))  # numbers are no strings
 
 
 CLIENTS: Final = (
@@ -120,8 +147,9 @@ CLIENTS: Final = (
             "ANTHROPIC_DEFAULT_SONNET_MODEL": "{model}",
             "API_TIMEOUT_MS": "3600000",
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": "{context}",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "CLAUDE_CODE_DISABLE_NONSTREAMING_FALLBACK": "1",
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "{output}",
             "CLAUDE_CODE_SUBAGENT_MODEL": "{model}",
             "DISABLE_AUTOUPDATER": "1",
             "ENABLE_TOOL_SEARCH": "false",
@@ -129,9 +157,24 @@ CLIENTS: Final = (
         },
     ),
     Client("codex", "0.169.0", files={".codex/config.toml": _CODEX}),
-    Client("opencode", "1.18.33", files={".config/opencode/opencode.json": _json(_OPENCODE)}),
-    Client("qwen", "0.15.10"),
-    Client("pi", "0.73.1", files={".pi/agent/models.json": _json(_PI)}),
+    Client(
+        "opencode",
+        "1.18.33",
+        {
+            "OPENCODE_DISABLE_AUTOUPDATE": "1",
+            "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+            "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        },
+        {".config/opencode/opencode.json": _json(_OPENCODE)},
+    ),
+    Client("qwen", "0.15.10", {"QWEN_CODE_NO_RELAUNCH": "1"}, {".qwen/settings.json": _json(_QWEN)}),
+    Client(
+        "pi",
+        "0.73.1",
+        {"PI_OFFLINE": "1", "PI_TELEMETRY": "0"},
+        {".pi/agent/models.json": _json(_PI), ".pi/agent/settings.json": _json(_PI_SETTINGS)},
+    ),
+    Client("openai-agents", "0.24.0", {"OPENAI_AGENTS_DISABLE_TRACING": "1"}),
     Client(
         "mini-swe-agent",
         "2.4.6",

@@ -13,8 +13,10 @@ __all__ = ["name_threads"]
 def name_threads(play: EpisodeState, threads: Sequence[ConversationState]) -> None:
     """Give threads the names of their trajectories; a second call changes nothing.
 
-    The trained one with most turns that were offered tools, or where none was with most turns, is `main`, unless an
-    author's `main` spoke. Others have the label of their client, or are numbered.
+    `main` is the trained one that was at work the longest from its first request to its last, counted in requests of
+    the episode, of those that were offered tools if any was; unless an author's `main` spoke. A sub-agent may take more
+    turns than who sent it, and begins after that one and ends before. Others have the label of their client, or are
+    numbered.
     """
     if not threads or play.renamed:
         return
@@ -45,11 +47,16 @@ def _main(play: EpisodeState, threads: Sequence[ConversationState]) -> Conversat
     if own is not None and (own.turns or MAIN in play.shared.other_models):
         return None
     trained = [thread for thread in threads if thread.train and thread.turns]
-    return max(trained, key=lambda thread: (_with_tools(thread), len(thread.turns)), default=None)
+    return max(trained, key=lambda thread: (_has_tools(thread), _at_work(thread), len(thread.turns)), default=None)
 
 
-def _with_tools(thread: ConversationState) -> int:
-    return sum(bool(node.segment.tools) for node in thread.nodes)
+def _has_tools(thread: ConversationState) -> bool:
+    return any(node.segment.tools for node in thread.nodes)
+
+
+def _at_work(thread: ConversationState) -> int:
+    numbers = [request.number for request in thread.requests]
+    return max(numbers) - min(numbers)
 
 
 def _rename(play: EpisodeState, threads: Sequence[ConversationState]) -> None:

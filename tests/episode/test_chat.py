@@ -152,6 +152,18 @@ async def test_an_assistant_message_that_nobody_sampled_is_context() -> None:
     assert [segment.cause for segment in trajectory.segments] == ["start", "foreign"]
 
 
+async def test_a_sub_agent_that_takes_more_turns_than_who_sent_it_is_not_main() -> None:
+    async def loop(episode: Any) -> None:
+        sends = await episode.chat([TASK], tools=[RUN])
+        errand: list[Any] = [user("Look around.")]
+        for _ in range(4):
+            errand += [(await episode.chat(errand, tools=[RUN])).as_message(), user("Further.")]
+        await episode.chat([TASK, sends.as_message(), user("It found nothing.")], tools=[RUN])
+
+    main, errand = await asked(loop, lambda turn: "words")
+    assert [(each.agent, len(each.turns)) for each in (main, errand)] == [("main", 2), ("main-1", 4)]
+
+
 async def test_a_history_that_nothing_is_known_of_begins_a_thread_and_a_title_never_becomes_main(
     tmp_path: Path,
 ) -> None:

@@ -1,0 +1,136 @@
+"""The agent programs that are played with: how each is asked, and what is known of what it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner import ToolCall
+from runner.endpoint.endpoint import Endpoint
+from runner.testing import Reply, call
+from tests.clients.installing import CLIENTS
+from tests.clients.playing import PROMPT
+
+__all__ = ["PROGRAMS", "SCRIPTS", "Program"]
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """An agent program."""
+
+    client: str
+    """The client that is installed for it."""
+    arguments: Sequence[str]
+    """Its program and arguments, in front of the prompt; `{model}` is the name of the model."""
+    shell: Callable[[str], ToolCall]
+    """Calls its tool that runs a command."""
+    form: str = "chat"
+    """The form of its requests."""
+    last: Sequence[Any] = ("It holds hello.",)
+    """What is said in the end."""
+    verdicts: Sequence[str] = ("new", "append", "append")
+    """What its requests are found to be."""
+    tolerated: frozenset[str] = frozenset()
+    """What it changes in what it sends back."""
+    asides: int = 0
+    """How many threads of it are not trained."""
+    thinks: bool = True
+    """Whether it takes a turn that thinks."""
+
+    def argv(self, endpoint: Endpoint, prompt: str = PROMPT) -> list[str]:
+        own, *further = self.arguments
+        return [CLIENTS[self.client].program(own), *(each.format(model=endpoint.model) for each in further), prompt]
+
+    def says(self) -> list[Any]:
+        """Two calls at once, another one, and an end."""
+        thought = "<think>Where am I? </think>" if self.thinks else ""
+        return [
+            Reply(f"{thought}Let me look.", calls=[self.shell("pwd"), self.shell("ls")]),
+            Reply("Now I write.", calls=[self.shell("echo hello > hello.txt")]),
+            *self.last,
+        ]
+
+
+def bash(command: str) -> ToolCall:
+    return call("bash", command=command)
+
+
+def script(client: str, name: str, *arguments: str, **known: Any) -> Program:
+    """An agent of a library, in a script."""
+    return Program(client=client, arguments=["python", str(SCRIPTS / name), *arguments], **{"shell": bash, **known})
+
+
+def tolerated(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+PROGRAMS = {
+    "mini-swe-agent": Program(
+        client="mini-swe-agent",
+        arguments=["mini", "-y", "--exit-immediately", "-t"],
+        shell=bash,
+        # A turn without a call is dropped by it, and asked for again.
+        last=["It holds hello.", call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")],
+        verdicts=["new", "append", "append", "rewound"],
+        tolerated=tolerated("extra_keys"),
+    ),
+    "openai-agents chat": script(
+        "openai-agents", "openai_agents.py", "chat", tolerated=tolerated("reasoning_left_out")
+    ),
+    "openai-agents responses": script("openai-agents", "openai_agents.py", "responses", form="responses"),
+    "pydantic-ai": script("pydantic-ai", "pydantic_agent.py"),
+    "smolagents": script(
+        "smolagents",
+        "smolagents_tools.py",
+        last=[call("final_answer", answer="It holds hello.")],
+        # It tells calls and results as text.
+        verdicts=["new", "retold", "retold"],
+        tolerated=tolerated("content_parts"),
+    ),
+    "langgraph": script(
+        "langgraph", "langgraph_agent.py", tolerated=tolerated("reasoning_left_out", "arguments_respelt")
+    ),
+    "autogen": script("autogen", "autogen_agent.py", tolerated=tolerated("reasoning_left_out")),
+    "inspect-ai": script(
+        "inspect-ai",
+        "inspect_agent.py",
+        last=[call("submit", answer="It holds hello.")],
+        tolerated=tolerated("white_space", "arguments_respelt"),
+    ),
+    "pi": Program(
+        client="pi",
+        arguments=["pi", "-p", "--provider", "deltarunner", "--model", "{model}"],
+        shell=bash,
+        tolerated=tolerated("content_parts"),
+    ),
+    "codex": Program(
+        client="codex",
+        arguments=["codex", "exec", "--skip-git-repo-check", "--model", "{model}"],
+        shell=lambda command: call("exec_command", cmd=command),
+        form="responses",
+    ),
+    "claude": Program(
+        client="claude",
+        arguments=["claude", "--dangerously-skip-permissions", "--model", "{model}", "-p"],
+        shell=lambda command: call("Bash", command=command),
+        form="anthropic",
+        tolerated=tolerated("cache_marks"),
+    ),
+    "opencode": Program(
+        client="opencode",
+        arguments=["opencode", "run"],
+        shell=lambda command: call("bash", command=command, description="Run it"),
+        asides=1,  # a title, first of all
+    ),
+    "qwen": Program(
+        client="qwen",
+        arguments=["qwen", "-y", "-p"],
+        shell=lambda command: call("run_shell_command", command=command, is_background=False),
+        tolerated=tolerated("content_parts"),
+    ),
+}
+"""The programs, by name."""

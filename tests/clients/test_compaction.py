@@ -1,0 +1,83 @@
+"""Real programs whose history outgrows the context: they shorten it, and what was sampled before stays exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.engines.scripted.script import Answer, ModelCall
+from runner.testing import Reply
+from tests.clients.playing import Says, assert_appends, assert_good, play_program, respelling
+from tests.clients.programs import PROGRAMS, Program
+
+pytestmark = pytest.mark.anyio
+
+SUMMARY = "<summary>It counted, and is to write the file.</summary>"
+
+
+@dataclass(frozen=True, slots=True)
+class Outgrown:
+    """A program whose history outgrows the context."""
+
+    context: int
+    steps: int
+    """How often it prints some 5,000 ids."""
+    verdicts: tuple[tuple[str, ...], ...]
+    """Of the threads that are trained, but for the appends that follow."""
+    asides: int
+    """How many threads are not trained, a title among them where the program asks for one."""
+    often: bool = False
+    """Whether it may do so again: how much of an output it shows is drawn by lot."""
+
+
+OUTGROWN = {
+    # It hears that the history does not fit, and asks for a summary elsewhere.
+    "pi": Outgrown(32_768, 8, (("new",), ("new",)), asides=1),
+    # It goes by the limit in its settings.
+    "opencode": Outgrown(32_768, 5, (("new",), ("new",)), asides=2),
+    # It asks for the summary in the same thread and without tools, and leaves all of its turns behind.
+    "codex": Outgrown(32_768, 5, (("new", "tools", "rewound"),), asides=0),
+    # It goes by the limit in its variables, hears even so that it does not fit, and leaves its last turn out.
+    "claude": Outgrown(65_536, 10, (("new", "rewound", "rewound"), ("new",)), asides=0),
+    "qwen": Outgrown(49_152, 6, (("new",), ("new",)), asides=1, often=True),
+}
+
+
+def saying(program: Program, steps: int) -> Says:
+    """So many steps, whatever becomes of the history between them, and a summary to whoever wants one."""
+    prints = program.shell("yes the quick brown fox jumps over lazy dogs | head -n 600")
+    writes = program.shell("echo hello > hello.txt")
+    words: list[Answer] = [Reply(f"Step {step}.", calls=[prints]) for step in range(steps)]
+    left = iter([*words, Reply("Now I write.", calls=[writes]), "It holds hello."])
+
+    def says(asked: ModelCall) -> Answer:
+        wants_summary = "<tools>" not in asked.prompt or "<summary>" in asked.prompt[-1000:]
+        return SUMMARY if wants_summary and SUMMARY not in asked.prompt[-1000:] else next(left)
+
+    return says
+
+
+def programs() -> list[Any]:
+    return [pytest.param(name, id=name, marks=pytest.mark.client(PROGRAMS[name].client)) for name in OUTGROWN]
+
+
+@pytest.mark.parametrize("name", programs())
+async def test_a_program_that_compacts_goes_on_and_every_turn_is_exact(
+    name: str, tmp_path: Path, demo_model_folder: Path
+) -> None:
+    program, outgrown = PROGRAMS[name], OUTGROWN[name]
+    engine = respelling(saying(program, outgrown.steps), demo_model_folder, context=outgrown.context)
+    played = await play_program(program.argv, engine, tmp_path)
+    await assert_good(played, engine, demo_model_folder)
+    trained = sorted(played.trajectories, key=lambda each: each.requests[0].number)
+    turned = [tuple(each.verdict for each in own.requests if each.verdict != "append") for own in trained]
+    more = len(turned) - len(outgrown.verdicts) if outgrown.often else 0
+    assert turned == [*outgrown.verdicts, *([("new",)] * more)], played.told()
+    assert [thread.trained for thread in played.threads].count(False) == outgrown.asides + more
+    steps = [turn.text for own in trained for turn in own.turns if turn.text != SUMMARY]
+    assert steps == [*(f"Step {step}." for step in range(outgrown.steps)), "Now I write.", "It holds hello."]
+    for own in trained:
+        assert_appends(own)
