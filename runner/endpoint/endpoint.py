@@ -17,6 +17,7 @@ from runner.endpoint.answering import Answering, Door
 from runner.endpoint.clients import Address, environ, files
 from runner.endpoint.programs import FinishedProgram, clean_environ, running
 from runner.endpoint.server import EndpointServer
+from runner.engines.base import FinishReason
 from runner.errors import EpisodeOver
 from runner.trajectory import Turn
 
@@ -122,7 +123,7 @@ class Endpoint:
             check: raise where it ends with another code than 0.
 
         Raises:
-            ProgramFailed: it did, and the episode was not over.
+            ProgramFailed: it did, and no limit is to blame: the episode was not over, and its last turn was not cut.
             BadOption: there is no such program or folder.
         """
         home = await self._own_home()
@@ -135,9 +136,14 @@ class Endpoint:
                 group.cancel_scope.cancel()
         if finished is None:
             raise EpisodeOver(f"the episode is over, and {argv[0]} did not end within {LAST_SECONDS:g} s")
-        if check and not finished.ok and not self.over:
+        if check and not finished.ok and not self.over and not self._cut_short():
             raise finished.failure()
         return finished
+
+    def _cut_short(self) -> bool:
+        """Whether the last turn was cut for its length, at which some programs give up."""
+        turns = [thread.turns[-1] for thread in self.threads if thread.trained and thread.turns]
+        return any(turn.finish in (FinishReason.LENGTH, FinishReason.CONTEXT) for turn in turns)
 
     async def _until_late(self, scope: anyio.CancelScope) -> None:
         await self._over.wait()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runner import BadOption, Endpoint, FinishedProgram, Limits, Outcome
+from runner import BadOption, Endpoint, FinishedProgram, Limits, Outcome, Sampling
 from runner.endpoint import endpoint as endpoint_module
 from runner.endpoint import programs
 from runner.testing import ScriptedEngine
@@ -126,6 +126,17 @@ async def test_a_program_that_crashes_is_an_error_of_the_environment_with_its_la
     assert "ended with code 1: no file to mend" in trajectory.error
     assert trajectory.reward is None
     assert len(trajectory.turns) == 1
+
+
+async def test_a_program_that_gives_up_at_a_turn_that_was_cut_is_no_error() -> None:
+    """Codex does, and what was cut is a limit of ours."""
+
+    async def loop(endpoint: Endpoint) -> None:
+        finished = await endpoint.run(python("ask('One.'); sys.exit(1)"))
+        assert finished.returncode == 1
+
+    (trajectory,) = await served(loop, ["A long answer."], outcome=Outcome.TOKEN_LIMIT, sampling=Sampling(max_tokens=3))
+    assert trajectory.reward is not None
 
 
 async def test_a_code_can_be_let_be() -> None:
