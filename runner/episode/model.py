@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
+import anyio
+
 from runner.engines.base import Engine, FinishReason
 from runner.options import History
 from runner.parsing.foreign import NamedReader
@@ -13,7 +15,7 @@ from runner.parsing.learning.turn import LearntTurn
 from runner.parsing.learnt import learnt_turn
 from runner.parsing.parser import TurnParser
 from runner.parsing.turn_format import TurnFormat
-from runner.tokens.bridging.bridge import Bridge, Bridger
+from runner.tokens.bridging.bridge import Bridge, Bridger, PromptText
 from runner.tokens.bridging.tail import Tail
 from runner.tokens.template import Renderer
 from runner.tokens.tokenizer import Tokenizer
@@ -57,6 +59,8 @@ class ChatModel:
         self.bridger = self.trial_bridger()
         """Makes the ids of prompts and of appended messages."""
         self.tokenizer = self.bridger.tokenizer
+        self.encoding: dict[PromptText, anyio.Event] = {}
+        """The long prompts that are being encoded in threads."""
         self.learnt = turns or learnt_turn(self.renderer)
         """What was learnt of how its template writes a turn."""
         self.parser = TurnParser(

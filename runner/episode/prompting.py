@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+import anyio
+
 from runner.concurrency.clocks import Waiting
 from runner.concurrency.threads import Job
 from runner.engines.base import FinishReason
@@ -17,7 +19,7 @@ from runner.episode.model import ChatModel
 from runner.episode.state import ConversationState
 from runner.messages import Message
 from runner.options import HistoryPolicy
-from runner.tokens.bridging.bridge import Bridge
+from runner.tokens.bridging.bridge import Bridge, PromptText
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
 from runner.tokens.log import Source
@@ -35,6 +37,12 @@ __all__ = [
 
 REENCODED = "reencoded"
 """The cause of a first segment whose prompt holds what the same episode sampled: other ids may say the same."""
+
+SMALL = 16_384
+"""Prompts of more characters are made off the event loop: encoding one of 80 kB takes some 50 ms."""
+
+A_TOOL = 1_000
+"""What a tool is taken to add to a prompt, in characters."""
 
 T = TypeVar("T")
 
@@ -112,16 +120,18 @@ async def _prompt_of(state: ConversationState, head: Head, queued: list[Message]
         return PreparedPrompt(segment, ids, (), Source.BRIDGE, node.plain, continued=True)
     if not queued:
         raise RuntimeError(f"conversation {state.name!r} has no message yet: add() one, or give it a prompt.")
-    return _first(state, head, queued)
+    return await _first(state, head, queued)
 
 
-def _first(state: ConversationState, head: Head, messages: Sequence[Message]) -> PreparedPrompt:
+async def _first(state: ConversationState, head: Head, messages: Sequence[Message]) -> PreparedPrompt:
     """The first prompt of a segment, rendered from the start."""
     reencoded = head.node is None and not head.whole and not state.segments
     again = reencoded and any(map(state.play.was_said, messages))
     cause = REENCODED if again else head.whole or "start"
     tools = head.schemas()
-    ids = state.chat.bridger.first_prompt(messages, tools)
+    bridger, size = state.chat.bridger, sum(len(message["content"]) for message in messages) + A_TOOL * len(tools)
+    render = partial(bridger.prompt_text, messages, tools)
+    ids = await _encoded(state, render() if size <= SMALL else await _in_thread(state, render))
     junction = forked_junction(cause) if cause != "start" else None
     segment = Segment(cause=cause, tools=tools, origin=_origin(head.node))
     plain = all(map(is_plain, messages))
@@ -198,7 +208,7 @@ async def _forked(
     """A new segment with everything rendered anew, loss mask 0 throughout."""
     bridger, messages = state.chat.bridger, [*node.messages, *new]
     text = await _in_thread(state, partial(bridger.prompt_text, messages, tools))
-    ids = bridger.prompt_ids(text)
+    ids = await _encoded(state, text)
     again, junction = Segment(cause=cause, tools=tools, origin=_origin(node)), forked_junction(cause)
     plain = node.plain and all(map(is_plain, new))
     return PreparedPrompt(again, ids, ids, Source.PROMPT, plain, messages, len(messages), junction=junction)
@@ -214,6 +224,25 @@ async def _followed(state: ConversationState, node: Node, new: Sequence[Message]
     added = fork.ids[before:]
     junction = followed_junction(state.chat, fork.ids, node.turn, len(added))
     return PreparedPrompt(node.segment, fork.ids, added, Source.BRIDGE, fork.plain, new, len(new), junction=junction)
+
+
+async def _encoded(state: ConversationState, text: PromptText) -> array[int]:
+    """The ids of a whole prompt; a long one is encoded in a thread, and where several want the same, once."""
+    chat = state.chat
+    if len(text[0]) <= SMALL:
+        return chat.bridger.prompt_ids(text)
+    with Waiting():
+        while (other := chat.encoding.get(text)) is not None:
+            await other.wait()
+        chat.encoding[text] = done = anyio.Event()
+        try:
+            ids: array[int] = await state.play.shared.workers.call(
+                Job(partial(chat.bridger.prompt_ids, text), "prompt")
+            )
+            return ids
+        finally:
+            del chat.encoding[text]
+            done.set()
 
 
 async def _in_thread(state: ConversationState, render: Callable[[], T]) -> T:

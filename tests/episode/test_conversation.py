@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from runner import (
     RunFile,
     Sampling,
     ScriptedEngine,
+    Task,
     Tool,
     Turn,
 )
 from runner.testing import Latency, Reply
+from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.log import Source
 from tests.playing import Plain, play, play_all, recording, talked, tasks
 
@@ -262,3 +265,26 @@ async def test_a_closed_conversation_refuses_to_speak() -> None:
     await play(Keeps(), "Yes")
     with pytest.raises(EpisodeOver, match="'main'"):
         await kept[0].generate()
+
+
+@pytest.mark.parametrize(("size", "threads"), [(100, {True}), (20_000, {False})])
+async def test_a_long_first_prompt_is_encoded_off_the_event_loop_and_once_for_a_group(
+    size: int, threads: set[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[bool] = []
+    encode = Bridger._encoded
+
+    def noting(bridger: Bridger, text: str, spans: Any) -> Any:
+        encoded.append(threading.current_thread() is threading.main_thread())
+        return encode(bridger, text, spans)
+
+    monkeypatch.setattr(Bridger, "_encoded", noting)
+
+    class Long(Plain):
+        def tasks(self) -> list[Task]:
+            return [Task(id="long", prompt="x" * size)]
+
+    trajectories = await play_all(Long, ScriptedEngine(["Done."]), group_size=8)
+    assert len(trajectories) == 8
+    assert len({trajectory.turns[0].prompt_ids.tobytes() for trajectory in trajectories}) == 1
+    assert (set(encoded), len(encoded)) == (threads, 1)
