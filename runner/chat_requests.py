@@ -119,6 +119,8 @@ class Asked:
     """What it sends back beside call ids that names a turn."""
     system_as_user: bool = False
     """Whether system messages in mid-conversation are put before the model as a user's."""
+    as_sent: bool = False
+    """Whether its history is put before the model as the client sends it, rendered anew at every request."""
     form: str = "messages"
     """The form in which it came."""
     client: str = ""

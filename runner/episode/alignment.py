@@ -14,7 +14,10 @@ from runner.errors import BadMessage
 from runner.messages import Message, check_answers
 from runner.tokens.bridging.history import same_tools
 
-__all__ = ["Aligned", "align"]
+__all__ = ["AS_SENT", "Aligned", "align"]
+
+AS_SENT = "client"
+"""The cause of a segment that has a history as its client sent it."""
 
 
 @dataclass(slots=True)
@@ -37,10 +40,14 @@ class Aligned:
     """What is put behind the turn that it follows; all of it where it is rendered anew."""
     tolerated: frozenset[Tolerated] = frozenset()
     """What the client changed."""
+    as_sent: bool = False
+    """Whether its history is wanted as the client sends it."""
 
     @property
     def whole(self) -> str:
         """Why everything is rendered anew, or ""."""
+        if self.as_sent and (self.parent is not None or self.before is not None):
+            return AS_SENT
         if self.verdict in (Verdict.FOREIGN, Verdict.RETOLD, Verdict.TOOLS):
             return self.verdict.value
         if self.verdict is Verdict.REWOUND and self.parent is None:
@@ -56,6 +63,7 @@ def align(
     label: str = "",
     handles: Sequence[str] = (),
     system_as_user: bool = False,
+    as_sent: bool = False,
 ) -> Aligned:
     """Find where a request goes on.
 
@@ -79,11 +87,15 @@ def align(
     parent = _parent(walk, named, label)
     depth = 0 if parent is None else _depth(walk, parent)
     found = _verdict(walk, parent, depth, tools, label, histories)
-    found.behind = parent
+    found.behind, found.as_sent = parent, as_sent
     changed = _changed(walk, found.parent)
     walk.compared = Compared(found.parent, len(walk.messages), changed)
     found.tolerated = changed | walk.tolerated
     stored = [] if parent is None or parent.node is None else parent.node.messages
+    if as_sent:
+        found.messages = [_as_given(walk, index, ()) for index in range(len(walk.messages))]
+        check_answers(found.messages)
+        return found
     given_anew = [_as_given(walk, index, stored) for index in range(depth, len(walk.messages))]
     found.messages = [*stored, *given_anew] if found.whole else given_anew
     check_answers(given_anew, stored)

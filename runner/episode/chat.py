@@ -257,6 +257,7 @@ class ChatDesk:
                 label=asked.label,
                 handles=asked.handles,
                 system_as_user=asked.system_as_user,
+                as_sent=asked.as_sent,
             )
             seconds = time.perf_counter() - began
             if found.again is not Again.TAKEN_BACK or found.before is None or found.before.over.is_set():
@@ -333,7 +334,7 @@ class ChatDesk:
 def _head(found: Aligned, tools: list[Tool]) -> Head:
     """Where the request is answered."""
     again, parent = found.before, found.parent
-    if found.verdict is Verdict.AGAIN and again is not None:
+    if found.verdict is Verdict.AGAIN and again is not None and not found.as_sent:
         if again.node is None:
             return again.head.copied()
         stands = Head(tools, [], again.node)

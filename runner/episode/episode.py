@@ -14,7 +14,7 @@ from runner.concurrency.clocks import Waiting
 from runner.endpoint.endpoint import Endpoint, serving
 from runner.episode.conversation import Conversation, open_conversation
 from runner.episode.key import MAIN, task_rng
-from runner.episode.serving import Overflow, ServedEpisode, Train, model_name
+from runner.episode.serving import Overflow, SentHistory, ServedEpisode, Train, model_name
 from runner.episode.state import EpisodeState
 from runner.messages import Message, Prompt, as_messages
 from runner.options import Sampling, ToolChoice
@@ -179,7 +179,13 @@ class Episode:
 
     @asynccontextmanager
     async def serve(
-        self, *, train: Train = None, overflow: Overflow = "tell", system_as_user: bool = False, at_once: int = 64
+        self,
+        *,
+        train: Train = None,
+        overflow: Overflow = "tell",
+        history: SentHistory = "append",
+        system_as_user: bool = False,
+        at_once: int = 64,
     ) -> AsyncIterator[Endpoint]:
         """Serve the episode to agent programs over HTTP while the block runs, in `rollout`.
 
@@ -191,6 +197,8 @@ class Episode:
                 threads that are offered tools.
             overflow: what becomes of a history that does not fit the context: "tell" the client, which may send a
                 shorter one, or "end" the episode.
+            history: "append" goes on from the very ids of what the model said, also of what the client left out of
+                it; "client" has the history as the client sends it, rendered anew at every request.
             system_as_user: system messages in mid-conversation are put before the model as a user's, for templates
                 that take none there; Claude Code sends such messages.
             at_once: how many requests may be in flight; further ones are told to wait.
@@ -199,7 +207,7 @@ class Episode:
             BadOption: a value cannot be, nothing can listen there, or the server's library is not installed.
         """
         play = self._play
-        served = ServedEpisode(play, train=train, overflow=overflow, system_as_user=system_as_user)
+        served = ServedEpisode(play, train=train, overflow=overflow, history=history, system_as_user=system_as_user)
         chat = play.shared.chat_of(MAIN)
         play.report_activity("serving")
         async with serving(

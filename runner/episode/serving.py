@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from runner.chat_requests import Asked
 from runner.endpoint.endpoint import ChatThread
+from runner.episode.alignment import AS_SENT
 from runner.episode.chat import ChatDesk
 from runner.episode.key import MAIN
 from runner.episode.model import ChatModel
@@ -17,13 +18,17 @@ from runner.errors import BadOption, ContextFull
 from runner.trajectory import Turn
 from runner.turn_events import TurnProgress
 
-__all__ = ["Overflow", "ServedEpisode", "Train", "model_name"]
+__all__ = ["Overflow", "SentHistory", "ServedEpisode", "Train", "model_name"]
 
 Train: TypeAlias = "bool | Callable[[ChatThread], bool] | None"
 """Which threads are trained: all, none, those of which a function says so, or by default those that offer tools."""
 
 Overflow: TypeAlias = str
 """What becomes of a history that does not fit: "tell" the client, which may shorten it, or "end" the episode."""
+
+SentHistory: TypeAlias = str
+"""Whose words of the past the model sees: "append" what it said itself, by its very ids, also what the client left out;
+"client" what the client sends, rendered anew at every request, as a server without us would have it."""
 
 
 class ServedEpisode:
@@ -33,18 +38,24 @@ class ServedEpisode:
         play: the episode.
         train: which threads are trained.
         overflow: what becomes of a history that does not fit.
+        history: whose words of the past the model sees.
         system_as_user: system messages in mid-conversation are put before the model as a user's.
     """
 
-    def __init__(self, play: EpisodeState, *, train: Train, overflow: Overflow, system_as_user: bool) -> None:
+    def __init__(
+        self, play: EpisodeState, *, train: Train, overflow: Overflow, history: SentHistory, system_as_user: bool
+    ) -> None:
         if train is not None and not isinstance(train, bool) and not callable(train):
             raise BadOption(f"serve(train={train!r:.60}): give True, False or a function of the thread.")
         if overflow not in ("tell", "end"):
             raise BadOption(f"serve(overflow={overflow!r:.60}): give 'tell' or 'end'.")
+        if history not in ("append", AS_SENT):
+            raise BadOption(f"serve(history={history!r:.60}): give 'append' or 'client'.")
         self._play = play
         self._desk: ChatDesk = play.desk
         self._train = train
         self._ends = overflow == "end"
+        self._as_sent = history == AS_SENT
         self._system_as_user = system_as_user
         self._chat: ChatModel = play.shared.chat_of(MAIN)
 
@@ -56,7 +67,7 @@ class ServedEpisode:
         give: Callable[[Turn, Turn | None], Awaitable[None]] | None = None,
     ) -> Turn:
         """Have a request answered; see `ChatDesk.ask`."""
-        asked = replace(asked, train=self._trains(asked), system_as_user=self._system_as_user)
+        asked = replace(asked, train=self._trains(asked), system_as_user=self._system_as_user, as_sent=self._as_sent)
         try:
             return await self._desk.ask(asked, progress=progress, give=give)
         except ContextFull:

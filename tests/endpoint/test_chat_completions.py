@@ -345,3 +345,31 @@ async def test_a_function_decides_which_threads_are_trained(tmp_path: Path) -> N
     trajectories = await with_untrained(loop, ScriptedEngine(lambda _: "Done."), tmp_path, serve={"train": trained})
     assert seen == [("one", ["run"]), ("two", [])]
     assert {trajectory.trained for trajectory in trajectories} == {True, False}
+
+
+@pytest.mark.parametrize("history", ["append", "client"])
+async def test_the_model_sees_what_it_said_or_what_the_client_sends_of_it(history: str, tmp_path: Path) -> None:
+    """A client that leaves the reasoning out, as many do."""
+
+    async def loop(endpoint: Endpoint) -> None:
+        messages: list[Any] = [user("Mend it.")]
+        async with http(endpoint) as client:
+            for _ in range(3):
+                body = chat_body(messages, tools=[RUN])
+                message = (await client.post("/chat/completions", json=body)).json()["choices"][0]["message"]
+                assert message.pop("reasoning_content") == "Hidden words."
+                messages += [message]
+                messages += [
+                    {"role": "tool", "tool_call_id": each["id"], "content": "two"} for each in message["tool_calls"]
+                ]
+
+    says = "<think>Hidden words.</think>\n[run(command='ls')]"
+    file = tmp_path / "run.db"
+    engine = ScriptedEngine(lambda _: says, record=True)
+    (trajectory,) = await served(loop, engine, serve={"history": history}, file=file)
+    assert verify(file).exit_code == 0
+    assert [request.verdict for request in trajectory.requests] == ["new", "append", "append"]
+    last = engine.tokenizer.decode(trajectory.turns[-1].prompt_ids)
+    assert last.count("Hidden words.") == (2 if history == "append" else 0)
+    causes = {"append": ["start"], "client": ["start", "client", "client"]}
+    assert [segment.cause for segment in trajectory.segments] == causes[history]
