@@ -14,6 +14,9 @@ from runner.transcript import headline, printable_line
 
 __all__ = ["show_requests"]
 
+FIGURES = ("", "messages", "ms")
+COLUMNS = ("", "form", "client", "label", "verdict", "goes on from", "answered by", *FIGURES[1:], "tolerated and told")
+
 
 def show_requests(run_file: RunFile, console: Console, episode: EpisodeRow | str) -> None:
     """The requests of all threads of an episode, in the order in which they came."""
@@ -23,11 +26,11 @@ def show_requests(run_file: RunFile, console: Console, episode: EpisodeRow | str
     asked = sorted(((request, thread) for thread in threads for request in thread.requests), key=_number)
     console.print(headline(first), soft_wrap=True)
     if not asked:
-        console.print("No request: its environment has no loop that asks with Episode.chat.", style="dim")
+        console.print("No request: its environment asks with no Episode.chat and serves no program.", style="dim")
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("", "client", "verdict", "goes on from", "answered by", "messages", "ms", "tolerated and told"):
-        table.add_column(name, justify="right" if name in ("", "messages", "ms") else "left")
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name in FIGURES else "left")
     for request, thread in asked:
         table.add_row(*_cells(request, thread))
     console.print(table)
@@ -55,6 +58,8 @@ def _cells(request: ChatRequest, thread: Trajectory) -> list[Text]:
         told.append(request.error.partition("\n")[0])
     cells = [
         str(request.number),
+        request.form,
+        request.client.partition(" ")[0],
         request.label,
         verdict,
         parent,
@@ -66,9 +71,9 @@ def _cells(request: ChatRequest, thread: Trajectory) -> list[Text]:
 
 
 def _milliseconds(request: ChatRequest, turn: Turn | None) -> str:
-    """How long it took to find its place, and then until the first id and the last."""
+    """How long it took to find its place, then until the first id and the last, and until the client had it all."""
     if turn is None:
         return f"{1e3 * request.align_seconds:.1f}"
     first = turn.timings.queued + turn.timings.first_token
-    seconds = (request.align_seconds, first, first + turn.timings.decode)
+    seconds = (request.align_seconds, first, first + turn.timings.decode, request.seconds)
     return " / ".join(f"{1e3 * each:.1f}" for each in seconds)
