@@ -56,6 +56,10 @@ class Client:
     """Its name."""
     tested: str
     """The version that was tested."""
+    form: str
+    """The form of its requests, as their records call it."""
+    command: str = ""
+    """How a program is asked, as `deltarunner run --agent` takes it; "" of a library."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """The variables that it reads."""
     files: Mapping[str, str] = field(default_factory=dict)
@@ -87,7 +91,11 @@ _PI = {
         }
     }
 }
-_PI_SETTINGS = {"compaction": {"enabled": True, "reserveTokens": "#reserve#", "keepRecentTokens": "#kept#"}}
+_PI_SETTINGS = {
+    "defaultProvider": "deltarunner",
+    "defaultModel": "{model}",
+    "compaction": {"enabled": True, "reserveTokens": "#reserve#", "keepRecentTokens": "#kept#"},
+}
 _QWEN = {
     "security": {"auth": {"selectedType": "openai"}},
     "model": {"name": "{model}", "generationConfig": {"contextWindowSize": "#context#", "timeout": 3_600_000}},
@@ -122,7 +130,8 @@ CLIENTS: Final = (
     Client(
         "openai",
         "3.54.0",
-        {
+        "chat",
+        environ={
             "OPENAI_BASE_URL": "{base_url}",
             "OPENAI_API_BASE": "{base_url}",
             "OPENAI_API_KEY": "{api_key}",
@@ -132,7 +141,8 @@ CLIENTS: Final = (
     Client(
         "anthropic",
         "2.12.0",
-        {
+        "anthropic",
+        environ={
             "ANTHROPIC_BASE_URL": "{root_url}",
             "ANTHROPIC_AUTH_TOKEN": "{api_key}",
             "ANTHROPIC_MODEL": "{model}",
@@ -141,6 +151,8 @@ CLIENTS: Final = (
     Client(
         "claude",
         "2.1.197",
+        "anthropic",
+        "claude --dangerously-skip-permissions -p {prompt}",
         {
             "ANTHROPIC_DEFAULT_HAIKU_MODEL": "{model}",
             "ANTHROPIC_DEFAULT_OPUS_MODEL": "{model}",
@@ -156,10 +168,18 @@ CLIENTS: Final = (
             "IS_SANDBOX": "1",
         },
     ),
-    Client("codex", "0.169.0", files={".codex/config.toml": _CODEX}),
+    Client(
+        "codex",
+        "0.169.0",
+        "responses",
+        "codex exec --skip-git-repo-check {prompt}",
+        files={".codex/config.toml": _CODEX},
+    ),
     Client(
         "opencode",
         "1.18.33",
+        "chat",
+        "opencode run {prompt}",
         {
             "OPENCODE_DISABLE_AUTOUPDATE": "1",
             "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
@@ -167,17 +187,27 @@ CLIENTS: Final = (
         },
         {".config/opencode/opencode.json": _json(_OPENCODE)},
     ),
-    Client("qwen", "0.15.10", {"QWEN_CODE_NO_RELAUNCH": "1"}, {".qwen/settings.json": _json(_QWEN)}),
+    Client(
+        "qwen",
+        "0.15.10",
+        "chat",
+        "qwen -y -p {prompt}",
+        {"QWEN_CODE_NO_RELAUNCH": "1"},
+        {".qwen/settings.json": _json(_QWEN)},
+    ),
     Client(
         "pi",
         "0.73.1",
+        "chat",
+        "pi -p {prompt}",
         {"PI_OFFLINE": "1", "PI_TELEMETRY": "0"},
         {".pi/agent/models.json": _json(_PI), ".pi/agent/settings.json": _json(_PI_SETTINGS)},
     ),
-    Client("openai-agents", "0.24.0", {"OPENAI_AGENTS_DISABLE_TRACING": "1"}),
     Client(
         "mini-swe-agent",
         "2.4.6",
+        "chat",
+        "mini -y --exit-immediately -t {prompt}",
         {
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "MSWEA_CONFIGURED": "true",
@@ -189,10 +219,17 @@ CLIENTS: Final = (
     Client(
         "openhands",
         "1.16.0",
-        {"LLM_API_KEY": "{api_key}", "LLM_BASE_URL": "{base_url}", "LLM_MODEL": "openai/{model}"},
+        "chat",
+        environ={"LLM_API_KEY": "{api_key}", "LLM_BASE_URL": "{base_url}", "LLM_MODEL": "openai/{model}"},
     ),
+    Client("openai-agents", "0.24.0", "responses", environ={"OPENAI_AGENTS_DISABLE_TRACING": "1"}),
+    Client("pydantic-ai", "2.68.0", "chat"),
+    Client("smolagents", "1.26.0", "chat"),
+    Client("langgraph", "1.2.22", "chat"),
+    Client("autogen", "0.7.5", "chat"),
+    Client("inspect-ai", "0.3.285", "chat"),
 )
-"""The clients that an endpoint prepares for; others are told by `base_url` and `api_key`."""
+"""The clients that were tested, with what they are told by."""
 
 
 def environ(address: Address) -> dict[str, str]:

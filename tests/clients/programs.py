@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runner import ToolCall
+from runner.endpoint import clients
 from runner.endpoint.endpoint import Endpoint
 from runner.testing import Reply, call
 from tests.clients.installing import CLIENTS
 from tests.clients.playing import PROMPT
 
 __all__ = ["PROGRAMS", "SCRIPTS", "Program"]
+
+KNOWN = {client.name: client for client in clients.CLIENTS}
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -24,8 +28,8 @@ class Program:
 
     client: str
     """The client that is installed for it."""
-    arguments: Sequence[str]
-    """Its program and arguments, in front of the prompt; `{model}` is the name of the model."""
+    script: Sequence[str] = ()
+    """The script and its arguments in front of the prompt, of a library."""
     shell: Callable[[str], ToolCall]
     """Calls its tool that runs a command."""
     form: str = "chat"
@@ -38,18 +42,16 @@ class Program:
     """What it changes in what it sends back."""
     asides: int = 0
     """How many threads of it are not trained."""
-    thinks: bool = True
-    """Whether it takes a turn that thinks."""
 
-    def argv(self, endpoint: Endpoint, prompt: str = PROMPT) -> list[str]:
-        own, *further = self.arguments
-        return [CLIENTS[self.client].program(own), *(each.format(model=endpoint.model) for each in further), prompt]
+    def argv(self, endpoint: Endpoint) -> list[str]:
+        command = shlex.split(KNOWN[self.client].command) or ["python", *self.script, "{prompt}"]
+        program, *arguments = [PROMPT if each == "{prompt}" else each for each in command]
+        return [CLIENTS[self.client].program(program), *arguments]
 
     def says(self) -> list[Any]:
         """Two calls at once, another one, and an end."""
-        thought = "<think>Where am I? </think>" if self.thinks else ""
         return [
-            Reply(f"{thought}Let me look.", calls=[self.shell("pwd"), self.shell("ls")]),
+            Reply("<think>Where am I? </think>Let me look.", calls=[self.shell("pwd"), self.shell("ls")]),
             Reply("Now I write.", calls=[self.shell("echo hello > hello.txt")]),
             *self.last,
         ]
@@ -61,7 +63,7 @@ def bash(command: str) -> ToolCall:
 
 def script(client: str, name: str, *arguments: str, **known: Any) -> Program:
     """An agent of a library, in a script."""
-    return Program(client=client, arguments=["python", str(SCRIPTS / name), *arguments], **{"shell": bash, **known})
+    return Program(client=client, script=[str(SCRIPTS / name), *arguments], **{"shell": bash, **known})
 
 
 def tolerated(*names: str) -> frozenset[str]:
@@ -71,7 +73,6 @@ def tolerated(*names: str) -> frozenset[str]:
 PROGRAMS = {
     "mini-swe-agent": Program(
         client="mini-swe-agent",
-        arguments=["mini", "-y", "--exit-immediately", "-t"],
         shell=bash,
         # A turn without a call is dropped by it, and asked for again.
         last=["It holds hello.", call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")],
@@ -103,32 +104,27 @@ PROGRAMS = {
     ),
     "pi": Program(
         client="pi",
-        arguments=["pi", "-p", "--provider", "deltarunner", "--model", "{model}"],
         shell=bash,
         tolerated=tolerated("content_parts"),
     ),
     "codex": Program(
         client="codex",
-        arguments=["codex", "exec", "--skip-git-repo-check", "--model", "{model}"],
         shell=lambda command: call("exec_command", cmd=command),
         form="responses",
     ),
     "claude": Program(
         client="claude",
-        arguments=["claude", "--dangerously-skip-permissions", "--model", "{model}", "-p"],
         shell=lambda command: call("Bash", command=command),
         form="anthropic",
         tolerated=tolerated("cache_marks"),
     ),
     "opencode": Program(
         client="opencode",
-        arguments=["opencode", "run"],
         shell=lambda command: call("bash", command=command, description="Run it"),
         asides=1,  # a title, first of all
     ),
     "qwen": Program(
         client="qwen",
-        arguments=["qwen", "-y", "-p"],
         shell=lambda command: call("run_shell_command", command=command, is_background=False),
         tolerated=tolerated("content_parts"),
     ),

@@ -30,7 +30,6 @@ async def test_a_program_plays_an_episode_and_every_id_is_exact(
     # What is said beside the work is recorded and not trained, and never `main`.
     assert [thread.trained for thread in played.threads].count(False) == program.asides
     assert len(played.trajectories) == 1
-    if program.thinks:
-        assert played.main.turns[0].reasoning.strip() == "Where am I?"
+    assert played.main.turns[0].reasoning.strip() == "Where am I?"
     assert [len(turn.tool_calls) for turn in played.main.turns][:2] == [2, 1]
     assert_appends(played.main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ SENDS: dict[str, Callable[[], ToolCall]] = {
     "claude": lambda: call(
         "Agent", description="Look", prompt=ERRAND, subagent_type="general-purpose", run_in_background=False
     ),
+    "codex": lambda: call("multi_agent_v1__spawn_agent", message=ERRAND),
     "opencode": lambda: call("task", description="Look", prompt=ERRAND, subagent_type="general"),
     "qwen": lambda: call("agent", description="Look", prompt=ERRAND, subagent_type="general-purpose"),
 }
@@ -42,11 +44,11 @@ def saying(program: Program, send: Callable[[], ToolCall]) -> Callable[[ModelCal
         turn = said - first.setdefault(asked.agent, said)
         if PROMPT not in asked.prompt:
             return Reply("I look.", calls=[program.shell("ls")]) if turn == 0 else "There are none."
-        main = [
-            Reply("I send two.", calls=[send(), send()]),
-            Reply("Now I write.", calls=[program.shell("echo hello > hello.txt")]),
-        ]
-        return main[turn] if turn < 2 else "It holds hello."
+        sent = re.findall(r"agent_id\W+([0-9a-f-]{36})", asked.prompt)
+        waits = [Reply("I wait.", calls=[call("multi_agent_v1__wait_agent", targets=sent)])] if sent else []
+        writes = Reply("Now I write.", calls=[program.shell("echo hello > hello.txt")])
+        main: list[Answer] = [Reply("I send two.", calls=[send(), send()]), *waits, writes]
+        return main[turn] if turn < len(main) else "It holds hello."
 
     return says
 
@@ -56,14 +58,15 @@ async def play(name: str, tmp_path: Path, model: Path) -> Played:
     engine = respelling(saying(program, SENDS[name]), model, tick=0.002, latency=Latency(first=20))
     played = await play_program(program.argv, engine, tmp_path)
     await assert_good(played, engine, model)
-    assert played.verdicts == ["new", "append", "append"]
-    assert [turn.text for turn in played.main.turns] == ["I send two.", "Now I write.", "It holds hello."]
+    said = [turn.text for turn in played.main.turns if turn.text != "I wait."]
+    assert said == ["I send two.", "Now I write.", "It holds hello."]
+    assert played.verdicts == ["new", *["append"] * (len(played.main.turns) - 1)]
     for each in played.trajectories:
         assert_appends(each)
     return played
 
 
-@pytest.mark.parametrize("name", [param("claude"), param("opencode")])
+@pytest.mark.parametrize("name", [param("claude"), param("codex"), param("opencode")])
 async def test_sub_agents_that_begin_alike_and_say_the_same_have_a_thread_each(
     name: str, tmp_path: Path, demo_model_folder: Path
 ) -> None:

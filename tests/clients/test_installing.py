@@ -1,0 +1,20 @@
+"""Where a client cannot be played with, its tests say why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.clients import installing
+from tests.clients.installing import CLIENTS
+
+
+def test_without_node_the_clients_from_npm_say_how_to_get_it_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installing.shutil, "which", lambda name: None)
+    # Another version than was ever installed.
+    missing = {name: replace(client, packages=("none==0",)).missing for name, client in CLIENTS.items()}
+    assert {name for name, why in missing.items() if "apt-get install nodejs npm" in why} == {
+        name for name, client in CLIENTS.items() if client.npm
+    }
+    assert all("make test-clients" in why for why in missing.values())
