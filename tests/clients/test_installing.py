@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.clients import installing
 from tests.clients.installing import CLIENTS
 
 
 def test_without_node_the_clients_from_npm_say_how_to_get_it_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installing.shutil, "which", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     # Another version than was ever installed.
     missing = {name: replace(client, packages=("none==0",)).missing for name, client in CLIENTS.items()}
     assert {name for name, why in missing.items() if "apt-get install nodejs npm" in why} == {

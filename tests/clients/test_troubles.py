@@ -27,7 +27,7 @@ def programs() -> list[Any]:
     return [pytest.param(name, id=name, marks=pytest.mark.client(PROGRAMS[name].client)) for name in TRIED]
 
 
-@pytest.mark.parametrize("trouble", Trouble)
+@pytest.mark.parametrize("trouble", Trouble, ids=lambda trouble: trouble.name.lower())
 @pytest.mark.parametrize("name", programs())
 async def test_what_goes_wrong_on_the_way_trains_no_turn_twice_and_loses_none(
     name: str, trouble: Trouble, tmp_path: Path, demo_model_folder: Path
