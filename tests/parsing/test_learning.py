@@ -131,7 +131,7 @@ def said_in(form: CallFormat, name: str) -> st.SearchStrategy[list[Said]]:
 
 
 @pytest.mark.parametrize("name", sweeps.part(EXACT, 16))
-@settings(max_examples=sweeps.times(100, 20))
+@settings(max_examples=sweeps.times(50, 20))
 @given(data=st.data())
 def test_what_an_exact_template_renders_is_read_as_what_was_said(name: str, data: st.DataObject) -> None:
     form, asker, whole = calls_of(name), asker_of(name), learnt_of(name).format

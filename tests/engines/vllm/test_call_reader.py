@@ -188,7 +188,7 @@ def test_what_is_kept_back_for_a_call_that_never_comes_is_a_call_with_an_error()
     [
         ("hermess", "has no tool parser 'hermess'. Did you mean 'hermes'?"),
         ("minimax_m4", "has no tool parser 'minimax_m4'. Did you mean 'minimax_m3', 'minimax_m2'?"),
-        ("granite5", "has no tool parser 'granite5'. Did you mean 'granite4'"),
+        ("granite5", "has no tool parser 'granite5'. Did you mean 'granite"),
         ("nonsense", "has no tool parser 'nonsense'. Of its "),
     ],
 )
