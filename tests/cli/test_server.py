@@ -30,12 +30,12 @@ def server(tmp_path: Path) -> Iterator[Loopback]:
     """A server on an event loop of its own, which lets in who has the key."""
     with (
         start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(serve(tmp_path, adds, key="open")) as loopback,
+        portal.wrap_async_context_manager(serve(tmp_path, adds, key="a-key-of-ours")) as loopback,
     ):
         yield loopback
 
 
-def run(server: Loopback, folder: Path, *options: str, key: str | None = "open") -> Result:
+def run(server: Loopback, folder: Path, *options: str, key: str | None = "a-key-of-ours") -> Result:
     command = ["run", "calculator", "--model", str(folder / "model"), "--server", server.url, "-n", "3", *options]
     environment: dict[str, Any] = {"DELTARUNNER_SERVER_KEY": key}
     return CliRunner().invoke(app, command, env=environment)
@@ -56,7 +56,7 @@ def test_a_run_on_a_server_is_kept_and_goes_on_with_its_file(
     assert f"at {server.url}" in capfd.readouterr().err
     with RunFile(file) as run_file:
         assert (run_file.header.engine["kind"], run_file.header.engine["places"]) == ("remote", 2)
-        assert "open" not in json.dumps(dict(run_file.header.engine))
+        assert "a-key-of-ours" not in json.dumps(dict(run_file.header.engine))
     again = run(server, tmp_path, "--file", str(file), "-n", "5", "--json")
     assert again.exit_code == 0, again.output
     assert last_line(again)["stored_before"] == 3

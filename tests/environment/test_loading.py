@@ -100,7 +100,7 @@ def test_an_authors_own_envs_folder_hides_no_bundled_environment(folder: Path) -
     ("name", "message"),
     [
         ("calculater", "Did you mean 'calculator'"),
-        ("nowhere", "Bundled: calculator, guess_number, reasoning"),
+        ("nowhere", "Bundled: calculator, guess_number, program, reasoning"),
         ("nowhere.py:Mine", "no file 'nowhere.py'"),
         ("no_such_module:Mine", "no module 'no_such_module'"),
         ("envs.calculator:Mine", "Mine is not there; envs.calculator has Calculator"),
