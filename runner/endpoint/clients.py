@@ -112,6 +112,9 @@ approval_policy = "never"
 sandbox_mode = "danger-full-access"
 check_for_update_on_startup = false
 
+[features]
+view_image = false  # an image could not be put before the model
+
 [model_providers.deltarunner]
 name = "deltarunner"
 base_url = "{base_url}"
