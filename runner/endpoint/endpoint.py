@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from runner.endpoint.answering import Answering, Door
 from runner.endpoint.clients import Address, environ, files
 from runner.endpoint.programs import FinishedProgram, clean_environ, running
 from runner.endpoint.server import EndpointServer
-from runner.errors import EpisodeOver
+from runner.errors import BadOption, EpisodeOver
 from runner.trajectory import Turn
 
 __all__ = ["ChatThread", "Endpoint", "serving"]
@@ -123,11 +124,14 @@ class Endpoint:
 
         Raises:
             ProgramFailed: it did, and the episode was not over.
-            BadOption: there is no such program or folder.
+            BadOption: there is no such program or folder, or the system cannot start it so.
         """
+        for given in (argv, wrap):
+            if isinstance(given, str | bytes):
+                raise BadOption(f"run({given!r:.80}): give a list of strings, such as ['mini', '-y'].")
         home = await self._own_home()
         environment = {**clean_environ(), "HOME": str(home), "TERM": "dumb", **self.environ, **(env or {})}
-        async with running([*wrap, *argv], cwd=cwd or home, env=environment, mark=self.api_key) as program:
+        async with running([*wrap, *argv], cwd=cwd or home, env=environment) as program:
             finished: FinishedProgram | None = None
             async with anyio.create_task_group() as group:
                 group.start_soon(self._until_late, group.cancel_scope)
@@ -146,7 +150,9 @@ class Endpoint:
 
     async def _own_home(self) -> Path:
         if self._home is None:
-            folder = await anyio.to_thread.run_sync(tempfile.TemporaryDirectory, None, "deltarunner-")
+            # Whatever a program made of it must not cost the episode.
+            make = partial(tempfile.TemporaryDirectory, prefix="deltarunner-", ignore_cleanup_errors=True)
+            folder = await anyio.to_thread.run_sync(make)
             self._stack.push_async_callback(_removed, folder)
             self._home = Path(folder.name)
             await anyio.to_thread.run_sync(self._furnish, self._home)
