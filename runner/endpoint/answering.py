@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import anyio
 
 from runner.chat_requests import Asked
-from runner.endpoint.refusals import Reason, Refused
+from runner.endpoint.refusals import Reason, Refused, ended
 from runner.trajectory import Turn
 from runner.turn_events import TurnProgress
 
@@ -52,8 +53,7 @@ class Door:
         self.model = model
         self.context = context
         self.at_once = at_once
-        self.in_flight = 0
-        """How many requests are being answered."""
+        self._scopes: set[anyio.CancelScope] = set()
         self.told_over: Callable[[], None] = _nothing
         """Is called whenever a client is told that the episode is over."""
         self.ended = anyio.Event()
@@ -64,8 +64,19 @@ class Door:
         """Whether nothing is answered any more."""
 
     def shut(self) -> None:
-        """Answer nothing any more."""
+        """Answer nothing any more, and cut what is being answered."""
         self.is_shut = True
+        for scope in self._scopes:
+            scope.cancel()
+
+    @contextmanager
+    def answering_within(self, scope: anyio.CancelScope) -> Iterator[None]:
+        """Count a request as in flight inside of the block; its scope is cancelled where the door is shut meanwhile."""
+        self._scopes.add(scope)
+        try:
+            yield
+        finally:
+            self._scopes.remove(scope)
 
     def end(self, said: Mapping[str, Any]) -> None:
         """Take a client's word that its episode is over."""
@@ -79,8 +90,8 @@ class Door:
             Refused: the door is shut, or too many are inside.
         """
         if self.is_shut:
-            raise Refused(Reason.OVER, "the episode is over: it has ended.")
-        if self.in_flight >= self.at_once:
+            raise ended()
+        if len(self._scopes) >= self.at_once:
             raise Refused(Reason.BUSY, f"{self.at_once} requests of this key are in flight: wait for one of them.")
 
 

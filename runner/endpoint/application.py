@@ -22,7 +22,7 @@ from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.bodies import decode_body, number
 from runner.endpoint.chat_completions import ChatCompletions
 from runner.endpoint.line import Send
-from runner.endpoint.refusals import Reason, Refused, refusal_of
+from runner.endpoint.refusals import Reason, Refused, ended, refusal_of
 from runner.endpoint.responses import Responses
 from runner.endpoint.streaming import answer, send_json, send_refusal
 from runner.endpoint.wire import Headers, WireForm
@@ -64,7 +64,8 @@ class Application:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self.hosts = frozenset(hosts)
-        self._doors: OrderedDict[bytes, tuple[str, Door]] = OrderedDict()
+        self._doors: dict[bytes, tuple[str, Door]] = {}
+        self._over: OrderedDict[bytes, str] = OrderedDict()
 
     # --- keys
 
@@ -75,17 +76,20 @@ class Application:
         return key
 
     def shut(self, key: str) -> None:
-        """Tell whoever comes with this key that the episode is over."""
-        _, door = self._doors[_digest(key)]
+        """Tell whoever comes with this key that the episode is over; what is in flight is cut."""
+        _, door = self._doors.pop(_digest(key))
         door.shut()
-        self._doors.move_to_end(_digest(key), last=False)
-        while len(self._doors) > KEYS_KEPT and next(iter(self._doors.values()))[1].is_shut:
-            self._doors.popitem(last=False)
+        # The key alone: a door holds all of its episode.
+        self._over[_digest(key)] = key
+        while len(self._over) > KEYS_KEPT:
+            self._over.popitem(last=False)
 
     def _door(self, key: str) -> Door:
-        known, door = self._doors.get(_digest(key), ("", None))
-        if door is None or not hmac.compare_digest(known.encode(), key.encode("utf-8", "replace")):
+        known, door = self._doors.get(_digest(key), (self._over.get(_digest(key), ""), None))
+        if not hmac.compare_digest(known.encode(), key.encode("utf-8", "replace")) or not key:
             raise Refused(Reason.UNAUTHORIZED, "this key is that of no episode: use the endpoint's own api_key.")
+        if door is None:
+            raise ended()
         return door
 
     # --- requests
@@ -173,13 +177,14 @@ async def _read(receive: Receive, headers: Headers) -> bytes:
 
 async def _count(door: Door, body: Mapping[str, Any], headers: Headers, send: Send) -> None:
     asked = _MESSAGES.read_to_count(body, headers)
-    door.in_flight += 1
-    try:
-        tokens = await door.answering.count(asked)
-    except Exception as error:
-        raise refusal_of(error) from error
-    finally:
-        door.in_flight -= 1
+    tokens = None
+    with anyio.CancelScope() as scope, door.answering_within(scope):
+        try:
+            tokens = await door.answering.count(asked)
+        except Exception as error:
+            raise refusal_of(error) from error
+    if tokens is None:
+        raise ended()
     await send_json(send, orjson.dumps(_MESSAGES.count(tokens)))
 
 

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from runner.endpoint.clients import Address, environ, files
 from runner.endpoint.programs import FinishedProgram, clean_environ, running
 from runner.endpoint.server import EndpointServer
 from runner.engines.base import FinishReason
-from runner.errors import EpisodeOver
+from runner.errors import BadOption, EpisodeOver
 from runner.trajectory import Turn
 
 __all__ = ["ChatThread", "Endpoint", "serving"]
@@ -124,11 +125,14 @@ class Endpoint:
 
         Raises:
             ProgramFailed: it did, and no limit is to blame: the episode was not over, and its last turn was not cut.
-            BadOption: there is no such program or folder.
+            BadOption: there is no such program or folder, or the system cannot start it so.
         """
+        for given in (argv, wrap):
+            if isinstance(given, str | bytes):
+                raise BadOption(f"run({given!r:.80}): give a list of strings, such as ['mini', '-y'].")
         home = await self._own_home()
         environment = {**clean_environ(), "HOME": str(home), "TERM": "dumb", **self.environ, **(env or {})}
-        async with running([*wrap, *argv], cwd=cwd or home, env=environment, mark=self.api_key) as program:
+        async with running([*wrap, *argv], cwd=cwd or home, env=environment) as program:
             finished: FinishedProgram | None = None
             async with anyio.create_task_group() as group:
                 group.start_soon(self._until_late, group.cancel_scope)
@@ -152,7 +156,9 @@ class Endpoint:
 
     async def _own_home(self) -> Path:
         if self._home is None:
-            folder = await anyio.to_thread.run_sync(tempfile.TemporaryDirectory, None, "deltarunner-")
+            # Whatever a program made of it must not cost the episode.
+            make = partial(tempfile.TemporaryDirectory, prefix="deltarunner-", ignore_cleanup_errors=True)
+            folder = await anyio.to_thread.run_sync(make)
             self._stack.push_async_callback(_removed, folder)
             self._home = Path(folder.name)
             await anyio.to_thread.run_sync(self._furnish, self._home)

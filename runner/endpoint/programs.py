@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,9 @@ OUTPUT: Final = 64 * 1024
 
 GRACE: Final = 2.0
 """Seconds between asking a program to end and ending it."""
+
+LAST_WORDS: Final = 1.0
+"""Seconds in which what a program printed is read once it has ended."""
 
 _KEPT: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_OPTIONS")
 """The only variables of ours that a program gets."""
@@ -72,16 +76,18 @@ class Running:
         self._process = process
         self._mark = mark
         self._stdout, self._stderr = _Tail(), _Tail()
+        self._rest_ended = False
 
     async def wait(self) -> FinishedProgram:
-        """Wait until it has ended; what it leaves behind is not waited for."""
+        """Wait until it has ended; what it leaves behind is ended then."""
         async with anyio.create_task_group() as readers:
             for stream, tail in ((self._process.stdout, self._stdout), (self._process.stderr, self._stderr)):
                 assert stream is not None
                 readers.start_soon(tail.read, stream)
             code = await self._process.wait()
             # What it started may hold its outputs open for ever.
-            readers.cancel_scope.deadline = anyio.current_time() + 0.2
+            readers.cancel_scope.deadline = anyio.current_time() + LAST_WORDS
+            await self._end_rest()
         return FinishedProgram(self._argv, code, self._stdout.text(), self._stderr.text())
 
     async def end(self) -> None:
@@ -89,49 +95,73 @@ class Running:
         if self._process.returncode is None and _signal_group(self._process.pid, signal.SIGTERM):
             with anyio.move_on_after(GRACE):
                 await self._process.wait()
-        _signal_group(self._process.pid, signal.SIGKILL)
-        for pid in await anyio.to_thread.run_sync(lambda: list(_marked(self._mark))):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        if not self._rest_ended:
+            await self._end_rest()
         await self._process.wait()
         await self._process.aclose()
+
+    async def _end_rest(self) -> None:
+        _signal_group(self._process.pid, signal.SIGKILL)
+        with anyio.move_on_after(GRACE):
+            # Until there is none: one that was not seen yet may have started another one.
+            while await anyio.to_thread.run_sync(_kill_marked, self._mark):
+                pass
+        self._rest_ended = True
 
 
 @asynccontextmanager
 async def running(
-    argv: Sequence[str], *, cwd: str | os.PathLike[str] | None, env: Mapping[str, str], mark: str
+    argv: Sequence[str | os.PathLike[str]], *, cwd: str | os.PathLike[str] | None, env: Mapping[str, str]
 ) -> AsyncIterator[Running]:
     """A program while the block runs and no longer.
 
     Args:
-        argv: what to run.
+        argv: what to run; a relative path is looked for in `cwd`, then in our own folder.
         cwd: where.
         env: its whole environment.
-        mark: tells its processes from others.
 
     Raises:
-        BadOption: there is no such program, or no such folder.
+        BadOption: there is no such program or folder, or the system does not take what it is given.
     """
-    found = shutil.which(argv[0], path=env.get("PATH")) if argv else None
+    for each in argv:
+        if not isinstance(each, str | os.PathLike):
+            raise BadOption(f"run({argv!r:.80}): give a list of strings, not of {type(each).__name__}.")
+    given = [os.fspath(each) for each in argv]
+    if cwd is not None and not await anyio.Path(cwd).is_dir():
+        raise BadOption(f"run({given[:1]!r:.80}, cwd={os.fspath(cwd)!r}): there is no such folder.")
+    found = _found(given[0], cwd, env) if given else None
     if found is None:
         raise BadOption(
-            f"run({list(argv)!r:.80}): there is no program {argv[0] if argv else ''!r} on PATH: install it."
+            f"run({given!r:.80}): there is no program {given[0] if given else ''!r} that can be run, on PATH or by its "
+            f"path: install it."
         )
-    if cwd is not None and not await anyio.Path(cwd).is_dir():
-        raise BadOption(f"run({argv[0]!r}, cwd={os.fspath(cwd)!r}): there is no such folder.")
-    process = await anyio.open_process(
-        [found, *argv[1:]],
-        stdin=subprocess.DEVNULL,
-        cwd=cwd,
-        env={**env, MARK: mark},
-        start_new_session=True,
-    )
-    program = Running(argv, process, mark)
+    mark = secrets.token_hex(16)
+    try:
+        process = await anyio.open_process(
+            [found, *given[1:]],
+            stdin=subprocess.DEVNULL,
+            cwd=cwd,
+            env={**env, MARK: mark},
+            start_new_session=True,
+        )
+    # An argument of 128 KiB or with a zero byte in it, a variable that is no text, a script that does not say of what.
+    except (OSError, TypeError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise BadOption(f"run({given!r:.80}): the system cannot start it ({why}).") from None
+    program = Running(given, process, mark)
     try:
         yield program
     finally:
         with anyio.CancelScope(shield=True):
             await program.end()
+
+
+def _found(program: str, cwd: str | os.PathLike[str] | None, env: Mapping[str, str]) -> str | None:
+    """The program on PATH, or by a path from its own folder, or from ours."""
+    places = [program]
+    if os.path.dirname(program) and not os.path.isabs(program):
+        places = [os.path.abspath(os.path.join(folder, program)) for folder in (cwd or "", "")]
+    return next((found for place in places if (found := shutil.which(place, path=env.get("PATH")))), None)
 
 
 class _Tail:
@@ -161,12 +191,13 @@ def _signal_group(pid: int, number: int) -> bool:
     return True
 
 
-def _marked(mark: str) -> Iterator[int]:
-    """The processes that have a mark in their environment, where the system tells."""
-    wanted = f"{MARK}={mark}".encode()
+def _kill_marked(mark: str) -> bool:
+    """End the processes that have a mark in their environment, where the system tells; whether there were any."""
+    wanted, found = f"{MARK}={mark}".encode(), False
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
+        # It may have ended, or be somebody else's.
+        with contextlib.suppress(OSError):
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                yield int(folder.name)
-        except OSError:  # it has ended, or is somebody else's
-            continue
+                found = True
+                os.kill(int(folder.name), signal.SIGKILL)
+    return found

@@ -7,7 +7,7 @@ from http import HTTPStatus
 
 from runner.errors import BadInput, ContextFull, EpisodeOver
 
-__all__ = ["Reason", "Refused", "refusal_of"]
+__all__ = ["Reason", "Refused", "ended", "refusal_of"]
 
 
 class Reason(enum.StrEnum):
@@ -75,6 +75,11 @@ class Refused(Exception):
         self.message = message
         self.prompt = prompt
         self.context = context
+
+
+def ended() -> Refused:
+    """What a client is told whose episode is served no more."""
+    return Refused(Reason.OVER, "the episode is over: it has ended.")
 
 
 def refusal_of(error: Exception) -> Refused:

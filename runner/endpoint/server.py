@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from asyncio import Transport
+from asyncio import TimerHandle, Transport
 from collections.abc import Iterator
 from contextvars import Context
 from types import TracebackType
@@ -27,10 +27,10 @@ CONNECTIONS: Final = 2_000
 """The most connections at a time; further ones are closed at once."""
 
 HEADER_SECONDS: Final = 20.0
-"""Seconds in which a connection has to send the head of its first request."""
+"""Seconds in which the head of a request has to come, and that of a connection's first one has to begin."""
 
 HEADER_BYTES: Final = 64 * 1024
-"""The most bytes that the headers of a request may have."""
+"""The most bytes that the head of a request may have."""
 
 STOP_SECONDS: Final = 3.0
 """Seconds in which the server has to stop; what is connected then is nobody's any more."""
@@ -145,27 +145,40 @@ def _server(application: Application) -> Any:
         raise BadOption("an endpoint needs uvicorn and httptools: pip install 'deltarunner[serve]'.") from None
 
     class Protocol(HttpToolsProtocol):
-        """A connection that has to say something in time, and is closed where there are too many."""
+        """A connection that is closed where there are too many, and where the head of a request is long in coming."""
+
+        _unread = 0
 
         def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as the library does it
             super().connection_made(transport)
-            self._late = None
+            self._late: TimerHandle | None = None
+            self._in_head = False
             if len(self.connections) > CONNECTIONS:
                 transport.abort()
                 return
-            self._late = self.loop.call_later(HEADER_SECONDS, transport.abort)
+            self._hurry()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            # What has not ended yet, a URL or a header, was told to nobody.
+            self._unread = self._unread + len(data) if self._in_head else 0
+            self._within(self._unread)
 
         def on_message_begin(self) -> None:
-            self._head = 0
+            self._head, self._in_head = 0, True
+            self._hurry()
             super().on_message_begin()
 
+        def on_url(self, url: bytes) -> None:
+            self._grow(len(url))
+            super().on_url(url)
+
         def on_header(self, name: bytes, value: bytes) -> None:
-            self._head += len(name) + len(value)
-            if self._head > HEADER_BYTES:
-                self.transport.abort()
+            self._grow(len(name) + len(value))
             super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
+            self._in_head = False
             self._in_time()
             super().on_headers_complete()
 
@@ -173,9 +186,22 @@ def _server(application: Application) -> Any:
             self._in_time()
             super().connection_lost(exc)
 
+        def _grow(self, size: int) -> None:
+            self._head += size
+            self._within(self._head)
+
+        def _within(self, size: int) -> None:
+            if size > HEADER_BYTES:
+                self.transport.abort()
+
+        def _hurry(self) -> None:
+            if self._late is None:
+                self._late = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+
         def _in_time(self) -> None:
             if self._late is not None:
                 self._late.cancel()
+                self._late = None
 
     class Server(uvicorn.Server):
         """A server that leaves Ctrl-C to the run."""

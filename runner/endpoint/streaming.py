@@ -11,7 +11,7 @@ import orjson
 
 from runner.endpoint.answering import Door
 from runner.endpoint.line import ClientGone, Line, Send
-from runner.endpoint.refusals import Reason, Refused, refusal_of
+from runner.endpoint.refusals import Reason, Refused, ended, refusal_of
 from runner.endpoint.wire import Answered, AnswerWriter, Restarted, WireForm, WireRequest
 from runner.trajectory import Turn
 from runner.turn_events import TurnProgress
@@ -43,19 +43,17 @@ async def answer(
     line = Line(send)
     writer = form.writer(request, door.model, door.answering.text_of)
     answered = _streamed if request.stream else _whole
-    error: Exception | None = None
-    door.in_flight += 1
-    try:
-        async with anyio.create_task_group() as group:
+    error: Exception | None = ended()  # where it is cut, and the client is still there
+    async with anyio.create_task_group() as group:
+        with door.answering_within(group.cancel_scope):
             group.start_soon(_until_gone, receive, line, group.cancel_scope)
             group.start_soon(line.leave_if_unread, group.cancel_scope)
             try:
                 await answered(line, writer, request, door)
+                error = None
             except Exception as raised:  # a task group would wrap it
                 error = raised
-            group.cancel_scope.cancel()
-    finally:
-        door.in_flight -= 1
+        group.cancel_scope.cancel()
     if error is not None and not line.gone and not isinstance(error, ClientGone | Restarted):
         await _refuse(line, form, writer, door, error)
 

@@ -67,7 +67,8 @@ class Program(Environment):
 
     def setup(self) -> None:
         """Copy the folder."""
-        folder = self.episode.exit_stack.enter_context(tempfile.TemporaryDirectory(prefix="deltarunner-"))
+        temporary = tempfile.TemporaryDirectory(prefix="deltarunner-", ignore_cleanup_errors=True)
+        folder = self.episode.exit_stack.enter_context(temporary)
         self.folder = Path(folder) / "work"
         if self.copy is None:
             self.folder.mkdir()
@@ -91,7 +92,7 @@ class Program(Environment):
             return float(self.finished is not None and self.finished.ok)
         environ = {**clean_environ(), "HOME": str(self.folder.parent), "TERM": "dumb"}
         argv = [*self.wrap, *self.checking]
-        async with running(argv, cwd=self.folder, env=environ, mark=f"check {self.folder}") as checking:
+        async with running(argv, cwd=self.folder, env=environ) as checking:
             finished = await checking.wait()
         return float(finished.ok)
 

@@ -87,6 +87,11 @@ class ChatDesk:
         self._context: Context
         self._send: MemoryObjectSendStream[_Job] | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests of whoever asks."""
+        return self._group is not None
+
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Take requests inside of the block, under the clocks that run over it; those left at its end are cut."""

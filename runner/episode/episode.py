@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 
 from runner.chat_requests import Asked
+from runner.checked import whole
 from runner.concurrency.clocks import Waiting
 from runner.endpoint.endpoint import Endpoint, serving
 from runner.episode.conversation import Conversation, open_conversation
@@ -205,8 +206,15 @@ class Episode:
 
         Raises:
             BadOption: a value cannot be, nothing can listen there, or the server's library is not installed.
+            RuntimeError: the episode is not in its `rollout`.
         """
         play = self._play
+        whole(f"serve(at_once={at_once!r:.60})", at_once, least=1)
+        if not play.desk.is_open:
+            raise RuntimeError(
+                "episode.serve() is for rollout(): before and after it, and in a tool of an environment without a "
+                "rollout of its own, nobody could be answered."
+            )
         served = ServedEpisode(play, train=train, overflow=overflow, history=history, system_as_user=system_as_user)
         chat = play.shared.chat_of(MAIN)
         play.report_activity("serving")

@@ -7,14 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import anyio
+
 from runner.chat_requests import Asked
-from runner.endpoint.endpoint import ChatThread
+from runner.endpoint.endpoint import LAST_SECONDS, ChatThread
 from runner.episode.alignment import AS_SENT
 from runner.episode.chat import ChatDesk
 from runner.episode.key import MAIN
 from runner.episode.model import ChatModel
+from runner.episode.outcome import failure
 from runner.episode.state import ConversationState, EpisodeState
-from runner.errors import BadOption, ContextFull
+from runner.errors import BadOption, ContextFull, EpisodeOver
 from runner.trajectory import Turn
 from runner.turn_events import TurnProgress
 
@@ -57,6 +60,7 @@ class ServedEpisode:
         self._ends = overflow == "end"
         self._as_sent = history == AS_SENT
         self._system_as_user = system_as_user
+        self._told: float | None = None
         self._chat: ChatModel = play.shared.chat_of(MAIN)
 
     async def ask(
@@ -67,6 +71,7 @@ class ServedEpisode:
         give: Callable[[Turn, Turn | None], Awaitable[None]] | None = None,
     ) -> Turn:
         """Have a request answered; see `ChatDesk.ask`."""
+        self._refuse_if_over()
         asked = replace(asked, train=self._trains(asked), system_as_user=self._system_as_user, as_sent=self._as_sent)
         try:
             return await self._desk.ask(asked, progress=progress, give=give)
@@ -91,7 +96,22 @@ class ServedEpisode:
         if self._train is None or isinstance(self._train, bool):
             return self._train
         names = [_tool_name(tool) for tool in asked.tools]
-        return bool(self._train(ChatThread("", asked.label, names, bool(names), (), ())))
+        try:
+            return bool(self._train(ChatThread("", asked.label, names, bool(names), (), ())))
+        except Exception as error:  # no client of it can do anything about that
+            self._play.limits.end_episode(failure(error))
+
+    def _refuse_if_over(self) -> None:
+        """Say to a client that the episode is over, as often as it asks.
+
+        A turn that is asked for then has the whole play cancelled, and a program could not end by itself.
+        """
+        ending, now = self._play.limits.silenced_by, anyio.current_time()
+        if ending is None:
+            return
+        self._told = now if self._told is None else self._told
+        if now < self._told + LAST_SECONDS:
+            raise EpisodeOver(str(ending))
 
 
 def model_name(chat: ChatModel) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from runner import BadOption, Endpoint, FinishedProgram, Limits, Outcome, Sampling
@@ -189,17 +191,102 @@ async def test_a_command_is_put_behind_what_wraps_it() -> None:
     ("argv", "cwd", "named"),
     [
         (["no-such-program"], None, "no-such-program"),
+        (["/dev/null"], None, "no program '/dev/null' that can be run"),
         ([], None, r"run\(\[\]\)"),
         ([sys.executable], "/no/such/folder", "/no/such/folder"),
+        ("mini -y", None, "give a list of strings, such as"),
+        ([sys.executable, 3], None, "not of int"),
+        ([sys.executable, "x" * 200_000], None, "cannot start it .Argument list too long"),
+        ([sys.executable, "a\0b"], None, "cannot start it .embedded null byte"),
+        ([sys.executable, "\ud800"], None, "cannot start it .*surrogates"),
     ],
+    ids=range(9),
 )
-async def test_a_program_or_folder_that_is_not_there_is_named(argv: list[str], cwd: Any, named: str) -> None:
+async def test_a_program_or_folder_that_cannot_be_is_named(argv: Any, cwd: Any, named: str) -> None:
     async def loop(endpoint: Endpoint) -> None:
         with pytest.raises(BadOption, match=named):
             await endpoint.run(argv, cwd=cwd)
         await endpoint.run(python("ask('One.')"))
 
     await served(loop, ["Done."])
+
+
+async def test_a_program_is_found_by_a_path_from_its_own_folder_then_from_ours(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    for folder in ("ours", "its"):
+        (tmp_path / folder).mkdir()
+        script = tmp_path / folder / "agent.sh"
+        script.write_text(f"#!/bin/sh\necho {folder}\n")
+        script.chmod(0o755)
+    monkeypatch.chdir(tmp_path / "ours")
+
+    async def loop(endpoint: Endpoint) -> None:
+        assert (await endpoint.run(["./agent.sh"], cwd=tmp_path / "its")).stdout == "its\n"
+        assert (await endpoint.run(["./agent.sh"], cwd=tmp_path)).stdout == "ours\n"
+        await endpoint.run(python("ask('One.')"))
+
+    await served(loop, ["Done."])
+
+
+async def test_programs_of_one_episode_run_side_by_side_and_each_ends_alone(tmp_path: Path) -> None:
+    """What a program leaves behind ends with it, and another program is none of that."""
+    ends = tmp_path / "ends"
+
+    async def loop(endpoint: Endpoint) -> None:
+        async def long() -> None:
+            code = f"import time\nwhile not os.path.exists({str(ends)!r}): time.sleep(0.01)\nprint(ask('One.'))"
+            assert (await endpoint.run(python(code))).stdout == "Done.\n"
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(long)
+            await endpoint.run(python("ask('Two.')"))
+            ends.touch()
+
+    await served(loop, ["Done.", "Done."])
+
+
+async def test_a_variable_that_is_no_text_is_told() -> None:
+    async def loop(endpoint: Endpoint) -> None:
+        with pytest.raises(BadOption, match="cannot start it"):
+            await endpoint.run([sys.executable], env={"PORT": 80})  # type: ignore[dict-item]  # what is tested
+        await endpoint.run(python("ask('One.')"))
+
+    await served(loop, ["Done."])
+
+
+AGAIN = """
+import subprocess, sys
+while True:
+    subprocess.run([sys.executable, "-c", "import sys, time; open(sys.argv[1], 'w'); time.sleep(600)", sys.argv[1]])
+"""
+
+
+async def test_what_a_program_starts_again_and_again_ends_with_it(tmp_path: Path) -> None:
+    """Processes that left the group, and start anew what is ended."""
+    code = f"""
+ask("One.")
+import subprocess, time
+for number in range(4):
+    subprocess.Popen([sys.executable, "-c", {AGAIN!r}, f"{tmp_path}/{{number}}"], start_new_session=True)
+while len(os.listdir({str(tmp_path)!r})) < 4: time.sleep(0.01)
+"""
+    await ran(code)
+    assert not _commands_with(str(tmp_path))
+
+
+def _commands_with(word: str) -> list[str]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            found.append(file.read_bytes().decode("utf-8", "replace"))
+    return [each for each in found if word in each]
+
+
+async def test_a_home_that_a_program_did_away_with_is_no_error() -> None:
+    await ran(
+        "ask('One.'); import shutil; home = os.environ['HOME']; os.chdir('/'); shutil.rmtree(home); open(home, 'w')"
+    )
 
 
 async def test_only_the_end_of_what_a_program_prints_is_kept() -> None:

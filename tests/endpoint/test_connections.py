@@ -1,0 +1,124 @@
+"""Connections to an endpoint: heads that do not end, requests that wait in a row, and odd ways to speak HTTP."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import anyio
+import orjson
+import pytest
+from anyio.abc import SocketStream
+
+from runner import Endpoint
+from runner.endpoint import server
+from tests.endpoint.serving import RUN, chat_body, user
+from tests.endpoint.test_server import address_of, probed, raw
+
+pytestmark = pytest.mark.anyio
+
+BODY = orjson.dumps(chat_body([user("One.")], tools=[RUN]))
+CLOSE = "connection: close\r\n"
+
+
+def head(endpoint: Endpoint, method: str, path: str, *fields: str, version: str = "1.1") -> bytes:
+    host, port = address_of(endpoint)
+    lines = [f"{method} {path} HTTP/{version}", f"host: {host}:{port}", *fields, "", ""]
+    return "\r\n".join(lines).encode("latin-1")
+
+
+def ask(endpoint: Endpoint, *fields: str, version: str = "1.1") -> bytes:
+    path = f"/e/{endpoint.api_key}/v1/chat/completions"
+    return head(endpoint, "POST", path, f"content-length: {len(BODY)}", *fields, version=version) + BODY
+
+
+def models(endpoint: Endpoint, *fields: str, method: str = "GET") -> bytes:
+    return head(endpoint, method, f"/e/{endpoint.api_key}/v1/models", *fields)
+
+
+def statuses(answers: bytes) -> list[int]:
+    return [int(each) for each in re.findall(rb"HTTP/1\.1 (\d{3}) ", answers)]
+
+
+async def test_a_later_head_of_a_connection_that_does_not_come_in_time_is_closed_too(monkeypatch: Any) -> None:
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.1)
+
+    async def probe(endpoint: Endpoint) -> None:
+        assert statuses(await raw(endpoint, models(endpoint) + b"GET /v1/mod")) == [200]
+
+    await probed(probe)
+
+
+@pytest.mark.parametrize("begun", [b"GET /", b"GET / HTTP/1.1\r\nx: ", b"GET / HTTP/1.1\r\n"])
+async def test_a_head_that_never_ends_is_closed_before_it_fills_the_memory(begun: bytes) -> None:
+    more = b"x: y\r\n" * 3_000 if begun.endswith(b"\r\n") else b"a" * 18_000
+
+    async def probe(endpoint: Endpoint) -> None:
+        async with await anyio.connect_tcp(*address_of(endpoint)) as stream:
+            with anyio.fail_after(10), pytest.raises((anyio.BrokenResourceError, anyio.EndOfStream)):
+                await _send_all([begun, *[more] * 10_000], stream)
+
+    await probed(probe)
+
+
+async def _send_all(parts: list[bytes], stream: SocketStream) -> None:
+    for part in parts:
+        await stream.send(part)
+
+
+async def test_requests_in_a_row_are_answered_in_their_order_also_behind_one_that_is_refused() -> None:
+    async def probe(endpoint: Endpoint) -> None:
+        missing = head(endpoint, "GET", f"/e/{endpoint.api_key}/v1/nothing")
+        got = await raw(endpoint, ask(endpoint) * 3 + models(endpoint) + missing)
+        assert statuses(got) == [200, 200, 200, 200, 404]
+
+    await probed(probe)
+
+
+async def test_bodies_in_chunks_and_clients_that_ask_before_they_send_are_heard() -> None:
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\nx: y\r\n\r\n"
+
+    async def probe(endpoint: Endpoint) -> None:
+        path = f"/e/{endpoint.api_key}/v1/chat/completions"
+        chunked = head(endpoint, "POST", path, "transfer-encoding: chunked", "connection: close") + chunks
+        assert statuses(await raw(endpoint, chunked)) == [200]
+        assert statuses(await raw(endpoint, ask(endpoint, "expect: 100-continue", "connection: close"))) == [100, 200]
+        assert statuses(await raw(endpoint, ask(endpoint, version="1.0"))) == [200]
+
+    await probed(probe)
+
+
+async def test_bytes_that_are_no_text_in_headers_harm_nothing() -> None:
+    async def probe(endpoint: Endpoint) -> None:
+        odd = ["x-session-id: \x85\xff\x9b31m\xe9", "user-agent: \xff\xfe", "connection: close"]
+        assert statuses(await raw(endpoint, ask(endpoint, *odd))) == [200]
+
+    await probed(probe)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        ("HEAD /v1/models", 401),
+        ("OPTIONS *", 401),
+        ("CONNECT somewhere:1", 400),
+        ("GET /" + "a" * 60_000, 401),
+        ("GET /%2e%2e/%00/%ff/e//v1", 401),
+        ("GET http://[::", 400),
+        ("BREW /", 400),
+    ],
+)
+async def test_absurd_requests_have_a_status(sent: str, status: int) -> None:
+    async def probe(endpoint: Endpoint) -> None:
+        method, _, path = sent.partition(" ")
+        assert statuses(await raw(endpoint, head(endpoint, method, path, "connection: close"))) == [status]
+
+    await probed(probe)
+
+
+async def test_a_request_without_a_host_or_with_two_is_refused() -> None:
+    async def probe(endpoint: Endpoint) -> None:
+        assert statuses(await raw(endpoint, b"GET /v1/models HTTP/1.0\r\n\r\n")) == [421]
+        assert statuses(await raw(endpoint, models(endpoint, "host: evil.example", "connection: close"))) == [421]
+
+    await probed(probe)
