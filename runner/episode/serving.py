@@ -11,7 +11,7 @@ from runner.chat_requests import Asked
 from runner.endpoint.endpoint import ChatThread
 from runner.episode.chat import ChatDesk
 from runner.episode.key import MAIN
-from runner.episode.model import ChatModel
+from runner.episode.model import ChatModel, Model
 from runner.episode.state import ConversationState, EpisodeState
 from runner.errors import BadOption, ContextFull
 from runner.trajectory import Turn
@@ -46,7 +46,7 @@ class ServedEpisode:
         self._train = train
         self._ends = overflow == "end"
         self._system_as_user = system_as_user
-        self._chat: ChatModel = play.shared.chat_of(MAIN)
+        self._chat = play.shared.chat_of(MAIN)
 
     async def ask(
         self,
@@ -70,7 +70,7 @@ class ServedEpisode:
 
     def text_of(self, ids: Sequence[int], /) -> str:
         """The text of ids."""
-        return self._chat.tokenizer.decode(ids)
+        return self._chat.tokenizer.decode(ids) if isinstance(self._chat, ChatModel) else ""
 
     def threads(self) -> list[ChatThread]:
         """The threads so far."""
@@ -83,7 +83,7 @@ class ServedEpisode:
         return bool(self._train(ChatThread("", asked.label, names, bool(names), (), ())))
 
 
-def model_name(chat: ChatModel) -> str:
+def model_name(chat: Model) -> str:
     """What a model is called to clients: the last part of its path."""
     model = chat.engine.describe().get("model")
     return Path(model).name if isinstance(model, str) else "scripted"
