@@ -6,7 +6,10 @@ from .endpoint.programs import FinishedProgram as FinishedProgram
 from .engines.base import Engine as Engine
 from .engines.base import EngineStats as EngineStats
 from .engines.base import FinishReason as FinishReason
+from .engines.chat.engine import ChatEngine as ChatEngine
 from .engines.http_retries import RetryPolicy as RetryPolicy
+from .engines.message_engine import MessageEngine as MessageEngine
+from .engines.message_engine import Usage as Usage
 from .engines.remote.dialect import ServerDialect as ServerDialect
 from .engines.remote.engine import RemoteEngine as RemoteEngine
 from .engines.scripted.engine import ScriptedEngine as ScriptedEngine
@@ -41,6 +44,7 @@ from .errors import EngineStalled as EngineStalled
 from .errors import EpisodeOver as EpisodeOver
 from .errors import NewerRunFile as NewerRunFile
 from .errors import ProgramFailed as ProgramFailed
+from .errors import PromptTooLong as PromptTooLong
 from .errors import RequestRejected as RequestRejected
 from .errors import RunFileError as RunFileError
 from .errors import RunStopped as RunStopped

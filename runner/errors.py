@@ -18,6 +18,7 @@ DeltarunnerError                 catch this to catch all of them
 ├── EngineError                  the engine; retried, never the episode's fault
 │   ├── EngineDead               no request can be answered any more
 │   ├── RequestRejected          this one request was refused
+│   │   └── PromptTooLong        the history does not fit the model's context, as its server says
 │   └── EngineStalled            admitted, then silent for `stall_seconds`
 ├── ProgramFailed                an agent program ended with an error; its episode is `env_error`
 ├── RunStopped                   the run ended before its work did
@@ -53,6 +54,7 @@ __all__ = [
     "EpisodeOver",
     "NewerRunFile",
     "ProgramFailed",
+    "PromptTooLong",
     "RequestRejected",
     "RunFileError",
     "RunStopped",
@@ -165,6 +167,17 @@ class EngineDead(EngineError):
 
 class RequestRejected(EngineError):
     """The engine refused this one request."""
+
+
+class PromptTooLong(RequestRejected):
+    """The history does not fit the context of a server's model, by the server's own count."""
+
+    def __init__(self, text: str, *, prompt: int = 0, context: int = 0) -> None:
+        super().__init__(text)
+        self.prompt = prompt
+        """How many tokens the prompt has, where the server says; else 0."""
+        self.context = context
+        """How many tokens prompt and turn may have together, where the server says; else 0."""
 
 
 class EngineStalled(EngineError):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.chat_requests import ChatRequest
 from runner.engines.base import FinishReason
+from runner.engines.message_engine import Usage
 from runner.messages import Message, ToolCall
 from runner.options import Constraint, Sampling, ToolChoice
 from runner.tokens.junction import Junction
@@ -196,6 +197,8 @@ class Turn:
     """How many ids were sampled before the engine cut the turn for its trainer; the turn is the next try."""
     thinking: bool = False
     """The turn was cut inside its reasoning."""
+    usage: Usage | None = None
+    """What the server says that the turn took, and which model answered; None for an engine of token ids."""
     reward: float = 0.0
     """Credit for this turn alone, for the environment's author to assign."""
     left_out: bool = False
@@ -221,7 +224,15 @@ class Turn:
         said = reprlib.repr(self.text)
         if self.tool_calls:
             said += f", calls {reprlib.repr([each.name for each in self.tool_calls])}"
-        return f"<Turn {self.number} of {self.agent!r}: {said}, {self.end - self.start} ids, {self.finish}>"
+        length = f"{self.end - self.start} ids" if self.usage is None else f"{self.tokens} tokens"
+        return f"<Turn {self.number} of {self.agent!r}: {said}, {length}, {self.finish}>"
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were sampled: its ids, or as many as the server counted that gives none."""
+        if self.usage is not None:
+            return self.usage.completion_tokens or 0
+        return self.end - self.start
 
     @property
     def retried(self) -> bool:

@@ -142,6 +142,8 @@ def _calls_text(calls: Sequence[Any]) -> str:
 
 def decoder(engine: Mapping[str, Any]) -> Decode | None:
     """What decodes the ids of a run, by its header's `engine`; None where that vocabulary is not on this machine."""
+    if engine.get("takes") == "messages":
+        return None
     if engine.get("kind") == "scripted":
         from runner.tokens.byte_tokenizer import ByteTokenizer
 
@@ -205,7 +207,9 @@ def headline(trajectory: Trajectory) -> Text:
     if scores:
         line.append(f" ({', '.join(f'{printable_line(name)} {_number(value)}' for name, value in scores.items())})")
     turns = len(trajectory.turns)
-    line.append(f"  {turns} {'turn' if turns == 1 else 'turns'}, {trajectory.sampled} ids sampled")
+    counted = [turn.tokens for turn in trajectory.turns if turn.usage is not None]
+    length = f"{sum(counted)} tokens by the server's count" if counted else f"{trajectory.sampled} ids sampled"
+    line.append(f"  {turns} {'turn' if turns == 1 else 'turns'}, {length}")
     return line
 
 

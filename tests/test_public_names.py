@@ -19,10 +19,10 @@ def test_public_names() -> None:
     assert runner.__all__ == sorted(runner.__all__)
     authors = "Conversation Environment Episode Group Task Tool Turn group_reward metric reward tool"
     running = (
-        "Concurrency Engine History HistoryPolicy Limits RemoteEngine RetryPolicy Run RunFile "
+        "ChatEngine Concurrency Engine History HistoryPolicy Limits MessageEngine RemoteEngine RetryPolicy Run RunFile "
         "Sampling ScriptedEngine ServerDialect Summary TaskSource VllmEngine run"
     )
-    records = "FinishReason Message Outcome Prompt Reply Segment ToolCall Trajectory"
+    records = "FinishReason Message Outcome Prompt Reply Segment ToolCall Trajectory Usage"
     heard = "ContentPiece ReasoningPiece StreamedTurn ToolCalled TurnEvent TurnRestarted"
     served = "ChatThread Endpoint FinishedProgram"
     tokens = "PrefixReplacement PrefixResult replace_prefix_tokens"

@@ -28,6 +28,11 @@ def export_command(file: Path, *, format: str, output: Path | None) -> int:
     if write is None:
         raise BadOption(f"--format {format}: there are {' and '.join(_FORMATS)}.")
     with RunFile(file) as run_file:
+        if not len(run_file) and not run_file.header.gives_ids("main"):
+            raise BadOption(
+                f"{file} holds what servers of messages said, without token ids: there is nothing to train on. "
+                "`deltarunner show` and RunFile.rows(trained=None) have it."
+            )
         if output == _STDOUT:
             _to_stdout(run_file, write)
             return 0

@@ -85,7 +85,14 @@ def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, Rende
         yield "requests", Text(" · ".join(f"{name} {n}" for name, n in summary["requests"].items()))
     if summary.get("tolerated"):
         yield "  tolerated", Text(" · ".join(f"{name} {n}" for name, n in summary["tolerated"].items()))
-    yield "tokens", Text(_tokens(summary["tokens"]))
+    usage = summary.get("usage", {})
+    if summary["tokens"]["prompt"] or not usage.get("models"):
+        yield "tokens", Text(_tokens(summary["tokens"]))
+    if usage.get("models"):
+        yield "usage", Text(_usage(usage))
+        yield "  answered by", Text(" · ".join(f"{printable_line(name)} {n}" for name, n in usage["models"].items()))
+    if summary.get("throttled") or summary.get("resent"):
+        yield "servers", Text(f"asked too much {summary['throttled']} times · {summary['resent']} requests sent again")
     if summary["junctions"]:
         yield "junctions", Text("\n".join(_junctions(summary["junctions"])))
     if summary.get("junction_causes"):
@@ -120,6 +127,11 @@ def _calls(calls: int, malformed: int) -> Text:
     if writes_otherwise(calls, malformed):
         text.append(f"\n{WRITES_OTHERWISE}", "yellow")
     return text
+
+
+def _usage(usage: Mapping[str, Any]) -> str:
+    parts = [f"{name} {usage[name]:,}" for name in ("prompt", "cached", "completion", "reasoning") if usage[name]]
+    return " · ".join([*parts, *([f"cost {usage['cost']:.4g}"] if usage["cost"] else [])])
 
 
 def _tokens(tokens: Mapping[str, int]) -> str:

@@ -25,7 +25,7 @@ from runner.cli.quiet_output import quiet_output
 from runner.cli.report import lag_lines, make_console, own_command, quoted, summary_table
 from runner.cli.settings import RunSettings
 from runner.cli.values import limits_of, logit_bias_of, pairs, plain_values
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine, Engine
 from runner.environment.checks import check_playable
 from runner.environment.environment import Environment
 from runner.environment.loading import construct, find_environment, short_name
@@ -53,15 +53,22 @@ FOLDER = Path("runs")
 _OF_SERVERS = ("dialect", "name", "places", "stream_interval", "timeout")
 """The arguments of a `RemoteEngine` that --engine-option has."""
 
+_OF_APIS = frozenset({"context", "places", "max_tokens_field", "reasoning_field", "leave_out", "extra_body", "timeout"})
+"""Those of a `ChatEngine`."""
+
 _SAMPLING = (
     *("temperature", "max_tokens", "min_tokens", "top_p", "top_k", "min_p", "ignore_eos", "logprobs"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 
 
-def real_engine(settings: RunSettings) -> Engine:
-    """The engine with the model that was asked for: vLLM in this process, or the server that was named."""
+def real_engine(settings: RunSettings) -> BaseEngine:
+    """The engine with the model that was asked for: vLLM in this process, the server or the API that was named."""
     arguments = plain_values(settings.engine_options, "--engine-option")
+    if settings.api_model is not None:
+        return _chat_engine(settings, arguments)
+    if settings.api_url is not None:
+        raise BadOption(f"--api-url {settings.api_url}: give --api-model too, the name that the API has for the model.")
     for name in arguments.keys() & {"model", "template"}:
         raise BadOption(f"--engine-option {name}=...: give --{name}.")
     return _vllm_engine(settings, arguments) if settings.server is None else _remote_engine(settings, arguments)
@@ -83,6 +90,23 @@ def _remote_engine(settings: RunSettings, arguments: dict[str, Any]) -> Engine:
     return RemoteEngine(settings.server, settings.model, template=settings.template, api_key=key, **arguments)
 
 
+def _chat_engine(settings: RunSettings, arguments: dict[str, Any]) -> BaseEngine:
+    from runner.engines.chat.engine import ChatEngine
+    from runner.engines.chat.server import require_openai
+
+    require_openai()
+    for name in ("server", "template", "template_options", "tool_format"):
+        if getattr(settings, name):
+            raise BadOption(
+                f"--{name.replace('_', '-')} and --api-model: the API has a template of its own; leave it out."
+            )
+    unknown = sorted(arguments.keys() - _OF_APIS)
+    if unknown:
+        raise BadOption(f"--engine-option {unknown[0]}=...: with --api-model there are {', '.join(sorted(_OF_APIS))}.")
+    assert settings.api_model is not None
+    return ChatEngine(settings.api_model, base_url=settings.api_url, api_key=settings.api_key or None, **arguments)
+
+
 def _vllm_engine(settings: RunSettings, arguments: dict[str, Any]) -> Engine:
     from runner.engines.vllm.engine import VllmEngine
     from runner.engines.vllm.start import require_vllm
@@ -94,7 +118,7 @@ def _vllm_engine(settings: RunSettings, arguments: dict[str, Any]) -> Engine:
     return VllmEngine(settings.model, template=settings.template, **arguments)
 
 
-def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], Engine] = real_engine) -> int:
+def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngine] = real_engine) -> int:
     """Play, and return the exit code: 128 and the signal's number where one ended the run early."""
     return play_plan(settings, lambda: Plan.of(settings, make_engine))
 
@@ -142,7 +166,7 @@ def _print_json(settings: RunSettings, log: Path, shown: ShownRun | None, failur
     run, received = (shown.run, shown.received) if shown else (None, None)
     outcome = {
         "environment": settings.environment,
-        "model": settings.model,
+        "model": settings.spoken_by,
         "file": str(run.file) if run and run.file else None,
         "log": str(log),
         "stored_before": shown.earlier if shown else 0,
@@ -163,21 +187,21 @@ class Plan:
 
     settings: RunSettings
     environment: Environment[Any]
-    engine: Engine
+    engine: BaseEngine
     options: RunOptions
     """All but the file, which is named by the header of the run, and what follows from there being one."""
     total: int | None
     """How many episodes that makes, where it is known."""
 
     @classmethod
-    def of(cls, settings: RunSettings, make_engine: Callable[[RunSettings], Engine]) -> Plan:
+    def of(cls, settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngine]) -> Plan:
         """The plan; what cannot be used of what was given is refused here."""
         environment = construct(find_environment(settings.played), pairs(settings.settings, "--set"))
         return cls.of_environment(settings, environment, make_engine)
 
     @classmethod
     def of_environment(
-        cls, settings: RunSettings, environment: Environment[Any], make_engine: Callable[[RunSettings], Engine]
+        cls, settings: RunSettings, environment: Environment[Any], make_engine: Callable[[RunSettings], BaseEngine]
     ) -> Plan:
         """The plan of an environment that was made."""
         check_playable(environment)
@@ -188,15 +212,17 @@ class Plan:
         options = replace(options, tasks=tasks)
         if settings.file is not None:
             # Now: a run of another configuration is refused before an engine takes its time to start.
-            _check_resumable(settings.file, environment, options, model=settings.model)
+            _check_resumable(settings.file, environment, options, model=settings.spoken_by)
         return cls(
             settings=settings, environment=environment, engine=make_engine(settings), options=options, total=total
         )
 
     @property
     def title(self) -> str:
-        at = "" if self.settings.server is None else f" at {self.settings.server}"
-        return f"{short_name(self.settings.played)} on {self.settings.model}{at}"
+        settings = self.settings
+        where = settings.server if settings.api_model is None else settings.api_url
+        at = "" if where is None else f" at {where}"
+        return f"{short_name(settings.played)} on {settings.spoken_by}{at}"
 
 
 def _options(settings: RunSettings) -> RunOptions:
@@ -356,9 +382,10 @@ class ShownRun(Reporter):
         run = self.run
         if run is None or not run.summary.elapsed:
             return
+        decode = run.engine.tokenizer.decode if isinstance(run.engine, Engine) else None
         for trajectory in self._kept:
             self._console.print()
-            for line in transcript(trajectory, run.engine.tokenizer.decode, brief=self._settings.task is None):
+            for line in transcript(trajectory, decode, brief=self._settings.task is None):
                 self._console.print(line, soft_wrap=not self._console.is_terminal)
         self._console.print()
         self._console.print(summary_table(run.summary.as_dict(), earlier=self.earlier))
@@ -371,8 +398,8 @@ class ShownRun(Reporter):
     def _print_next(self, file: Path, *, failed: bool) -> None:
         command = own_command()
         with RunFile(file) as stored:
-            complete = stored.complete
-            example = self._kept[0].id if self._kept else next((row.id for row in stored), None)
+            complete, trains = stored.complete, len(stored) > 0
+            example = self._kept[0].id if self._kept else next((row.id for row in stored.rows(trained=None)), None)
         lines = []
         if not complete or failed:
             lines.append(("the same command again", "goes on from here"))
@@ -381,7 +408,8 @@ class ShownRun(Reporter):
         if example is not None:
             lines.append((f"{command} show {quoted(file)}", "all episodes"))
             lines.append((f"{command} show {quoted(file)} {quoted(example)}", "one of them, to the last token"))
-            lines.append((f"{command} export {quoted(file)} --format parquet", "to train on"))
+            if trains:
+                lines.append((f"{command} export {quoted(file)} --format parquet", "to train on"))
         lines.append((f"{command} list", "other environments; README.md: one of your own"))
         width = max(len(line) for line, _ in lines)
         for number, (line, what) in enumerate(lines):
@@ -417,6 +445,6 @@ def _check_resumable(path: Path, environment: Environment[Any], options: RunOpti
         stored = run_file.header
     given = describe_configuration(environment, options, now=datetime.now().astimezone())
     # A scripted engine has no model.
-    asked = stored.engine.get("kind") in ("vllm", "remote")
+    asked = stored.engine.get("kind") in ("vllm", "remote", "chat")
     engine = {**stored.engine, "model": model} if asked else stored.engine
     stored.check_same(replace(given, engine=engine, engines=stored.engines, template=stored.template), path)

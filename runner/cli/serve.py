@@ -10,7 +10,7 @@ from functools import partial
 from runner.cli.run import Plan, play_plan, real_engine
 from runner.cli.settings import RunSettings
 from runner.endpoint.endpoint import Endpoint
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine
 from runner.environment.open_episodes import OpenEpisodes
 
 __all__ = ["serve_command"]
@@ -21,7 +21,7 @@ NAME = "serve"
 
 def serve_command(
     settings: RunSettings,
-    make_engine: Callable[[RunSettings], Engine] = real_engine,
+    make_engine: Callable[[RunSettings], BaseEngine] = real_engine,
     told: Callable[[list[str]], None] | None = None,
 ) -> int:
     """Serve until Ctrl-C, which ends the episodes that are open as any other; return the exit code.

@@ -77,7 +77,7 @@ class RunSettings:
         typer.Option(
             "--engine-option",
             metavar="NAME=VALUE",
-            help="An argument of vLLM's engine (max_num_seqs=64), or with --server of the connection (places=64).",
+            help="An argument of vLLM's engine (max_num_seqs=64); with --server or --api-model of that (places=64).",
         ),
     ] = None
     server: Annotated[
@@ -87,6 +87,19 @@ class RunSettings:
     server_key: Annotated[
         str | None,
         typer.Option(envvar="DELTARUNNER_SERVER_KEY", help="What lets requests in there.", show_envvar=True),
+    ] = None
+    api_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="A model behind an API of messages (OpenAI's form) speaks: to evaluate, not to train."
+        ),
+    ] = None
+    api_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="The API's address, with /v1; default OpenAI's own.")
+    ] = None
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="DELTARUNNER_API_KEY", help="What lets requests in there.", show_envvar=True),
     ] = None
     settings: Annotated[list[str] | None, SETTINGS] = None
     tasks: Annotated[Path | None, typer.Option(help="Tasks from a JSONL file instead of the environment's own.")] = None
@@ -140,6 +153,11 @@ class RunSettings:
         False
     )
     json: Annotated[bool, JSON] = False
+
+    @property
+    def spoken_by(self) -> str:
+        """The name of the model."""
+        return self.model if self.api_model is None else self.api_model
 
     @property
     def played(self) -> str:

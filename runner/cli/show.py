@@ -47,10 +47,13 @@ def _overview(run_file: RunFile, console: Console, limit: int) -> None:
     )
     console.print(Text(_settings(run_file), style="dim"), soft_wrap=True)
     console.print()
-    console.print(_table(islice(run_file, limit)))
-    more = len(run_file) - limit
-    if more > 0:
-        console.print(f"and {more} more: -n {len(run_file)}", style="dim")
+    # Of a run that only evaluates, what nobody trains on is all there is.
+    count = len(run_file)
+    rows = run_file if count else list(run_file.rows(trained=None))
+    count = count or len(list(rows))
+    console.print(_table(islice(rows, limit)))
+    if count > limit:
+        console.print(f"and {count - limit} more: -n {count}", style="dim")
     summary = run_file.summary()
     if summary is not None:
         console.print()
@@ -82,7 +85,7 @@ def _table(rows: Iterator[EpisodeRow]) -> Table:
             Text(row.outcome.value + limit, style="" if row.outcome.scored else "red"),
             "-" if row.reward is None else f"{row.reward:.3f}",
             str(row.turns),
-            str(row.sampled),
+            str(row.sampled) if row.tokens else "-",
             f"{row.seconds:.1f}",
             Text(printable(row.error.partition("\n")[0]), style="red", no_wrap=True, overflow="ellipsis"),
         )
@@ -101,7 +104,7 @@ def _transcript(
     others = ", ".join(_other_agents(run_file, trajectory))
     if others:
         console.print(Text(f"Other agents of this episode: {others}. --agent NAME shows one.", "dim"), soft_wrap=True)
-    if decode is None:
+    if decode is None and run_file.header.gives_ids(trajectory.agent):
         model = run_file.header.engine.get("model", "the engine")
         console.print(
             f"The vocabulary of {model} is not here: messages are shown, and nothing of the template.", style="dim"
@@ -117,5 +120,5 @@ def _other_agents(run_file: RunFile, shown: Trajectory) -> Iterator[str]:
 
 def _meant(run_file: RunFile, episode: str) -> EpisodeRow | str:
     """The episode of that id; the id of a task stands for its first one in the file."""
-    first = next(run_file.rows(task_id=episode), None)
+    first = next(run_file.rows(task_id=episode), None) or next(run_file.rows(task_id=episode, trained=None), None)
     return episode if first is None else first

@@ -33,6 +33,7 @@ from runner.verify.audit import first_misfit, launch_difference
 from runner.verify.differences import Difference, Kind
 from runner.verify.rebuild import first_difference, stored_chat
 from runner.verify.records import first_contradiction
+from runner.verify.unspoken import first_unspoken
 
 __all__ = ["verify_command"]
 
@@ -44,6 +45,8 @@ class Verdict:
     trajectories: int = 0
     turns: int = 0
     ids: int = 0
+    messages: int = 0
+    """How many of the trajectories are of servers that take messages: there is no prompt of theirs to make again."""
     differing: int = 0
     """How many of the trajectories do not follow from their messages and sampled ids."""
     difference: Difference | None = None
@@ -85,6 +88,7 @@ def _verdict(run_file: RunFile, models: Sequence[str]) -> Verdict:
             verdict.trajectories += 1
             verdict.turns += row.turns
             verdict.ids += row.tokens
+            verdict.messages += not header.gives_ids(row.agent)
             verdict.differing += found is not None
             verdict.difference = verdict.difference or found
         verdict.difference = verdict.difference or first_misfit(run_file.path, header)
@@ -128,7 +132,11 @@ def _difference(run_file: RunFile, row: EpisodeRow, chats: Chats) -> Difference 
     def other(agent: str) -> Trajectory:
         return run_file.trajectory(row, agent=agent)
 
-    return first_difference(trajectory, chats.of(row.agent), other) or first_contradiction(trajectory, run_file.header)
+    if run_file.header.gives_ids(row.agent):
+        found = first_difference(trajectory, chats.of(row.agent), other)
+    else:
+        found = first_unspoken(trajectory)
+    return found or first_contradiction(trajectory, run_file.header)
 
 
 _COUNTS = ("turns", "segments", "tokens", "sampled", "prompted", "cached")
@@ -218,7 +226,11 @@ def _print(console: Console, file: Path, verdict: Verdict) -> None:
     found = verdict.difference
     looked_at = f"{verdict.trajectories} trajectories, {verdict.turns} turns, {verdict.ids} ids"
     if found is None:
-        say(f"{file}: {looked_at}: all of it follows from the messages and the sampled ids")
+        if verdict.messages < verdict.trajectories or not verdict.trajectories:
+            say(f"{file}: {looked_at}: all of it follows from the messages and the sampled ids")
+        if verdict.messages:
+            said = f"{verdict.messages} trajectories are of servers that take messages"
+            say(f"{file}: {said}: their turns are in their messages, and there is no prompt to make again")
         return
     if found.kind is Kind.HEADER:
         say(f"{file}: its trajectories were not looked at")
@@ -252,6 +264,7 @@ def _print_json(file: Path, verdict: Verdict, error: DeltarunnerError | None) ->
         "trajectories": verdict.trajectories,
         "turns": verdict.turns,
         "ids": verdict.ids,
+        "messages_only": verdict.messages,
         "differing": verdict.differing,
         "difference": None if verdict.difference is None else dataclasses.asdict(verdict.difference),
         "error": None if error is None else {"kind": type(error).__name__, "message": str(error)},

@@ -25,6 +25,7 @@ from runner.tokens.tokenizer import Tokenizer
 from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = [
+    "BaseEngine",
     "Delta",
     "DeltaStream",
     "Engine",
@@ -52,6 +53,8 @@ class FinishReason(enum.StrEnum):
     """The engine saw the model repeat itself."""
     ERROR = "error"
     """The engine failed."""
+    CONTENT_FILTER = "content_filter"
+    """The server of an API model withheld the rest of it, or all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,12 @@ class EngineStats:
     """Ids of prompts that the prefix cache held when they were looked up."""
     sampled_tokens: int = 0
     """Ids that were sampled since the engine started, and read."""
+    places: int | None = None
+    """Requests that are let in at once just now; None for an engine whose places do not change while it runs."""
+    throttled: int = 0
+    """How often a server said that it was asked too much."""
+    retried: int = 0
+    """How many requests were sent to a server again."""
     tokens_per_second: float = 0.0
     """Ids sampled a second, over the last ten seconds; 0 where nothing was, or nobody measures."""
     weight_version: str = ""
@@ -167,25 +176,18 @@ class DeltaStream(AbstractAsyncContextManager["DeltaStream", None]):
     async def __anext__(self) -> Delta: ...
 
 
-class Engine(Controllable, AbstractAsyncContextManager["Engine", None]):
-    """Turns token ids into a stream of deltas. What it has beside `running` is set once it is entered."""
+class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
+    """What a run asks of any engine, whether it takes token ids (`Engine`) or messages (`MessageEngine`).
 
-    tokenizer: Tokenizer
-    """The tokenizer of the engine's model, an instance of the runner's own."""
-    template: ChatTemplate
-    """The chat template that belongs to the model."""
+    What it has beside `running` is set once it is entered.
+    """
+
     context: int
     """The most ids a prompt and what is sampled on it may have together."""
     places: int
     """How many requests run at once; further ones wait at the gate."""
-    stop_ids: tuple[int, ...]
-    """The ids that end a turn of this model: its EOS and those of its generation_config."""
     running: bool = False
     """Whether the engine was entered and not left."""
-
-    @abstractmethod
-    def stream(self, request: GenerationRequest) -> DeltaStream:
-        """The deltas of one request; nothing happens before the block is entered."""
 
     def session(self, *, late: bool = False) -> Session:
         """A handle for one conversation; `close_session` gives its room back."""
@@ -216,6 +218,21 @@ class Engine(Controllable, AbstractAsyncContextManager["Engine", None]):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What a run's header keeps of the engine, as JSON: kind, model, versions, arguments, who stamps versions."""
+
+
+class Engine(BaseEngine):
+    """Turns token ids into a stream of deltas. What it has beside `running` is set once it is entered."""
+
+    tokenizer: Tokenizer
+    """The tokenizer of the engine's model, an instance of the runner's own."""
+    template: ChatTemplate
+    """The chat template that belongs to the model."""
+    stop_ids: tuple[int, ...]
+    """The ids that end a turn of this model: its EOS and those of its generation_config."""
+
+    @abstractmethod
+    def stream(self, request: GenerationRequest) -> DeltaStream:
+        """The deltas of one request; nothing happens before the block is entered."""
 
 
 def vocabulary_size(engine: Engine) -> int:

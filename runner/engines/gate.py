@@ -143,6 +143,11 @@ class AdmissionGate:
         self._held = False
         self._admit()
 
+    def resize(self, places: int) -> None:
+        """Let so many be inside at once from now on; who is inside stays."""
+        self.places = places
+        self._admit()
+
     def fail(self, failure: Callable[[], Exception]) -> None:
         """Let nobody in any more: whoever waits, and whoever comes, gets an error that `failure` makes."""
         self._failure = failure

@@ -6,6 +6,7 @@ import enum
 import math
 import random
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -23,26 +24,33 @@ class FailureKind(enum.StrEnum):
     BUSY = "busy"
     """The server has no place for it now: 429, 503, or the 529 of some."""
     TIMEOUT = "timeout"
-    """The server took too long to begin its answer."""
+    """The server took too long to begin its answer, or says that something behind it did: 408, 409 or 425."""
     SERVER = "server"
     """The server failed: any other 5xx, or an error in the middle of an answer."""
     GARBAGE = "garbage"
     """The answer is not what the server's protocol says."""
     REFUSED = "refused"
-    """The server lets nobody in with this key, or has no such path or model: 401, 403, 404."""
+    """The server lets nobody in with this key, has no such path or model, or wants to be paid: 401 to 404."""
+    TOO_LONG = "too_long"
+    """The prompt does not fit the context of the server's model."""
+    FILTERED = "filtered"
+    """The server does not answer such a prompt: its content filter says no."""
     BAD_REQUEST = "bad_request"
     """The server does not take what was sent: any other 4xx."""
 
 
-_AGAIN = (FailureKind.CONNECTION, FailureKind.BUSY)
+_AGAIN = frozenset({FailureKind.CONNECTION, FailureKind.BUSY})
 _BUSY = (429, 503, 529)
-_REFUSED = (401, 403, 404)
+_TIMEOUT = (408, 409, 425)
+_REFUSED = (401, 402, 403, 404)
 
 
 def kind_of_status(status: int) -> FailureKind:
     """What an answer of this HTTP status means, 2xx left out."""
     if status in _BUSY:
         return FailureKind.BUSY
+    if status in _TIMEOUT:
+        return FailureKind.TIMEOUT
     if status in _REFUSED:
         return FailureKind.REFUSED
     return FailureKind.BAD_REQUEST if 400 <= status < 500 else FailureKind.SERVER
@@ -83,8 +91,8 @@ class HttpFailure(Exception):
 class RetryPolicy:
     """How often, and after what waits, requests are sent again that a server could not take.
 
-    Sent again is what no answer has begun for: after a failed connection, a 429 or a 503. Nothing is sent again once
-    an id of it was sampled.
+    Sent again is what no answer has begun for: after a failed connection, a 429, 503 or 529; to a server of messages
+    also after another 5xx and a time-out. Nothing is sent again once any of it was sampled.
     """
 
     attempts: int = 8
@@ -112,9 +120,10 @@ class Retries:
     Args:
         policy: when to send again.
         seed: what the random part of the waits follows from.
+        again: the failures after which a request is sent again.
     """
 
-    def __init__(self, policy: RetryPolicy, *, seed: int = 0) -> None:
+    def __init__(self, policy: RetryPolicy, *, seed: int = 0, again: Collection[FailureKind] = _AGAIN) -> None:
         self.policy = policy
         """When to send again."""
         self.left = policy.budget
@@ -123,6 +132,7 @@ class Retries:
         """How many requests were sent again, by what had become of them."""
         self.waited = 0.0
         """The seconds of all waits together."""
+        self._again = again
         self._random = random.Random(seed)
 
     def wait_after(self, failure: HttpFailure, attempt: int) -> float | None:
@@ -134,7 +144,7 @@ class Retries:
         """
         policy = self.policy
         asked = failure.retry_after or 0.0
-        if failure.kind not in _AGAIN or attempt >= policy.attempts or not self.left:
+        if failure.kind not in self._again or attempt >= policy.attempts or not self.left:
             return None
         if asked > policy.longest_retry_after:
             return None

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import anyio
 from anyio.lowlevel import current_token
 
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine
 from runner.errors import BadOption
 
 __all__ = ["running"]
@@ -38,11 +38,11 @@ class _Entered:
     """Set once it is over."""
 
 
-_ENTERED: WeakKeyDictionary[Engine, _Entered] = WeakKeyDictionary()
+_ENTERED: WeakKeyDictionary[BaseEngine, _Entered] = WeakKeyDictionary()
 
 
 @asynccontextmanager
-async def running(engine: Engine) -> AsyncIterator[None]:
+async def running(engine: BaseEngine) -> AsyncIterator[None]:
     """The engine runs within this block: it is entered unless it is running already.
 
     Of several such blocks at once, the one that came first enters the engine and leaves it, both in its own task;
@@ -80,7 +80,7 @@ async def _guest(entered: _Entered) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _host(engine: Engine) -> AsyncIterator[None]:
+async def _host(engine: BaseEngine) -> AsyncIterator[None]:
     entered = _ENTERED[engine] = _Entered()
     try:
         async with engine:

@@ -26,6 +26,7 @@ from runner.episode.alignment import Aligned, align
 from runner.episode.forest import Head, Node
 from runner.episode.histories import Attempt, Histories
 from runner.episode.key import MAIN
+from runner.episode.model import ChatModel, MessageModel
 from runner.episode.rewriting import before
 from runner.episode.state import ConversationState, EpisodeState
 from runner.episode.turn import take_turn
@@ -158,6 +159,8 @@ class ChatDesk:
             BadInput: the messages or the tools cannot be used.
         """
         chat = self._play.shared.chat_of(MAIN)
+        if not isinstance(chat, ChatModel):
+            raise BadMessage("the server of messages that answers here counts tokens itself, with each answer")
         read = self._histories.reader.read(asked.messages)
         messages, schemas = [each.message for each in read], [tool.as_openai() for tool in self._tools_of(asked.tools)]
         render = partial(chat.bridger.first_prompt, messages, schemas)
@@ -224,9 +227,7 @@ class ChatDesk:
                 sampling,
                 asked.tool_choice,
                 handle=self._handle(thread),
-                tell=progress
-                if progress is not None and thread.chat.parser.streams(tools, asked.tool_choice or "auto")
-                else None,
+                tell=progress if progress is not None and _streams(thread, tools, asked) else None,
                 watch=progress,
             )
         except BaseException as error:
@@ -334,6 +335,13 @@ class ChatDesk:
             return f"call_{blake2b(turn, digest_size=6).hexdigest()}"
 
         return named
+
+
+def _streams(thread: ConversationState, tools: Sequence[Tool], asked: Asked) -> bool:
+    """Whether what a turn says can be told while it is sampled."""
+    if isinstance(thread.model, MessageModel):
+        return True
+    return thread.model.parser.streams(tools, asked.tool_choice or "auto")
 
 
 def _head(found: Aligned, tools: list[Tool]) -> Head:

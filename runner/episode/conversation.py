@@ -12,6 +12,7 @@ import anyio
 from runner.checked import whole
 from runner.concurrency.at_once import at_once
 from runner.episode.forest import Head, Node
+from runner.episode.model import MessageModel
 from runner.episode.prompting import next_prompt, oversized
 from runner.episode.rewriting import head_at, left_behind
 from runner.episode.state import ConversationState, EpisodeState, checked_tools
@@ -40,13 +41,26 @@ def open_conversation(
     tools: Sequence[Tool],
     train: bool,
     sampling: Sampling | None = None,
+    counted: bool | None = None,
 ) -> Conversation:
-    """Open the conversation of an agent that has none; `Episode.conversation` says what the arguments mean."""
+    """Open the conversation of an agent that has none; `Episode.conversation` says what the arguments mean.
+
+    It is `counted` where the run's sampling and limits are meant for it: None for whatever is trained.
+    """
     if train and name in play.shared.other_models:
         raise BadOption(f"agent {name!r} plays on an engine of its own (engines={{{name!r}: ...}}): it is not trained.")
+    if train and isinstance(play.shared.chat, MessageModel):
+        engine = type(play.shared.chat.engine).__name__
+        raise BadOption(
+            f"agent {name!r} speaks by a {engine}, which gives no token ids: it cannot be trained. Open its "
+            "conversation without train=True to evaluate it."
+        )
     messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
     messages += as_messages(prompt)
-    state = ConversationState(name, play, train=train, tools=tools, messages=messages, sampling=sampling)
+    counted = train if counted is None else counted
+    state = ConversationState(
+        name, play, train=train, counted=counted, tools=tools, messages=messages, sampling=sampling
+    )
     conversation = state.conversation = Conversation(state)
     play.states[name] = state
     return conversation
@@ -188,9 +202,15 @@ class Conversation:
 
         Raises:
             EpisodeOver: there is no exact bridge to them.
+            BadOption: a server of messages speaks here, which counts them itself.
         """
         state = self._state
         head = state.head
+        if isinstance(state.model, MessageModel):
+            raise BadOption(
+                f"conversation {self.name!r}: remaining() counts ids, and the server that speaks here counts them "
+                "itself; Turn.usage has what it said of the last turn."
+            )
         queued = list(head.queued)
         try:
             self.add(*messages)
@@ -251,7 +271,7 @@ class Conversation:
         state = self._state
         if name in state.play.states:
             raise BadOption(f"branch({name!r}): there is an agent of that name; give it another one.")
-        if state.play.shared.chat_of(name) is not state.chat:
+        if state.play.shared.chat_of(name) is not state.model:
             raise BadOption(f"branch({name!r}): that agent plays on an engine of its own, which has other ids.")
         head = state.head.copied() if turn is None else Head(state.head.tools, [], self._node(turn))
         head.tools = checked_tools(head.tools if tools is None else tools)

@@ -186,8 +186,13 @@ class Play(EpisodeState):
             system_prompt=environment.system_prompt,
             prompt=messages,
             tools=environment.tools,
-            train=MAIN not in self.shared.other_models,
+            train=self._trains_main,
+            counted=self._trains_main or self.shared.evaluates(MAIN),
         )
+
+    @property
+    def _trains_main(self) -> bool:
+        return MAIN not in self.shared.other_models and not self.shared.evaluates(MAIN)
 
     # --- the play
 
@@ -315,7 +320,7 @@ class Play(EpisodeState):
             seed=self.seed,
             visit=key.visit,
             attempt=key.attempt,
-            trained=agent == MAIN and MAIN not in self.shared.other_models,
+            trained=agent == MAIN and self._trains_main,
             outcome=ending.outcome,
             limit=ending.limit,
             limit_agent=self.renamed.get(ending.agent, ending.agent),

@@ -56,13 +56,13 @@ class EpisodeLimits:
         self.configured = configured
         """The limits that were given, every field set."""
         self.turns = 0
-        """Turns of trained conversations so far."""
+        """Turns of counted conversations so far."""
         self.tokens = 0
-        """Tokens sampled so far in trained conversations."""
+        """Tokens sampled so far in counted conversations."""
         self.clock = Clock(counts_sampling=True)
         """The clock over the play; whoever ends the play cancels the scope of this clock."""
         self.last_turn: Turn | None = None
-        """The last turn of a trained conversation."""
+        """The last turn of a counted conversation."""
         self.silenced_by: Ending | None = None
         """Why nobody may speak any more; how the episode ends is judged when its `rollout` is over."""
         self.ended_by_author = False
@@ -73,21 +73,21 @@ class EpisodeLimits:
         self._scoring = False
 
     def tokens_left(self) -> int | None:
-        """Tokens that the trained conversations may still sample, or None for no limit."""
+        """Tokens that the counted conversations may still sample, or None for no limit."""
         return None if self.configured.tokens is None else self.configured.tokens - self.tokens
 
-    async def admit(self, agent: str, *, trained: bool) -> None:
+    async def admit(self, agent: str, *, counted: bool) -> None:
         """Let an agent take a turn, or raise.
 
         Raises:
             EpisodeOver: the episode has ended, or the agent's turn would go over a limit.
-            RuntimeError: a trained agent spoke in a reward.
+            RuntimeError: an agent that is trained or evaluated spoke in a reward.
         """
         if self._scoring:
-            if trained:
+            if counted:
                 raise RuntimeError(
-                    f"agent {agent!r} is trained, and the play is over: what it says now would be no part of it. "
-                    f"Ask another agent: self.episode.conversation('judge')."
+                    f"agent {agent!r} is what was played, and the play is over: what it says now would be no part of "
+                    f"it. Ask another agent: self.episode.conversation('judge')."
                 )
             return
         if self.silenced_by is not None:
@@ -97,7 +97,7 @@ class EpisodeLimits:
             raise EpisodeOver(str(self.silenced_by))
         if self.ended_by_author:
             self.end_episode(Ending(Outcome.COMPLETED, error="the environment ended the episode"))
-        if not trained:
+        if not counted:
             return
         if self.configured.turns is not None and self.turns >= self.configured.turns:
             self.end_episode(Ending(Outcome.TURN_LIMIT, "turns", agent))
@@ -105,11 +105,11 @@ class EpisodeLimits:
         if left is not None and left <= 0:
             self.end_episode(Ending(Outcome.TOKEN_LIMIT, "tokens", agent))
 
-    def count(self, turn: Turn, *, trained: bool) -> None:
-        """Count a turn that was sampled."""
-        if trained:
+    def count(self, turn: Turn, *, counted: bool) -> None:
+        """Note a turn that was sampled; it is `counted` where the limits are meant for its conversation."""
+        if counted:
             self.turns += 1
-            self.tokens += turn.end - turn.start
+            self.tokens += turn.tokens
             self.last_turn = turn
         self.context_full = None
 
@@ -118,14 +118,14 @@ class EpisodeLimits:
         self.silenced_by = self.silenced_by or ending
         raise EpisodeOver(str(ending))
 
-    def refuse_prompt(self, agent: str, error: str, *, trained: bool, prompt: int, context: int) -> NoReturn:
+    def refuse_prompt(self, agent: str, error: str, *, counted: bool, prompt: int, context: int) -> NoReturn:
         """Raise that a prompt does not fit the context.
 
         The first time it ends nothing: the author may catch it and `replace` the history with a shorter one. The second
         time without a `replace` in between it is the episode's ending. The prompt has at least `prompt` ids.
         """
         ending = Ending(Outcome.CONTEXT_LIMIT, "context", agent, error)
-        if not trained:
+        if not counted:
             ending = Ending(Outcome.ENV_ERROR, "context", agent, f"agent {agent!r}: {error}")
         if agent in self._agents_without_room:
             self.end_episode(ending)

@@ -1,14 +1,18 @@
-"""A chat model: an engine together with the template, the bridge and the tool format that a run uses with it."""
+"""What speaks for an agent: an engine with the template, the bridge and the tool format that a run uses with it.
+
+One that takes messages has none of these.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 
 from runner.engines.base import Engine, FinishReason
+from runner.engines.message_engine import MessageEngine
 from runner.options import History
 from runner.parsing.foreign import NamedReader
 from runner.parsing.learning.turn import LearntTurn
@@ -21,7 +25,7 @@ from runner.tokens.template import Renderer
 from runner.tokens.tokenizer import Tokenizer
 from runner.trajectory import Turn
 
-__all__ = ["ChatModel"]
+__all__ = ["ChatModel", "MessageModel", "Model"]
 
 
 class ChatModel:
@@ -92,6 +96,22 @@ class ChatModel:
     def bridge(self, turn: Turn, tail: Tail) -> Bridge:
         """The bridge from a turn to what answers it."""
         return self.bridger.join(tail, sampled=turn.token_ids, stop=self.closing_stop(turn), thinking=turn.thinking)
+
+
+class MessageModel:
+    """An engine that takes messages and gives messages; template, vocabulary and tool format are its server's.
+
+    Args:
+        engine: what is asked.
+    """
+
+    def __init__(self, engine: MessageEngine) -> None:
+        self.engine = engine
+        """What is asked."""
+
+
+Model: TypeAlias = ChatModel | MessageModel
+"""What speaks for an agent."""
 
 
 def _control_tokens(form: TurnFormat, tokenizer: Tokenizer) -> dict[str, int]:

@@ -271,7 +271,7 @@ def _refuse_oversized(state: ConversationState, head: Head) -> None:
         play = state.play
         text = f"{play.key.id}: {size} characters cannot fit the context of {state.context} ids"
         least = size // state.chat.tokenizer.longest_token
-        play.limits.refuse_prompt(state.name, text, trained=state.train, prompt=least, context=state.context)
+        play.limits.refuse_prompt(state.name, text, counted=state.counted, prompt=least, context=state.context)
 
 
 def _end_without_prompt(state: ConversationState, head: Head, missing: Unbridgeable) -> NoReturn:

@@ -50,9 +50,16 @@ def left_behind(state: ConversationState, kept: Node) -> list[Node]:
         again = begun.parent is first.parent and begun is not first
         if node in on_path:
             continue
-        if (again and begun.turn.prompt_ids == first.turn.prompt_ids) or node.parent is kept or node.parent in left:
+        if (again and _asked_alike(begun, first)) or node.parent is kept or node.parent in left:
             left.add(node)
     return [node for node in state.nodes if node in left]
+
+
+def _asked_alike(one: Node, other: Node) -> bool:
+    """Whether two turns had the same prompt, of which a server of messages gives no ids."""
+    if one.turn.start or other.turn.start:
+        return one.turn.prompt_ids == other.turn.prompt_ids
+    return list(one.asked) == list(other.asked)
 
 
 def _aligned(node: Node, now: Head, history: Sequence[Message]) -> tuple[Node, Alignment] | None:

@@ -14,7 +14,7 @@ from runner.endpoint.endpoint import LAST_SECONDS, ChatThread
 from runner.episode.alignment import AS_SENT
 from runner.episode.chat import ChatDesk
 from runner.episode.key import MAIN
-from runner.episode.model import ChatModel
+from runner.episode.model import ChatModel, Model
 from runner.episode.outcome import failure
 from runner.episode.state import ConversationState, EpisodeState
 from runner.errors import BadOption, ContextFull, EpisodeOver
@@ -61,7 +61,7 @@ class ServedEpisode:
         self._as_sent = history == AS_SENT
         self._system_as_user = system_as_user
         self._told: float | None = None
-        self._chat: ChatModel = play.shared.chat_of(MAIN)
+        self._chat = play.shared.chat_of(MAIN)
 
     async def ask(
         self,
@@ -86,7 +86,7 @@ class ServedEpisode:
 
     def text_of(self, ids: Sequence[int], /) -> str:
         """The text of ids."""
-        return self._chat.tokenizer.decode(ids)
+        return self._chat.tokenizer.decode(ids) if isinstance(self._chat, ChatModel) else ""
 
     def threads(self) -> list[ChatThread]:
         """The threads so far."""
@@ -114,7 +114,7 @@ class ServedEpisode:
             raise EpisodeOver(str(ending))
 
 
-def model_name(chat: ChatModel) -> str:
+def model_name(chat: Model) -> str:
     """What a model is called to clients: the last part of its path."""
     model = chat.engine.describe().get("model")
     return Path(model).name if isinstance(model, str) else "scripted"

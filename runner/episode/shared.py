@@ -11,7 +11,7 @@ import anyio
 from runner.concurrency.threads import Workers
 from runner.endpoint.server import EndpointServer
 from runner.episode.hooks import Hooks
-from runner.episode.model import ChatModel
+from runner.episode.model import MessageModel, Model
 from runner.errors import BadOption
 from runner.options import Limits, Sampling
 from runner.scoring import Scorer
@@ -25,9 +25,9 @@ class RunShared:
 
     environment: Hooks
     """The object that the author constructed; it plays no episode itself."""
-    chat: ChatModel
+    chat: Model
     """The model that speaks for every agent without one of its own."""
-    other_models: Mapping[str, ChatModel] = field(default_factory=dict)
+    other_models: Mapping[str, Model] = field(default_factory=dict)
     """The models of agents on engines of their own; those agents are not trained."""
     sampling: Sampling
     """The run's sampling, with unset fields."""
@@ -47,32 +47,36 @@ class RunShared:
     """What `lifespan()` yielded."""
     _asked: set[str] = field(default_factory=set)
     _limiters: dict[str, anyio.CapacityLimiter] = field(default_factory=dict)
-    # By `train`, for conversations without sampling of their own. Nearly all episodes ask for one of these two, and
+    # By `counted`, for conversations without sampling of their own. Nearly all episodes ask for one of these two, and
     # merging the layers for each of them costs a good part of a turn.
     _sampling: dict[bool, Sampling] = field(default_factory=dict)
 
-    def chat_of(self, agent: str) -> ChatModel:
+    def chat_of(self, agent: str) -> Model:
         """The model that speaks for an agent."""
         self._asked.add(agent)
         return self.other_models.get(agent, self.chat)
+
+    def evaluates(self, agent: str) -> bool:
+        """Whether what is said of an agent is that of a server of messages, and the run is there to see how it does."""
+        return agent not in self.other_models and isinstance(self.chat, MessageModel)
 
     def unused(self) -> list[str]:
         """Agents with engines of their own that no episode opened: a misspelt name, mostly."""
         return sorted(self.other_models.keys() - self._asked)
 
-    def sampling_of(self, *, train: bool, conversation: Sampling | None, environment: Sampling) -> Sampling:
+    def sampling_of(self, *, counted: bool, conversation: Sampling | None, environment: Sampling) -> Sampling:
         """The sampling of a conversation, every field set.
 
-        A field is the conversation's; else the run's, which is meant for trained agents only; else the environment's;
-        else the default.
+        A field is the conversation's; else the run's, which is meant for agents that are trained or evaluated; else the
+        environment's; else the default.
         """
         of_the_class = environment is self.environment.sampling or environment == self.environment.sampling
-        base = self._sampling.get(train) if of_the_class else None
+        base = self._sampling.get(counted) if of_the_class else None
         if base is None:
-            run = self.sampling if train else Sampling()
+            run = self.sampling if counted else Sampling()
             base = run.over(environment).over(Sampling.defaults())
         if of_the_class:
-            self._sampling[train] = base
+            self._sampling[counted] = base
         return base if conversation is None else conversation.over(base)
 
     def limits_of(self, environment: Limits) -> Limits:

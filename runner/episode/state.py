@@ -25,6 +25,7 @@ from runner.engines.base import Session
 from runner.episode.forest import Head, Node
 from runner.episode.key import EpisodeKey
 from runner.episode.limits import EpisodeLimits
+from runner.episode.model import ChatModel
 from runner.episode.shared import RunShared
 from runner.errors import BadOption
 from runner.messages import Message, check_answers
@@ -119,6 +120,7 @@ class ConversationState:
         play: EpisodeState,
         *,
         train: bool,
+        counted: bool,
         tools: Sequence[Tool],
         messages: Sequence[Message],
         sampling: Sampling | None,
@@ -127,12 +129,15 @@ class ConversationState:
         """The agent."""
         self.train = train
         """Whether the conversation becomes a trajectory whose sampled ids are trained on."""
+        self.counted = counted
+        """Whether the run's sampling and limits are meant for it: it is trained, or evaluated as `main` is where a
+        server of messages speaks for it."""
         self.play = play
         """The episode it speaks in."""
         self.conversation: Any = None
         """The same as the author sees it: a `Conversation`, which stands above this module and has no type here."""
-        self.chat = play.shared.chat_of(name)
-        """The model that speaks for it."""
+        self.model = play.shared.chat_of(name)
+        """What speaks for it."""
         check_answers(messages)
         self.head = Head(checked_tools(tools), list(messages))
         """Where it speaks next."""
@@ -153,21 +158,27 @@ class ConversationState:
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
         # Only an episode's very first request waits behind those of episodes under way; a second agent's does not.
-        self._sessions = [self.chat.engine.session(late=bool(play.states))]
+        self._sessions = [self.model.engine.session(late=bool(play.states))]
         self._free_sessions = list(self._sessions)
+
+    @property
+    def chat(self) -> ChatModel:
+        """The model that speaks for it, by ids."""
+        assert isinstance(self.model, ChatModel), "who asks for ids has looked what speaks"
+        return self.model
 
     @property
     def context(self) -> int:
         """How many tokens this conversation may hold."""
         limit = self.play.limits.configured.context
-        engine = self.chat.engine.context
+        engine = self.model.engine.context
         return engine if limit is None else min(limit, engine)
 
     @contextmanager
     def session(self) -> Iterator[Session]:
         """What the engine keeps of this conversation between turns; of turns at the same time, each has its own."""
         if not self._free_sessions:
-            self._sessions.append(self.chat.engine.session(late=True))
+            self._sessions.append(self.model.engine.session(late=True))
             self._free_sessions.append(self._sessions[-1])
         session = self._free_sessions.pop()
         try:
@@ -178,7 +189,7 @@ class ConversationState:
     def close_sessions(self) -> None:
         """Give the engine's room back."""
         for session in self._sessions:
-            self.chat.engine.close_session(session)
+            self.model.engine.close_session(session)
 
     @contextmanager
     def number(self) -> Iterator[int]:
@@ -215,7 +226,7 @@ class ConversationState:
             if not isinstance(given, Sampling):
                 raise BadOption(f"self.sampling = {given!r:.60}: give Sampling(...).")
             self._sampling = play.shared.sampling_of(
-                train=self.train, conversation=self.own_sampling, environment=given
+                counted=self.counted, conversation=self.own_sampling, environment=given
             )
             self._environment_sampling = given
         play.check_limits()

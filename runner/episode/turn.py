@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import anyio
 
 from runner.concurrency.threads import Job
 from runner.engines.base import FinishReason, GenerationRequest, Session, vocabulary_size
 from runner.episode.forest import Head, Node
-from runner.episode.key import MAIN
-from runner.episode.limits import Ending
-from runner.episode.model import ChatModel
+from runner.episode.message_turn import MessageTurn
+from runner.episode.model import ChatModel, MessageModel
 from runner.episode.parsed_turn import ParsedTurn, text_of
 from runner.episode.prompting import PreparedPrompt, next_prompt
 from runner.episode.sample import Sample, sample
 from runner.episode.state import ConversationState
 from runner.episode.turn_listener import TurnListener
-from runner.errors import BadOption, EngineError, RequestRejected
-from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice
+from runner.episode.turn_settings import end_by, given_constraint, sampling_of, tool_choice_of, unconstrained
+from runner.errors import BadOption
+from runner.options import Constraint, Sampling, ToolChoice
 from runner.seeds import derive_seed
 from runner.tools.tool import Tool
-from runner.trajectory import AGAIN, RETRY, Outcome, Turn
+from runner.trajectory import AGAIN, RETRY, Turn
 from runner.turn_events import IdsSampled, TurnAdmitted, TurnEvent
 
 __all__ = ["take_turn"]
@@ -56,8 +55,12 @@ async def take_turn(
         watch: is told when the engine took the turn's request, and its ids as they are sampled.
     """
     limits = state.play.limits
-    await limits.admit(state.name, trained=state.train)
+    await limits.admit(state.name, counted=state.counted)
     numbered = state.number() if number is None else nullcontext(number)
+    if isinstance(state.model, MessageModel):
+        with numbered as number, state.session() as session:
+            asking = MessageTurn(state, state.model.engine, head, number, session)
+            return await asking.take(sampling, tool_choice, handle=handle, tell=tell, watch=watch)
     with _extending(state, head) as extend, numbered as number, state.session() as session:
         prompt = await next_prompt(state, head, extend=extend)
         _refuse_too_long(state, prompt)
@@ -76,9 +79,9 @@ async def take_turn(
             if sampled.admitted:
                 turn = await _record(place, prompt, request, sampled)
                 turn.handle = turn_handle
-                limits.count(turn, trained=state.train)
+                limits.count(turn, counted=state.counted)
     if sampled.error is not None:
-        _end_by(state, sampled.error)
+        end_by(state, sampled.error)
     assert turn is not None  # an engine that did not fail has admitted the request
     return turn
 
@@ -115,14 +118,9 @@ def _refuse_too_long(state: ConversationState, prompt: PreparedPrompt) -> None:
     if len(prompt.ids) >= state.context:
         play = state.play
         text = f"{play.key.id}: {len(prompt.ids)} ids do not fit the context of {state.context}"
-        play.limits.refuse_prompt(state.name, text, trained=state.train, prompt=len(prompt.ids), context=state.context)
-
-
-def _end_by(state: ConversationState, error: EngineError) -> NoReturn:
-    # A request that the engine refuses is refused again: the same seeds make the same request.
-    rejected = isinstance(error, RequestRejected)
-    ending = Ending(Outcome.ENGINE_ERROR, agent=state.name, error=str(error), permanent=rejected)
-    state.play.limits.end_episode(ending)
+        play.limits.refuse_prompt(
+            state.name, text, counted=state.counted, prompt=len(prompt.ids), context=state.context
+        )
 
 
 # --- the request
@@ -150,12 +148,11 @@ def _request(
 ) -> _Request:
     state, number = place.state, place.number
     play, chat, tools = state.play, state.chat, place.head.tools
-    own = state.sampling()
-    settings = own if sampling is None else sampling.over(own)
+    settings = sampling_of(state, sampling)
     settings.check_vocabulary(vocabulary_size(chat.engine))
-    choice = _tool_choice(state, tools, tool_choice)
+    choice = tool_choice_of(state, tools, tool_choice)
     ceilings = {"max_tokens": settings.max_tokens, "context": state.context - len(prompt.ids)}
-    left = play.limits.tokens_left() if state.train else None
+    left = play.limits.tokens_left() if state.counted else None
     if left is not None:
         ceilings["tokens"] = left
     ceiling = min(ceilings, key=ceilings.__getitem__)
@@ -170,47 +167,20 @@ def _request(
         # We look for stop strings in the deltas as they come, and what was sampled past one is thrown away.
         acts_on_deltas=heard or bool(settings.stop),
     )
-    return _Request(generation, _unconstrained(settings), choice, ceiling)
-
-
-def _tool_choice(state: ConversationState, tools: Sequence[Tool], given: ToolChoice | None) -> ToolChoice:
-    if not tools:
-        return "none"
-    if given is not None:
-        return given
-    # The environment's is meant for `main`: another agent may not have the tool that it names.
-    choice = state.play.environment.tool_choice
-    known = ("auto", "none", *(tool.name for tool in tools))
-    return choice if state.name == MAIN or choice in known else "auto"
+    return _Request(generation, unconstrained(settings), choice, ceiling)
 
 
 def _constraint(
     chat: ChatModel, tools: Sequence[Tool], settings: Sampling, tool_choice: ToolChoice
 ) -> Constraint | None:
     enforced = chat.parser.constraint(tools, tool_choice) if tools else None
-    given = _given_constraint(settings)
+    given = given_constraint(settings)
     if enforced and given:
         raise BadOption(
             f"tool_choice={tool_choice!r} and Sampling({given.kind.value}=...) both constrain the same turn: "
             f"give generate(tool_choice='none') where the text itself is constrained."
         )
     return enforced or given
-
-
-def _given_constraint(settings: Sampling) -> Constraint | None:
-    if settings.schema is not None:
-        return Constraint(ConstraintKind.JSON, json.dumps(settings.schema))
-    if settings.regex is not None:
-        return Constraint(ConstraintKind.REGEX, settings.regex)
-    if settings.choice is not None:
-        return Constraint(ConstraintKind.CHOICE, json.dumps(list(settings.choice)))
-    return None
-
-
-def _unconstrained(settings: Sampling) -> Sampling:
-    if settings.schema is None and settings.regex is None and settings.choice is None:
-        return settings
-    return replace(settings, schema=None, regex=None, choice=None)
 
 
 def _sampling(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import anyio
 
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine
 from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.shared import RunShared
@@ -30,7 +30,7 @@ class Attempts:
     state: RunState
     """Is told what is in flight and how often something was played again."""
 
-    engines: Sequence[Engine]
+    engines: Sequence[BaseEngine]
     """Are asked whether they can answer again."""
 
     shared: RunShared

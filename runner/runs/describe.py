@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine, Engine
+from runner.engines.message_engine import MessageEngine
 from runner.environment.checks import common_system_prompt
 from runner.environment.environment import Environment
 from runner.parsing.learnt import learnt_turn
@@ -43,7 +44,7 @@ _DISTRIBUTIONS: Final = (
 )
 
 
-def describe_run(environment: Environment[Any], engine: Engine, options: RunOptions, *, now: datetime) -> Header:
+def describe_run(environment: Environment[Any], engine: BaseEngine, options: RunOptions, *, now: datetime) -> Header:
     """The header of a run whose engines are running. Where a file is kept, git is asked: some milliseconds."""
     return replace(
         describe_configuration(environment, options, now=now),
@@ -102,13 +103,16 @@ def _has_json(value: Any) -> bool:
     return False
 
 
-def _described(engine: Engine) -> dict[str, Any]:
+def _described(engine: BaseEngine) -> dict[str, Any]:
     return _without_secrets({**engine.describe(), **_vocabulary(engine)})
 
 
-def _vocabulary(engine: Engine) -> dict[str, Any]:
-    tokenizer = engine.tokenizer
-    named = {"tokenizer": tokenizer.fingerprint, "stop_ids": list(engine.stop_ids)}
+def _vocabulary(engine: BaseEngine) -> dict[str, Any]:
+    if isinstance(engine, MessageEngine):
+        return {}
+    by_ids = cast("Engine", engine)
+    tokenizer = by_ids.tokenizer
+    named = {"tokenizer": tokenizer.fingerprint, "stop_ids": list(by_ids.stop_ids)}
     if not isinstance(tokenizer, ByteTokenizer) or tokenizer.pieces is None:
         return named
     control_tokens = [piece.decode() for piece in tokenizer.pieces[BYTES:]]
@@ -121,8 +125,10 @@ def _without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
     return hide_secrets(decode_json(encode_json(values)))
 
 
-def _template(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:
-    template = engine.template
+def _template(engine: BaseEngine, options: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(engine, MessageEngine):
+        return {}
+    template = cast("Engine", engine).template
     learnt = learnt_turn(template.renderer(options))
     return {
         "name": template.name,

@@ -79,6 +79,12 @@ class Figures:
     waiting: int = 0
     """Turns that wait for a place in the engine."""
 
+    throttled: int = 0
+    """How often servers said that they were asked too much."""
+
+    let_in: int | None = None
+    """Requests that servers of messages are asked at once just now; None where there is none."""
+
     rate: float = 0.0
     """Sampled ids a second, of late."""
 
@@ -142,6 +148,8 @@ class Gauge:
             failed=summary.failed,
             running=len(run.plays),
             waiting=sum(engine.waiting for engine in stats),
+            throttled=sum(engine.throttled for engine in stats),
+            let_in=sum(engine.places for engine in stats if engine.places is not None) or None,
             rate=self._rate(sum(engine.sampled_tokens for engine in stats)),
             reward=reward.mean if reward.count else None,
             agent=next(iter(summary.agents)) if len(summary.agents) > 1 else "",
@@ -181,6 +189,8 @@ def in_words(figures: Figures) -> Iterator[str]:
     yield f"{figures.running} running"
     if figures.waiting:
         yield f"{figures.waiting} waiting for the engine"
+    if figures.throttled:
+        yield f"asked too much {figures.throttled} times, now {figures.let_in} requests at once"
     yield f"{figures.failed} failed"
     if figures.malformed:
         yield calls_in_words(figures.calls, figures.malformed)

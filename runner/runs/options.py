@@ -9,7 +9,7 @@ from typing import Any, Final, TypedDict
 
 from runner import checked
 from runner.endpoint.server import parse_listen
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine
 from runner.environment.environment import Environment
 from runner.environment.task_feed import Tasks
 from runner.errors import BadOption
@@ -30,7 +30,7 @@ class RunKeywords(TypedDict, total=False):
 
     group_size: int
     indices: Sequence[int] | None
-    engines: Mapping[str, Engine] | None
+    engines: Mapping[str, BaseEngine] | None
     sampling: Sampling | None
     limits: Limits | None
     concurrency: Concurrency | None
@@ -67,7 +67,7 @@ class RunOptions:
     indices: Sequence[int] | None = None
     """The episodes of each group that are played, by index, to look at single ones; None plays whole groups."""
 
-    engines: Mapping[str, Engine] = field(default_factory=dict)
+    engines: Mapping[str, BaseEngine] = field(default_factory=dict)
     """Engines of their own for some agents, by the agent's name; what those agents say is not trained on."""
 
     sampling: Sampling = Sampling()
@@ -193,9 +193,9 @@ class RunOptions:
 
 def check_engine(where: str, engine: Any) -> None:
     """Refuse what is no engine object."""
-    if isinstance(engine, type) and issubclass(engine, Engine):
+    if isinstance(engine, type) and issubclass(engine, BaseEngine):
         raise BadOption(f"{where}={engine.__name__} is the class: give an engine object, {engine.__name__}(...).")
-    if not isinstance(engine, Engine):
+    if not isinstance(engine, BaseEngine):
         raise BadOption(f"{where}={engine!r:.60} is no engine: give an engine object, such as VllmEngine('MODEL').")
 
 

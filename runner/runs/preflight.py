@@ -11,7 +11,8 @@ import anyio.to_thread
 from anyio.from_thread import check_cancelled
 
 from runner.concurrency.threads import Job, Workers
-from runner.engines.base import Engine, vocabulary_size
+from runner.engines.base import BaseEngine, Engine, vocabulary_size
+from runner.engines.message_engine import MessageEngine
 from runner.episode.model import ChatModel
 from runner.errors import BadOption, BadTemplate
 from runner.options import HistoryPolicy, Sampling
@@ -22,8 +23,12 @@ from runner.tokens.template import ChatTemplate
 __all__ = ["check_appends", "check_templates", "require_sampling"]
 
 
-def require_sampling(engine: Engine, sampling: Sampling) -> None:
-    """Refuse a run whose every turn would ask for an adapter or an id that the engine has not."""
+def require_sampling(engine: BaseEngine, sampling: Sampling) -> None:
+    """Refuse a run whose every turn would ask for what the engine has not or cannot: an adapter, an id, a field."""
+    if isinstance(engine, MessageEngine):
+        engine.check_sampling(sampling.over(Sampling.defaults()))
+    if not isinstance(engine, Engine):
+        return
     sampling.check_vocabulary(vocabulary_size(engine))
     if sampling.adapter and sampling.adapter not in engine.adapters:
         there = ", ".join(map(repr, engine.adapters)) or "none"

@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 
 from runner.concurrency.loop_lag import Blocker
 from runner.concurrency.threads import busy_threads
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine
 from runner.environment.environment import Environment
 from runner.environment.task_feed import Tasks
 from runner.errors import DeltarunnerError, RunStuck
@@ -49,7 +49,7 @@ THREAD_SECONDS: Final = 0.2
 
 def run(
     environment: Environment[Any] | type[Environment[Any]],
-    engine: Engine,
+    engine: BaseEngine,
     *,
     tasks: Tasks | None = None,
     quiet: bool = False,

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from runner.concurrency.loop_lag import LagMonitor
 from runner.concurrency.threads import Workers
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine
 from runner.environment.checks import as_environment, check_playable
 from runner.environment.environment import Environment
 from runner.environment.task_feed import Tasks
@@ -59,7 +59,7 @@ class Run:
     def __init__(
         self,
         environment: Environment[Any] | type[Environment[Any]],
-        engine: Engine,
+        engine: BaseEngine,
         *,
         tasks: Tasks | None = None,
         **options: Unpack[RunKeywords],
@@ -91,7 +91,7 @@ class Run:
         self._exit = AsyncExitStack()
 
     @property
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[BaseEngine]:
         """All engines of the run, each once; the one of the trained agents comes first."""
         return list(dict.fromkeys((self.engine, *self.options.engines.values())))
 

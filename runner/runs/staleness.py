@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine
 from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
 from runner.errors import BadOption
@@ -19,7 +19,7 @@ __all__ = ["Staleness"]
 class Staleness:
     """How many updates old the weights behind an episode may be; any number where `max_lag` is None."""
 
-    def __init__(self, engine: Engine, max_lag: int | None) -> None:
+    def __init__(self, engine: BaseEngine, max_lag: int | None) -> None:
         if max_lag is not None and not engine.is_controlled:
             kind = type(engine).__name__
             raise BadOption(f"max_version_lag={max_lag}: {kind} has no weights of ours; leave it out.")

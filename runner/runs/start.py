@@ -12,15 +12,17 @@ from typing import Any
 from runner.concurrency.loop_lag import LagMonitor
 from runner.concurrency.threads import Job, Workers
 from runner.endpoint.server import EndpointServer
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine, Engine
+from runner.engines.message_engine import MessageEngine
 from runner.engines.sharing import running
 from runner.environment.checks import check_tools
 from runner.environment.environment import Environment
 from runner.environment.lifespan import lifespan_of
 from runner.environment.task_feed import TaskFeed, own_tasks
 from runner.episode.key import MAIN
-from runner.episode.model import ChatModel
+from runner.episode.model import ChatModel, MessageModel, Model
 from runner.episode.shared import RunShared
+from runner.errors import BadOption
 from runner.options import Limits
 from runner.parsing.foreign import NamedReader
 from runner.runs.describe import describe_run
@@ -41,7 +43,7 @@ class Start:
     """What a run is started with."""
 
     environment: Environment[Any]
-    engines: Sequence[Engine]
+    engines: Sequence[BaseEngine]
     """All engines of the run, each once; that of agents without one of their own comes first."""
     options: RunOptions
     limits: Limits
@@ -55,6 +57,7 @@ class Start:
         """Enter what has to be left again, and give what plays the run; nothing plays yet."""
         engine, workers = self.engines[0], self.workers
         exit_stack.callback(workers.close)
+        self._check_templates_are_ours()
         await self._check_tool_format()
         # Engines before all else: what the header says, and which adapters there are, only a running one knows.
         for each in self.engines:
@@ -85,6 +88,19 @@ class Start:
         exit_stack.enter_context(staleness.cutting(self.state.plays))
         return started
 
+    def _check_templates_are_ours(self) -> None:
+        """Refuse options of chat templates in a run that has none: they would change nothing."""
+        options = self.options
+        if isinstance(self.engines[0], MessageEngine) and options.tool_format is not None:
+            raise BadOption(
+                f"tool_format={options.tool_format!r}: the engine's server reads calls itself; leave it out."
+            )
+        if options.template_options and not any(isinstance(engine, Engine) for engine in self.engines):
+            raise BadOption(
+                f"template_options={options.template_options!r:.60}: the chat template is the server's; what it takes "
+                "of that goes into ChatEngine(extra_body=), such as {'chat_template_kwargs': {...}} for vLLM."
+            )
+
     async def _check_tool_format(self) -> None:
         """Refuse a tool format that there is not, before an engine takes its time to start."""
         if self.options.tool_format is not None:
@@ -101,7 +117,9 @@ class Start:
         return partial(named_reader, self.options.tool_format)
 
     async def _check_templates(self, now: datetime) -> None:
-        await check_templates([each.template for each in self.engines], self.options.template_options, now)
+        await check_templates(
+            [each.template for each in self.engines if isinstance(each, Engine)], self.options.template_options, now
+        )
 
     async def _writer(self, now: datetime) -> RunWriter:
         options, state = self.options, self.state
@@ -117,15 +135,15 @@ class Start:
         """What all episodes share; templates that cannot serve them are refused before anything is sampled."""
         environment, options = self.environment, self.options
         await self._check_templates(now)
-        chat_of = partial(ChatModel, options=options.template_options, now=now, history=options.history)
-        chat = chat_of(self.engines[0], named=self._named())
-        other_models = {name: chat_of(engine) for name, engine in options.engines.items()}
+        chat = self._model(self.engines[0], now, named=self._named())
+        other_models = {name: self._model(engine, now) for name, engine in options.engines.items()}
         main = other_models.get(MAIN, chat)
         faults = self.state.summary.faults
-        faults.extend(check_tools(environment, main))
-        tools = bool(environment.bound_tools())
-        system = getattr(type(environment), "system_prompt", None) is not None
-        faults.extend(await check_appends(main, now, self.workers, tools=tools, system=system))
+        if isinstance(main, ChatModel):
+            faults.extend(check_tools(environment, main))
+            tools = bool(environment.bound_tools())
+            system = getattr(type(environment), "system_prompt", None) is not None
+            faults.extend(await check_appends(main, now, self.workers, tools=tools, system=system))
         return RunShared(
             environment=environment,
             chat=chat,
@@ -138,6 +156,15 @@ class Start:
             workers=self.workers,
             endpoints=EndpointServer(options.listen),
         )
+
+    def _model(
+        self, engine: BaseEngine, now: datetime, *, named: Callable[[Tokenizer], NamedReader] | None = None
+    ) -> Model:
+        if isinstance(engine, MessageEngine):
+            return MessageModel(engine)
+        assert isinstance(engine, Engine), "an engine takes ids or messages"
+        options = self.options
+        return ChatModel(engine, options=options.template_options, now=now, history=options.history, named=named)
 
     async def _feed(self) -> TaskFeed:
         tasks = self.options.tasks

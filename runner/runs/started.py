@@ -11,7 +11,7 @@ from typing import Final
 import anyio
 
 from runner.concurrency.threads import Job
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine
 from runner.environment.task_feed import TaskFeed
 from runner.episode.key import EpisodeKey
 from runner.episode.shared import RunShared
@@ -31,6 +31,9 @@ __all__ = ["StartedRun"]
 RECALLED_AT_ONCE: Final = 100
 """So many episodes of the file are read in one visit to a thread."""
 
+_OF_SERVERS: Final = ("throttled", "retried")
+"""What engines that ask a server count."""
+
 _EPISODE: Final = attrgetter("task.id", "visit", "index")
 
 
@@ -43,7 +46,7 @@ class StartedRun:
     """
 
     options: RunOptions
-    engines: Sequence[Engine]
+    engines: Sequence[BaseEngine]
     shared: RunShared
     writer: RunWriter
     feed: TaskFeed
@@ -102,6 +105,8 @@ class StartedRun:
         for missing, trajectories in self._scoring.unfinished():
             await self.results.announce(trajectories, missing)
         summary.faults.extend(f"engines: no agent {name!r} ever spoke" for name in self.shared.unused())
+        stats = [engine.stats() for engine in self.engines]
+        summary.throttled, summary.resent = (sum(getattr(each, name) for each in stats) for name in _OF_SERVERS)
         summary.stop()
         complete = all_begun and state.failure is None and not summary.cut_short
         await self.writer.finish(summary.as_dict(), complete=complete)

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from runner.engines.message_engine import Usage
 from runner.trajectory import Outcome, Trajectory, Turn
 
-__all__ = ["Mean", "Summary", "TokenCounts"]
+__all__ = ["Mean", "Summary", "TokenCounts", "UsageCounts"]
 
 
 @dataclass(slots=True)
@@ -69,6 +70,38 @@ class TokenCounts:
 
 
 @dataclass(slots=True)
+class UsageCounts:
+    """What servers of messages say that the turns took, where they do."""
+
+    prompt: int = 0
+    """Tokens of the prompts."""
+
+    completion: int = 0
+    """Tokens that were sampled."""
+
+    cached: int = 0
+    """Tokens of the prompts that were cached."""
+
+    reasoning: int = 0
+    """Tokens of the reasoning among those that were sampled."""
+
+    cost: float = 0.0
+    """What they charge, all agents together."""
+
+    models: Counter[str] = field(default_factory=Counter)
+    """How many turns each version of a model answered."""
+
+    def add(self, usage: Usage) -> None:
+        """Count a turn."""
+        self.prompt += usage.prompt_tokens or 0
+        self.completion += usage.completion_tokens or 0
+        self.cached += usage.cached_tokens or 0
+        self.reasoning += usage.reasoning_tokens or 0
+        self.cost += usage.cost or 0.0
+        self.models[usage.model] += 1
+
+
+@dataclass(slots=True)
 class Summary:
     """What came of a run."""
 
@@ -96,6 +129,15 @@ class Summary:
 
     tokens: TokenCounts = field(default_factory=TokenCounts)
     """The ids of all agents."""
+
+    usage: UsageCounts = field(default_factory=UsageCounts)
+    """What servers of messages say that the turns of all agents took."""
+
+    throttled: int = 0
+    """How often servers said that they were asked too much, by runs of this file that are over."""
+
+    resent: int = 0
+    """How many requests were sent to servers again, likewise."""
 
     junctions: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
     """How often each (result, anchor, close, seam) of a junction came."""
@@ -163,8 +205,12 @@ class Summary:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Ids that this run sampled a second, without those of earlier runs of its file; None before it plays."""
-        return (self.tokens.sampled - self.recalled_tokens) / self.elapsed if self.elapsed else None
+        """Ids, or tokens that servers counted, a second, without those of earlier runs of its file.
+
+        None before it plays.
+        """
+        sampled = self.tokens.sampled + self.usage.completion
+        return (sampled - self.recalled_tokens) / self.elapsed if self.elapsed else None
 
     @property
     def failed(self) -> int:
@@ -195,7 +241,7 @@ class Summary:
         self.add(trajectories)
         if final:
             self.add_rewards(trajectories)
-        self.recalled_tokens += sum(trajectory.sampled for trajectory in trajectories)
+        self.recalled_tokens += sum(turn.tokens for trajectory in trajectories for turn in trajectory.turns)
 
     def add_rewards(self, trajectories: Sequence[Trajectory]) -> None:
         """Count the rewards of an episode, once they are final."""
@@ -247,6 +293,9 @@ class Summary:
             "requests": dict(sorted(self.requests.items())),
             "tolerated": dict(sorted(self.tolerated.items())),
             "tokens": asdict(self.tokens),
+            "usage": asdict(self.usage),
+            "throttled": self.throttled,
+            "resent": self.resent,
             "junctions": {"/".join(key): count for key, count in sorted(self.junctions.items())},
             "junction_causes": dict(sorted(self.junction_causes.items())),
             "seconds": self.elapsed,
@@ -264,6 +313,8 @@ class Summary:
         self.tokens.prompt += turn.start
         self.tokens.cached += turn.cached_tokens or 0
         self.tokens.sampled += turn.end - turn.start
+        if turn.usage is not None:
+            self.usage.add(turn.usage)
         self.resampled += turn.resampled
         self.calls += len(turn.tool_calls)
         self.malformed_calls += sum(call.error is not None for call in turn.tool_calls)

@@ -8,7 +8,7 @@ from typing import Final
 
 import anyio
 
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine
 from runner.episode.lifecycle import Play
 from runner.errors import EngineDead, RunStuck, TooManyFailures
 from runner.trajectory import Outcome, Trajectory
@@ -56,7 +56,7 @@ class Breaker:
         )
 
 
-async def until_dead(engines: Collection[Engine]) -> EngineDead:
+async def until_dead(engines: Collection[BaseEngine]) -> EngineDead:
     """Return when one of these can answer no more, with the cause; also while nobody asks them for anything."""
     while True:
         try:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from runner.chat_requests import ChatRequest
+from runner.engines.message_engine import Usage
 from runner.errors import RunFileError
 from runner.options import Constraint, ConstraintKind, Sampling
 from runner.store.columns import Row, decode_text, encode_text, read_fields, row_maker
 from runner.store.json_values import decode_json
 from runner.store.packing import sources_of, unpack, unpacked_logprobs
-from runner.store.schema import JUNCTION, REQUEST, SEGMENT, TIMINGS, TRAJECTORY, TURN
+from runner.store.schema import JUNCTION, REQUEST, SEGMENT, TIMINGS, TRAJECTORY, TURN, USAGE
 from runner.store.stored_tasks import TaskDecoder
 from runner.store.stored_top_logprobs import StoredTopLogprobs
 from runner.tasks import Task
@@ -40,7 +41,9 @@ request_values = row_maker(REQUEST)
 _turn_values = row_maker(TURN)
 _timings_values = row_maker(TIMINGS)
 _junction_values = row_maker(JUNCTION)
+_usage_values = row_maker(USAGE)
 _NO_JUNCTION = [None] * len(JUNCTION)
+_NO_USAGE = [None] * len(USAGE)
 
 
 def origin_values(segment: Segment) -> tuple[str | bytes | None, int | None]:
@@ -50,9 +53,10 @@ def origin_values(segment: Segment) -> tuple[str | bytes | None, int | None]:
 
 
 def turn_values(turn: Turn) -> list[Any]:
-    """What the columns of `TURN`, `TIMINGS` and `JUNCTION` hold of it, in their order."""
+    """What the columns of `TURN`, `TIMINGS`, `JUNCTION` and `USAGE` hold of it, in their order."""
     junction = _NO_JUNCTION if turn.junction is None else _junction_values(turn.junction)
-    return [*_turn_values(turn), *_timings_values(turn.timings), *junction]
+    usage = _NO_USAGE if turn.usage is None else _usage_values(turn.usage)
+    return [*_turn_values(turn), *_timings_values(turn.timings), *junction, *usage]
 
 
 def episode_row(trajectory: Trajectory) -> dict[str, Any]:
@@ -143,6 +147,7 @@ def _turn(row: Row, agent: str, log: TokenLog) -> Turn:
         constraint=None if row["kind"] is None else Constraint(ConstraintKind(row["kind"]), row["value"]),
         junction=None if row["junction_result"] is None else Junction(**read_fields(JUNCTION, row)),
         timings=Timings(**read_fields(TIMINGS, row)),
+        usage=None if row["usage_model"] is None else Usage(**read_fields(USAGE, row)),
         **read_fields(TURN, row),
     )
 

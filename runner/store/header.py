@@ -63,6 +63,10 @@ _RULES: Final = (
     ("engine*.arguments.*revision", OnChange.REFUSE),
     ("engine*.arguments.hf_overrides*", OnChange.REFUSE),
     ("engine*.template.*", OnChange.REFUSE),
+    ("engine*.takes", OnChange.REFUSE),
+    ("engine*.extra_body*", OnChange.REFUSE),
+    ("engine*.leave_out", OnChange.REFUSE),
+    ("engine*.reasoning_field", OnChange.REFUSE),
     ("engine.*", OnChange.FREE),  # sizes
     ("engines.*", OnChange.FREE),
     ("*", OnChange.REFUSE),
@@ -111,12 +115,13 @@ class Header:
     """The environment's tools in OpenAI's shape, by name."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """What `Engine.describe()` says, the fingerprint of its `tokenizer` and its `stop_ids`; of a vocabulary of bytes
-    also the `control_tokens` and the `eos_token` that it is made of."""
+    also the `control_tokens` and the `eos_token` that it is made of. An engine that takes messages has only the first,
+    and says so by `takes`."""
     engines: Mapping[str, Any] = field(default_factory=dict)
     """The same for every agent that has an engine of its own, by agent."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """The engine's chat template: name, text, variables, fingerprint, and how it writes turns, as it was learnt, or
-    how the checkpoint says that they are read."""
+    how the checkpoint says that they are read. An engine that takes messages has none."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Names that the template reads, such as `enable_thinking`."""
     tool_format: str | None = None
@@ -157,6 +162,11 @@ class Header:
     """When the run was begun."""
     format: int = FORMAT
     """The format of the file."""
+
+    def gives_ids(self, agent: str) -> bool:
+        """Whether what an agent said is there as token ids: no server of messages spoke for it."""
+        engine: Mapping[str, Any] = self.engines.get(agent, self.engine)
+        return engine.get("takes") != "messages"
 
     def to_json(self) -> str:
         """The header as the text that the file keeps."""

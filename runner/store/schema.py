@@ -45,6 +45,7 @@ __all__ = [
     "TRAJECTORY",
     "TURN",
     "TURNS",
+    "USAGE",
     "schema_statements",
 ]
 
@@ -185,7 +186,7 @@ TURN: Final = (
     field(
         "finish",
         "TEXT NOT NULL",
-        "`stop`, `length`, `context`, `abort`, `repetition` or `error`",
+        "`stop`, `length`, `context`, `abort`, `repetition`, `error` or `content_filter`",
         member_of(FinishReason),
     ),
     field(
@@ -239,6 +240,19 @@ JUNCTION: Final = (
 )
 """How a turn's prompt was made from the turn before; all are NULL for a prompt that was made from nothing."""
 
+USAGE: Final = (
+    field(
+        "usage_model", "TEXT", "the version of the model that answered, as its server calls it", TEXT, attribute="model"
+    ),
+    field("usage_fingerprint", "TEXT", "the server's word for its configuration", TEXT, attribute="fingerprint"),
+    field("usage_prompt", "INTEGER", "tokens of the prompt, by the server's count", attribute="prompt_tokens"),
+    field("usage_completion", "INTEGER", "tokens that were sampled", attribute="completion_tokens"),
+    field("usage_cached", "INTEGER", "tokens of the prompt that were cached", attribute="cached_tokens"),
+    field("usage_reasoning", "INTEGER", "tokens of the reasoning, shown or not", attribute="reasoning_tokens"),
+    field("usage_cost", "REAL", "what the server charges for it", attribute="cost"),
+)
+"""What a server of messages says that a turn took, NULL where it does not; all are NULL where ids were sampled."""
+
 TURNS: Final = Table(
     "turns",
     "a generation by the model: it saw `ids[:start]` of its segment and sampled `ids[start:end]`",
@@ -250,6 +264,7 @@ TURNS: Final = Table(
         *TURN,
         *TIMINGS,
         *JUNCTION,
+        *USAGE,
     ),
     key="PRIMARY KEY (episode, position)",
 )

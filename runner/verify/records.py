@@ -91,9 +91,10 @@ class _Records:
         seed = key.seed(self._header.seed)
         if trajectory.seed != seed:
             self._differ(Kind.SEED, "the episode's seed does not follow from the run's", trajectory.seed, seed)
-        own_engine = trajectory.agent in self._header.engines
-        if (trajectory.trained and own_engine) or (trajectory.agent == MAIN and trajectory.trained == own_engine):
-            self._differ(Kind.EPISODES, "whether the agent is trained", trajectory.trained, not own_engine)
+        header = self._header
+        untrained = trajectory.agent in header.engines or not header.gives_ids(trajectory.agent)
+        if (trajectory.trained and untrained) or (trajectory.agent == MAIN and trajectory.trained == untrained):
+            self._differ(Kind.EPISODES, "whether the agent is trained", trajectory.trained, not untrained)
 
     def _check_outcome(self) -> None:
         trajectory, outcome = self._trajectory, self._trajectory.outcome

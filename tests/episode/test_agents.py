@@ -250,7 +250,7 @@ async def test_a_trained_agent_cannot_speak_while_it_is_scored() -> None:
 
     trajectory = await play(Adds, lambda turn: "Yes")
     assert trajectory.outcome is Outcome.ENV_ERROR
-    assert "is trained, and the play is over" in trajectory.error
+    assert "is what was played, and the play is over" in trajectory.error
     assert len(trajectory.turns) == 1
 
 

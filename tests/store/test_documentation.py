@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from runner.engines.message_engine import Usage
 from runner.store.columns import Column, Table
 from runner.store.export import PARQUET_COLUMNS
 from runner.store.reader import EpisodeRow, RunFile
-from runner.store.schema import EPISODES, JUNCTION, SEGMENT, TABLES, TIMINGS, TRAJECTORY, TURN
+from runner.store.schema import EPISODES, JUNCTION, SEGMENT, TABLES, TIMINGS, TRAJECTORY, TURN, USAGE
 from runner.tokens.junction import Junction
 from runner.trajectory import Outcome, Segment, Timings, Trajectory, Turn
 from tests.repository import DOCS
@@ -106,9 +107,10 @@ def test_a_summary_has_every_column_of_its_table() -> None:
     [
         (Trajectory, TRAJECTORY, {"task", "segments", "turns", "requests"}),
         (Segment, SEGMENT, {"log", "tools", "origin"}),
-        (Turn, TURN, {"agent", "log", "sampling", "constraint", "junction", "timings"}),
+        (Turn, TURN, {"agent", "log", "sampling", "constraint", "junction", "timings", "usage"}),
         (Timings, TIMINGS, set()),
         (Junction, JUNCTION, set()),
+        (Usage, USAGE, set()),
     ],
 )
 def test_every_field_of_a_trajectory_has_a_column(made: Any, columns: Sequence[Column], deeper: set[str]) -> None:

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.engines.base import FinishReason
+from runner.engines.message_engine import Usage
 from runner.errors import RunFileError
 from runner.messages import ToolCall
 from runner.options import Constraint, ConstraintKind
@@ -71,6 +72,16 @@ segments = st.builds(
 )
 tool_calls = st.builds(ToolCall, texts, texts, objects, st.none() | texts)
 constraints = st.builds(Constraint, st.sampled_from(ConstraintKind), st.text(max_size=20))
+usages = st.builds(
+    Usage,
+    prompt_tokens=st.none() | counts,
+    completion_tokens=st.none() | counts,
+    cached_tokens=st.none() | counts,
+    reasoning_tokens=st.none() | counts,
+    cost=st.none() | seconds,
+    model=texts,
+    fingerprint=texts,
+)
 junctions = st.builds(
     Junction,
     *map(st.sampled_from, (Result, Anchor, Close, Seam)),
@@ -133,6 +144,7 @@ def turns(draw: st.DrawFn, parts: list[Segment], agent: str) -> Turn:
             constraint=st.none() | constraints,
             cached_tokens=st.none() | counts,
             junction=st.none() | junctions,
+            usage=st.none() | usages,
             timings=st.builds(Timings, seconds, seconds, seconds, seconds),
             dropped=counts,
             thinking=st.booleans(),

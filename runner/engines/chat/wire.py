@@ -1,0 +1,272 @@
+"""OpenAI's Chat Completions as a client writes and reads them: a request's body, and the pieces of its answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from runner.engines.base import FinishReason
+from runner.engines.http_retries import FailureKind, HttpFailure
+from runner.engines.message_engine import MessageFinish, MessagePiece, MessageRequest, Usage
+from runner.errors import BadOption
+from runner.messages import Message, ToolCall
+from runner.options import Sampling, ToolChoice
+from runner.parsing.events import ContentPiece, ReasoningPiece
+from runner.parsing.foreign import as_call
+
+__all__ = ["FIELDS", "AnswerReader", "Wording", "body_of", "check_sampling"]
+
+FIELDS: Final = (
+    *("max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
+    *("stop", "response_format", "tool_choice", "seed", "stream_options"),
+)
+"""The fields of a request that a server may not know, and that need not be sent."""
+
+_BY_FIELD: Final = {"schema": "response_format"}
+_NEVER: Final = (
+    *("top_k", "min_p", "min_tokens", "repetition_penalty", "logit_bias", "bad_words"),
+    *("stop_ids", "ignore_eos", "logprobs", "regex", "choice", "adapter"),
+)
+_REASONS: Final = {
+    "stop": FinishReason.STOP,
+    "tool_calls": FinishReason.STOP,
+    "function_call": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "content_filter": FinishReason.CONTENT_FILTER,
+}
+_FAILED: Final = ("error", "insufficient_system_resource", "abort")
+_REASONING: Final = ("reasoning_content", "reasoning")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wording:
+    """How one server is spoken to, where servers differ."""
+
+    model: str
+    """The name of the model."""
+    max_tokens: str = "max_tokens"
+    """What it calls the limit on the tokens of a turn."""
+    reasoning: str | None = None
+    """The field in which it is sent the reasoning of earlier turns; None where that is left out."""
+    leave_out: Collection[str] = ()
+    """Fields that it is not sent."""
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    """What every request has besides."""
+
+
+def check_sampling(sampling: Sampling, leave_out: Collection[str] = ()) -> None:
+    """Refuse what a server of messages could not be asked for; every field is set.
+
+    Raises:
+        BadOption: names the field.
+    """
+    off = Sampling.defaults()
+    asked = {name: value for name, value in sampling.given().items() if value != getattr(off, name) and value}
+    for name in asked:
+        if name in _NEVER:
+            raise BadOption(
+                f"Sampling({name}={asked[name]!r:.60}): a server of messages cannot be asked for it; leave it out, for "
+                f"a conversation of its own with sampling=Sampling({name}={getattr(off, name)!r})."
+            )
+        if name != "max_tokens" and _BY_FIELD.get(name, name) in leave_out:
+            raise BadOption(
+                f"Sampling({name}={asked[name]!r:.60}): the engine was told to leave out "
+                f"{_BY_FIELD.get(name, name)!r}; take it out of ChatEngine(leave_out=)."
+            )
+
+
+# --- what is asked
+
+
+def body_of(request: MessageRequest, wording: Wording) -> dict[str, Any]:
+    """The body of a request."""
+    sampling = request.sampling
+    body: dict[str, Any] = {
+        "model": wording.model,
+        "messages": [_sent(message, wording.reasoning) for message in request.messages],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": request.seed,
+    }
+    for name in ("presence_penalty", "frequency_penalty"):
+        body[name] = getattr(sampling, name) or None
+    body["stop"] = list(sampling.stop) or None
+    if sampling.schema is not None:
+        schema = {"name": "answer", "schema": sampling.schema, "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if request.tools:
+        body["tools"] = list(request.tools)
+        body["tool_choice"] = _choice(request.tool_choice)
+    body = {name: value for name, value in body.items() if value is not None and name not in wording.leave_out}
+    if "max_tokens" in body:
+        body[wording.max_tokens] = body.pop("max_tokens")
+    return {**body, **wording.extra_body}
+
+
+def _choice(choice: ToolChoice) -> Any:
+    if choice in ("auto", "none", "required"):
+        return choice
+    return {"type": "function", "function": {"name": choice}}
+
+
+def _sent(message: Message, reasoning: str | None) -> dict[str, Any]:
+    """A message as servers take it, without what only templates read."""
+    sent: dict[str, Any] = {"role": message["role"], "content": message["content"]}
+    if message["role"] == "tool":
+        sent["tool_call_id"] = message.get("tool_call_id", "")
+    if reasoning is not None and message.get("reasoning_content"):
+        sent[reasoning] = message["reasoning_content"]
+    calls = message.get("tool_calls")
+    if calls:
+        sent["content"] = message["content"] or None
+        sent["tool_calls"] = [_sent_call(call["id"], call["function"]) for call in calls]
+    return sent
+
+
+def _sent_call(call_id: str, function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {"id": call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+# --- what is answered
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call as far as it came."""
+
+    id: Any = None
+    name: str = ""
+    arguments: list[str] = field(default_factory=list)
+
+
+class AnswerReader:
+    """Reads the chunks of one answer.
+
+    A chunk that is not as the protocol says raises what Python raises for it: ValueError, TypeError, AttributeError,
+    LookupError.
+
+    Args:
+        request: what was asked.
+    """
+
+    def __init__(self, request: MessageRequest) -> None:
+        self.ended = False
+        """Whether the server said why the turn ended; what it took may still come."""
+        self._request = request
+        self._calls: dict[int, _Call] = {}
+        self._told = 0
+        self._ids: set[str] = set()
+        self._reason = ""
+        self._stop: str | None = None
+        self._usage: Mapping[str, Any] | None = None
+        self._model = ""
+        self._fingerprint = ""
+
+    def read(self, chunk: Mapping[str, Any]) -> Iterator[MessagePiece]:
+        """What a chunk adds to the turn.
+
+        Raises:
+            HttpFailure: the server says in it that it failed.
+        """
+        self._model = str(chunk.get("model") or self._model)
+        self._fingerprint = str(chunk.get("system_fingerprint") or self._fingerprint)
+        if chunk.get("usage"):
+            self._usage = chunk["usage"]
+        for choice in chunk.get("choices") or ():
+            yield from self._read_choice(choice)
+
+    def _read_choice(self, choice: Mapping[str, Any]) -> Iterator[MessagePiece]:
+        delta = choice.get("delta") or choice.get("message") or {}
+        reasoning = next((delta[name] for name in _REASONING if delta.get(name)), "")
+        if reasoning:
+            yield ReasoningPiece(_text(reasoning))
+        for name in ("content", "refusal"):  # a refusal is what the model says in place of an answer by a schema
+            if delta.get(name):
+                yield ContentPiece(_text(delta[name]))
+        for part in delta.get("tool_calls") or ():
+            yield from self._read_call(part)
+        reason = choice.get("finish_reason")
+        if reason:
+            if reason in _FAILED:
+                raise HttpFailure(FailureKind.SERVER, f"the server ended the turn with {reason!r}")
+            stop = choice.get("stop_reason")
+            self.ended, self._reason, self._stop = True, str(reason), stop if isinstance(stop, str) else None
+            yield from self._whole_calls(None)
+
+    def _read_call(self, part: Mapping[str, Any]) -> Iterator[MessagePiece]:
+        function = part.get("function") or {}
+        index = part.get("index")
+        if index is None:  # of servers that send each call whole
+            index = len(self._calls)
+        elif not isinstance(index, int):
+            raise TypeError(f"a call of index {index!r:.40}")
+        if index not in self._calls:
+            yield from self._whole_calls(index)
+        call = self._calls.setdefault(index, _Call())
+        call.id = call.id or part.get("id")
+        call.name = call.name or function.get("name") or ""
+        arguments = function.get("arguments")
+        if arguments:
+            call.arguments.append(arguments if isinstance(arguments, str) else json.dumps(arguments))
+
+    def _whole_calls(self, before: int | None) -> Iterator[ToolCall]:
+        """The calls that are whole, now that the one of this index begins, or all of them."""
+        for index in list(self._calls)[self._told :]:
+            if before is None or index < before:
+                self._told += 1
+                yield self._call(self._calls[index])
+
+    def _call(self, said: _Call) -> ToolCall:
+        read = as_call(said.name, "".join(said.arguments))
+        call_id = said.id if isinstance(said.id, str) and said.id and said.id not in self._ids else ""
+        if not call_id:  # the results could not be told apart otherwise
+            call_id = f"call_{len(self._request.messages)}_{len(self._ids)}"
+        self._ids.add(call_id)
+        return ToolCall(call_id, read.name, read.arguments, error=read.error)
+
+    def rest(self) -> list[ToolCall]:
+        """The calls of a turn that was cut, without the one that was being made."""
+        return list(self._whole_calls(max(self._calls, default=0)))
+
+    def finish(self, context: int) -> MessageFinish:
+        """How the turn ended, where prompt and turn may have so many tokens together."""
+        reason = _REASONS.get(self._reason, FinishReason.STOP)
+        usage = self.usage()
+        if reason is FinishReason.LENGTH and usage is not None and usage.total_tokens >= context:
+            reason = FinishReason.CONTEXT
+        return MessageFinish(reason, self._stop if reason is FinishReason.STOP else None, usage)
+
+    def usage(self) -> Usage | None:
+        """What the server says that the turn took; None where it says nothing at all."""
+        if self._usage is None and not self._model:
+            return None
+        given = self._usage or {}
+        prompt, completion = (given.get(f"{kind}_tokens_details") or {} for kind in ("prompt", "completion"))
+        cost = given.get("cost")
+        return Usage(
+            prompt_tokens=_count(given.get("prompt_tokens")),
+            completion_tokens=_count(given.get("completion_tokens")),
+            cached_tokens=_count(prompt.get("cached_tokens", given.get("prompt_cache_hit_tokens"))),
+            reasoning_tokens=_count(completion.get("reasoning_tokens")),
+            cost=float(cost) if isinstance(cost, int | float) and not isinstance(cost, bool) else None,
+            model=self._model,
+            fingerprint=self._fingerprint,
+        )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence):  # parts, of which those of text count
+        return "".join(_text(part.get("text") or "") for part in value)
+    raise TypeError(f"text of type {type(value).__name__}")
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -1,0 +1,288 @@
+"""A turn of an agent whose engine takes messages: the history goes out, a message comes back, and there are no ids."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import anyio
+
+from runner.concurrency.clocks import Clock, WhileSampling
+from runner.engines.base import FinishReason, Session
+from runner.engines.message_engine import MessageEngine, MessageFinish, MessagePiece, MessageRequest, MessageStream
+from runner.episode.forest import Head, Node
+from runner.episode.parsed_turn import ParsedTurn
+from runner.episode.state import ConversationState
+from runner.episode.turn_settings import end_by, given_constraint, sampling_of, tool_choice_of, unconstrained
+from runner.errors import EngineError, EngineStalled, PromptTooLong
+from runner.messages import Message, ToolCall
+from runner.options import Sampling, ToolChoice
+from runner.parsing.events import ContentPiece, ReasoningPiece
+from runner.seeds import derive_seed
+from runner.tokens.shape import is_plain
+from runner.trajectory import AGAIN, BRANCH, RETRY, Origin, Segment, Timings, Turn
+from runner.turn_events import IdsSampled, ToolCalled, TurnAdmitted, TurnEvent
+
+__all__ = ["MessageTurn"]
+
+
+@dataclass(slots=True)
+class _Said:
+    """What came of one request; filled in while it streams, so that a cancellation loses nothing."""
+
+    tell: Callable[[TurnEvent], None] | None
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    admitted: bool = False
+    """The server began to answer."""
+    finish: MessageFinish = field(default_factory=lambda: MessageFinish(FinishReason.ABORT))
+    error: EngineError | None = None
+    timings: Timings = field(default_factory=Timings)
+
+    def keep(self, piece: MessagePiece) -> None:
+        event: TurnEvent
+        match piece:
+            case ContentPiece():
+                self.text.append(piece.text)
+                event = piece
+            case ReasoningPiece():
+                self.reasoning.append(piece.text)
+                event = piece
+            case ToolCall():
+                self.calls.append(piece)
+                event = ToolCalled(piece)
+        if self.tell is not None:
+            self.tell(event)
+
+    def as_parsed(self) -> ParsedTurn:
+        return ParsedTurn("".join(self.text), "".join(self.reasoning), self.calls)
+
+
+class MessageTurn:
+    """One turn that a server of messages is asked for.
+
+    Args:
+        state: the conversation.
+        engine: the server.
+        head: where the agent speaks; it moves behind the turn.
+        number: the turn's number.
+        session: what the engine keeps of the conversation.
+    """
+
+    def __init__(
+        self, state: ConversationState, engine: MessageEngine, head: Head, number: int, session: Session
+    ) -> None:
+        self._state = state
+        self._engine = engine
+        self._head = head
+        self._number = number
+        self._session = session
+
+    async def take(
+        self,
+        sampling: Sampling | None,
+        tool_choice: ToolChoice | None,
+        *,
+        handle: Callable[[int], str] | None = None,
+        tell: Callable[[TurnEvent], None] | None = None,
+        watch: Callable[[TurnAdmitted | IdsSampled], None] | None = None,
+    ) -> Turn:
+        """Let the agent speak once; `take_turn` says what the arguments mean."""
+        self._refuse_unaskable()
+        settings = sampling_of(self._state, sampling)
+        self._engine.check_sampling(settings)
+        choice = tool_choice_of(self._state, self._head.tools, tool_choice)
+        with self._segment() as segment:
+            # A copy: while the server answers, the author may add what only the turn after this one will see.
+            queued = list(self._head.queued)
+            request, ceiling = self._request(settings, choice, [*self._history(), *queued])
+            name = handle(self._number) if handle is not None else ""
+            said, turn = _Said(tell), None
+            stream = self._engine.stream(request)
+            try:
+                await self._sample(stream, said, lambda: watch(TurnAdmitted(name, ())) if watch is not None else None)
+            finally:
+                # Cancelled or failed, what was said is kept all the same.
+                if said.admitted:
+                    turn = self._record(segment, queued, said, stream.seed)
+                    turn.sampling, turn.tool_choice, turn.handle = unconstrained(settings), choice, name
+                    turn.constraint = given_constraint(settings)
+                    if turn.finish is FinishReason.LENGTH:
+                        turn.stop = ceiling
+                    self._state.play.limits.count(turn, counted=self._state.counted)
+        if isinstance(said.error, PromptTooLong):
+            self._refuse_too_long(str(said.error), prompt=said.error.prompt, context=said.error.context)
+        if said.error is not None:
+            end_by(self._state, said.error)
+        assert turn is not None  # an engine that did not fail has begun to answer
+        return turn
+
+    # --- what is asked
+
+    def _refuse_unaskable(self) -> None:
+        state, head, node = self._state, self._head, self._head.node
+        if not head.queued and node is not None and not head.whole:
+            cut = "" if node.turn.finish is FinishReason.STOP else ", and no server goes on with one that was cut"
+            raise RuntimeError(
+                f"nothing was added to conversation {state.name!r} since its last turn{cut}: add() an answer."
+            )
+        if not head.queued:
+            raise RuntimeError(f"conversation {state.name!r} has no message yet: add() one, or give it a prompt.")
+        # Only the server counts, and only what it was asked.
+        used = node.turn.usage.total_tokens if node is not None and not head.whole and node.turn.usage else 0
+        if used >= state.context:
+            self._refuse_too_long(
+                f"{state.play.key.id}: {used} tokens do not fit the context of {state.context}",
+                prompt=used,
+                context=state.context,
+            )
+
+    def _refuse_too_long(self, text: str, *, prompt: int, context: int) -> NoReturn:
+        state = self._state
+        state.play.limits.refuse_prompt(
+            state.name, text, counted=state.counted, prompt=prompt, context=context or state.context
+        )
+
+    def _history(self) -> Sequence[Message]:
+        """What the model has before what is queued."""
+        head = self._head
+        return () if head.node is None or head.whole else head.node.messages
+
+    def _request(
+        self, settings: Sampling, choice: ToolChoice, messages: Sequence[Message]
+    ) -> tuple[MessageRequest, str]:
+        """The request, and the limit that its `max_tokens` stands for."""
+        state, play, ceiling = self._state, self._state.play, "max_tokens"
+        left = play.limits.tokens_left() if state.counted else None
+        if left is not None and left < settings.max_tokens:
+            settings, ceiling = settings.shortened(left), "tokens"
+        request = MessageRequest(
+            name=f"{play.key.id}/{state.thread}/{self._number}",
+            messages=messages,
+            tools=self._head.schemas(),
+            tool_choice=choice,
+            sampling=settings,
+            seed=derive_seed(play.seed, state.thread, self._number),
+            session=self._session,
+        )
+        return request, ceiling
+
+    async def _sample(self, stream: MessageStream, said: _Said, admitted: Callable[[], None]) -> None:
+        """Take down what the server says; what goes wrong with it is kept and not raised."""
+        state = self._state
+        state.play.report_activity(f"{state.name}: engine")
+        stall_seconds = state.play.limits.configured.stall_seconds
+        began = anyio.current_time()
+        silence = Clock(counts_sampling=True)
+        with WhileSampling(), silence:
+            try:
+                async with stream as pieces:
+                    said.admitted = True
+                    admitted()
+                    await self._read(pieces, said, silence, began)
+            except EngineError as error:
+                said.error = error
+            finally:
+                said.timings.queued = stream.waited
+                said.finish = stream.finish or said.finish
+        if silence.fired:
+            said.error = EngineStalled(f"{state.play.key.id}: the server sent nothing for {stall_seconds:g} s")
+        if said.error is not None:
+            said.finish = MessageFinish(FinishReason.ERROR, str(said.error), said.finish.usage)
+
+    async def _read(self, pieces: MessageStream, said: _Said, silence: Clock, began: float) -> None:
+        stall_seconds = self._state.play.limits.configured.stall_seconds
+        patience = math.inf if stall_seconds is None else stall_seconds
+        heard = anyio.current_time()
+        first: float | None = None
+        silence.start(stall_seconds)
+        async for piece in pieces:
+            now = anyio.current_time()
+            if first is None:
+                first = now
+                said.timings.first_token = max(0.0, now - began - pieces.waited)
+            # Moving the deadline costs a timer, so it moves at an eighth of the patience, not at every piece.
+            if now - heard > patience / 8:
+                heard = now
+                silence.start(stall_seconds)
+            said.keep(piece)
+            said.timings.decode = now - first
+        silence.lift()
+
+    # --- what came of it
+
+    @contextmanager
+    def _segment(self) -> Iterator[Segment]:
+        """The segment in which the turn stands; where it extends one, nobody else may meanwhile, nor once it has."""
+        head, node = self._head, self._head.node
+        tools = head.schemas()
+        if node is None or head.whole or head.again is not None or node.segment.tools != tools:
+            cause = self._cause()
+            yield Segment(cause=cause, tools=tools, origin=_origin(node), messages=list(self._history()))
+            return
+        if not node.ends_segment or not self._state.has(node.segment):
+            yield Segment(cause=BRANCH, tools=tools, origin=_origin(node), messages=list(node.messages))
+            return
+        node.extended, before = True, len(node.segment.messages)
+        try:
+            yield node.segment
+        finally:
+            node.extended = len(node.segment.messages) > before
+
+    def _cause(self) -> str:
+        head, again = self._head, self._head.again
+        if again is not None and head.queued == list(again.asked):
+            return RETRY if head.takes_back else AGAIN
+        if head.node is None or head.whole:
+            return head.whole or "start"
+        return BRANCH if head.again is not None else "environment"
+
+    def _record(self, segment: Segment, queued: Sequence[Message], said: _Said, seed: int | None) -> Turn:
+        """Put the prompt and the turn into the conversation."""
+        state, head, before = self._state, self._head, self._head.node
+        calls_before = 0 if before is None else before.calls
+        answered = len(segment.messages)
+        segment.messages.extend(queued)
+        # Only now, since a prompt that the server never got stays queued; what was added meanwhile stays too.
+        del head.queued[: len(queued)]
+        parsed = said.as_parsed()
+        turn = Turn(
+            agent=state.name,
+            number=self._number,
+            log=segment.log,
+            start=0,
+            end=0,
+            text=parsed.text,
+            reasoning=parsed.reasoning,
+            tool_calls=parsed.tool_calls,
+            finish=said.finish.reason,
+            stop=said.finish.stop,
+            seed=seed,
+            timings=said.timings,
+            usage=said.finish.usage,
+        )
+        node = Node(
+            turn=turn,
+            segment=segment,
+            parent=before,
+            answered=answered,
+            start=len(segment.messages),
+            reply=parsed.as_message(),
+            begin=0,
+            calls_before=calls_before,
+            calls=calls_before + len(parsed.tool_calls),
+            plain=(before is None or before.plain) and all(map(is_plain, queued)),
+        )
+        segment.messages.append(node.reply)
+        state.record(node)
+        turn.segment = next(at for at, each in reversed([*enumerate(state.segments)]) if each is segment)
+        head.node, head.whole, head.again = node, "", None
+        return turn
+
+
+def _origin(node: Node | None) -> Origin | None:
+    return None if node is None else Origin(node.turn.agent, node.turn.number, node.turn)
