@@ -158,25 +158,26 @@ async def _pump(
     line: _Line, writer: AnswerWriter, progress: MemoryObjectReceiveStream[TurnProgress], ending: anyio.Event
 ) -> None:
     """Write what comes of a turn until there is no more."""
+    heard = anyio.current_time()
     while True:
-        with anyio.move_on_after(KEEP_ALIVE if line.begun else FIRST_BYTE) as patience:
+        told: list[TurnProgress] = []
+        # Not from what came last: of a call nothing can be written for as long as it is sampled.
+        with anyio.CancelScope(deadline=heard + (KEEP_ALIVE if line.begun else FIRST_BYTE)):
             try:
-                told = [await progress.receive()]
+                told = [await progress.receive(), *_waiting(progress)]
             except anyio.EndOfStream:
                 return
-        if patience.cancelled_caught:
-            if not line.begun:
-                await line.begin(STREAM)
-            await line.write(writer.keep_alive)
-            continue
-        told += _waiting(progress)
         written = writer.tell(told)
+        if not written and anyio.current_time() >= heard + (KEEP_ALIVE if line.begun else FIRST_BYTE):
+            written = writer.keep_alive
         if written:
             if not line.begun:
                 await line.begin(STREAM)
             await line.write(written)
-        with anyio.move_on_after(PACE):
-            await ending.wait()
+            heard = anyio.current_time()
+        if told:
+            with anyio.move_on_after(PACE):
+                await ending.wait()
 
 
 def _waiting(progress: MemoryObjectReceiveStream[TurnProgress]) -> list[TurnProgress]:
