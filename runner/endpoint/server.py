@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -37,6 +38,10 @@ STOP_SECONDS: Final = 3.0
 
 IDLE_SECONDS: Final = 75
 """Seconds after which a connection is closed on which nothing was asked any more."""
+
+
+LAST_BYTES: Final = 0.2
+"""Seconds in which a client has to read the end of its answer once the run is over."""
 
 
 def parse_listen(text: str) -> Listen:
@@ -151,6 +156,9 @@ def _server(application: Application) -> Any:
 
         def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as the library does it
             super().connection_made(transport)
+            # An event loop sees to that by itself only where it knows the socket's protocol; else whoever waits for a
+            # body behind its head waits for 40 ms.
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._late: TimerHandle | None = None
             self._in_head = False
             if len(self.connections) > CONNECTIONS:
@@ -186,6 +194,10 @@ def _server(application: Application) -> Any:
             self._in_time()
             super().connection_lost(exc)
 
+        @property
+        def is_answering(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
         def _grow(self, size: int) -> None:
             self._head += size
             self._within(self._head)
@@ -204,11 +216,24 @@ def _server(application: Application) -> Any:
                 self._late = None
 
     class Server(uvicorn.Server):
-        """A server that leaves Ctrl-C to the run."""
+        """A server that leaves Ctrl-C to the run, and at whose end nobody is being answered any more."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            state = self.server_state
+            with anyio.move_on_after(LAST_BYTES):
+                while state.tasks:
+                    await asyncio.wait(list(state.tasks))
+            # Clients were told by now that their episodes are over, but for those that do not read.
+            for connection in list(state.connections):
+                if isinstance(connection, Protocol) and connection.is_answering:
+                    connection.transport.abort()
+            await super().shutdown(sockets)
+            if state.tasks:
+                await asyncio.wait(list(state.tasks))
 
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     return Server(

@@ -162,14 +162,15 @@ async def _pump(line: Line, writer: AnswerWriter, told: _Told) -> None:
 
 async def _keep_alive(line: Line, writer: AnswerWriter) -> None:
     """Say now and then that nothing is lost, while nothing else is said; leave a client that reads nothing."""
-    await anyio.sleep(FIRST_BYTE)
+    began = time.monotonic()
     while True:
-        await line.begin(STREAM)
-        silent = time.monotonic() - line.written
-        if silent >= KEEP_ALIVE or not line.written:
+        patience = KEEP_ALIVE if line.begun else FIRST_BYTE
+        silent = time.monotonic() - max(began, line.written)
+        if silent >= patience:
+            await line.begin(STREAM)
             await line.write(writer.keep_alive)
-            silent = 0.0
-        await anyio.sleep(KEEP_ALIVE - silent)
+        else:
+            await anyio.sleep(min(patience - silent, KEEP_ALIVE))
 
 
 async def _refuse(line: Line, form: WireForm, writer: AnswerWriter, door: Door, error: Exception) -> None:

@@ -81,6 +81,7 @@ class ChatDesk:
         """The conversations that requests began, in that order."""
         self._play = play
         self._open_thread = open_thread
+        self._own: set[ConversationState] = set()  # the same, of which there may be a thousand
         self._histories = Histories()
         self._numbered = 0
         self._tools: dict[str, list[Tool]] = {}
@@ -254,7 +255,7 @@ class ChatDesk:
         while True:
             began = time.perf_counter()
             for state in self._play.states.values():
-                if state not in self.threads:
+                if state not in self._own:
                     self._histories.take_in(state)
             found = align(
                 self._histories,
@@ -295,12 +296,13 @@ class ChatDesk:
     def _thread(self, asked: Asked, found: Aligned, tools: Sequence[Tool]) -> ConversationState:
         """The conversation that answers: that of the turns it goes on from, unless another client asks."""
         known = found.before or found.parent
-        if known is not None and known.fits(asked.label) and known.thread in self.threads:
+        if known is not None and known.fits(asked.label) and known.thread in self._own:
             return known.thread
         name = asked.label if asked.label and asked.label not in self._play.states else f"chat-{len(self.threads)}"
         train = bool(tools) if asked.train is None else asked.train
         thread = self._open_thread(self._play, name, tools, train)
         self.threads.append(thread)
+        self._own.add(thread)
         return thread
 
     def _record(self, thread: ConversationState, asked: Asked, found: Aligned, seconds: float) -> ChatRequest:

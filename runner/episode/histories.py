@@ -21,6 +21,9 @@ from runner.messages import AnsweredCalls, CallPlace
 
 __all__ = ["Attempt", "Histories", "Place", "Walk"]
 
+JOINED = 64
+"""A turn may come back as so many messages, one for each of its calls."""
+
 RECENT = 8
 """So many histories of an episode are kept as they were followed: one for each client that is at work."""
 
@@ -238,7 +241,7 @@ class Histories:
         end = index + 1
         if end < len(messages) and messages[end].role != "assistant" and (message.key, None) in place.after:
             return 1, message
-        while end < len(messages) and messages[end].role == "assistant":
+        while end < min(len(messages), index + JOINED) and messages[end].role == "assistant":
             end += 1
         # What ends a history is no part of it where its turn is asked for again.
         lost = [attempt for attempt in place.asked if attempt.lost]
@@ -247,7 +250,7 @@ class Histories:
             if any(_is_part(whole, attempt) for attempt in lost):
                 walk.tolerated.add(Tolerated.CUT_ITEMS)
                 return end - index, None
-        for last in range(end, index, -1):
+        for last in range(end, index, -1) if any(each.said for each in place.after.values()) else ():
             whole = joined(messages[index:last])
             known = place.after.get((whole.key, None))
             if known is not None and known.said:

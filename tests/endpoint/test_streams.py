@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from typing import Any
 
 import anyio
@@ -9,12 +11,15 @@ import httpx
 import orjson
 import pytest
 
-from runner import Endpoint, Outcome
+from runner import Conversation, Endpoint, Limits, Outcome, Sampling
 from runner.chat_requests import Again, Delivery
-from runner.endpoint import line, streaming
+from runner.endpoint import line as line_module
+from runner.endpoint import streaming
+from runner.endpoint.wire import AnswerWriter
 from runner.engines.scripted.script import Fault, Latency, Reply
 from runner.testing import ScriptedEngine
 from tests.endpoint.serving import RUN, chat_body, events_of, http, served, until, user
+from tests.playing import Plain, play_all
 
 pytestmark = pytest.mark.anyio
 
@@ -79,34 +84,46 @@ async def test_a_client_that_goes_away_while_it_waits_leaves_the_queue() -> None
     assert engine.stats().open == 0
 
 
-async def test_an_answer_that_was_finished_and_not_delivered_is_replayed_byte_for_byte(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("form", ["chat/completions", "responses", "messages"])
+async def test_an_answer_that_was_finished_and_not_delivered_is_replayed_byte_for_byte(
+    form: str, stream: bool, monkeypatch: Any
+) -> None:
+    """What the first client was about to be told at the end is what the second one is told, and nothing is sampled."""
     engine = ScriptedEngine(["The answer.", "Another one."], record=True)
-    bodies: list[bytes] = []
-    lost = iter([True])
+    ends: list[bytes] = []
+    monkeypatch.setattr("time.time", lambda: 1_700_000_000.0)
+    # Nothing is told before the end, so that the end is all of it.
+    monkeypatch.setattr(AnswerWriter, "tell", lambda writer, progress: b"")
+    bodies: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": [user("One.")], "return_token_ids": True},
+        "responses": {"input": "One."},
+        "messages": {"messages": [user("One.")], "max_tokens": 100},
+    }
 
     async def loop(endpoint: Endpoint) -> None:
-        passed = line.Line.write
+        passed = line_module.Line.write
 
-        async def losing(own: Any, body: bytes, *, more: bool = True) -> None:
-            if not more and next(lost, False):
-                raise line.ClientGone
-            if not more:
-                bodies.append(body)
-            await passed(own, body, more=more)
+        async def losing(line: Any, body: bytes, *, more: bool = True) -> None:
+            ends.append(body)
+            if len(ends) == 1:
+                raise line_module.ClientGone
+            await passed(line, body, more=more)
 
-        monkeypatch.setattr(line.Line, "write", losing)
+        monkeypatch.setattr(line_module.Line, "write", losing)
         async with http(endpoint) as client:
-            body = chat_body([user("One.")], tools=[RUN], return_token_ids=True)
+            body = {"model": "any", "stream": stream, **bodies[form]}
             with pytest.raises(httpx.HTTPError):
-                await client.post("/chat/completions", json=body)
+                await client.post(f"/{form}", json=body)
             for _ in range(2):
-                await client.post("/chat/completions", json=body)
+                assert (await client.post(f"/{form}", json=body)).status_code == 200
 
-    (trajectory,) = await served(loop, engine)
+    (trajectory,) = await served(loop, engine, serve={"train": True})
     assert [request.again for request in trajectory.requests] == ["", Again.REPLAYED, Again.SIBLING]
     assert len(engine.calls) == 2, "the replay sampled nothing"
-    said = [orjson.loads(body)["choices"][0]["token_ids"] for body in bodies]
-    assert said == [list(turn.token_ids) for turn in trajectory.turns]
+    lost, replayed, sibling = ends
+    assert lost == replayed != sibling
+    assert b"The answer." in replayed
 
 
 async def test_requests_at_the_same_time_are_siblings_and_never_an_error() -> None:
@@ -141,6 +158,106 @@ async def test_a_request_that_waits_hears_that_it_is_heard_and_errors_before_kee
         assert "".join(each["choices"][0]["delta"].get("content") or "" for each in events_of(answer.text)) == "Words."
 
     await served(loop, engine)
+
+
+async def test_a_stream_is_kept_alive_while_a_call_is_sampled_that_is_told_at_its_end(monkeypatch: Any) -> None:
+    monkeypatch.setattr(streaming, "KEEP_ALIVE", 0.05)
+    call = '<tool_call>\n{"name": "run", "arguments": {"command": "' + "x" * 100 + '"}}\n</tool_call>'
+    engine = ScriptedEngine(
+        lambda _: call, chunks=1, tick=0.001, latency=Latency(first=1, between=5), template="hermes"
+    )
+
+    async def loop(endpoint: Endpoint) -> None:
+        async with http(endpoint) as client:
+            answer = await client.post("/chat/completions", json=ASKED)
+        begin, *silence, told = answer.text.partition('"tool_calls"')[0].split(": waiting\n\n")
+        assert '"role":"assistant"' in begin
+        assert len(silence) >= 2
+        assert told.startswith("data: ")
+
+    await served(loop, engine)
+
+
+async def test_with_a_paused_engine_what_was_sampled_so_far_has_arrived() -> None:
+    engine = slow(between=20)
+    heard: list[str] = []
+
+    async def loop(endpoint: Endpoint) -> None:
+        async with http(endpoint) as client, client.stream("POST", "/chat/completions", json=ASKED) as response:
+            lines = response.aiter_lines()
+            await until(lambda: engine.stats().sampled_tokens > 5)
+            await engine.pause(mode="keep")
+            sampled = engine.stats().sampled_tokens
+            told = 0
+            async for line in lines:
+                if line.startswith("data: {"):
+                    delta = orjson.loads(line.removeprefix("data: "))["choices"][0]
+                    told += len(delta.get("token_ids", ()))
+                    heard.append(delta["delta"].get("content") or "")
+                if told == sampled:
+                    break
+            assert 0 < len("".join(heard)) < len("A long answer indeed.")
+            await engine.resume()
+            rest = events_of("\n".join([line async for line in lines]))
+            heard.extend(each["choices"][0]["delta"].get("content") or "" for each in rest)
+
+    async def asking_for_ids(endpoint: Endpoint) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(ASKED, "return_token_ids", True)
+            await loop(endpoint)
+
+    await served(asking_for_ids, engine)
+    assert "".join(heard) == "A long answer indeed."
+
+
+async def test_a_client_that_never_reads_holds_up_neither_the_engine_nor_the_end_of_its_episode() -> None:
+    engine = ScriptedEngine(lambda _: "word " * 10_000, context=100_000)
+    deaf = socket.socket()
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+
+    class Served(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            async with self.episode.serve() as endpoint:
+                url = httpx.URL(endpoint.base_url)
+                deaf.connect((url.host, url.port or 0))
+                body = orjson.dumps({**ASKED, "return_token_ids": True, "logprobs": True, "top_logprobs": 20})
+                head = f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: {url.netloc.decode()}\r\n"
+                deaf.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+                (told,) = await _connections(self.episode._play.shared.endpoints)
+                await until(lambda: told.flow.write_paused)
+                paused.append(True)
+                await anyio.sleep(3600)
+
+    before, paused = asyncio.all_tasks(), list[bool]()
+    with deaf:
+        (trajectory,) = await play_all(
+            Served, engine, sampling=Sampling(max_tokens=60_000), limits=Limits(seconds=6), breaker=1
+        )
+        assert (paused, trajectory.outcome) == ([True], Outcome.TIME_LIMIT)
+        assert engine.stats().open == 0
+        assert asyncio.all_tasks() == before, "nobody waits for it any more"
+
+
+async def _connections(server: Any) -> list[Any]:
+    await until(lambda: server._server.server_state.connections)
+    return list(server._server.server_state.connections)
+
+
+async def test_what_is_written_goes_out_at_once() -> None:
+    """No small piece waits until the one before it was acknowledged, which takes 40 ms."""
+    kept: list[Any] = []
+
+    class Served(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            async with self.episode.serve() as endpoint, http(endpoint) as client:
+                await client.post("/chat/completions", json={**ASKED, "stream": False})
+                for each in await _connections(self.episode._play.shared.endpoints):
+                    own = each.transport.get_extra_info("socket")
+                    kept.append(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    await play_all(Served, ["Done."])
+    assert kept
+    assert all(kept)
 
 
 async def test_what_fails_in_the_middle_of_a_stream_ends_it_with_an_error_that_is_not_to_be_tried_again() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from runner import BadInput, Conversation, EpisodeOver, Limits, Outcome, RunFile, Sampling, Trajectory, Turn
 from runner.chat_requests import Again, Delivery, Tolerated, Verdict
+from runner.episode import histories, reading
 from runner.testing import assert_exact, call
 from tests.episode.awkward import misspelling
 from tests.histories import OPENER, template
@@ -300,3 +301,22 @@ async def test_results_of_calls_made_at_once_are_put_in_the_order_of_the_calls(a
     assert verdicts(trajectory) == ["new", "append"]
     assert [each["content"] for each in trajectory.messages if each["role"] == "tool"] == ["first", "second", "third"]
     assert Tolerated.REORDERED in trajectory.requests[1].tolerated
+
+
+async def test_a_row_of_assistant_messages_is_joined_no_more_often_than_it_is_long(monkeypatch: Any) -> None:
+    """What a turn could have been is looked for only where turns were said."""
+    looked: list[int] = []
+
+    def counted(messages: Any) -> Any:
+        looked.append(len(messages))
+        return reading.joined(messages)
+
+    monkeypatch.setattr(histories, "joined", counted)
+    row = [{"role": "assistant", "content": f"Part {number}."} for number in range(300)]
+
+    async def loop(episode: Any) -> None:
+        for ending in ("One.", "Two."):
+            await episode.chat([user("Go."), *row, user(ending)], tools=[RUN])
+
+    await asked(loop, ["Done.", "Done."])
+    assert sum(looked) <= 2 * len(row)

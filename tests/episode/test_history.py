@@ -184,6 +184,17 @@ async def test_control_text_in_the_first_question_never_becomes_control_ids() ->
     assert ids.count(engine.tokenizer.token_id("<|im_end|>") or 0) == 1
 
 
+async def test_a_long_history_full_of_control_text_is_rendered_and_none_of_it_becomes_control_ids() -> None:
+    class Long(Plain):
+        def prompt(self) -> Any:
+            return [{"role": "user", "content": f"{number} <|im_end|>"} for number in range(600)]
+
+    engine = recording(["a token"], context=100_000)
+    trajectory = await play(Long, engine)
+    ids = trajectory.turns[0].prompt_ids
+    assert ids.count(engine.tokenizer.token_id("<|im_end|>") or 0) == 600, "those of the template alone"
+
+
 # --- replaced histories
 
 

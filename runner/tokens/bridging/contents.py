@@ -203,24 +203,24 @@ def _fitted(text: str, pieces: Sequence[str], contents: Mapping[str, str]) -> li
     # without end.
     dead: set[tuple[int, int]] = set()
 
-    def fit(number: int, begin: int) -> list[Span] | None:
-        if number == len(pieces):
-            return [] if begin == len(text) else None
-        if (number, begin) in dead:
-            return None
-        if number % 2 == 0:
-            rest = fit(number + 1, begin + len(pieces[number])) if text.startswith(pieces[number], begin) else None
-            if rest is not None:
-                return rest
-        else:
-            for form in dict.fromkeys(_forms(contents[pieces[number]])):
-                end = begin + len(form)
-                if text.startswith(form, begin) and (rest := fit(number + 1, end)) is not None:
-                    return [(begin, end), *rest]
-        dead.add((number, begin))
-        return None
+    def ends(number: int, begin: int) -> Iterator[int]:
+        piece = pieces[number]
+        forms = (piece,) if number % 2 == 0 else dict.fromkeys(_forms(contents[piece]))
+        return (begin + len(form) for form in forms if text.startswith(form, begin))
 
-    return fit(0, 0)
+    # No call of its own for each piece: of a long history there are more than calls may be inside one another.
+    begins, ways = [0], [ends(0, 0)]
+    while ways:
+        end = next(ways[-1], None)
+        if end is None:
+            ways.pop()
+            dead.add((len(ways), begins.pop()))
+        elif len(ways) == len(pieces) and end == len(text):
+            return list(itertools.pairwise([*begins, end]))[1::2]
+        elif len(ways) < len(pieces) and (len(ways), end) not in dead:
+            ways.append(ends(len(ways), end))
+            begins.append(end)
+    return None
 
 
 def _disguise(length: int, text: str) -> str:
