@@ -198,8 +198,11 @@ def _checked(index: int, message: Any) -> Message:
     if not isinstance(content, str):
         content = _text_of(content, f"message {index} ({role})")
     checked = {**message, "content": content}
-    if message.get("tool_calls"):
-        checked["tool_calls"] = [_with_object_arguments(index, call) for call in message["tool_calls"]]
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list | tuple):
+            raise BadMessage(f"message {index} ({role}): its tool_calls are a list, got {type(calls).__name__}")
+        checked["tool_calls"] = [_with_object_arguments(index, call) for call in calls]
     return checked  # type: ignore[return-value]  # checked above
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -60,10 +61,12 @@ class Application:
 
     Args:
         hosts: the values of a Host header that it answers to; a browser that was led here has another.
+        any_address: whether it answers to any address of numbers besides: a browser is led here by a name.
     """
 
-    def __init__(self, hosts: Sequence[str]) -> None:
+    def __init__(self, hosts: Sequence[str], *, any_address: bool = False) -> None:
         self.hosts = frozenset(hosts)
+        self._any_address = any_address
         self._doors: dict[bytes, tuple[str, Door]] = {}
         self._over: OrderedDict[bytes, str] = OrderedDict()
 
@@ -110,7 +113,8 @@ class Application:
             await _refuse(send, form, refusal_of(error))
 
     async def _route(self, scope: Mapping[str, Any], headers: Headers, receive: Receive, send: Send) -> None:
-        if headers.get("host", "").lower() not in self.hosts:
+        host = headers.get("host", "").lower()
+        if host not in self.hosts and not (self._any_address and _is_address(host)):
             raise Refused(Reason.FORBIDDEN, "this host is not the endpoint's own: use its base_url.")
         key, path = _key_and_path(scope["path"], headers)
         method = scope["method"]
@@ -229,6 +233,15 @@ def _key_and_path(path: str, headers: Headers) -> tuple[str, str]:
         return unquote(key), f"/{rest}"
     kind, _, key = headers.get("authorization", "").partition(" ")
     return (key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")), path
+
+
+def _is_address(host: str) -> bool:
+    name = host.rpartition(":")[0] if not host.endswith("]") else host
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]") or host)
+    except ValueError:
+        return False
+    return True
 
 
 def _digest(key: str) -> bytes:

@@ -111,20 +111,24 @@ class EndpointServer:
             raise RuntimeError("the run is not running: an episode can be served while it is played")
         host, port = self._listen
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        both = host == "::" and socket.has_dualstack_ipv6()
         try:
-            bound = socket.create_server((host, port), family=family, backlog=CONNECTIONS)
+            bound = socket.create_server((host, port), family=family, backlog=CONNECTIONS, dualstack_ipv6=both)
         except OSError as error:
             raise BadOption(f"listen={host}:{port}: nothing can listen there ({error}); give another one.") from None
         bound.setblocking(False)
         port = bound.getsockname()[1]
         names = (
-            {host, "localhost", "127.0.0.1"} if host in ("127.0.0.1", "localhost", "0.0.0.0", "::", "::1") else {host}
+            {host, "localhost", "127.0.0.1", "::1"}
+            if host in ("127.0.0.1", "localhost", "0.0.0.0", "::", "::1")
+            else {host}
         )
         if host in ("0.0.0.0", "::"):
             names |= {socket.gethostname(), socket.getfqdn()}
-        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        shown = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1" if both else "::1"}.get(host, host)
         self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
-        self._application = Application([f"{f'[{name}]' if ':' in name else name}:{port}".lower() for name in names])
+        hosts = [f"{f'[{name}]' if ':' in name else name}:{port}".lower() for name in names]
+        self._application = Application(hosts, any_address=host in ("0.0.0.0", "::"))
         self._server = _server(self._application)
         # In a context of its own: it outlives the episode that asked for it first, whose clocks must not run over it.
         Context().run(self._group.start_soon, self._serve, bound)

@@ -87,13 +87,13 @@ class MessageReader:
 def _read(index: int, given: Any) -> ReadMessage:
     if not isinstance(given, Mapping):
         raise BadMessage(f"message {index}: a message is a dict with role and content, got {type(given).__name__}")
-    found = set(_differences(given))
     role = "system" if given.get("role") == "developer" else given.get("role")
     try:
         (checked,) = as_messages([{"content": None, **given, "role": role}])  # type: ignore[typeddict-item]  # checked there
         message = normalize(checked)
     except TypeError as error:
         raise BadMessage(str(error).replace("message 0", f"message {index}", 1)) from None
+    found = set(_differences(given))
     if role == "assistant":
         message.pop("name", None)
     if role == "tool":

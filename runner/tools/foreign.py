@@ -33,6 +33,10 @@ def _tool_of(place: int, schema: Any) -> Tool:
             f"tool {place} is of type {kind!r}: only functions can be called, as "
             f'{{"type": "function", "function": {{"name": ..., "description": ..., "parameters": ...}}}}.'
         )
+    for name, kind, wanted in (("parameters", Mapping, "a JSON schema"), ("description", str, "a string")):
+        value = function.get(name)
+        if value and not isinstance(value, kind):
+            raise BadOption(f"tool {place} ({function['name']}): its {name}: give {wanted}, not {value!r:.60}.")
     parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
     try:
         tool = Tool(

@@ -285,3 +285,21 @@ async def test_two_runs_at_once_have_a_server_each() -> None:
         group.start_soon(probed, probe)
         group.start_soon(probed, probe)
     assert len(set(ports)) == 2
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
+async def test_who_listens_everywhere_is_found_by_any_address_and_by_no_other_name(listen: str) -> None:
+    async def probe(endpoint: Endpoint) -> None:
+        port = address_of(endpoint)[1]
+        async with http(endpoint) as client:
+            for host, status in (
+                (f"192.0.2.7:{port}", 200),
+                (f"[2001:db8::7]:{port}", 200),
+                (f"localhost:{port}", 200),
+                (f"evil.example:{port}", 421),
+                ("", 421),
+                ("1.2.3.4.evil.example", 421),
+            ):
+                assert (await client.get("/models", headers={"host": host})).status_code == status, host
+
+    await probed(probe, listen=listen)

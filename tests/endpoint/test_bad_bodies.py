@@ -1,0 +1,121 @@
+"""Bodies that no client sends: whatever stands in them, the answer is one or says what is wrong, and nothing fails."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from runner import Endpoint, Outcome, Sampling
+from runner.testing import ScriptedEngine
+from tests.endpoint.serving import RUN, http, user
+from tests.playing import Plain, play_all
+
+pytestmark = pytest.mark.anyio
+
+CALL = {"id": "a", "type": "function", "function": {"name": "run", "arguments": '{"command": "ls"}'}}
+BODIES: dict[str, dict[str, Any]] = {
+    "/chat/completions": {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "One."}]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Hm."},
+            {"role": "tool", "tool_call_id": "a", "content": "a file"},
+        ],
+        "tools": [RUN],
+        "tool_choice": "auto",
+        "max_tokens": 5,
+        "stop": ["."],
+        "temperature": 1,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
+    },
+    "/responses": {
+        "instructions": "Be brief.",
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "One."}]},
+            {"type": "reasoning", "summary": [], "encrypted_content": "a"},
+            {"type": "function_call", "call_id": "a", "name": "run", "arguments": "{}", "id": "b"},
+            {"type": "function_call_output", "call_id": "a", "output": "a file"},
+        ],
+        "tools": [
+            {"type": "function", "name": "run", "parameters": {"type": "object"}, "description": "Run."},
+            {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "read", "parameters": {}}]},
+            {"type": "custom", "name": "patch", "format": {"type": "text"}},
+        ],
+        "max_output_tokens": 4,
+        "include": ["message.output_text.logprobs"],
+        "text": {"format": {"type": "text"}},
+        "reasoning": {"effort": "low"},
+        "stream": True,
+    },
+    "/messages": {
+        "max_tokens": 5,
+        "system": [{"type": "text", "text": "Be brief."}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "One."}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": "a"},
+                    {"type": "tool_use", "id": "a", "name": "run", "input": {}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "a file"}]},
+        ],
+        "tools": [{"name": "run", "input_schema": {"type": "object"}, "description": "Run."}],
+        "tool_choice": {"type": "auto"},
+        "stop_sequences": ["."],
+        "metadata": {"user_id": "u"},
+        "stream": True,
+    },
+}
+BODIES["/messages/count_tokens"] = BODIES["/messages"]
+ODD: list[Any] = [None, True, -1, 0, 1e300, 2**70, "", "x", "\0", [], {}, [1], [[]], [{}], {"a": 1}, {"type": "text"}]
+ODD += [[{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}], {"type": "function", "function": 1}]
+
+
+def spoilt(value: Any, rng: random.Random) -> Any:
+    """The value with parts of it left out, doubled or put in the place of something else."""
+    if rng.random() < 0.03:
+        return rng.choice(ODD)
+    if isinstance(value, dict):
+        return {name: spoilt(each, rng) for name, each in value.items() if rng.random() > 0.04}
+    if isinstance(value, list):
+        return [spoilt(each, rng) for each in value if rng.random() > 0.04] * rng.choice([1] * 20 + [2])
+    return value
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_spoilt_body_is_answered_or_refused_and_nothing_of_ours_fails(
+    path: str, request: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = random.Random(request.config.option.sweep_seed)
+    bodies = [spoilt(BODIES[path], rng) for _ in range(300)]
+
+    class Served(Plain):
+        async def rollout(self, conversation: Any) -> None:
+            async with self.episode.serve(train=False) as endpoint:
+                await loop(endpoint)
+            conversation.add("Two.")
+            await conversation.generate()
+
+    async def loop(endpoint: Endpoint) -> None:
+        async with http(endpoint) as client:
+            for body in bodies:
+                answer = await client.post(path, json=body)
+                assert answer.status_code in (200, 400), (body, answer.text)
+                if answer.status_code == 400:
+                    assert answer.json()["error"]["message"], body
+            answer = await client.post("/chat/completions", json={"messages": [user("One.")]})
+            assert answer.status_code == 200, answer.text
+
+    trajectories = await play_all(
+        Served, ScriptedEngine(lambda _: "Done.", template="hermes"), sampling=Sampling(max_tokens=50)
+    )
+    assert {each.outcome for each in trajectories} == {Outcome.COMPLETED}, trajectories[0].error
+    assert not [record for record in caplog.records if record.exc_info]
