@@ -228,6 +228,18 @@ class Turn:
         return f"<Turn {self.number} of {self.agent!r}: {said}, {length}, {self.finish}>"
 
     @property
+    def has_ids(self) -> bool:
+        """Whether its prompt and what was sampled are there as token ids: an engine of messages gives none."""
+        return self.start > 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens its prompt had: its ids, or as many as the server counted that gives none."""
+        if self.usage is not None:
+            return self.usage.prompt_tokens or 0
+        return self.start
+
+    @property
     def tokens(self) -> int:
         """How many tokens were sampled: its ids, or as many as the server counted that gives none."""
         if self.usage is not None:

@@ -14,7 +14,7 @@ from runner.chat_requests import Asked
 from runner.endpoint.anthropic_requests import asked_of
 from runner.endpoint.bodies import field_of
 from runner.endpoint.refusals import Reason, Refused
-from runner.endpoint.wire import Answered, AnswerWriter, Headers, TokenText, WireForm, WireRequest
+from runner.endpoint.wire import Answered, AnswerWriter, Headers, TokenText, WireForm, WireRequest, cached_of
 from runner.engines.base import FinishReason
 from runner.messages import canonical_json
 from runner.options import UNSET
@@ -224,6 +224,8 @@ def _stop_reason(answered: Answered, request: WireRequest) -> tuple[str, str | N
     turn, sampling = answered.turn, request.asked.sampling
     if turn.finish in (FinishReason.LENGTH, FinishReason.CONTEXT):
         return "max_tokens", None
+    if turn.finish is FinishReason.CONTENT_FILTER:
+        return "refusal", None
     if answered.calls:
         return "tool_use", None
     if sampling is not None and sampling.stop is not UNSET and turn.stop in sampling.stop:
@@ -232,7 +234,7 @@ def _stop_reason(answered: Answered, request: WireRequest) -> tuple[str, str | N
 
 
 def _usage_of(turn: Turn) -> dict[str, int]:
-    return _usage(turn.start, turn.cached_tokens or 0, turn.end - turn.start)
+    return _usage(turn.prompt_tokens, cached_of(turn), turn.tokens)
 
 
 def _usage(prompt: int, cached: int, sampled: int) -> dict[str, int]:

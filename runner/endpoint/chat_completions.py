@@ -13,7 +13,7 @@ from runner.endpoint.bodies import bad, field_of, json_schema, listed, number, s
 from runner.endpoint.encoding import arguments_text, encode, logprob_rows
 from runner.endpoint.labels import label_of
 from runner.endpoint.refusals import Refused
-from runner.endpoint.wire import Answered, AnswerWriter, Headers, TokenText, WireForm, WireRequest
+from runner.endpoint.wire import Answered, AnswerWriter, Headers, TokenText, WireForm, WireRequest, cached_of
 from runner.engines.base import FinishReason
 from runner.options import ToolChoice
 from runner.tokens.top_logprobs import TopLogprobs
@@ -206,14 +206,15 @@ def _call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, An
 def _finish(answered: Answered) -> str:
     if answered.turn.finish in (FinishReason.LENGTH, FinishReason.CONTEXT):
         return "length"
+    if answered.turn.finish is FinishReason.CONTENT_FILTER:
+        return "content_filter"
     return "tool_calls" if answered.calls else "stop"
 
 
 def _usage(turn: Turn) -> dict[str, Any]:
-    sampled = turn.end - turn.start
     return {
-        "prompt_tokens": turn.start,
-        "completion_tokens": sampled,
-        "total_tokens": turn.end,
-        "prompt_tokens_details": {"cached_tokens": turn.cached_tokens or 0},
+        "prompt_tokens": turn.prompt_tokens,
+        "completion_tokens": turn.tokens,
+        "total_tokens": turn.prompt_tokens + turn.tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_of(turn)},
     }

@@ -19,7 +19,7 @@ from runner.endpoint.encoding import arguments_text, encode, logprob_rows
 from runner.endpoint.refusals import Reason, Refused
 from runner.endpoint.response_items import custom_call, item_id
 from runner.endpoint.response_tools import OfferedTool
-from runner.endpoint.wire import Answered, AnswerWriter, TokenText, WireRequest
+from runner.endpoint.wire import Answered, AnswerWriter, TokenText, WireRequest, cached_of
 from runner.engines.base import FinishReason
 from runner.tokens.top_logprobs import TopLogprobs
 from runner.trajectory import Turn
@@ -243,20 +243,28 @@ class ResponseWriter(AnswerWriter):
 
     def _final(self, answered: Answered) -> dict[str, Any]:
         """The response of a finished turn, without its output."""
-        cut = answered.turn.finish in (FinishReason.LENGTH, FinishReason.CONTEXT)
-        response = self._response("incomplete" if cut else "completed")
-        if cut:
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        cut = _CUT.get(answered.turn.finish)
+        response = self._response("completed" if cut is None else "incomplete")
+        if cut is not None:
+            response["incomplete_details"] = {"reason": cut}
         response["usage"] = _usage(answered.turn)
         return response
+
+
+_CUT: Final = {
+    FinishReason.LENGTH: "max_output_tokens",
+    FinishReason.CONTEXT: "max_output_tokens",
+    FinishReason.CONTENT_FILTER: "content_filter",
+}
+"""What is incomplete of an answer, by why its turn ended."""
 
 
 def _usage(turn: Turn) -> dict[str, Any]:
     """How many ids were read and sampled; which of them are reasoning is not counted."""
     return {
-        "input_tokens": turn.start,
-        "input_tokens_details": {"cached_tokens": turn.cached_tokens or 0, "cache_write_tokens": 0},
-        "output_tokens": turn.end - turn.start,
+        "input_tokens": turn.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": cached_of(turn), "cache_write_tokens": 0},
+        "output_tokens": turn.tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": turn.end,
+        "total_tokens": turn.prompt_tokens + turn.tokens,
     }

@@ -14,7 +14,7 @@ from runner.tokens.top_logprobs import TopLogprobs
 from runner.trajectory import Turn
 from runner.turn_events import IdsSampled, ToolCalled, TurnAdmitted, TurnProgress
 
-__all__ = ["AnswerWriter", "Answered", "Headers", "Restarted", "TokenText", "WireForm", "WireRequest"]
+__all__ = ["AnswerWriter", "Answered", "Headers", "Restarted", "TokenText", "WireForm", "WireRequest", "cached_of"]
 
 Headers = Mapping[str, str]
 """The headers of a request by their names in lower case."""
@@ -216,6 +216,12 @@ class WireForm(ABC):
     @abstractmethod
     def refusal(self, refused: Refused) -> Mapping[str, Any]:
         """The body of the answer to a request that is refused, in words by which clients of this form tell why."""
+
+
+def cached_of(turn: Turn) -> int:
+    """How many tokens of a turn's prompt were cached, as far as its engine says."""
+    told = turn.cached_tokens if turn.usage is None else turn.usage.cached_tokens
+    return told or 0
 
 
 def _merged(progress: Iterable[TurnProgress]) -> Iterable[TurnProgress]:

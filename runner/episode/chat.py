@@ -232,7 +232,7 @@ class ChatDesk:
                 watch=progress,
             )
         except BaseException as error:
-            if isinstance(error, ContextFull) and not thread.train:
+            if isinstance(error, ContextFull) and not thread.counted:
                 self._play.limits.context_rewritten(thread.name)  # the client was told, and that is all
             cut = not isinstance(error, Exception)
             record.delivery = Delivery.CUT if cut else Delivery.REFUSED
@@ -368,7 +368,7 @@ def _granted(thread: ConversationState, asked: Sampling | None) -> tuple[Samplin
     if asked is None:
         return None, {}
     given = asked.given()
-    granted = {name: value for name, value in given.items() if not thread.train or name in GRANTED}
+    granted = {name: value for name, value in given.items() if not thread.counted or name in GRANTED}
     own = thread.sampling()
     if "max_tokens" in granted:
         granted["max_tokens"] = min(granted["max_tokens"], own.max_tokens)

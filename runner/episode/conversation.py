@@ -67,8 +67,12 @@ def open_conversation(
 
 
 def open_thread(play: EpisodeState, name: str, tools: Sequence[Tool], train: bool) -> ConversationState:
-    """Open the conversation of a thread of requests, which give their messages themselves."""
-    open_conversation(play, name, system_prompt=None, prompt=(), tools=tools, train=train)
+    """Open the conversation of a thread of requests, which give their messages themselves.
+
+    What would be trained is evaluated where a server of messages speaks.
+    """
+    trained = train and not play.shared.evaluates(name)
+    open_conversation(play, name, system_prompt=None, prompt=(), tools=tools, train=trained, counted=train)
     return play.states[name]
 
 

@@ -46,7 +46,7 @@ def _main(play: EpisodeState, threads: Sequence[ConversationState]) -> Conversat
     own = play.states.get(MAIN)
     if own is not None and (own.turns or MAIN in play.shared.other_models):
         return None
-    trained = [thread for thread in threads if thread.train and thread.turns]
+    trained = [thread for thread in threads if thread.counted and thread.turns]
     return max(trained, key=lambda thread: (_has_tools(thread), _at_work(thread), len(thread.turns)), default=None)
 
 

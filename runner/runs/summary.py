@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from runner.engines.message_engine import Usage
@@ -99,6 +99,10 @@ class UsageCounts:
         self.reasoning += usage.reasoning_tokens or 0
         self.cost += usage.cost or 0.0
         self.models[usage.model] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"models": dict(self.models)}
 
 
 @dataclass(slots=True)
@@ -293,7 +297,7 @@ class Summary:
             "requests": dict(sorted(self.requests.items())),
             "tolerated": dict(sorted(self.tolerated.items())),
             "tokens": asdict(self.tokens),
-            "usage": asdict(self.usage),
+            "usage": self.usage.as_dict(),
             "throttled": self.throttled,
             "resent": self.resent,
             "junctions": {"/".join(key): count for key, count in sorted(self.junctions.items())},

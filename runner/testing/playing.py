@@ -14,7 +14,7 @@ import anyio.to_thread
 from anyio.from_thread import BlockingPortal
 from typing_extensions import Unpack
 
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine, Engine
 from runner.engines.scripted.engine import ScriptedEngine
 from runner.engines.scripted.replies import Replies
 from runner.engines.scripted.script import Reply
@@ -48,10 +48,10 @@ T = TypeVar("T")
 Played: TypeAlias = Environment[Any] | type[Environment[Any]]
 """What is played: an environment, or its class where that needs no arguments."""
 
-Said: TypeAlias = Engine | Replies | Sequence[Saying]
+Said: TypeAlias = BaseEngine | Replies | Sequence[Saying]
 """What speaks: an engine; or what a scripted engine is to say."""
 
-PLAYED: Final[deque[tuple[Trajectory, Engine]]] = deque(maxlen=16)
+PLAYED: Final[deque[tuple[Trajectory, BaseEngine]]] = deque(maxlen=16)
 """What the test that runs now has played last, for the report of its failure; the plugin empties it after each test."""
 
 WATCHDOGS: Final[list[LoopWatchdog]] = []
@@ -215,7 +215,7 @@ async def _many(environment: Played, engine: Said, tasks: int | Tasks | None, op
     return sorted(trajectories, key=lambda t: (order[t.task.id], t.visit, t.index, t.agent != MAIN, t.agent))
 
 
-async def _played(environment: Played, engine: Engine, tasks: Tasks, options: RunKeywords) -> list[Trajectory]:
+async def _played(environment: Played, engine: BaseEngine, tasks: Tasks, options: RunKeywords) -> list[Trajectory]:
     """Play on the event loop that the engine lives on, which need not be this one."""
     home: BlockingPortal | None = getattr(engine, "home", None)
     if home is None:
@@ -228,7 +228,9 @@ async def _played(environment: Played, engine: Engine, tasks: Tasks, options: Ru
         raise
 
 
-async def _on_this_loop(environment: Played, engine: Engine, tasks: Tasks, options: RunKeywords) -> list[Trajectory]:
+async def _on_this_loop(
+    environment: Played, engine: BaseEngine, tasks: Tasks, options: RunKeywords
+) -> list[Trajectory]:
     for name in options.keys() - RunKeywords.__annotations__.keys():
         raise BadOption(f"play({name}=): there is no such option; these are: {', '.join(RunKeywords.__annotations__)}.")
     # A test looks at failed episodes too: they do not stop the run.
@@ -242,7 +244,7 @@ async def _on_this_loop(environment: Played, engine: Engine, tasks: Tasks, optio
     if isinstance(engine, CheckedEngine):
         engine.check()
     for trajectory in trajectories:
-        assert_exact(trajectory, engine)
+        assert_exact(trajectory, engine if isinstance(engine, Engine) else None)
     return trajectories
 
 
@@ -280,9 +282,9 @@ def _on_an_event_loop() -> bool:
 # --- what speaks
 
 
-def _queue_of(given: Said) -> Engine:
+def _queue_of(given: Said) -> BaseEngine:
     """An engine for one episode: what is given in a list is said once."""
-    if isinstance(given, Engine | type) or not isinstance(given, list | tuple | Mapping):
+    if isinstance(given, BaseEngine | type) or not isinstance(given, list | tuple | Mapping):
         return engine_of(given)
     queued = QueuedEngine()
     queued.to_add, queued.to_drop = "Add one to what play() is given", "give play() fewer"
@@ -297,9 +299,9 @@ def _queue_of(given: Said) -> Engine:
     return queued
 
 
-def engine_of(given: Said) -> Engine:
+def engine_of(given: Said) -> BaseEngine:
     match given:
-        case Engine():
+        case BaseEngine():
             return given
         case str() | Reply():
             return QueuedEngine().always(given)
@@ -321,7 +323,7 @@ def _check_nothing_left(leftovers: str, trajectories: Sequence[Trajectory]) -> N
         raise AssertionError(f"{leftovers}\n{endings(trajectories)}".rstrip())
 
 
-def _unsaid(replies: Any, engine: Engine) -> str:
+def _unsaid(replies: Any, engine: BaseEngine) -> str:
     """Which replies of a list no conversation came to."""
     if not isinstance(engine, ScriptedEngine) or not isinstance(replies, list | tuple | Mapping):
         return ""

@@ -9,7 +9,7 @@ from typing import Final
 
 from rich.console import Console
 
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine, Engine
 from runner.trajectory import Trajectory
 from runner.transcript import transcript
 
@@ -21,7 +21,7 @@ _WIDTH: Final = 120
 """Characters of a line of the report."""
 
 
-def episodes(played: Iterable[tuple[Trajectory, Engine]]) -> str:
+def episodes(played: Iterable[tuple[Trajectory, BaseEngine]]) -> str:
     """The transcripts of the last episodes, without what the template wrote."""
     out = io.StringIO()
     console = Console(file=out, width=_WIDTH, color_system=None, highlight=False, markup=False)
@@ -29,7 +29,8 @@ def episodes(played: Iterable[tuple[Trajectory, Engine]]) -> str:
     if len(shown) > _MOST:
         console.print(f"the last {_MOST}:")
     for trajectory, engine in shown[-_MOST:]:
-        for line in transcript(trajectory, engine.tokenizer.decode, brief=True):
+        decode = engine.tokenizer.decode if isinstance(engine, Engine) else None
+        for line in transcript(trajectory, decode, brief=True):
             console.print(line, soft_wrap=True)
     return out.getvalue().rstrip()
 

@@ -92,10 +92,12 @@ class Selection:
 
         Raises:
             BadBatch: nothing was given, or what is no group; a group is not complete; a trajectory was given twice; a
-                reward is not finite; an id is not in the vocabulary.
+                reward is not finite; an id is not in the vocabulary; all of it was said by engines of messages.
         """
         items = _items(source, partial=partial, drop_flat=drop_flat)
         scored, absent = _present(items)
+        if not scored:
+            _refuse_messages(items)
         rewards = _rewards([trajectory for trajectory, _ in scored])
         group_of = np.array([group for _, group in scored], dtype=np.int32)
         # Before anything is left out: `groups` tells of the flat ones too.
@@ -174,6 +176,17 @@ def _present(items: Sequence[Group | Trajectory]) -> tuple[list[tuple[Trajectory
             else:
                 scored.append((trajectory, index))
     return scored, dict(absent)
+
+
+def _refuse_messages(items: Sequence[Group | Trajectory]) -> None:
+    """Refuse what holds nothing but what servers of messages said: there is no id in it to train on."""
+    given = [each for item in items for each in ((item,) if isinstance(item, Trajectory) else item.trajectories)]
+    spoke = [each for each in given if each.turns]
+    if spoke and not any(turn.has_ids for each in spoke for turn in each.turns):
+        raise BadBatch(
+            f"{name_of(spoke[0])} was played on an engine of messages, as all that was given: it has no token ids, and "
+            "nothing of it can be trained on. Play on a VllmEngine or a RemoteEngine."
+        )
 
 
 def _absence(trajectory: Trajectory) -> str:

@@ -124,7 +124,6 @@ class ChatEngine(MessageEngine):
             api_key=self._api_key,
             headers=self._headers,
             seconds=self._timeout,
-            connections=self.places,
         )
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(server)

@@ -6,14 +6,14 @@ connection finds its share of a network: additive increase, multiplicative decre
 
 from __future__ import annotations
 
+import math
+
 import anyio
 
 from runner.engines.gate import AdmissionGate
+from runner.engines.http_retries import RetryPolicy
 
 __all__ = ["RateLimiter"]
-
-_FIRST_PAUSE = 0.5
-_LONGEST_PAUSE = 30.0
 
 
 class RateLimiter:
@@ -21,12 +21,14 @@ class RateLimiter:
 
     Args:
         gate: where requests wait; it has as many places as the server is asked at most.
+        policy: how long nobody asks a server that does not say for how long.
     """
 
-    def __init__(self, gate: AdmissionGate) -> None:
+    def __init__(self, gate: AdmissionGate, policy: RetryPolicy) -> None:
         self.throttled = 0
         """How often the server said that it was asked too much."""
         self._gate = gate
+        self._policy = policy
         self._most = gate.places
         self._limit = float(gate.places)
         self._halvings = 0
@@ -69,7 +71,8 @@ class RateLimiter:
             self._halvings += 1
             self._in_a_row += 1
             self._set(max(1.0, self._limit / 2))
-        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** (self._in_a_row - 1)) if retry_after is None else retry_after
+        first, longest = self._policy.first_seconds, self._policy.longest_seconds
+        pause = min(longest, math.ldexp(first, self._in_a_row - 1)) if retry_after is None else retry_after
         self._closed_until = max(self._closed_until, anyio.current_time() + pause)
 
     def _set(self, limit: float) -> None:

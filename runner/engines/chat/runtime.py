@@ -33,7 +33,7 @@ class ChatRuntime:
         self.retries = retries
         self.context = context
         self.gate = AdmissionGate(places, sys.maxsize)
-        self.limiter = RateLimiter(self.gate)
+        self.limiter = RateLimiter(self.gate, retries.policy)
         self.asking = 0
         """Requests that were sent and not answered to their end."""
         self.sampled = 0

@@ -114,17 +114,15 @@ class ChatServer:
         api_key: what lets requests in; None for nothing, and for OpenAI's own address what OPENAI_API_KEY has.
         headers: what every request has besides.
         seconds: how long it may take to begin an answer, and from one part of it to the next.
-        connections: how many requests it is asked at once.
     """
 
-    def __init__(
-        self, url: str | None, *, api_key: str | None, headers: Mapping[str, str], seconds: float, connections: int
-    ) -> None:
+    def __init__(self, url: str | None, *, api_key: str | None, headers: Mapping[str, str], seconds: float) -> None:
+        self.url = url or ""
+        """The address that requests go to; OpenAI's own once it is entered."""
         self._url = url
         self._api_key = api_key
         self._headers = dict(headers)
         self._seconds = seconds
-        self._connections = connections
         self._secrets: list[str] = []
         self._client: openai.AsyncOpenAI | None = None
 
@@ -152,6 +150,7 @@ class ChatServer:
             raise BadOption(f"ChatEngine: {error}") from None
         if self._url is not None:
             self._client.organization = self._client.project = None  # else both are sent, empty
+        self.url = str(self._client.base_url).rstrip("/")
         keys = (self._client.api_key, *self._headers.values())
         self._secrets = [key for key in keys if isinstance(key, str) and len(key) > 4]
         return self
@@ -163,11 +162,6 @@ class ChatServer:
         if client is not None:
             with anyio.CancelScope(shield=True), anyio.move_on_after(_CLOSE_SECONDS):
                 await client.close()
-
-    @property
-    def url(self) -> str:
-        """The address that requests go to."""
-        return str(self._running.base_url).rstrip("/")
 
     @property
     def software(self) -> dict[str, str]:

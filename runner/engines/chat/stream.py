@@ -51,7 +51,7 @@ class ChatStream(MessageStream):
         try:
             await self._open()
         except BaseException:
-            await self._leave()
+            await self._close()
             raise
         return self
 
@@ -163,7 +163,7 @@ class ChatStream(MessageStream):
     # --- its end
 
     async def __aexit__(self, *_: object) -> None:
-        await self._leave()
+        await self._close()
         if self.finish is None:
             self.finish = MessageFinish(FinishReason.ABORT, usage=self._reader.usage())
 
@@ -178,5 +178,10 @@ class ChatStream(MessageStream):
             if self._inside:
                 self._inside = False
                 self._runtime.gate.leave(self._session, 1)
-                if self._request.session is None:
-                    self._runtime.gate.close(self._session)
+
+    async def _close(self) -> None:
+        try:
+            await self._leave()
+        finally:
+            if self._request.session is None:
+                self._runtime.gate.close(self._session)

@@ -63,7 +63,12 @@ def check_sampling(sampling: Sampling, leave_out: Collection[str] = ()) -> None:
         BadOption: names the field.
     """
     off = Sampling.defaults()
-    asked = {name: value for name, value in sampling.given().items() if value != getattr(off, name) and value}
+    nothing: tuple[Any, ...] = ((), [], {}, None)  # each of which says the same of what is off by default
+    asked = {
+        name: value
+        for name, value in sampling.given().items()
+        if value != (default := getattr(off, name)) and not (name in _NEVER and value in nothing and default in nothing)
+    }
     for name in asked:
         if name in _NEVER:
             raise BadOption(

@@ -1,0 +1,369 @@
+"""What befalls an API of messages and the way to it: each thing ends a turn, an episode or a run as it should."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from aiohttp import web
+
+from runner import (
+    Concurrency,
+    ContextFull,
+    Conversation,
+    EngineDead,
+    EngineError,
+    Limits,
+    Outcome,
+    PromptTooLong,
+    RequestRejected,
+    Run,
+    RunFile,
+)
+from runner.engines.base import FinishReason
+from runner.engines.chat.engine import ChatEngine
+from runner.engines.http_retries import FailureKind, RetryPolicy
+from tests.engines.chat.api import QUICK, Api, Says, Trouble, asked, asking, error, hear, refuses, serving, wanted
+from tests.playing import Plain, talking, tasks, until_end
+
+pytestmark = pytest.mark.anyio
+
+WATCHDOG = 60.0
+KEY = "sk-secret-0123456789"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def hangs_up(request: web.Request) -> web.StreamResponse:
+    """Closes the connection without a word."""
+    assert request.transport is not None
+    request.transport.close()
+    return web.Response()
+
+
+async def hangs_up_after_the_head(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    response.enable_chunked_encoding()
+    await response.prepare(request)
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+async def never_begins(_: web.Request) -> web.StreamResponse:
+    await anyio.sleep_forever()
+    raise AssertionError("it woke up")
+
+
+async def says_nonsense(_: web.Request) -> web.StreamResponse:
+    return web.Response(text="<html>Bad gateway</html>", status=502, content_type="text/html")
+
+
+async def overloaded_in_the_stream(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b'data: {"error": {"type": "overloaded_error", "message": "Overloaded"}}\n\n')
+    return response
+
+
+async def ends_at_once(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def played(api: Api, environment: Any = Plain, *, tasks: Any = None, engine: Any = None, **options: Any) -> Any:
+    """The trajectories of a run, the error that it ended with, and the run."""
+    run = Run(environment, engine or asking(api), tasks=tasks, **{"retries": 0, **options})
+    got: list[Any] = []
+    try:
+        await until_end(run, got)
+    except (EngineDead, EngineError) as failure:
+        return got, failure, run
+    return got, None, run
+
+
+# --- sent again
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind"),
+    [
+        (refuses(429), FailureKind.BUSY),
+        (refuses(503), FailureKind.BUSY),
+        (refuses(529), FailureKind.BUSY),
+        (refuses(500), FailureKind.SERVER),
+        (refuses(408), FailureKind.TIMEOUT),
+        (says_nonsense, FailureKind.SERVER),
+        (hangs_up, FailureKind.CONNECTION),
+        (hangs_up_after_the_head, FailureKind.CONNECTION),
+        (overloaded_in_the_stream, FailureKind.BUSY),
+        (ends_at_once, FailureKind.CONNECTION),
+    ],
+    ids=["429", "503", "529", "500", "408", "no JSON", "hangs up", "after the head", "in the stream", "nothing said"],
+)
+async def test_what_fails_before_the_first_piece_is_asked_again(trouble: Trouble, kind: FailureKind) -> None:
+    async with asked("Yes", troubles=[trouble, trouble]) as (api, engine):
+        pieces, stream = await hear(engine)
+        assert "".join(piece.text for piece in pieces if hasattr(piece, "text")) == "Yes"
+        assert engine.retries.counts == {kind: 2}
+        assert engine.stats().retried == 2
+        assert api.bodies[0] == api.bodies[1] == api.bodies[2]
+        assert stream.waited > 0
+        assert engine.stats().open == 0
+
+
+async def test_a_server_that_does_not_begin_in_time_is_asked_again() -> None:
+    async with asked("Yes", troubles=[never_begins], engine={"timeout": 0.05}) as (_, engine):
+        pieces, _ = await hear(engine)
+        assert pieces
+        assert engine.retries.counts == {FailureKind.TIMEOUT: 1}
+
+
+async def test_nothing_is_asked_again_once_something_was_said() -> None:
+    for said in (Says("A long answer", cut_after=3), Says("A long answer", error_after=3)):
+        async with asked(said) as (api, engine):
+            with pytest.raises(EngineError):
+                await hear(engine)
+            assert len(api.bodies) == 1
+            assert not engine.retries.counts
+
+
+async def test_garbage_is_an_engine_error_and_ends_no_run() -> None:
+    async with serving(lambda body: Says("Yes", garbage_after=1 if "Question 0" in str(body) else None)) as api:
+        (bad, good), failure, _ = await played(api, tasks=tasks(2), concurrency=Concurrency(episodes=1), breaker=1)
+    assert failure is None
+    assert (bad.outcome, good.outcome) == (Outcome.ENGINE_ERROR, Outcome.COMPLETED)
+    assert "cannot be read" in bad.error
+
+
+async def test_retries_end_with_their_attempts_and_the_run_s_budget() -> None:
+    async with asked("Yes", troubles=[refuses(500)] * 20) as (api, engine):
+        with pytest.raises(EngineError, match="HTTP 500: no"):
+            await hear(engine)
+        assert len(api.bodies) == QUICK.attempts
+    policy = RetryPolicy(attempts=10, first_seconds=0.001, longest_seconds=0.001, budget=2)
+    async with asked("Yes", troubles=[refuses(500)] * 20, engine={"retries": policy}) as (api, engine):
+        with pytest.raises(EngineError):
+            await hear(engine)
+        assert len(api.bodies) == 3
+
+
+async def test_openai_s_client_asks_nothing_again_by_itself() -> None:
+    once = RetryPolicy(attempts=1)
+    async with asked("Yes", troubles=[refuses(500)] * 5, engine={"retries": once}) as (api, engine):
+        with pytest.raises(EngineError):
+            await hear(engine)
+        assert len(api.bodies) == 1
+
+
+async def test_a_server_that_says_so_is_not_asked_again() -> None:
+    async with asked("Yes", troubles=[refuses(503, x_should_retry="false")]) as (api, engine):
+        with pytest.raises(EngineError):
+            await hear(engine)
+        assert len(api.bodies) == 1
+        await hear(engine)  # and others go on as before
+
+
+async def test_a_retry_after_longer_than_the_policy_takes_fails_at_once() -> None:
+    async with asked("Yes", troubles=[refuses(429, Retry_After="121")]) as (api, engine):
+        with pytest.raises(EngineError, match="429"):
+            await hear(engine)
+        assert len(api.bodies) == 1
+
+
+# --- what ends a run
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [
+        (refuses(401, "Incorrect API key"), "refuses what it is asked: HTTP 401: Incorrect API key"),
+        (refuses(403, "not for you"), "HTTP 403: not for you"),
+        (refuses(404, "The model `model` does not exist", "model_not_found"), "The model `model` does not exist"),
+        (refuses(402, "pay first"), "HTTP 402: pay first"),
+        (refuses(429, "You exceeded your quota", "insufficient_quota"), "You exceeded your quota"),
+        (refuses(400, "Unsupported parameter: 'top_p'"), "does not take the requests: HTTP 400: Unsupported parameter"),
+    ],
+    ids=["401", "403", "404", "402", "no quota", "400"],
+)
+async def test_what_all_requests_would_meet_ends_the_run_at_its_first_episode(trouble: Trouble, words: str) -> None:
+    async with serving("Yes", troubles=[trouble] * 50) as api:
+        one = Concurrency(episodes=1)
+        got, failure, _ = await played(api, tasks=tasks(30), concurrency=one, retries=2)
+    assert isinstance(failure, EngineDead)
+    assert words in str(failure)
+    assert api.url in str(failure)
+    assert len(api.bodies) == 1
+    assert len(got) <= 1
+
+
+async def test_a_bad_request_after_good_ones_is_that_episode_s_alone() -> None:
+    async with serving("Yes") as api:
+        engine = asking(api)
+        async with engine:
+            await hear(engine)
+            api.troubles.append(refuses(400, "no such tool"))
+            with pytest.raises(RequestRejected, match="no such tool"):
+                await hear(engine)
+            await hear(engine)
+
+
+# --- what does not fit
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        refuses(400, "too long", "context_length_exceeded"),
+        refuses(
+            400,
+            "This model's maximum context length is 100 tokens. However, your prompt contains 140 input tokens.",
+        ),
+        refuses(400, "prompt is too long: 205 tokens > 200 maximum"),
+        refuses(413, "Request Entity Too Large"),
+        refuses(400, "The input token count (140) exceeds the maximum number of tokens allowed (100)."),
+    ],
+    ids=["OpenAI", "vLLM", "Anthropic", "413", "Gemini"],
+)
+async def test_a_history_that_does_not_fit_is_the_context_limit(trouble: Trouble) -> None:
+    async with serving("Yes", troubles=[trouble]) as api:
+        (trajectory, other), failure, _ = await played(api, tasks=tasks(2), concurrency=Concurrency(episodes=1))
+    assert failure is None
+    assert (trajectory.outcome, trajectory.limit) == (Outcome.CONTEXT_LIMIT, "context")
+    assert trajectory.turns == []
+    assert other.outcome is Outcome.COMPLETED
+
+
+async def test_an_author_may_shorten_a_history_that_does_not_fit() -> None:
+    said = "This model's maximum context length is 100 tokens. However, your prompt contains 140 input tokens."
+
+    async def talk(conversation: Conversation) -> None:
+        with pytest.raises(ContextFull) as full:
+            await conversation.generate()
+        assert (full.value.prompt, full.value.context) == (140, 100)
+        conversation.replace("Shorter?")
+        await conversation.generate()
+
+    async with serving("Yes", troubles=[refuses(400, said)]) as api:
+        (trajectory,), _, _ = await played(api, talking(talk))
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
+    assert api.bodies[1]["messages"] == [{"role": "user", "content": "Shorter?"}]
+
+
+async def test_an_overflow_names_the_numbers_that_the_server_tells() -> None:
+    said = "This model's maximum context length is 100 tokens. However, your messages resulted in 140 tokens."
+    async with asked("Yes", troubles=[refuses(400, said)]) as (_, engine):
+        with pytest.raises(PromptTooLong) as long:
+            await hear(engine)
+    assert (long.value.prompt, long.value.context) == (140, 100)
+
+
+# --- content filters
+
+
+async def test_a_prompt_that_the_filter_refuses_is_an_empty_turn_and_no_failure() -> None:
+    body = error("The response was filtered", "content_filter")
+    body["error"]["innererror"] = {"code": "ResponsibleAIPolicyViolation"}
+
+    async def filtered(_: web.Request) -> web.StreamResponse:
+        return web.json_response(body, status=400)
+
+    async with serving("Yes", troubles=[filtered]) as api:
+        (trajectory,), failure, run = await played(api)
+    assert failure is None
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert [(turn.text, turn.finish) for turn in trajectory.turns] == [("", FinishReason.CONTENT_FILTER)]
+    assert run.summary.finishes == {"content_filter": 1}
+
+
+# --- silence and leaving
+
+
+async def test_a_server_that_falls_silent_in_a_turn_is_an_engine_error_that_keeps_what_was_said() -> None:
+    async with serving(Says("A long answer", hold_after=3)) as api:
+        (trajectory,), _, _ = await played(api, limits=Limits(stall_seconds=0.5))
+    assert trajectory.outcome is Outcome.ENGINE_ERROR
+    assert "sent nothing for 0.5 s" in trajectory.error
+    assert [(turn.text, turn.finish) for turn in trajectory.turns] == [("A long a", FinishReason.ERROR)]
+
+
+async def test_a_turn_that_is_cut_keeps_what_was_said_and_ends_its_request() -> None:
+    async with serving(Says("A long answer", hold_after=3)) as api:
+        (trajectory,), _, _ = await played(api, limits=Limits(seconds=0.5))
+        with anyio.fail_after(WATCHDOG):
+            while api.open:  # noqa: ASYNC110  # the server is told by its connection alone
+                await anyio.sleep(0.005)
+    assert (trajectory.outcome, trajectory.limit) == (Outcome.TIME_LIMIT, "seconds")
+    assert [(turn.text, turn.finish) for turn in trajectory.turns] == [("A long a", FinishReason.ABORT)]
+
+
+async def test_leaving_a_stream_gives_its_place_to_the_next() -> None:
+    async with asked(Says("A long answer", hold_after=3), engine={"places": 1}) as (api, engine):
+        async with engine.stream(wanted()) as stream:
+            await anext(stream)
+            assert engine.stats().open == 1
+        assert stream.finish is not None
+        assert stream.finish.reason is FinishReason.ABORT
+        assert engine.stats().open == 0
+        api.go_on.set()
+        await hear(engine)
+
+
+# --- secrets
+
+
+async def test_the_key_is_in_no_file_no_log_and_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    file = tmp_path / "run.db"
+    async with serving("Yes", key=KEY) as api:
+        engine = asking(api, headers={"X-Proxy-Key": "proxy-secret-1"})
+        (trajectory,), _, _ = await played(api, engine=engine, file=file)
+        assert trajectory.outcome is Outcome.COMPLETED
+        assert api.headers[0]["X-Proxy-Key"] == "proxy-secret-1"
+        assert KEY not in f"{engine!r} {engine.describe()}"
+        wrong = asking(api, api_key=f"{KEY}-wrong")
+        _, failure, _ = await played(api, engine=wrong, file=tmp_path / "other.db")
+    assert "401" in str(failure)
+    assert "***" in str(failure)  # the server has repeated what it was sent
+    kept = b"".join(path.read_bytes() for path in (file, tmp_path / "other.db") if path.exists())
+    for secret in (KEY, "proxy-secret-1"):
+        assert secret.encode() not in kept
+        assert secret not in caplog.text
+        assert secret not in str(failure)
+
+
+async def test_another_server_is_sent_nothing_that_the_environment_has_for_openai(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-1")
+    monkeypatch.setenv("OPENAI_PROJECT_ID", "project-1")
+    async with asked("Yes") as (api, engine):
+        await hear(engine)
+    sent = str(api.headers[0])
+    assert not any(each in sent for each in (KEY, "org-1", "project-1"))
+
+
+async def test_openai_s_own_server_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(Exception, match="api_key"):
+        async with ChatEngine("gpt-x"):
+            pass
+
+
+async def test_an_error_is_no_part_of_the_file_that_tells_the_key(tmp_path: Path) -> None:
+    file = tmp_path / "run.db"
+    async with serving("Yes", troubles=[refuses(500, f"cannot use {KEY}")] * 20) as api:
+        (trajectory,), _, _ = await played(api, engine=asking(api, api_key=KEY), file=file)
+    assert "cannot use ***" in trajectory.error
+    with RunFile(file) as run_file:
+        assert [row.error for row in run_file.rows(trained=None)] == [trajectory.error]

@@ -1,0 +1,319 @@
+"""The adaptive limit: how many requests an API of messages is asked at once, and whose clocks stand still meanwhile."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+
+from runner import Concurrency, Limits, Outcome, Run
+from runner.engines.chat import engine as chat_engine
+from runner.engines.chat.engine import ChatEngine
+from runner.engines.chat.rate_limit import RateLimiter
+from runner.engines.gate import AdmissionGate, Session
+from runner.engines.http_retries import FailureKind, HttpFailure, RetryPolicy
+from runner.runs.figures import Gauge, in_words
+from runner.testing import VirtualClock
+from tests.playing import Plain, assert_nothing_open, tasks
+
+
+@dataclass
+class Standing:
+    """Stands for a server and the way to it, without any network: time can then be virtual."""
+
+    at_once: int = 1000
+    """Requests that it takes at once; it says 429 to the others."""
+    retry_after: float | None = None
+    thinks: float = 1.0
+    """Seconds until it begins to answer."""
+    failures: deque[HttpFailure] = field(default_factory=deque)
+    """They come one a request, in their order."""
+    sent: list[float] = field(default_factory=list)
+    """When it was asked."""
+    open: int = 0
+    most_open: int = 0
+    url: str = "http://standing/v1"
+    software: Mapping[str, str] = field(default_factory=dict)
+
+    async def __aenter__(self) -> Standing:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def open_one(self) -> Answer:
+        self.sent.append(anyio.current_time())
+        if self.failures:
+            raise self.failures.popleft()
+        if self.open >= self.at_once:
+            raise HttpFailure(FailureKind.BUSY, "HTTP 429: slow down", self.retry_after)
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        answer = Answer(self)
+        try:
+            await anyio.sleep(self.thinks)
+        except BaseException:
+            await answer.close()
+            raise
+        return answer
+
+
+class Answer:
+    def __init__(self, server: Standing) -> None:
+        self._server = server
+        self._closed = False
+        self._chunks: Iterator[Any] = iter(
+            [
+                {"model": "m", "choices": [{"index": 0, "delta": {"content": "Yes"}, "finish_reason": "stop"}]},
+                {"model": "m", "choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}},
+            ]
+        )
+
+    async def read(self) -> Any:
+        return next(self._chunks, None)
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._server.open -= 1
+
+
+@contextmanager
+def standing(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[Standing]:
+    server = Standing(**settings)
+
+    class Entered:
+        """What the engine takes for its server."""
+
+        url, software = server.url, server.software
+
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        async def __aenter__(self) -> Entered:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def open(self, body: Mapping[str, Any]) -> Answer:
+            return await server.open_one()
+
+    monkeypatch.setattr(chat_engine, "ChatServer", Entered)
+    yield server
+
+
+def played(engine: ChatEngine, count: int, **options: Any) -> tuple[list[Any], Run, float]:
+    """The trajectories of a run in virtual time, the run, and how long it took."""
+    clock = VirtualClock()
+
+    async def play() -> tuple[list[Any], Run, float]:
+        began = anyio.current_time()
+        async with Run(Plain, engine, **{"tasks": tasks(count), "breaker": 1, **options}) as run:
+            got = [each async for each in run]
+            assert_nothing_open(engine)
+        return got, run, anyio.current_time() - began
+
+    return clock.run(play)
+
+
+# --- the limit itself
+
+
+def limiter(places: int = 16, **policy: Any) -> tuple[RateLimiter, AdmissionGate]:
+    gate = AdmissionGate(places, 1 << 40)
+    return RateLimiter(gate, RetryPolicy(**policy)), gate
+
+
+def in_trio(test: Callable[[], Any]) -> Any:
+    return trio.run(test, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_the_limit_is_halved_once_for_all_that_were_sent_under_it() -> None:
+    async def test() -> None:
+        limits, gate = limiter(16)
+        sent = [await limits.until_open() for _ in range(16)]
+        for each in sent:
+            limits.overloaded(each, 0.0)
+        assert (limits.limit, gate.places, limits.throttled) == (8, 8, 16)
+        for _ in range(5):
+            limits.overloaded(await limits.until_open(), 0.0)
+        assert limits.limit == 1  # and never less
+
+    in_trio(test)
+
+
+def test_the_limit_grows_by_one_for_as_many_answers_as_it_is_up_to_the_places() -> None:
+    async def test() -> None:
+        limits, _ = limiter(8)
+        limits.overloaded(await limits.until_open(), 0.0)
+        limits.overloaded(await limits.until_open(), 0.0)
+        assert limits.limit == 2
+        grown = []
+        for _ in range(60):
+            limits.succeeded()
+            grown.append(limits.limit)
+        assert grown[:3] == [2, 2, 3]
+        assert grown[-1] == 8
+        assert all(later - earlier in (0, 1) for earlier, later in pairwise(grown))
+
+    in_trio(test)
+
+
+def test_nobody_asks_before_the_server_wants_to_be_asked_again() -> None:
+    async def test() -> None:
+        limits, _ = limiter()
+        limits.overloaded(await limits.until_open(), 100.0)
+        async with anyio.create_task_group() as group:
+            group.start_soon(limits.until_open)
+            await anyio.sleep(50)
+            limits.overloaded(0, 90.0)  # of a request that was sent before: it says more than was known
+        assert anyio.current_time() == pytest.approx(140.0)
+
+    in_trio(test)
+
+
+def test_a_server_that_does_not_say_how_long_is_asked_ever_later_until_it_answers() -> None:
+    async def test() -> None:
+        limits, _ = limiter(first_seconds=1.0, longest_seconds=6.0)
+        waits = []
+        for _ in range(5):
+            began = anyio.current_time()
+            limits.overloaded(await limits.until_open(), None)
+            await limits.until_open()
+            waits.append(anyio.current_time() - began)
+        assert waits == pytest.approx([1.0, 2.0, 4.0, 6.0, 6.0])
+        limits.succeeded()
+        began = anyio.current_time()
+        limits.overloaded(await limits.until_open(), None)
+        await limits.until_open()
+        assert anyio.current_time() - began == pytest.approx(1.0)
+
+    in_trio(test)
+
+
+def test_a_smaller_gate_lets_in_who_waits_once_it_grows() -> None:
+    async def test() -> None:
+        gate = AdmissionGate(4, 1 << 40)
+        gate.resize(1)
+        inside: list[int] = []
+
+        async def enter(number: int) -> None:
+            await gate.enter(Session(), 1)
+            inside.append(number)
+
+        async with anyio.create_task_group() as group:
+            for number in range(3):
+                group.start_soon(enter, number)
+            await anyio.wait_all_tasks_blocked()
+            assert len(inside) == 1
+            gate.resize(3)
+            await anyio.wait_all_tasks_blocked()
+            assert len(inside) == 3
+
+    in_trio(test)
+
+
+# --- in runs
+
+
+@pytest.mark.parametrize("retry_after", [None, 20.0], ids=["without a word", "Retry-After"])
+def test_a_run_finds_how_many_requests_a_server_takes_and_no_episode_fails(
+    monkeypatch: pytest.MonkeyPatch, retry_after: float | None
+) -> None:
+    with standing(monkeypatch, at_once=4, retry_after=retry_after) as server:
+        got, run, _ = played(ChatEngine("m", base_url="http://standing/v1", places=64), 100)
+    assert {each.outcome for each in got} == {Outcome.COMPLETED}
+    assert server.most_open == 4
+    stats = run.engine.stats()
+    assert stats.throttled > 0
+    assert stats.places is not None
+    assert stats.places < 64
+    assert run.summary.as_dict()["throttled"] == stats.throttled
+    assert run.summary.as_dict()["resent"] == stats.retried >= stats.throttled
+
+
+def test_waiting_for_the_server_to_take_more_stops_the_clocks_of_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = HttpFailure(FailureKind.BUSY, "HTTP 429: slow down", 100.0)
+    with standing(monkeypatch, failures=deque([busy, busy])) as server:
+        got, _, seconds = played(
+            ChatEngine("m", base_url="http://standing/v1"),
+            4,
+            limits=Limits(seconds=5, step_seconds=5),
+            concurrency=Concurrency(episodes=4),
+        )
+    assert [each.outcome for each in got] == [Outcome.COMPLETED] * 4
+    assert seconds > 100
+    assert all(each.waited > 90 for each in got)
+    assert server.sent[-1] - server.sent[0] > 100
+
+
+def test_what_the_server_takes_to_think_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with standing(monkeypatch, thinks=10.0):
+        (trajectory,), _, _ = played(ChatEngine("m", base_url="http://standing/v1"), 1, limits=Limits(seconds=5))
+    assert (trajectory.outcome, trajectory.limit) == (Outcome.TIME_LIMIT, "seconds")
+
+
+def test_waiting_for_a_place_stops_the_clocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with standing(monkeypatch, thinks=3.0):
+        got, _, seconds = played(
+            ChatEngine("m", base_url="http://standing/v1", places=1),
+            6,
+            limits=Limits(seconds=4),
+            concurrency=Concurrency(episodes=6),
+        )
+    assert [each.outcome for each in got] == [Outcome.COMPLETED] * 6
+    assert seconds == pytest.approx(18.0, abs=0.5)
+
+
+def test_a_retry_after_of_two_minutes_is_obeyed_to_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = HttpFailure(FailureKind.BUSY, "HTTP 429: slow down", 120.0)
+    with standing(monkeypatch, failures=deque([busy])) as server:
+        (trajectory,), _, _ = played(ChatEngine("m", base_url="http://standing/v1"), 1)
+    assert trajectory.outcome is Outcome.COMPLETED
+    first, second = server.sent
+    assert second - first >= 120.0
+
+
+def test_a_server_that_wants_no_request_ever_again_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = HttpFailure(FailureKind.BUSY, "HTTP 429: go away", float("inf"))
+    with standing(monkeypatch, failures=deque([never])):
+        got, _, seconds = played(ChatEngine("m", base_url="http://standing/v1", places=1), 3, retries=0)
+    outcomes = sorted(each.outcome.value for each in got)
+    assert outcomes == ["completed", "completed", "engine_error"]
+    assert seconds < 60
+
+
+def test_a_cancelled_run_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = HttpFailure(FailureKind.BUSY, "HTTP 429: slow down", 100.0)
+
+    async def play() -> None:
+        engine = ChatEngine("m", base_url="http://standing/v1", places=2)
+        async with engine:
+            async with Run(Plain, engine, tasks=tasks(8)) as run:
+                await anyio.sleep(50)
+                run.cancel()
+            assert_nothing_open(engine)
+
+    with standing(monkeypatch, failures=deque([busy] * 8)):
+        VirtualClock().run(play)
+
+
+def test_the_display_says_that_a_server_is_asked_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> str:
+        async with Run(Plain, ChatEngine("m", base_url="http://standing/v1", places=8), tasks=tasks(20)) as run:
+            async for _ in run:
+                pass
+            return ", ".join(in_words(Gauge().read(run)))
+
+    with standing(monkeypatch, at_once=2):
+        words = VirtualClock().run(play)
+    assert "asked too much" in words
+    assert "requests at once" in words
