@@ -43,8 +43,8 @@ class RunKeywords(TypedDict, total=False):
     breaker: float
     max_version_lag: int | None
     retry_failed: bool
-    history: History | str | None
     listen: str
+    history: History | str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
