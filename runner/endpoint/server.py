@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
+import sys
 from asyncio import TimerHandle, Transport
 from collections.abc import Iterator
 from contextvars import Context
@@ -25,7 +27,7 @@ Listen = tuple[str, int]
 """A host and a port; 0 takes any that is free."""
 
 CONNECTIONS: Final = 2_000
-"""The most connections at a time; further ones are closed at once."""
+"""The most connections at a time, or half of the files that may be open; further ones are closed at once."""
 
 HEADER_SECONDS: Final = 20.0
 """Seconds in which the head of a request has to come, and that of a connection's first one has to begin."""
@@ -113,7 +115,7 @@ class EndpointServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         both = host == "::" and socket.has_dualstack_ipv6()
         try:
-            bound = socket.create_server((host, port), family=family, backlog=CONNECTIONS, dualstack_ipv6=both)
+            bound = socket.create_server((host, port), family=family, dualstack_ipv6=both)
         except OSError as error:
             raise BadOption(f"listen={host}:{port}: nothing can listen there ({error}); give another one.") from None
         bound.setblocking(False)
@@ -153,6 +155,10 @@ def _server(application: Application) -> Any:
     except ImportError:
         raise BadOption("an endpoint needs uvicorn and httptools: pip install 'deltarunner[serve]'.") from None
 
+    # A quarter may be let in at once before the first of them is looked at, a quarter is the run's own.
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % sys.maxsize  # -1 for any number
+    connections = min(CONNECTIONS, files // 2)
+
     class Protocol(HttpToolsProtocol):
         """A connection that is closed where there are too many, and where the head of a request is long in coming."""
 
@@ -165,7 +171,7 @@ def _server(application: Application) -> Any:
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._late: TimerHandle | None = None
             self._in_head = False
-            if len(self.connections) > CONNECTIONS:
+            if len(self.connections) > connections:
                 transport.abort()
                 return
             self._hurry()
@@ -250,6 +256,7 @@ def _server(application: Application) -> Any:
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            backlog=min(CONNECTIONS, files // 4),
             timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=1,
         )

@@ -329,11 +329,11 @@ class ChatDesk:
         return record
 
     def _handle(self, thread: ConversationState) -> Callable[[int], str]:
-        """What names a turn to a client: the same whenever the episode is played."""
+        """What names a turn to a client: the same whenever the episode is played, as the seed of its sampling is."""
         key = self._play.key
 
         def named(number: int) -> str:
-            turn = f"{key.id}/{key.attempt}/{thread.thread}/{number}".encode("utf-8", "surrogatepass")
+            turn = f"{key.id}/{thread.thread}/{number}".encode("utf-8", "surrogatepass")
             return f"call_{blake2b(turn, digest_size=6).hexdigest()}"
 
         return named

@@ -1,4 +1,4 @@
-"""A run of agent programs that never end, to be interrupted: `python -m tests.endpoint.interrupted FILE FOLDER`.
+"""A run of agent programs that never end, for who interrupts it: `python -m tests.endpoint.interrupted FILE FOLDER`.
 
 Each of them ignores SIGTERM, has a child that left its group, and holds streams that are still being sampled.
 """

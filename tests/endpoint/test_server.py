@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import resource
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import anyio
@@ -204,8 +205,12 @@ async def test_what_is_no_http_is_closed() -> None:
     await probed(probe)
 
 
-async def test_connections_beyond_the_limit_are_closed_and_the_others_go_on(monkeypatch: Any) -> None:
-    monkeypatch.setattr(server, "CONNECTIONS", 20)
+@pytest.mark.parametrize("by_files", [False, True])
+async def test_connections_beyond_the_limit_are_closed_and_the_others_go_on(by_files: bool, monkeypatch: Any) -> None:
+    if by_files:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 20_000))
+    else:
+        monkeypatch.setattr(server, "CONNECTIONS", 20)
 
     async def probe(endpoint: Endpoint) -> None:
         opened = [await anyio.connect_tcp(*address_of(endpoint)) for _ in range(60)]
@@ -226,6 +231,25 @@ async def test_connections_beyond_the_limit_are_closed_and_the_others_go_on(monk
         for stream in opened:
             await stream.aclose()
         await anyio.sleep(0.1)  # their places are free again
+
+    await probed(probe)
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 12_000, reason="needs that many open files")
+async def test_ten_thousand_connections_are_held_off_and_those_inside_are_answered() -> None:
+    async def probe(endpoint: Endpoint) -> None:
+        async with http(endpoint) as client:
+            assert (await client.get("/models")).status_code == 200
+            with ExitStack() as stack:
+                for number in range(10_000):
+                    one = stack.enter_context(socket.socket())
+                    one.setblocking(False)
+                    with suppress(BlockingIOError):
+                        one.connect(address_of(endpoint))
+                    if number % 250 == 0:
+                        assert (await client.get("/models")).status_code == 200
+                answer = await client.post("/chat/completions", json=ASKED)
+                assert answer.status_code == 200
 
     await probed(probe)
 
@@ -287,7 +311,10 @@ async def test_two_runs_at_once_have_a_server_each() -> None:
     assert len(set(ports)) == 2
 
 
-@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
+BOTH = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", pytest.param("[::]:0", marks=BOTH)])
 async def test_who_listens_everywhere_is_found_by_any_address_and_by_no_other_name(listen: str) -> None:
     async def probe(endpoint: Endpoint) -> None:
         port = address_of(endpoint)[1]

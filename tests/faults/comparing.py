@@ -10,7 +10,7 @@ from runner import RunFile
 from runner.trajectory import Trajectory
 from tests.store.building import plain
 
-TIMES = {"seconds", "waited", "timings"}
+TIMES = {"seconds", "align_seconds", "waited", "timings"}
 
 
 def by_key(trajectories: Iterable[Trajectory]) -> dict[tuple[str, int, int, str], Any]:
