@@ -101,6 +101,8 @@ class EndpointServer:
     def _start(self) -> Application:
         if self._group is None:
             raise RuntimeError("the run is not running: an episode can be served while it is played")
+        if not issubclass(anyio.get_cancelled_exc_class(), asyncio.CancelledError):
+            raise BadOption("an endpoint works on asyncio alone, and this is trio: run on asyncio.")
         host, port = self._listen
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         both = host == "::" and socket.has_dualstack_ipv6()
