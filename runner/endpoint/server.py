@@ -122,11 +122,16 @@ class EndpointServer:
         shown = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1" if both else "::1"}.get(host, host)
         self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
         hosts = [f"{f'[{name}]' if ':' in name else name}:{port}".lower() for name in names]
-        self._application = Application(hosts, any_address=host in ("0.0.0.0", "::"))
-        self._server = _server(self._application)
+        application = Application(hosts, any_address=host in ("0.0.0.0", "::"))
+        try:
+            self._server = _server(application)
+        except BadOption:
+            bound.close()
+            raise
+        self._application = application
         # In a context of its own: it outlives the episode that asked for it first, whose clocks must not run over it.
         Context().run(self._group.start_soon, self._server.serve, [bound])
-        return self._application
+        return application
 
 
 def _server(application: Application) -> Any:
