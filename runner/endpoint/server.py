@@ -111,6 +111,8 @@ class EndpointServer:
     def _start(self) -> Application:
         if self._group is None:
             raise RuntimeError("the run is not running: an episode can be served while it is played")
+        if not issubclass(anyio.get_cancelled_exc_class(), asyncio.CancelledError):
+            raise BadOption("an endpoint works on asyncio alone, and this is trio: run on asyncio.")
         host, port = self._listen
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         both = host == "::" and socket.has_dualstack_ipv6()
@@ -130,11 +132,16 @@ class EndpointServer:
         shown = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1" if both else "::1"}.get(host, host)
         self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
         hosts = [f"{f'[{name}]' if ':' in name else name}:{port}".lower() for name in names]
-        self._application = Application(hosts, any_address=host in ("0.0.0.0", "::"))
-        self._server = _server(self._application)
+        application = Application(hosts, any_address=host in ("0.0.0.0", "::"))
+        try:
+            self._server = _server(application)
+        except BadOption:
+            bound.close()
+            raise
+        self._application = application
         # In a context of its own: it outlives the episode that asked for it first, whose clocks must not run over it.
         Context().run(self._group.start_soon, self._serve, bound)
-        return self._application
+        return application
 
     async def _serve(self, bound: socket.socket) -> None:
         try:

@@ -123,5 +123,7 @@ async def test_a_run_is_resumed_verified_and_exported_like_any_other(tmp_path: P
     out = tmp_path / "run.jsonl"
     exported = await anyio.to_thread.run_sync(CliRunner().invoke, app, ["export", str(file), "-o", str(out)])
     assert exported.exit_code == 0, exported.output
-    lines = (await anyio.Path(out).read_text()).splitlines()
-    assert len(lines) == 4 * EPISODES
+    lines = [json.loads(line) for line in (await anyio.Path(out).read_text()).splitlines()]
+    assert sorted(line["agent"] for line in lines) == sorted(["main", "one", "two"] * EPISODES), (
+        "those that are trained"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import socket
+import sys
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -296,6 +297,18 @@ async def test_a_port_that_is_taken_is_told() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(AssertionError, match=f"listen=127.0.0.1:{port}: nothing can listen there"):
             await probed(lambda endpoint: anyio.lowlevel.checkpoint(), listen=f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_an_endpoint_on_trio_is_refused_by_name(anyio_backend: str) -> None:
+    with pytest.raises(AssertionError, match="works on asyncio alone, and this is trio"):
+        await probed(lambda endpoint: anyio.lowlevel.checkpoint())
+
+
+async def test_without_its_library_an_endpoint_says_what_to_install(monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(AssertionError, match=r"pip install 'deltarunner\[serve\]'"):
+        await probed(lambda endpoint: anyio.lowlevel.checkpoint())
 
 
 async def test_two_runs_at_once_have_a_server_each() -> None:
