@@ -294,7 +294,7 @@ class ShownRun(Reporter):
         try:
             self._console.print(Text(f"log   {self._log} (what vLLM and the environment print)"), soft_wrap=True)
             with quiet_output(self._log):  # a log may hold several launches
-                print(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {' '.join(sys.argv)}")
+                print(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {self._command()}")
             self._require_tool_format()
             self._resolve_model()
             self.received = on_event_loop(self._play)
@@ -305,6 +305,13 @@ class ShownRun(Reporter):
             raise
         self._print_results()
         return 0 if self.received is None else 128 + self.received
+
+    def _command(self) -> str:
+        """What was typed, without keys: a log is shown to others."""
+        command = " ".join(sys.argv)
+        for key in filter(None, (self._settings.api_key, self._settings.server_key)):
+            command = command.replace(key, "***")
+        return command
 
     def _resolve_model(self) -> None:
         """Now, since it may take long and says so: the demo model is converted once, and files may be fetched."""

@@ -11,7 +11,7 @@ from typing import Final
 import anyio
 
 from runner.concurrency.threads import Job
-from runner.engines.base import BaseEngine
+from runner.engines.base import BaseEngine, EngineStats
 from runner.environment.task_feed import TaskFeed
 from runner.episode.key import EpisodeKey
 from runner.episode.shared import RunShared
@@ -35,6 +35,11 @@ _OF_SERVERS: Final = ("throttled", "retried")
 """What engines that ask a server count."""
 
 _EPISODE: Final = attrgetter("task.id", "visit", "index")
+
+
+def _moved(stats: EngineStats) -> tuple[int, int]:
+    # What is asked again is not stuck: a server may want to be left alone for minutes, time and again.
+    return stats.sampled_tokens, stats.retried
 
 
 @dataclass(eq=False, kw_only=True)
@@ -145,7 +150,7 @@ class StartedRun:
 
     def _progress(self) -> tuple[object, ...]:
         # While an engine stands still for its trainer, nothing can happen, and nothing is stuck.
-        moved = [object() if engine.standstill.on else engine.stats().sampled_tokens for engine in self.engines]
+        moved = [object() if engine.standstill.on else _moved(engine.stats()) for engine in self.engines]
         return (self.state.summary.episodes, *moved)
 
     async def _watch_engines(self) -> None:

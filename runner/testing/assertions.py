@@ -228,7 +228,8 @@ def _check_ending(trajectory: Trajectory) -> None:
         raise AssertionError(f"{name}: outcome {outcome.value}, and its limit is {trajectory.limit!r}")
     _require(trajectory.error or not outcome.failed, f"{name}: outcome {outcome.value}, and no error says why")
     reward = trajectory.reward
-    scored = trajectory.trained or trajectory.agent == MAIN
+    evaluated = trajectory.agent == MAIN and not any(turn.has_ids for turn in trajectory.turns)
+    scored = trajectory.trained or evaluated
     if reward is not None and not (outcome.scored and trajectory.turns and scored):
         what = f"{outcome.value}, {len(trajectory.turns)} turns, {'' if trajectory.trained else 'not '}trained"
         raise AssertionError(f"{name}: a reward of {reward}, and {what}")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from runner.engines.chat.engine import ChatEngine
 from runner.engines.http_retries import FailureKind, RetryPolicy
 from tests.engines.chat.api import QUICK, Api, Says, Trouble, asked, asking, error, hear, refuses, serving, wanted
 from tests.playing import Plain, talking, tasks, until_end
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.anyio
 
@@ -367,3 +371,15 @@ async def test_an_error_is_no_part_of_the_file_that_tells_the_key(tmp_path: Path
     assert "cannot use ***" in trajectory.error
     with RunFile(file) as run_file:
         assert [row.error for row in run_file.rows(trained=None)] == [trajectory.error]
+
+
+def test_the_key_that_was_typed_is_not_in_the_log(tmp_path: Path) -> None:
+    # In a process of its own: what is printed goes to the log by its descriptor. Refused, since nobody is there.
+    typed = ["run", "calculator", "--top-k", "4", "--api-model", "m", "--api-url", "http://127.0.0.1:9/v1"]
+    command = [sys.executable, "-c", "from runner.cli.app import main; main()", *typed, "--api-key", KEY]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert "top_k=4" in done.stderr
+    log = (tmp_path / "runs" / "calculator.log").read_text()
+    assert "--api-key ***" in log
+    assert KEY not in f"{log} {done.stdout} {done.stderr}"
