@@ -20,7 +20,8 @@ from runner.engines.chat.rate_limit import RateLimiter
 from runner.engines.gate import AdmissionGate, Session
 from runner.engines.http_retries import FailureKind, HttpFailure, RetryPolicy
 from runner.runs.figures import Gauge, in_words
-from runner.testing import VirtualClock
+from runner.testing import VirtualClock, cancel_everywhere
+from tests.engines.chat.api import wanted
 from tests.playing import Plain, assert_nothing_open, tasks
 
 
@@ -317,3 +318,25 @@ def test_the_display_says_that_a_server_is_asked_too_much(monkeypatch: pytest.Mo
         words = VirtualClock().run(play)
     assert "asked too much" in words
     assert "requests at once" in words
+
+
+def test_a_turn_that_is_cancelled_anywhere_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> int:
+        engine = ChatEngine("m", base_url="http://standing/v1", places=1)
+        async with engine:
+
+            async def scenario() -> None:
+                server.failures.append(HttpFailure(FailureKind.BUSY, "HTTP 429: slow down", 2.0))
+                async with engine.stream(wanted()) as stream:
+                    async for _ in stream:
+                        await anyio.sleep(1)
+
+            def check() -> None:
+                server.failures.clear()
+                assert server.open == 0
+                assert_nothing_open(engine)
+
+            return await cancel_everywhere(scenario, check=check)
+
+    with standing(monkeypatch) as server:
+        assert in_trio(test) >= 3  # asked, told to wait, and heard

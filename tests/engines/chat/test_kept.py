@@ -1,0 +1,179 @@
+"""What is kept of a run on an API of messages, what is said of it afterwards, and the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from typer.testing import CliRunner
+
+from runner import (
+    Concurrency,
+    ConfigurationChanged,
+    Conversation,
+    Run,
+    RunFile,
+)
+from runner.cli.app import app
+from runner.testing import ScriptedEngine, play
+from tests.engines.chat.adding import Adding, adds, played
+from tests.engines.chat.api import Says, asking, serving
+from tests.playing import Plain, assert_nothing_open, tasks
+from tests.verifying import change, verify
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def test_a_run_file_has_what_was_said_and_what_it_took(tmp_path: Path) -> None:
+    file = tmp_path / "run.db"
+    async with serving(adds) as api:
+        trajectories = await played(Adding, asking(api), file=file)
+    with RunFile(file) as run_file:
+        assert run_file.header.engine["kind"] == "chat"
+        assert run_file.header.engine["server"] == api.url
+        assert run_file.header.template == {}
+        rows = list(run_file.rows(trained=None))
+        assert len(run_file) == 0
+        stored = {row.id: run_file.trajectory(row) for row in rows}
+    for each in trajectories:
+        again = stored[each.id]
+        assert (again.messages, again.reward, again.trained) == (each.messages, each.reward, False)
+        assert [turn.usage for turn in again.turns] == [turn.usage for turn in each.turns]
+        assert [turn.text for turn in again.turns] == [turn.text for turn in each.turns]
+
+
+async def test_a_run_is_gone_on_with_where_it_was_left(tmp_path: Path) -> None:
+    file = tmp_path / "run.db"
+    async with serving(adds) as api:
+        async with Run(Adding, asking(api), file=file, concurrency=Concurrency(episodes=1)) as run:
+            await anext(run)
+        known = len(api.bodies)
+        got = await played(Adding, asking(api, places=3), file=file)
+        assert 1 <= len(got) <= 3
+        assert len(api.bodies) - known <= 2 * len(got)
+        with pytest.raises(ConfigurationChanged, match="extra_body"):
+            await played(Adding, asking(api, extra_body={"reasoning_effort": "low"}), file=file)
+    with RunFile(file) as run_file:
+        assert run_file.complete
+        assert len(list(run_file.rows(trained=None))) == 4
+
+
+async def test_verify_says_what_it_can_of_messages_and_fails_what_is_not_in_them(tmp_path: Path) -> None:
+    file = tmp_path / "run.db"
+    async with serving(adds) as api:
+        await played(Adding, asking(api), file=file)
+    told = verify(file)
+    assert told.exit_code == 0
+    assert "4 trajectories are of servers that take messages" in told.output
+    assert "follows from" not in told.output
+    change(file, "UPDATE turns SET text = 'forged' WHERE episode = 1 AND number = 1")
+    told = verify(file)
+    assert told.exit_code == 7
+    assert "in no message" in told.output
+
+
+async def test_verify_looks_at_the_ids_of_the_others_too(tmp_path: Path) -> None:
+    class Judged(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            await conversation.generate()
+            judge = self.episode.conversation("judge", prompt="Good?")
+            await judge.generate()
+
+    file = tmp_path / "run.db"
+    async with serving("Yes") as api:
+        await played(Judged, ScriptedEngine("It is 4."), engines={"judge": asking(api)}, file=file)
+    told = verify(file)
+    assert told.exit_code == 0
+    assert "all of it follows from" in told.output
+    assert "1 trajectories are of servers that take messages" in told.output
+
+
+async def test_the_summary_adds_up_what_it_took_and_who_answered() -> None:
+    told = {
+        "prompt_tokens": 20,
+        "completion_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 16},
+        "completion_tokens_details": {"reasoning_tokens": 4},
+        "cost": 0.25,
+    }
+    async with serving(Says("Yes", usage=told)) as api, Run(Plain, asking(api), tasks=tasks(3)) as run:
+        async for _ in run:
+            pass
+    assert run.summary.as_dict()["usage"] == {
+        "prompt": 60,
+        "completion": 27,
+        "cached": 48,
+        "reasoning": 12,
+        "cost": 0.75,
+        "models": {"model-2026-01-01": 3},
+    }
+    assert run.summary.reward.mean == 1.0
+    assert_nothing_open(run.engine)
+
+
+def test_the_command_line_evaluates_an_api_and_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DELTARUNNER_API_KEY", "sk-secret-0123456789")
+    told: dict[str, Any] = {}
+
+    def on_a_thread(url: str) -> None:
+        options = ["-n", "2", "--temperature", "0", "--file", "run.db", "--json"]
+        result = CliRunner().invoke(app, ["run", "calculator", "--api-model", "some-model", "--api-url", url, *options])
+        told["run"] = result
+        told["show"] = CliRunner().invoke(app, ["show", "run.db"])
+        told["one"] = CliRunner().invoke(app, ["show", "run.db", "calculator-0"])
+        told["export"] = CliRunner().invoke(app, ["export", "run.db", "--format", "jsonl"])
+        told["verify"] = CliRunner().invoke(app, ["verify", "run.db"])
+
+    async def main() -> None:
+        async with serving("I do not know.", key="sk-secret-0123456789") as api:
+            await anyio.to_thread.run_sync(on_a_thread, api.url)
+
+    anyio.run(main)
+    assert told["run"].exit_code == 0, told["run"].output
+    outcome = json.loads(told["run"].stdout.splitlines()[-1])
+    assert (outcome["model"], outcome["summary"]["episodes"]) == ("some-model", 2)
+    assert outcome["summary"]["usage"]["completion"] > 0
+    assert "answered by" in told["show"].output
+    assert "calculator-0#0" in told["show"].output
+    assert "I do not know." in told["one"].output
+    assert "tokens by the server's count" in told["one"].output
+    assert told["export"].exit_code == 2
+    assert "nothing to train on" in " ".join(told["export"].output.split())
+    assert told["verify"].exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--api-url", "http://127.0.0.1:1/v1"], "give --api-model too"),
+        (["--api-model", "m", "--server", "http://127.0.0.1:1"], "--server and --api-model"),
+        (["--api-model", "m", "--template", "hermes"], "--template and --api-model"),
+        (["--api-model", "m", "--engine-option", "max_num_seqs=4"], "--engine-option max_num_seqs"),
+        (["--api-model", "m", "--api-url", "http://127.0.0.1:1/v1", "--top-k", "4"], "Sampling(top_k=4)"),
+    ],
+    ids=["no model", "a server too", "a template", "vLLM's option", "top-k"],
+)
+def test_what_does_not_go_with_an_api_is_refused_on_the_command_line(
+    options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["run", "calculator", *options])
+    assert result.exit_code == 2
+    assert words in " ".join(f"{result.output} {result.exception}".split())
+
+
+def test_the_testing_kit_plays_on_an_api_too() -> None:
+    async def main() -> None:
+        async with serving("Yes") as api:
+            await anyio.to_thread.run_sync(lambda: play(Plain, asking(api)))
+
+    anyio.run(main)
