@@ -59,7 +59,7 @@ class Line:
     async def leave_if_unread(self, scope: anyio.CancelScope) -> None:
         """Cancel the answering of a client that does not read what was written to it."""
         # Looked at now and then: a timer for every write would cost more than the write.
-        while self._sending is None or time.monotonic() - self._sending < READ_SECONDS:  # noqa: ASYNC110  # as it says
+        while self._sending is None or time.monotonic() - self._sending < READ_SECONDS:  # noqa: ASYNC110  # see above
             await anyio.sleep(READ_SECONDS / 4)
         self.gone = True
         scope.cancel()

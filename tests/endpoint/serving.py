@@ -75,7 +75,7 @@ def openai_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
 async def until(true: Callable[[], bool]) -> None:
     """Wait for what no event tells: processes, connections, an engine's figures."""
     with anyio.fail_after(50):
-        while not true():  # noqa: ASYNC110  # as it says
+        while not true():  # noqa: ASYNC110  # no event tells of these
             await anyio.sleep(0.005)
 
 

@@ -49,7 +49,7 @@ def require_openai() -> None:
         BadOption: it is not; says how to install it.
     """
     try:
-        import openai  # noqa: F401
+        import openai  # noqa: F401  # only whether it is there
     except ImportError:
         raise BadOption("A ChatEngine needs openai: pip install 'deltarunner[api]'.") from None
 

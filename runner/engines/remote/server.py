@@ -33,7 +33,7 @@ def require_aiohttp() -> None:
         BadOption: it is not; says how to install it.
     """
     try:
-        import aiohttp  # noqa: F401
+        import aiohttp  # noqa: F401  # only whether it is there
     except ImportError:
         raise BadOption("A RemoteEngine needs aiohttp: pip install 'deltarunner[remote]'.") from None
 
