@@ -83,6 +83,11 @@ class Play(EpisodeState):
         """Whether it would end the same if it were played again."""
         return self._ending is not None and self._ending.permanent
 
+    @property
+    def turns_taken(self) -> int:
+        """How many turns of `main` there are so far."""
+        return len(self.episode.turns)
+
     def trained_logs(self) -> Iterator[TokenLog]:
         """The token logs so far of the agents that are trained."""
         for state in self.states.values():

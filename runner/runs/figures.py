@@ -13,7 +13,7 @@ from typing import Final
 import anyio
 
 from runner.concurrency.loop_lag import Blocker
-from runner.episode.lifecycle import Play
+from runner.runs.player import Attempt
 from runner.runs.run import Run
 from runner.transcript import printable
 
@@ -173,9 +173,9 @@ class Gauge:
         return (sampled - before) / (now - since) if now > since else 0.0
 
 
-def _stuck(play: Play) -> Stuck:
+def _stuck(play: Attempt) -> Stuck:
     waited = anyio.current_time() - play.since
-    return Stuck(shown_line(play.key.id), len(play.episode.turns), shown_line(play.activity), waited)
+    return Stuck(shown_line(play.key.id), play.turns_taken, shown_line(play.activity), waited)
 
 
 def shown_line(text: str) -> str:

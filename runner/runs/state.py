@@ -7,9 +7,9 @@ from pathlib import Path
 
 import anyio
 
-from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
 from runner.errors import DeltarunnerError, EngineDead
+from runner.runs.player import Attempt
 from runner.runs.summary import Summary
 from runner.trajectory import Outcome
 
@@ -26,7 +26,7 @@ class RunState:
     file: Path | None = None
     """The path of the run file; None where there is none, or none is named yet."""
 
-    plays: set[Play] = field(default_factory=set)
+    plays: set[Attempt] = field(default_factory=set)
     """The episodes in flight."""
 
     failure: DeltarunnerError | None = None
