@@ -39,6 +39,7 @@ class Start:
         options, engine = stage.options, stage.engines[0]
         exit_stack.callback(stage.workers.close)
         await stage.check_options()
+        packed = engine.packed(stage) if isinstance(engine, PlayingEngine) else b""
         # Engines before all else: what the header says, and which adapters there are, only a running one knows.
         for each in stage.engines:
             await exit_stack.enter_async_context(running(each))
@@ -54,7 +55,7 @@ class Start:
         self.state.summary.faults.extend(faults)
         feed = await self._feed()  # after lifespan(), whose resources tasks() may read
         exit_stack.push_async_callback(feed.aclose)
-        player = await self._player(exit_stack, shared, clock)
+        player = await self._player(exit_stack, packed, shared, clock)
         exit_stack.enter_context(staleness.cutting(self.state.plays))
         return StartedRun(
             options=options,
@@ -67,11 +68,11 @@ class Start:
             staleness=staleness,
         )
 
-    async def _player(self, exit_stack: AsyncExitStack, shared: RunShared, clock: datetime) -> Player:
-        engine = self.stage.engines[0]
+    async def _player(self, exit_stack: AsyncExitStack, packed: bytes, shared: RunShared, clock: datetime) -> Player:
+        engine, width = self.stage.engines[0], self.stage.options.concurrency.episodes
         if isinstance(engine, PlayingEngine):
-            return await exit_stack.enter_async_context(engine.player(self.stage, clock))
-        return LocalPlayer(shared, self.stage.options.concurrency.episodes or width_of(engine))
+            return await exit_stack.enter_async_context(engine.player(packed, shared, clock, width))
+        return LocalPlayer(shared, width or width_of(engine))
 
     async def _writer(self, now: datetime) -> RunWriter:
         stage, state = self.stage, self.state

@@ -1,0 +1,289 @@
+"""Workers as actors of Ray: the only module that imports Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import pickle
+import sys
+from collections.abc import Awaitable, Generator, Mapping
+from functools import partial
+from typing import Any, Final
+
+import anyio.to_thread
+
+from runner.cluster.arrays import as_arrays, as_tensors
+from runner.cluster.limiters import LimiterDesk
+from runner.cluster.words import Stored, WorkerLost, WorkerProcess
+from runner.cluster.worker import Worker
+from runner.engines.base import BaseEngine
+from runner.errors import BadOption, DeltarunnerError
+
+__all__ = ["RayLauncher"]
+
+CALLS: Final = 100_000
+"""How many calls an actor works on at once; Ray would queue the rest in silence behind a thousand."""
+
+STORE_BYTES: Final = 512 * 1024**2
+"""The object store of a cluster of our own: weights that are put into it; what does not fit goes to a disk."""
+
+
+class RayLauncher:
+    """Starts workers on a cluster of Ray.
+
+    Args:
+        address: of a cluster that stands; None takes RAY_ADDRESS, or else starts one on this machine.
+        cpus: what each of them takes of Ray's count.
+        gpus: the same.
+        runtime_env: passed to Ray, for workers on machines that do not see this one's files.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str | None,
+        cpus: float,
+        gpus: float,
+        runtime_env: Mapping[str, Any] | None,
+    ) -> None:
+        self._address = address
+        self.least = 1
+        """How many workers there have to be."""
+        self.most = 1
+        """How many there are to be at most."""
+        self._cpus = cpus
+        self._gpus = gpus
+        self._runtime_env = dict(runtime_env or {})
+        self._started = False
+        self._desk: Any = None
+
+    async def open(self) -> None:
+        """Reach the cluster, or start one."""
+        await anyio.to_thread.run_sync(self._connect)
+
+    def _connect(self) -> None:
+        ray = _ray()
+        if not ray.is_initialized():
+            address = self._address or os.environ.get("RAY_ADDRESS")
+            own = address is None
+            settings: dict[str, Any] = {
+                "include_dashboard": False,
+                "num_cpus": max(os.cpu_count() or 1, round(self.most * self._cpus)),
+                "object_store_memory": STORE_BYTES,
+            }
+            try:
+                ray.init(
+                    address="local" if own else address,
+                    runtime_env=self._runtime_env or None,
+                    logging_level=logging.ERROR,
+                    **(settings if own else {}),
+                )
+            except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+                where = "on this machine" if own else f"at {address!r}"
+                raise BadOption(f"RayEngines(address={self._address!r}): no cluster of Ray {where}: {error}") from error
+            self._started = True
+        self._require_resources(ray.cluster_resources())
+        self._desk = ray.remote(num_cpus=0, max_concurrency=CALLS)(LimiterDesk).remote()
+
+    def _require_resources(self, there: Mapping[str, float]) -> None:
+        for name, each in (("GPU", self._gpus), ("CPU", self._cpus)):
+            if each * self.least > there.get(name, 0):
+                raise BadOption(
+                    f"RayEngines: {self.least} workers of {each:g} {name} each need {each * self.least:g}, and the "
+                    f"cluster has {there.get(name, 0):g}. Give fewer workers, or more machines."
+                )
+
+    async def close(self) -> None:
+        """Leave the cluster, and end it where it is ours."""
+        await anyio.to_thread.run_sync(self._disconnect)
+
+    def _disconnect(self) -> None:
+        ray = _ray()
+        if self._desk is not None:
+            ray.kill(self._desk)
+            self._desk = None
+        if self._started:
+            self._started = False
+            ray.shutdown()
+
+    def start(self, engine: BaseEngine, number: int) -> WorkerProcess:
+        """A new worker, which may wait for a machine."""
+        ray = _ray()
+        actor = ray.remote(WorkerActor).options(
+            num_cpus=self._cpus,
+            num_gpus=self._gpus,
+            max_restarts=0,  # a restarted actor would have lost its engine and its weights
+            max_task_retries=0,
+            max_concurrency=CALLS,
+            scheduling_strategy="SPREAD",
+        )
+        packed = self.pack(engine, f"RayEngines: {type(engine).__name__} cannot")
+        return RayWorker(actor.remote(packed, number, self._desk, tuple(map(os.path.abspath, sys.path))))
+
+    def pack(self, value: Any, what: str) -> Any:
+        """A value pickled as Ray does, which takes classes of a script along."""
+        try:
+            return _ray().cloudpickle.dumps(value)
+        except Exception as error:
+            raise BadOption(f"{what} be pickled ({error}): make it in lifespan() or setup(), on the worker.") from None
+
+    async def put(self, value: Any) -> Any:
+        """A large value in Ray's store; a folder is told by its path, and has to be there on every machine."""
+        if isinstance(value, str | os.PathLike):
+            return str(await (await anyio.Path(value).expanduser()).absolute())
+        return await anyio.to_thread.run_sync(_in_store, value)
+
+    def forget(self, worker: int) -> None:
+        """Give back the leases of a worker that is gone."""
+        self._desk.forget.remote(worker)
+
+    def forget_run(self, run: int) -> None:
+        """Forget the limiters of a run."""
+        self._desk.close_run.remote(run)
+
+
+def _ray() -> Any:
+    # Not at the top, since it takes a second; and as Any, since its types do not know its own options.
+    return importlib.import_module("ray")
+
+
+class RayWorker:
+    """A worker in an actor of Ray."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._open: set[asyncio.Future[Any]] = set()
+        self._killed = False
+
+    def send(self, call: str, *arguments: Any) -> Awaitable[Any]:
+        """Have a method of the worker called."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._killed:
+            answer.set_exception(WorkerLost("it was ended"))
+        else:
+            self._open.add(answer)
+            told = asyncio.wrap_future(self._actor.ask.remote(call, *arguments).future())
+            told.add_done_callback(partial(self._answered, answer))
+        return RayAnswer(answer)
+
+    def _answered(self, answer: asyncio.Future[Any], told: asyncio.Future[Any]) -> None:
+        self._open.discard(answer)
+        error = told.exception()
+        if answer.done():  # it was killed meanwhile
+            return
+        if error is None:
+            answer.set_result(told.result())
+        else:
+            answer.set_exception(error)
+            answer.exception()  # looked at, so that nobody is told of one that nobody waits for
+
+    def kill(self) -> None:
+        """End the worker. Who waits for an answer is told at once: a machine that is silent would never tell."""
+        ray = _ray()
+        if self._killed:
+            return
+        self._killed = True
+        ray.kill(self._actor)
+        for answer in self._open:
+            if not answer.done():
+                answer.set_exception(WorkerLost("it was ended"))
+                answer.exception()
+
+
+class RayAnswer:
+    """The answer to a call; it stays when who waits for it is cancelled."""
+
+    def __init__(self, answer: asyncio.Future[Any]) -> None:
+        self._answer = answer
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._read().__await__()
+
+    async def _read(self) -> Any:
+        from ray.exceptions import RayError
+
+        try:
+            answer = await asyncio.shield(self._answer)
+        except RayError as error:
+            raise WorkerLost(_why(error)) from error
+        if isinstance(answer, Raised):
+            raise answer.error
+        return answer
+
+
+def _why(error: Exception) -> str:
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+
+    if isinstance(error, RayTaskError):
+        return f"it failed: {error.cause!r}"
+    if isinstance(error, ActorUnavailableError):
+        return "its machine cannot be reached"
+    if isinstance(error, ActorDiedError):
+        return "its process died"
+    return str(error).strip().splitlines()[0]
+
+
+class Raised:
+    """An error that a method of a worker raised, on its way to the driver."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By class and text: what it was raised from may not be pickled, and says nothing there.
+        return _raised, (type(self.error), str(self.error))
+
+
+def _raised(kind: type[DeltarunnerError], text: str) -> Raised:
+    error = kind.__new__(kind)
+    error.args = (text,)
+    return Raised(error)
+
+
+class WorkerActor:
+    """A `Worker` inside an actor: every call of the driver comes through one method."""
+
+    def __init__(self, packed: bytes, number: int, desk: Any, search: tuple[str, ...]) -> None:
+        sys.path.extend(folder for folder in search if folder not in sys.path and os.path.isdir(folder))
+        self._worker = Worker(pickle.loads(packed), number, RayDesk(desk))
+
+    async def ask(self, call: str, *arguments: Any) -> Any:
+        """Call a method of the worker."""
+        try:
+            return await getattr(self._worker, call)(*arguments)
+        except DeltarunnerError as error:
+            return Raised(error)
+
+
+class RayDesk:
+    """The desk of limiters, as a worker reaches it."""
+
+    def __init__(self, desk: Any) -> None:
+        self._desk = desk
+
+    async def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> bool:
+        """Wait for a lease."""
+        granted: bool = await self._desk.acquire.remote(run, name, limit, worker, lease)
+        return granted
+
+    def release(self, worker: int, lease: int) -> None:
+        """Give a lease back."""
+        self._desk.release.remote(worker, lease)
+
+
+class StoredInRay(Stored):
+    """A value in Ray's store."""
+
+    def __init__(self, reference: Any) -> None:
+        self._reference = reference
+
+    def read(self) -> Any:
+        """The value; its tensors are views of the store and take no memory of the worker's own."""
+        ray = _ray()
+        return as_tensors(ray.get(self._reference))
+
+
+def _in_store(value: Any) -> StoredInRay:
+    return StoredInRay(_ray().put(as_arrays(value)))
