@@ -15,7 +15,7 @@ from runner.episode.key import EpisodeKey
 from runner.episode.limits import Ending
 from runner.episode.outcome import silent
 from runner.episode.shared import RunShared
-from runner.errors import DeltarunnerError
+from runner.errors import BadOption, BadTask, DeltarunnerError
 from runner.tokens.log import TokenLog
 from runner.trajectory import Outcome, Trajectory
 
@@ -115,7 +115,8 @@ class FleetAttempt:
                 await self._play_on(self._hand)
         except WorkerLost as lost:
             assert self._hand is not None, "it was there"
-            # Else the next attempt could be sent to the same one.
+            # Whatever failed there, it is not to be relied on; and the next attempt must not be sent to it.
+            self._hand.dismiss(str(lost))
             await self._hand.gone.wait()
             self._trajectories = self._lost(lost, self._hand)
         finally:
@@ -123,8 +124,10 @@ class FleetAttempt:
         return self.trajectories()
 
     async def _play_on(self, hand: Hand) -> None:
-        self._report(f"{hand.name}")
-        answer = hand.process.send("play", self._player.run, self.number, self.key)
+        if self._ending is not None:  # it was cut before it began
+            return
+        self._report(hand.name)
+        answer = hand.process.send("play", self._player.run, self.number, self._packed_key())
         try:
             self._take(await answer)
         except anyio.get_cancelled_exc_class():
@@ -158,6 +161,13 @@ class FleetAttempt:
 
     def _silent(self, ending: Ending) -> list[Trajectory]:
         return [silent(self._player.shared, self.key, ending)]
+
+    def _packed_key(self) -> bytes:
+        try:
+            packed: bytes = self._player.driver.launcher.pack(self.key, "cannot")
+        except BadOption as error:
+            raise BadTask(f"task {self.key.task.id!r} goes to a worker, and {error}") from None
+        return packed
 
     def _report(self, what: str) -> None:
         self.activity, self.since = what, anyio.current_time()
