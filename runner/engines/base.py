@@ -199,6 +199,16 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
             self.runtime.gate.close(session)
         session.closed = True
 
+    def check_sampling(self, sampling: Sampling) -> None:  # one that does all of it has nothing to say
+        """Refuse what the engine could not be asked for, before anything is played.
+
+        Args:
+            sampling: how a turn is to be sampled, every field set.
+
+        Raises:
+            BadOption: names the field.
+        """
+
     @abstractmethod
     def stats(self) -> EngineStats:
         """What the engine is doing now; cheap."""
@@ -233,6 +243,13 @@ class Engine(BaseEngine):
     @abstractmethod
     def stream(self, request: GenerationRequest) -> DeltaStream:
         """The deltas of one request; nothing happens before the block is entered."""
+
+    def check_constraint(self, constraint: Constraint) -> None:  # one that enforces grammars has nothing to say
+        """Refuse what may be sampled, where the engine could not enforce it, before anything is played.
+
+        Raises:
+            BadOption: says what to do.
+        """
 
 
 def vocabulary_size(engine: Engine) -> int:
