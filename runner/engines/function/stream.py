@@ -12,6 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
 
 from runner.concurrency.cancellation import forget_native_cancellation
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest, Session
@@ -222,6 +223,8 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
                 raise self._failure
             self._news = self._news or anyio.Event()
             await self._news.wait()
+            # Where the function gives an id at each step of the loop, asyncio's cancellation finds nobody who waits.
+            await checkpoint_if_cancelled()
         delta = self._deltas.popleft()
         if delta.finish is not None:
             self.finish = delta.finish

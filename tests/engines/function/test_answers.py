@@ -11,6 +11,7 @@ from runner import Environment, Outcome, Run, Task, TokenEngine, TokenOutput, To
 from runner.engines.base import Delta, GenerationRequest
 from runner.errors import EngineError
 from runner.options import Limits, Sampling
+from runner.testing.contract_promises import drain
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from tests.engines.asking import STOP, request
 
@@ -86,8 +87,7 @@ async def test_what_comes_behind_the_finish_is_an_error_and_the_finish_is_not_to
     engine = says(TokenOutput([72], [-0.5]), stop([73]), TokenOutput([74], [-0.5]))
     async with engine, engine.stream(request(max_tokens=9)) as stream:
         with pytest.raises(EngineError, match="went on behind its finish"):
-            async for delta in stream:
-                read.append(delta)
+            await drain(stream, read)
     assert [list(delta.token_ids) for delta in read] == [[72]]
 
 

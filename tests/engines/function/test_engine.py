@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from runner import (
 from runner.engines.base import Engine, FinishReason
 from runner.errors import EngineError
 from runner.testing import Latency, ScriptedEngine, assert_exact, call, force
+from runner.testing.contract_promises import until
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from tests.engines.asking import STOP, request
 from tests.engines.function.functions import Behind, engine_over
@@ -109,7 +110,7 @@ async def test_every_turn_of_a_conversation_has_its_session_and_no_two_have_one(
 
 @both_backends
 async def test_a_version_that_is_told_is_noticed_and_stamped() -> None:
-    versions = iter(["7", "7", 8, 8])
+    versions: Iterator[str | int] = iter(["7", "7", 8, 8])
 
     async def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> AsyncIterator[TokenOutput]:
         yield TokenOutput([72, 105], [-0.5, -0.5], version=next(versions))
@@ -439,8 +440,7 @@ async def test_a_paused_engine_calls_nobody_and_goes_on_with_what_waited() -> No
             await engine.pause("wait")
             group.start_soon(go)
             with anyio.fail_after(60):
-                while not engine.stats().waiting:
-                    await anyio.sleep(0.001)
+                await until(lambda: engine.stats().waiting > 0)
             assert engine.stats().open == 0
             await engine.resume()
     assert told(played) == expected
