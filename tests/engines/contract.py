@@ -59,6 +59,19 @@ def vllm(request: pytest.FixtureRequest) -> Keep:
     return lambda promise: at_home.home.call(main, promise)
 
 
+def lent_vllm(request: pytest.FixtureRequest) -> Keep:
+    """The same vLLM, as somebody else's that an engine of ours is over."""
+    at_home: EngineAtHome = request.getfixturevalue("float32_engine")
+    owner: Any = at_home.inner
+
+    async def main(promise: Promise) -> None:
+        async with VllmEngine.over(owner.vllm.llm, template=owner.template, places=2) as engine:
+            refused = frozenset({"keep", "sleep", "update_weights", "add_adapter", "remove_adapter"})
+            await promise(EngineUnderTest(engine, refused=refused, settled=engine.idle))
+
+    return lambda promise: at_home.home.call(main, promise)
+
+
 def remote(dialect: ServerDialect, **settings: Any) -> Callable[[pytest.FixtureRequest], Keep]:
     """A server on this event loop, whose engine is a scripted one."""
 
@@ -136,5 +149,6 @@ ENGINES: dict[str, Any] = {
     "remote, sglang's": remote(ServerDialect.SGLANG),
     "remote, sglang's, incremental": remote(ServerDialect.SGLANG, incremental=True),
     "remote, a real one": pytest.param(remote_on_vllm, marks=[pytest.mark.engine, pytest.mark.apart]),
+    "vllm, somebody else's": pytest.param(lent_vllm, marks=pytest.mark.engine("float32_engine")),
     "vllm": pytest.param(vllm, marks=pytest.mark.engine("float32_engine")),
 }

@@ -16,8 +16,17 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import current_token
 
+from runner import checked
 from runner.engines.base import Engine, EngineStats, GenerationRequest
 from runner.engines.gate import AdmissionGate
+from runner.engines.vllm.lent import (
+    LentProcess,
+    LentRuntime,
+    LentStream,
+    check_constraint,
+    check_llm,
+    check_sampling,
+)
 from runner.engines.vllm.runtime import VllmRuntime, first_version
 from runner.engines.vllm.settings import RequestMaker
 from runner.engines.vllm.start import VllmProcess, require_vllm
@@ -25,6 +34,7 @@ from runner.engines.vllm.stream import VllmStream
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.errors import BadModel, BadOption, EngineDead
 from runner.models import DEMO_MODEL, ResolvedModel, chat_template, resolve_model, stop_ids
+from runner.options import Constraint, Sampling
 from runner.tokens.template import ChatTemplate
 from runner.version import installed_version
 
@@ -69,6 +79,48 @@ class VllmEngine(Engine):
         self.given = engine_arguments
         """The engine arguments that were given."""
         self.runtime: VllmRuntime | None = None
+        self._lent: Any = None
+        self._given_places: int | None = None
+
+    @classmethod
+    def over(
+        cls,
+        llm: Any,
+        *,
+        model: str | os.PathLike[str] | None = None,
+        template: str | Path | ChatTemplate | None = None,
+        places: int | None = None,
+        stream_interval: int | None = None,
+    ) -> Self:
+        """An engine over an `AsyncLLM` that somebody else made, and that stays theirs.
+
+        async with VllmEngine.over(llm) as engine: ...
+
+        Leaving it ends our requests and nothing else. Weights, sleep, adapters and the cache are the owner's, and are
+        refused by name; `pause` in its modes `wait` and `abort` stands still for ours alone. New weights are noticed by
+        the versions of what is sampled. Several engines may be over one `AsyncLLM`, each with places of its own.
+        Enter it on the event loop of the `AsyncLLM`, and leave it before that is shut down.
+
+        Args:
+            llm: the `AsyncLLM`. Best started with `logprobs_mode="processed_logprobs"`: of the model's own
+                log-probabilities only those are kept that are also those of what was sampled from.
+            model: the model's folder or id, for vocabulary and stop ids; default what vLLM loaded.
+            template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
+            places: requests of ours that run at once; default as many as vLLM runs.
+            stream_interval: ids in a delta where nobody acts on single ones.
+
+        Raises:
+            BadOption: it is no `AsyncLLM`, or a setting that cannot be.
+        """
+        check_llm(llm)
+        if places is not None:
+            checked.whole(f"VllmEngine.over(places={places!r})", places, least=1)
+        config = llm.vllm_config.model_config
+        engine = cls(config.model if model is None else model, template=template, stream_interval=stream_interval)
+        # What `force` asks of an engine.
+        engine.given = {name: getattr(config, name, None) for name in ("logits_processors", "logprobs_mode")}
+        engine._lent, engine._given_places = llm, places
+        return engine
 
     async def __aenter__(self) -> Self:
         """Start vLLM; some 25 s on a CPU, during which the event loop is free.
@@ -87,7 +139,8 @@ class VllmEngine(Engine):
         require_vllm()
         model = await anyio.to_thread.run_sync(resolve_model, self.model, abandon_on_cancel=True)
         self._load_vocabulary(model)
-        process = VllmProcess(model, self.given)
+        lent = self._lent
+        process = VllmProcess(model, self.given) if lent is None else LentProcess(model, self.given, llm=lent)
         llm = await process.start()
         try:
             await self._take_control(process, llm)
@@ -101,14 +154,15 @@ class VllmEngine(Engine):
         config = llm.vllm_config
         self.context = config.model_config.max_model_len
         self.vocabulary = config.model_config.get_vocab_size()
-        self.places = config.scheduler_config.max_num_seqs
+        self.places = self._given_places or config.scheduler_config.max_num_seqs
         cache = config.cache_config
         room = cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else self.places * self.context
         weights = VllmWeights(llm, process.model.name)
-        await weights.prepare()
+        if self._lent is None:
+            await weights.prepare()
         if weights.extended:
             await llm.collective_rpc("mend_sampling")
-        self.runtime = VllmRuntime(
+        self.runtime = (VllmRuntime if self._lent is None else LentRuntime)(
             process,
             llm,
             weights,
@@ -143,7 +197,18 @@ class VllmEngine(Engine):
 
     def stream(self, request: GenerationRequest) -> VllmStream:
         """The deltas of one request; nothing happens before the block is entered."""
-        return VllmStream(self.vllm, request)
+        runtime = self.vllm
+        return LentStream(runtime, request) if isinstance(runtime, LentRuntime) else VllmStream(runtime, request)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Refuse what somebody else's `AsyncLLM` was not started for."""
+        if self._lent is not None:
+            check_sampling(self._lent, sampling)
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """Refuse a grammar that somebody else's `AsyncLLM` could not take."""
+        if self._lent is not None:
+            check_constraint(self._lent, constraint)
 
     def stats(self) -> EngineStats:
         """What the engine does now; open requests by the scheduler's count after its last step."""
@@ -206,6 +271,7 @@ class VllmEngine(Engine):
             "stream_interval": self._stream_interval,
             "logprobs": settings.arguments.get("logprobs_mode"),
             "versions_stamped_by": "vllm" if vllm.stamps_itself else "deltarunner",
+            **({} if self._lent is None else {"started_by": "somebody else"}),
         }
 
 

@@ -28,6 +28,8 @@ DRAIN_SECONDS = 2.0
 _FIRST_VERSION = "0"  # where vLLM has none of its own
 _LISTEN_SECONDS = 0.2  # how soon a death is heard by who waits for an answer
 
+_NUMBERS = itertools.count()  # of all engines, since several may be over one vLLM
+
 _Answer = TypeVar("_Answer")
 
 
@@ -62,7 +64,6 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
         self.stamps_itself = _stamps(llm)
         """Whether vLLM says which weights sampled which ids; before 0.32 it does not, and we do."""
         self._as_vllm = as_vllm
-        self._numbers = itertools.count()
         self._stopped = False
         self._death: EngineDead | None = None
 
@@ -76,7 +77,7 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
             EngineDead: the engine is gone.
         """
         # vLLM does not make names unique, and one abort would end both.
-        name = f"{request.name}#{next(self._numbers)}"
+        name = f"{request.name}#{next(_NUMBERS)}"
         llm = self.llm
         sent = False
         try:

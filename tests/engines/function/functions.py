@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from runner.engines.base import Delta, Engine, Session
-from runner.engines.function.calling import TokenFeature, TokenOutput, TokenSampling
+from runner.engines.function.calling import TokenFeature, TokenFunction, TokenOutput, TokenSampling
 from runner.engines.function.engine import TokenEngine
 
 __all__ = ["Behind", "engine_over", "output_of"]
@@ -48,12 +48,14 @@ class Behind:
         return TokenOutput(ids, logprobs, outputs[-1].finish, outputs[-1].version, top)
 
 
-def engine_over(inner: Engine, *, streamed: bool = True, **settings: Any) -> TokenEngine:
-    """A token engine over an engine of ours that runs."""
+def engine_over(
+    inner: Engine, *, streamed: bool = True, function: TokenFunction | None = None, **settings: Any
+) -> TokenEngine:
+    """A token engine over an engine of ours that runs, by a function that asks it."""
     behind = Behind(inner)
     settings = {"context": inner.context, "places": inner.places, "takes": TokenFeature, **settings}
     return TokenEngine(
-        behind.streamed if streamed else behind.whole,
+        function or (behind.streamed if streamed else behind.whole),
         tokenizer=inner.tokenizer,
         template=inner.template,
         stop_ids=inner.stop_ids,
