@@ -26,6 +26,7 @@ from runner.engines.vllm.lent import (
     check_constraint,
     check_llm,
     check_sampling,
+    given_to,
 )
 from runner.engines.vllm.runtime import VllmRuntime, first_version
 from runner.engines.vllm.settings import RequestMaker
@@ -117,8 +118,7 @@ class VllmEngine(Engine):
             checked.whole(f"VllmEngine.over(places={places!r})", places, least=1)
         config = llm.vllm_config.model_config
         engine = cls(config.model if model is None else model, template=template, stream_interval=stream_interval)
-        # What `force` asks of an engine.
-        engine.given = {name: getattr(config, name, None) for name in ("logits_processors", "logprobs_mode")}
+        engine.given = given_to(llm)
         engine._lent, engine._given_places = llm, places
         return engine
 

@@ -24,7 +24,7 @@ from runner.engines.vllm.worker.bitmasks import WORD
 from runner.errors import BadControl, BadOption, EngineDead
 from runner.options import Constraint, Sampling
 
-__all__ = ["LentProcess", "LentRuntime", "LentStream", "check_constraint", "check_llm", "check_sampling"]
+__all__ = ["LentProcess", "LentRuntime", "LentStream", "check_constraint", "check_llm", "check_sampling", "given_to"]
 
 _LISTEN_SECONDS = 1.0
 """How soon it is heard that the owner shut it down, of which vLLM tells nobody who waits for an id."""
@@ -55,6 +55,19 @@ def check_llm(llm: Any) -> None:
             f"VllmEngine.over({type(llm).__name__}): it has no {missing[0]}; give a vLLM AsyncLLM, such as "
             "AsyncLLM.from_engine_args(AsyncEngineArgs(...)). Of another engine, make a TokenEngine."
         )
+
+
+def given_to(llm: Any) -> dict[str, Any]:
+    """The engine arguments of its owner that others ask an engine for: who forces ids, and who makes token masks."""
+    config = llm.vllm_config
+    processors = getattr(config.model_config, "logits_processors", None) or ()
+    return {
+        "logits_processors": [
+            each if isinstance(each, str) else f"{each.__module__}:{each.__qualname__}" for each in processors
+        ],
+        "logprobs_mode": config.model_config.logprobs_mode,
+        "structured_outputs_config": config.structured_outputs_config,
+    }
 
 
 def check_sampling(llm: Any, sampling: Sampling) -> None:

@@ -30,6 +30,7 @@ from runner import (
     tool,
 )
 from runner.engines.base import Engine, FinishReason
+from runner.engines.function import runtime, stream
 from runner.errors import EngineError
 from runner.testing import Latency, ScriptedEngine, assert_exact, call, force
 from runner.testing.contract_promises import until
@@ -97,6 +98,18 @@ async def test_a_run_over_a_function_is_a_run_on_the_engine_behind_it(streamed: 
     for trajectory in played:
         assert_exact(trajectory, engine)
         assert {span.version for segment in trajectory.segments for span in segment.log.versions} == {"scripted"}
+
+
+@both_backends
+async def test_a_stop_string_cuts_the_call_and_keeps_what_the_engine_behind_it_would() -> None:
+    script, sampling = "It is 42, and that is that." * 20, Sampling(stop=(", and",))
+    expected = await play(ScriptedEngine(script), sampling=sampling)
+    async with ScriptedEngine(script, latency=Latency(between=1)) as inner:
+        played = await play(engine_over(inner), sampling=sampling)
+        assert inner.stats().sampled_tokens < 4 * len(script), "nobody sampled to the end"
+        assert inner.stats().open == 0
+    assert told(played) == told(expected)
+    assert played[0].turns[0].text == "It is 42"
 
 
 @both_backends
@@ -284,6 +297,29 @@ async def test_leaving_the_engine_ends_every_call_though_one_does_not_end_at_onc
     with pytest.raises(EngineDead, match="was stopped"):
         await anext(stream)
     await stream.__aexit__(None, None, None)
+
+
+async def test_leaving_the_engine_cancels_a_call_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_DRAIN_SECONDS", 0.01)
+    monkeypatch.setattr(runtime, "_AGAIN_SECONDS", 0.01)
+    cancelled: list[int] = []
+
+    async def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> TokenOutput:
+        while len(cancelled) < 3:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(1)
+        raise asyncio.CancelledError
+
+    async with over(generate) as engine:
+        async with engine.stream(request()) as left:
+            await anyio.wait_all_tasks_blocked()
+        assert cancelled == [1]
+        assert left.finish is not None
+        assert left.finish.reason is FinishReason.ABORT
+        assert engine.stats().open == 0
+    assert cancelled == [1, 1, 1]
 
 
 # --- what it refuses, and when

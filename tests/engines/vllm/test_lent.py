@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +17,10 @@ from runner import BadControl, BadOption, Conversation, EngineDead, Environment,
 from runner.engines.base import Delta, Engine, FinishReason, GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
 from runner.options import Constraint, ConstraintKind
-from runner.testing import assert_exact
+from runner.testing import FORCING, assert_exact, force
 from runner.testing.contract_promises import drain, ids_of, logprobs_of
 from runner.testing.engine_pool import EngineAtHome
+from runner.training import GrammarMasks
 from tests.engines.function.functions import engine_over
 
 PROMPT = list(range(1000, 1040))
@@ -292,10 +293,25 @@ def test_what_is_no_vllm_is_refused() -> None:
         VllmEngine.over(SimpleNamespace())
 
 
-def stand_in(*, mode: str = "processed_logprobs", device: str = "cpu", pieces: bool = True, ids: int = 100) -> Any:
+def stand_in(
+    *,
+    mode: str = "processed_logprobs",
+    device: str = "cpu",
+    pieces: bool = True,
+    ids: int = 100,
+    processors: Sequence[Any] | None = None,
+    backend: str = "auto",
+) -> Any:
     """What is asked of an `AsyncLLM` before anything is sampled."""
     config = SimpleNamespace(
-        model_config=SimpleNamespace(model="a folder", logprobs_mode=mode, max_logprobs=5, get_vocab_size=lambda: ids),
+        model_config=SimpleNamespace(
+            model="a folder",
+            logprobs_mode=mode,
+            max_logprobs=5,
+            get_vocab_size=lambda: ids,
+            logits_processors=processors,
+        ),
+        structured_outputs_config=SimpleNamespace(backend=backend),
         device_config=SimpleNamespace(device_type=device),
         parallel_config=SimpleNamespace(worker_extension_cls=""),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=pieces),
@@ -332,6 +348,28 @@ def test_what_it_was_not_started_for_is_refused_before_anything_is_played() -> N
         engine.check_constraint(constraint)
     VllmEngine.over(stand_in(ids=64)).check_constraint(constraint)
     VllmEngine.over(stand_in(device="cuda")).check_constraint(constraint)
+
+
+class ForcedIds:
+    """A class that stands for the logits processor, as an owner may give it, without vLLM."""
+
+    __module__ = "runner.engines.vllm.worker.forced_ids"
+
+
+def test_ids_are_forced_where_its_owner_started_it_for_that_and_nowhere_else() -> None:
+    with pytest.raises(BadOption, match="no logits processor that could force ids"):
+        force(VllmEngine.over(stand_in()), [[1]])
+    with pytest.raises(BadOption, match="logprobs_mode='processed_logprobs' a forced id has no log-probability"):
+        force(VllmEngine.over(stand_in(processors=[ForcedIds])), [[1]])
+    for processor in (ForcedIds, *FORCING["logits_processors"]):
+        assert force(VllmEngine.over(stand_in(processors=[processor], mode="raw_logprobs")), [[1]])
+
+
+def test_token_masks_are_made_of_xgrammars_alone() -> None:
+    engine = VllmEngine.over(stand_in())
+    engine.vocabulary = 100
+    with pytest.raises(BadOption, match="with backend='auto' it is not known what a grammar allowed"):
+        GrammarMasks.of_engine(engine)
 
 
 def test_places_are_a_whole_number() -> None:
