@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 import anyio
-from anyio.abc import ByteReceiveStream, Process
 
 from runner.errors import BadOption, ProgramFailed
 
@@ -71,12 +71,11 @@ def clean_environ() -> dict[str, str]:
 class Running:
     """A program that runs."""
 
-    def __init__(self, argv: Sequence[str], process: Process, mark: str) -> None:
+    def __init__(self, argv: Sequence[str], process: subprocess.Popen[bytes], mark: str) -> None:
         self._argv = argv
         self._process = process
         self._mark = mark
         self._stdout, self._stderr = _Tail(), _Tail()
-        self._rest_ended = False
 
     async def wait(self) -> FinishedProgram:
         """Wait until it has ended; what it leaves behind is ended then."""
@@ -84,21 +83,22 @@ class Running:
             for stream, tail in ((self._process.stdout, self._stdout), (self._process.stderr, self._stderr)):
                 assert stream is not None
                 readers.start_soon(tail.read, stream)
-            code = await self._process.wait()
+            await _ended(self._process.pid)
             # What it started may hold its outputs open for ever.
             readers.cancel_scope.deadline = anyio.current_time() + LAST_WORDS
             await self._end_rest()
-        return FinishedProgram(self._argv, code, self._stdout.text(), self._stderr.text())
+        return FinishedProgram(self._argv, self._process.returncode, self._stdout.text(), self._stderr.text())
 
     async def end(self) -> None:
         """End it and all that it started, politely first."""
-        if self._process.returncode is None and _signal_group(self._process.pid, signal.SIGTERM):
-            with anyio.move_on_after(GRACE):
-                await self._process.wait()
-        if not self._rest_ended:
+        if self._process.returncode is None:
+            if _signal_group(self._process.pid, signal.SIGTERM):
+                with anyio.move_on_after(GRACE):
+                    await _ended(self._process.pid)
             await self._end_rest()
-        await self._process.wait()
-        await self._process.aclose()
+        for stream in (self._process.stdout, self._process.stderr):
+            assert stream is not None
+            stream.close()
 
     async def _end_rest(self) -> None:
         _signal_group(self._process.pid, signal.SIGKILL)
@@ -106,7 +106,9 @@ class Running:
             # Until there is none: one that was not seen yet may have started another one.
             while await anyio.to_thread.run_sync(_kill_marked, self._mark):
                 pass
-        self._rest_ended = True
+        await _ended(self._process.pid)
+        # The last thing of all: from here on its number, and so that of its group, may be somebody else's.
+        self._process.wait()
 
 
 @asynccontextmanager
@@ -137,13 +139,7 @@ async def running(
         )
     mark = secrets.token_hex(16)
     try:
-        process = await anyio.open_process(
-            [found, *given[1:]],
-            stdin=subprocess.DEVNULL,
-            cwd=cwd,
-            env={**env, MARK: mark},
-            start_new_session=True,
-        )
+        process = _started([found, *given[1:]], cwd, {**env, MARK: mark})
     # An argument of 128 KiB or with a zero byte in it, a variable that is no text, a script that does not say of what.
     except (OSError, TypeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
@@ -154,6 +150,22 @@ async def running(
     finally:
         with anyio.CancelScope(shield=True):
             await program.end()
+
+
+def _started(
+    argv: Sequence[str], cwd: str | os.PathLike[str] | None, env: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    # Not by the event loop, which asks whatever ends for its code at once, and so frees its number.
+    return subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        cwd=cwd,
+        env=env,
+        start_new_session=True,
+    )
 
 
 def _found(program: str, cwd: str | os.PathLike[str] | None, env: Mapping[str, str]) -> str | None:
@@ -171,8 +183,12 @@ class _Tail:
         self._parts = deque[bytes]()
         self._size = 0
 
-    async def read(self, stream: ByteReceiveStream) -> None:
-        async for part in stream:
+    async def read(self, stream: IO[bytes]) -> None:
+        while True:
+            await anyio.wait_readable(stream)
+            part = os.read(stream.fileno(), OUTPUT)
+            if not part:
+                return
             self._parts.append(part)
             self._size += len(part)
             while self._size - len(self._parts[0]) >= OUTPUT:
@@ -180,6 +196,21 @@ class _Tail:
 
     def text(self) -> str:
         return b"".join(self._parts)[-OUTPUT:].decode("utf-8", "replace")
+
+
+async def _ended(pid: int) -> None:
+    """Wait until a child has ended; its code is left where it is, and so its number stays its own."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # a system that has none
+        look = partial(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        # A limiter of its own: programs that run for hours would take the threads of all others.
+        await anyio.to_thread.run_sync(look, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+        return
+    try:
+        await anyio.wait_readable(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _signal_group(pid: int, number: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +41,11 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def numbered(pid: int) -> bool:
+    """Whether a process has this number, also one that has ended and was not asked for its code."""
+    return Path(f"/proc/{pid}").exists()
 
 
 async def ended(*pids: int) -> None:
@@ -118,6 +124,40 @@ time.sleep(600)
     (trajectory,) = await served(loop, ["Done."], outcome=Outcome.TIME_LIMIT, limits=Limits(seconds=2), breaker=1)
     assert [turn.text for turn in trajectory.turns] == ["Done."], "what there was is kept"
     await ended(*await pids_in(tmp_path, 2))
+
+
+@pytest.mark.parametrize("descriptors", [True, False], ids=["by descriptor", "by a thread"])
+@pytest.mark.parametrize("late", [False, True], ids=["ends", "is ended"])
+async def test_a_group_is_signalled_before_its_leader_gives_up_its_number(
+    descriptors: bool, late: bool, monkeypatch: Any
+) -> None:
+    """A group that is signalled later may be that of somebody who has the same number by now."""
+    held: dict[signal.Signals, bool] = {}
+    kill = os.killpg
+
+    def killpg(pid: int, number: int) -> None:
+        pids.add(pid)
+        held[signal.Signals(number)] = numbered(pid)
+        kill(pid, number)
+
+    pids = set[int]()
+    monkeypatch.setattr(os, "killpg", killpg)
+    if not descriptors:
+        monkeypatch.delattr(os, "pidfd_open")
+
+    async def loop(endpoint: Endpoint) -> None:
+        code = f"import time; print(os.getpid(), flush=True); ask('One.'); time.sleep({600 * late})"
+        finished = await endpoint.run(python(code))
+        pids.add(int(finished.stdout))
+
+    if late:
+        await served(loop, ["Done."], outcome=Outcome.TIME_LIMIT, limits=Limits(seconds=2), breaker=1)
+        assert held == {signal.SIGTERM: True, signal.SIGKILL: True}
+    else:
+        await served(loop, ["Done."])
+        assert held == {signal.SIGKILL: True}
+    (pid,) = pids
+    assert not numbered(pid), "nothing of it is left"
 
 
 async def test_a_program_that_crashes_is_an_error_of_the_environment_with_its_last_words() -> None:
