@@ -16,7 +16,7 @@ import anyio
 from runner.chat_requests import Verdict
 from runner.endpoint.answering import Answering, Door
 from runner.endpoint.clients import Address, environ, files
-from runner.endpoint.programs import FinishedProgram, clean_environ, running
+from runner.endpoint.programs import FinishedProgram, furnish, own_environ, running
 from runner.endpoint.server import EndpointServer
 from runner.engines.base import FinishReason
 from runner.errors import BadOption, EpisodeOver
@@ -113,8 +113,8 @@ class Endpoint:
         """Run an agent program until it ends, with all that it started.
 
         It gets a clean environment: PATH, the language, `environ`, `env`, and a HOME of its own, in which known
-        clients find their settings. It is not sandboxed: it may do whatever this process may, but for what `wrap`
-        keeps from it. Once the episode is over, it has ten seconds to end by itself.
+        clients find their settings, with a folder for what is temporary. It is not sandboxed: it may do whatever this
+        process may, but for what `wrap` keeps from it. Once the episode is over, it has ten seconds to end by itself.
 
         Args:
             argv: the program and its arguments.
@@ -131,7 +131,7 @@ class Endpoint:
             if isinstance(given, str | bytes):
                 raise BadOption(f"run({given!r:.80}): give a list of strings, such as ['mini', '-y'].")
         home = await self._own_home()
-        environment = {**clean_environ(), "HOME": str(home), "TERM": "dumb", **self.environ, **(env or {})}
+        environment = own_environ(home, {**self.environ, **(env or {})})
         async with running([*wrap, *argv], cwd=cwd or home, env=environment) as program:
             finished: FinishedProgram | None = None
             async with anyio.create_task_group() as group:
@@ -161,14 +161,8 @@ class Endpoint:
             folder = await anyio.to_thread.run_sync(make)
             self._stack.push_async_callback(_removed, folder)
             self._home = Path(folder.name)
-            await anyio.to_thread.run_sync(self._furnish, self._home)
+            await anyio.to_thread.run_sync(furnish, self._home, files(self._address))
         return self._home
-
-    def _furnish(self, home: Path) -> None:
-        for path, text in files(self._address).items():
-            file = home / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
 
 
 async def _removed(folder: tempfile.TemporaryDirectory[str]) -> None:

@@ -14,13 +14,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Final
 
 import anyio
 
 from runner.errors import BadOption, ProgramFailed
 
-__all__ = ["MARK", "FinishedProgram", "clean_environ", "running"]
+__all__ = ["MARK", "FinishedProgram", "furnish", "own_environ", "running"]
 
 MARK: Final = "DELTARUNNER_PROGRAM"
 """The variable by which the processes of a program are known that left its group."""
@@ -34,8 +35,11 @@ GRACE: Final = 2.0
 LAST_WORDS: Final = 1.0
 """Seconds in which what a program printed is read once it has ended."""
 
-_KEPT: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_OPTIONS")
+_KEPT: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_OPTIONS")
 """The only variables of ours that a program gets."""
+
+_TEMPORARY: Final = ("TMPDIR", "TMP", "TEMP")
+"""The variables by which a program finds a folder for what is temporary; which it asks first differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +67,30 @@ class FinishedProgram:
         return ProgramFailed(f"{self.argv[0]} ended with {ended}: " + "\n".join(last))
 
 
-def clean_environ() -> dict[str, str]:
-    """What of our own environment a program may see."""
-    return {name: os.environ[name] for name in _KEPT if name in os.environ}
+def furnish(home: Path, files: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Put into the home of a program its files, by their path there, and a folder for what is temporary."""
+    _temporary(home).mkdir()
+    for path, text in files.items():
+        file = home / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+def own_environ(home: Path, further: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """The whole environment of a program: of ours what it may see, a home that is furnished, and further variables.
+
+    What is temporary is in its home, and goes with it, where nothing further says where to put that.
+    """
+    own = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    own |= {"HOME": str(home), "TERM": "dumb"}
+    if not any(name in further for name in _TEMPORARY):
+        # Programs compiled by Bun leave megabytes there at each start.
+        own |= dict.fromkeys(_TEMPORARY, str(_temporary(home)))
+    return {**own, **further}
+
+
+def _temporary(home: Path) -> Path:
+    return home / "tmp"
 
 
 class Running:

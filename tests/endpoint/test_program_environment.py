@@ -72,6 +72,16 @@ def test_without_a_check_the_programs_own_code_decides(work: Path) -> None:
         assert [each.reward for each in stored.trajectories()] == [1.0, 1.0]
 
 
+def test_what_is_temporary_of_a_program_and_of_its_check_goes_with_the_episode(work: Path) -> None:
+    note = f"import os, tempfile; open({str(work / 'made')!r}, 'a').write(tempfile.mkstemp()[1] + chr(10))"
+    (work / "agent.py").write_text(f"{ASKS}{WRITES}; {note}")
+    check = f"{shlex.quote(sys.executable)} -c {shlex.quote(note)}"
+    assert run_command(settings(work, check=check).with_program(), engine_of(lambda _: "Done.")) == 0
+    made = [Path(line) for line in (work / "made").read_text().splitlines()]
+    assert [each.parent.parent.name.partition("-")[0] for each in made] == ["deltarunner"] * 4
+    assert not any(each.exists() for each in made)
+
+
 @pytest.mark.parametrize(
     ("further", "named"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -89,6 +90,42 @@ async def test_a_program_gets_a_clean_environment_and_a_home_of_its_own(monkeypa
     assert home != os.environ.get("HOME")
     assert ".codex" in finished.stdout.splitlines()[2]
     await until(lambda: not Path(home).exists())  # the home goes with the episode
+
+
+TEMPORARY = "; ".join(
+    (
+        "import json, tempfile",
+        "file = tempfile.mkstemp()[1]",
+        "print(json.dumps([file, os.environ['HOME'], *map(os.environ.get, ('TMPDIR', 'TMP', 'TEMP'))]))",
+    )
+)
+
+
+async def temporary(env: dict[str, str]) -> Any:
+    """The file that a program made, its home, and where it was told to put what is temporary."""
+    kept: list[Any] = []
+
+    async def loop(endpoint: Endpoint) -> None:
+        finished = await endpoint.run(python(f"ask('One.'); {TEMPORARY}"), env=env)
+        kept.append(json.loads(finished.stdout))
+
+    await served(loop, ["Done."])
+    return kept[0]
+
+
+async def test_what_is_temporary_is_in_the_home_of_a_program_and_goes_with_it(monkeypatch: Any) -> None:
+    monkeypatch.setenv("TMP", "/of/the/house")
+    file, home, *told = await temporary({})
+    assert Path(file).is_relative_to(home)
+    assert told == [str(Path(file).parent)] * 3, "which of them is asked first differs"
+    await until(lambda: not Path(file).exists())
+
+
+@pytest.mark.parametrize("name", ["TMPDIR", "TMP", "TEMP"])
+async def test_who_says_where_a_program_puts_what_is_temporary_is_heard(name: str, tmp_path: Path) -> None:
+    file, _, *told = await temporary({name: str(tmp_path)})
+    assert Path(file).parent == tmp_path
+    assert [each for each in told if each] == [str(tmp_path)], "none of ours would come before it"
 
 
 async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
