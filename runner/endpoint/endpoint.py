@@ -87,11 +87,14 @@ class Endpoint:
 
     @property
     def over(self) -> bool:
-        """Whether a client was told that the episode is over, since it reached a limit."""
+        """Whether a client was told that the episode is over, since it reached a limit, or said so itself."""
         return self._over.is_set()
 
     async def wait(self) -> Mapping[str, Any]:
         """Wait until a client says that the episode is over, with `POST` to `base_url` and `/end`, or the run ends.
+
+        Whoever has said it is answered nothing further, and a program of `run` has ten seconds to end by itself, also
+        where nobody waits; the episode ends as ever, when its `rollout` does.
 
         Returns:
             What the client said: {"reward": number} where it gave one.
