@@ -133,7 +133,7 @@ class Endpoint:
         for given in (argv, wrap):
             if isinstance(given, str | bytes):
                 raise BadOption(f"run({given!r:.80}): give a list of strings, such as ['mini', '-y'].")
-        home = await self._own_home()
+        home = await self.home()
         environment = own_environ(home, {**self.environ, **(env or {})})
         async with running([*wrap, *argv], cwd=cwd or home, env=environment) as program:
             finished: FinishedProgram | None = None
@@ -157,7 +157,8 @@ class Endpoint:
         await anyio.sleep(LAST_SECONDS)
         scope.cancel()
 
-    async def _own_home(self) -> Path:
+    async def home(self) -> Path:
+        """The HOME of programs that are run, where known clients find their settings; it goes with the block."""
         if self._home is None:
             # Whatever a program made of it must not cost the episode.
             make = partial(tempfile.TemporaryDirectory, prefix="deltarunner-", ignore_cleanup_errors=True)
