@@ -79,17 +79,18 @@ class Door:
             self._scopes.remove(scope)
 
     def end(self, said: Mapping[str, Any]) -> None:
-        """Take a client's word that its episode is over."""
+        """Take a client's word that its episode is over: what is being answered is answered, and nothing further."""
         self.last_words = said
         self.ended.set()
+        self.told_over()
 
     def enter(self) -> None:
         """Let a request in.
 
         Raises:
-            Refused: the door is shut, or too many are inside.
+            Refused: the door is shut, a client said that its episode is over, or too many are inside.
         """
-        if self.is_shut:
+        if self.is_shut or self.ended.is_set():
             raise ended()
         if len(self._scopes) >= self.at_once:
             raise Refused(Reason.BUSY, f"{self.at_once} requests of this key are in flight: wait for one of them.")

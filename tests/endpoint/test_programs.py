@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +42,11 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def numbered(pid: int) -> bool:
+    """Whether a process has this number, also one that has ended and was not asked for its code."""
+    return Path(f"/proc/{pid}").exists()
 
 
 async def ended(*pids: int) -> None:
@@ -85,6 +92,42 @@ async def test_a_program_gets_a_clean_environment_and_a_home_of_its_own(monkeypa
     await until(lambda: not Path(home).exists())  # the home goes with the episode
 
 
+TEMPORARY = "; ".join(
+    (
+        "import json, tempfile",
+        "file = tempfile.mkstemp()[1]",
+        "print(json.dumps([file, os.environ['HOME'], *map(os.environ.get, ('TMPDIR', 'TMP', 'TEMP'))]))",
+    )
+)
+
+
+async def temporary(env: dict[str, str]) -> Any:
+    """The file that a program made, its home, and where it was told to put what is temporary."""
+    kept: list[Any] = []
+
+    async def loop(endpoint: Endpoint) -> None:
+        finished = await endpoint.run(python(f"ask('One.'); {TEMPORARY}"), env=env)
+        kept.append(json.loads(finished.stdout))
+
+    await served(loop, ["Done."])
+    return kept[0]
+
+
+async def test_what_is_temporary_is_in_the_home_of_a_program_and_goes_with_it(monkeypatch: Any) -> None:
+    monkeypatch.setenv("TMP", "/of/the/house")
+    file, home, *told = await temporary({})
+    assert Path(file).is_relative_to(home)
+    assert told == [str(Path(file).parent)] * 3, "which of them is asked first differs"
+    await until(lambda: not Path(file).exists())
+
+
+@pytest.mark.parametrize("name", ["TMPDIR", "TMP", "TEMP"])
+async def test_who_says_where_a_program_puts_what_is_temporary_is_heard(name: str, tmp_path: Path) -> None:
+    file, _, *told = await temporary({name: str(tmp_path)})
+    assert Path(file).parent == tmp_path
+    assert [each for each in told if each] == [str(tmp_path)], "none of ours would come before it"
+
+
 async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     """Its group, and a process that has left the group."""
     code = f"""
@@ -118,6 +161,40 @@ time.sleep(600)
     (trajectory,) = await served(loop, ["Done."], outcome=Outcome.TIME_LIMIT, limits=Limits(seconds=2), breaker=1)
     assert [turn.text for turn in trajectory.turns] == ["Done."], "what there was is kept"
     await ended(*await pids_in(tmp_path, 2))
+
+
+@pytest.mark.parametrize("descriptors", [True, False], ids=["by descriptor", "by a thread"])
+@pytest.mark.parametrize("late", [False, True], ids=["ends", "is ended"])
+async def test_a_group_is_signalled_before_its_leader_gives_up_its_number(
+    descriptors: bool, late: bool, monkeypatch: Any
+) -> None:
+    """A group that is signalled later may be that of somebody who has the same number by now."""
+    held: dict[signal.Signals, bool] = {}
+    kill = os.killpg
+
+    def killpg(pid: int, number: int) -> None:
+        pids.add(pid)
+        held[signal.Signals(number)] = numbered(pid)
+        kill(pid, number)
+
+    pids = set[int]()
+    monkeypatch.setattr(os, "killpg", killpg)
+    if not descriptors:
+        monkeypatch.delattr(os, "pidfd_open")
+
+    async def loop(endpoint: Endpoint) -> None:
+        code = f"import time; print(os.getpid(), flush=True); ask('One.'); time.sleep({600 * late})"
+        finished = await endpoint.run(python(code))
+        pids.add(int(finished.stdout))
+
+    if late:
+        await served(loop, ["Done."], outcome=Outcome.TIME_LIMIT, limits=Limits(seconds=2), breaker=1)
+        assert held == {signal.SIGTERM: True, signal.SIGKILL: True}
+    else:
+        await served(loop, ["Done."])
+        assert held == {signal.SIGKILL: True}
+    (pid,) = pids
+    assert not numbered(pid), "nothing of it is left"
 
 
 async def test_a_program_that_crashes_is_an_error_of_the_environment_with_its_last_words() -> None:

@@ -25,8 +25,8 @@ from runner.engines.remote.runtime import RemoteAdapters, RemoteRuntime
 from runner.engines.remote.server import Server, base_url, require_aiohttp
 from runner.engines.remote.start import Greeter, Greeting, probe_request
 from runner.engines.remote.stream import RemoteStream
-from runner.errors import BadModel, BadOption, EngineDead
-from runner.models import DEMO_MODEL, ResolvedModel, chat_template, resolve_model, stop_ids
+from runner.errors import BadOption, EngineDead
+from runner.models import DEMO_MODEL, ResolvedModel, load_language, resolve_model
 from runner.tokens.template import ChatTemplate
 
 __all__ = ["RemoteEngine"]
@@ -136,18 +136,9 @@ class RemoteEngine(Engine):
 
     def _load(self) -> ResolvedModel:
         """Load what is needed of the model here; gives where it was found."""
-        from runner.tokens.tokenizer import load_tokenizer
-
         require_aiohttp()
         model = resolve_model(self.model)
-        self.tokenizer = load_tokenizer(model.folder)
-        self.template = chat_template(model, self._template)
-        self.stop_ids = stop_ids(model, self.tokenizer.eos_id)
-        if not self.stop_ids:
-            raise BadModel(
-                f"nothing ends a turn of {model.name!r}: its tokenizer_config.json names no eos_token, and neither "
-                "generation_config.json nor config.json has an eos_token_id. Add one."
-            )
+        self.tokenizer, self.template, self.stop_ids = load_language(model, self._template)
         return model
 
     async def _wait_to_retry(self, failure: HttpFailure, attempt: int) -> bool:

@@ -33,8 +33,8 @@ from runner.engines.vllm.settings import RequestMaker
 from runner.engines.vllm.start import VllmProcess, require_vllm
 from runner.engines.vllm.stream import VllmStream
 from runner.engines.vllm.weight_loading import VllmWeights
-from runner.errors import BadModel, BadOption, EngineDead
-from runner.models import DEMO_MODEL, ResolvedModel, chat_template, resolve_model, stop_ids
+from runner.errors import BadOption, EngineDead
+from runner.models import DEMO_MODEL, load_language, resolve_model
 from runner.options import Constraint, Sampling
 from runner.tokens.template import ChatTemplate
 from runner.version import installed_version
@@ -138,7 +138,7 @@ class VllmEngine(Engine):
             )
         require_vllm()
         model = await anyio.to_thread.run_sync(resolve_model, self.model, abandon_on_cancel=True)
-        self._load_vocabulary(model)
+        self.tokenizer, self.template, self.stop_ids = load_language(model, self._template)
         lent = self._lent
         process = VllmProcess(model, self.given) if lent is None else LentProcess(model, self.given, llm=lent)
         llm = await process.start()
@@ -171,18 +171,6 @@ class VllmEngine(Engine):
             as_vllm=RequestMaker(self._stream_interval, self.tokenizer.encode),
             version=await first_version(llm),
         )
-
-    def _load_vocabulary(self, model: ResolvedModel) -> None:
-        from runner.tokens.tokenizer import load_tokenizer
-
-        self.tokenizer = load_tokenizer(model.folder)
-        self.template = chat_template(model, self._template)
-        self.stop_ids = stop_ids(model, self.tokenizer.eos_id)
-        if not self.stop_ids:
-            raise BadModel(
-                f"nothing ends a turn of {model.name!r}: its tokenizer_config.json names no eos_token, and neither "
-                "generation_config.json nor config.json has an eos_token_id. Add one."
-            )
 
     async def __aexit__(self, *_: object) -> None:
         self.running = False
