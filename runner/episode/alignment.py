@@ -124,13 +124,12 @@ def _in_line(one: Attempt, other: Attempt) -> bool:
 
 def _reasons(walk: Walk, attempt: Attempt) -> bool:
     """Whether the history has no other reasoning than its turns had; it may lack it."""
-    said = {id(each.said): each for each in attempt.path()}
-    for message, place in zip(walk.messages, walk.places, strict=True):
-        reasoning = message.message.get("reasoning_content")
-        turn = said.get(id(place)) if reasoning else None
-        if reasoning and turn is not None and turn.node is not None:
+    said = {id(each.said): each for each in attempt.path()} if walk.thoughts else {}
+    for index in walk.thoughts:
+        turn = said.get(id(walk.places[index]))
+        if turn is not None and turn.node is not None:
             known = turn.node.reply.get("reasoning_content", "")
-            if reasoning.strip() != known.strip():
+            if walk.messages[index].message["reasoning_content"].strip() != known.strip():
                 return False
     return True
 
@@ -160,7 +159,7 @@ def _verdict(
     spoken = sum(message.role == "assistant" for message in rest)
     begun = _begun(walk, parent, depth, label)
     if spoken and (begun is not None or parent is not None):
-        latest = _latest(begun, histories, label) if begun is not None else None
+        latest = _latest(begun, label) if begun is not None else None
         if begun is not None and latest is not None and spoken == _speeches(begun, latest):
             return Aligned(walk, Verdict.RETOLD, latest)
         return Aligned(walk, Verdict.FOREIGN, parent if parent is not None else begun)
@@ -191,7 +190,7 @@ def _followed(parent: Attempt, histories: Histories) -> Verdict:
         return Verdict.APPEND
     if any(each.in_flight for each in parent.children):
         return Verdict.BRANCH
-    latest = next(each for each in reversed(histories.attempts) if each.thread is parent.thread)
+    latest = histories.latest[parent.thread]
     return Verdict.REWOUND if any(each is parent for each in latest.path()) else Verdict.BRANCH
 
 
@@ -204,12 +203,10 @@ def _begun(walk: Walk, parent: Attempt | None, depth: int, label: str) -> Attemp
     return None
 
 
-def _latest(begun: Attempt, histories: Histories, label: str) -> Attempt | None:
+def _latest(begun: Attempt, label: str) -> Attempt | None:
     """The latest turn on a path that begins with this one."""
-    for each in reversed(histories.attempts):
-        if each.node is not None and each.fits(label) and any(one is begun for one in each.path()):
-            return each
-    return None
+    sampled = (each for each in begun.line() if each.node is not None and each.fits(label))
+    return max(sampled, key=lambda each: each.number, default=None)
 
 
 def _speeches(begun: Attempt, latest: Attempt) -> int:
