@@ -143,9 +143,9 @@ def _verdict(
     histories: Histories,
 ) -> Aligned:
     rest = walk.messages[depth:]
-    asked = [each for each in walk.end.asked if _is_asked_again(each, parent, tools, label)]
-    if asked:
-        before = asked[-1]
+    again = (each for each in reversed(walk.end.asked) if _is_asked_again(each, parent, tools, label))
+    before = next(again, None)
+    if before is not None:
         return Aligned(walk, Verdict.AGAIN, before.parent, before=before, again=_again(before))
     if not rest and parent is not None and parent.node is not None:
         if parent.node.turn.finish is FinishReason.STOP:
@@ -197,9 +197,9 @@ def _followed(parent: Attempt, histories: Histories) -> Verdict:
 def _begun(walk: Walk, parent: Attempt | None, depth: int, label: str) -> Attempt | None:
     """A turn that was asked on the way, and whose own words do not follow."""
     for place in reversed(walk.places[depth:-1]):
-        asked = [each for each in place.asked if each.parent is parent and each.fits(label)]
-        if asked:
-            return asked[-1]
+        for each in reversed(place.asked):
+            if each.parent is parent and each.fits(label):
+                return each
     return None
 
 
