@@ -18,9 +18,10 @@ from subprocess import PIPE
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 from anyio.streams.text import TextReceiveStream
 
-from runner import Concurrency, Conversation, Environment, Limits, Run, Task, ToolCall, reward
+from runner import Concurrency, Conversation, Environment, Limits, Run, Task, ToolCall, Turn, reward
 from runner.engines.scripted.script import Latency, ModelCall, Reply
 from runner.messages import Message
 from runner.runs.process import collector_settings, on_event_loop
@@ -39,6 +40,8 @@ BETWEEN = 20
 """Ticks from one id to the next, so that a stream has five a second: 1,000 streams leave a core some air."""
 SPREAD = 5.0
 """Seconds over which streams are begun."""
+PROBE = 0.005
+"""Seconds from one look at the event loop to the next."""
 TURNS = 240
 LAST = 20
 """Turns of a long history that are measured, and of its begin."""
@@ -68,7 +71,9 @@ def measure() -> Iterator[Figure]:
         added = tuple(each.late(each.served, share) - each.late(each.bare, share) for each in rounds)
         yield Figure(f"added to a turn, {name}", "ms", added, under=10 if share > 0.9 else None)
         bare = tuple(each.late(each.bare, share) for each in rounds)
-        yield Figure(f"  later than the engine without HTTP, {name}", "ms", bare)
+        yield Figure(f"  beside the engine's time without HTTP, {name}", "ms", bare)
+    lags = tuple(each.served.round_of_the_loop for each in rounds)
+    yield Figure("a round of the loop by processor time, 99th percentile", "ms", lags, under=10)
     yield Figure(f"of a core, {STREAMS:,} streams of 5 ids/s", "%", tuple(each.served.of_a_core for each in rounds))
     yield Figure("  the same without HTTP", "%", tuple(each.bare.of_a_core for each in rounds))
     yield Figure("a chunk, of the server's process", "us", tuple(each.chunk for each in rounds), under=20)
@@ -110,14 +115,19 @@ class _Load:
     def __init__(self, count: int, ids: int, *, mode: str, served: bool) -> None:
         self.took: list[float] = []
         """The seconds of each turn, by who asked."""
+        self.beside: list[float] = []
+        """The same without those that the engine took, where turns are asked for at once."""
         self.chunks = 0
         """How many chunks clients were told."""
         self.processor = 0.0
         """Seconds of this process, while they were asked."""
         self.clock = 0.0
         """The same by the clock."""
+        self.round_of_the_loop = 0.0
+        """Milliseconds of processor time of a round of the loop, 99th percentile: nothing comes later by it."""
         self._count, self._ids, self._mode, self._served = count, ids, mode, served
         self._urls: list[str] = []
+        self._told: dict[str, float] = {}
         self._turn = anyio.Lock()
 
     def play(self) -> _Load:
@@ -152,16 +162,37 @@ class _Load:
             await self._all_there.wait()
             if self._served:
                 await self._asked.wait()
+                turns = [turn for thread in endpoint.threads for turn in thread.turns]
+                self._note(turns, [self._told[turn.handle.removeprefix("call_")] for turn in turns if self._told])
             else:
                 await self._ask(int(episode.id.partition("#")[0]), conversation)
 
     async def _told_by_clients(self) -> None:
-        async with _clients(self._mode, self._urls, {"body": BODY, "spread": SPREAD}) as (lines, _):
+        async with (
+            _clients(self._mode, self._urls, {"body": BODY, "spread": SPREAD}) as (lines, _),
+            anyio.create_task_group() as group,
+        ):
+            group.start_soon(self._look_at_rounds)
             told = json.loads(await anext(lines))
-        self._measure()
-        self.took = [each[1] for each in told] if self._mode == "at_once" else told
-        self.chunks = sum(each[2] for each in told) if self._mode == "at_once" else 0
+            self._measure()
+            group.cancel_scope.cancel()
+        if self._mode == "at_once":
+            self._told = {handle.removeprefix("chatcmpl-"): took for handle, took, _ in told}
+            self.chunks = sum(chunks for _, _, chunks in told)
+        else:
+            self.took = told
         self._asked.set()
+
+    async def _look_at_rounds(self) -> None:
+        rounds: list[float] = []
+        try:
+            while True:
+                await anyio.sleep(PROBE)
+                began = time.thread_time()
+                await anyio.lowlevel.checkpoint()
+                rounds.append(1e3 * (time.thread_time() - began))
+        finally:
+            self.round_of_the_loop = sorted(rounds)[int(0.99 * (len(rounds) - 1))]
 
     async def _ask(self, number: int, conversation: Conversation) -> None:
         if self._mode == "at_once":
@@ -175,8 +206,15 @@ class _Load:
     async def _generate(self, conversation: Conversation) -> None:
         began = time.perf_counter()
         # Heard while it is sampled, as a client's is, by somebody who does nothing with it.
-        await conversation._generate(lambda event: None, None, None)
-        self.took.append(time.perf_counter() - began)
+        turn = await conversation._generate(lambda event: None, None, None)
+        self._note([turn], [time.perf_counter() - began])
+
+    def _note(self, turns: Sequence[Turn], took: Sequence[float]) -> None:
+        """Note turns, and the seconds of each by who asked; none where they are noted already."""
+        self.took += took
+        for turn, seconds in zip(turns, took, strict=False):
+            timings = turn.timings
+            self.beside.append(seconds - timings.queued - timings.first_token - timings.decode)
 
     def _measure(self) -> None:
         processor, clock = self._began
@@ -197,9 +235,8 @@ class _Round:
         """Microseconds of a request, its chunks apart."""
 
     def late(self, load: _Load, share: float) -> float:
-        """By how many milliseconds turns were later than the engine's own ticks would have them."""
-        ticks = 2 + (LONG - 1) * BETWEEN
-        return 1e3 * (sorted(load.took)[int(share * (len(load.took) - 1))] - ticks * TICK)
+        """Milliseconds that such a share of turns took at most, without those that the engine took."""
+        return 1e3 * sorted(load.beside)[int(share * (len(load.beside) - 1))]
 
 
 def _median_alone(*, served: bool) -> float:
