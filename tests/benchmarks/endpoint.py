@@ -26,6 +26,7 @@ from runner.engines.scripted.script import Latency, ModelCall, Reply
 from runner.messages import Message
 from runner.runs.process import collector_settings, on_event_loop
 from runner.testing import ScriptedEngine
+from runner.tools.foreign import tools_of
 from tests.benchmarks.figures import Figure, main
 
 ROUNDS = 3
@@ -80,8 +81,9 @@ def measure() -> Iterator[Figure]:
     yield Figure("a request and its answer, of the server's process", "us", tuple(each.request for each in rounds))
     long = [_long_history() for _ in range(ROUNDS)]
     name = f"the loop's time for {long[0].size / 1000:.0f} kB, {TURNS} turns"
-    yield Figure(name, "ms", tuple(each.last for each in long), under=3)
-    yield Figure("  the same at the first turns", "ms", tuple(each.first for each in long))
+    yield Figure(name, "ms", tuple(each.last for each in long))
+    yield Figure("  of that added to the same turn without HTTP", "ms", tuple(map(_added, long)), under=3)
+    yield Figure("  the loop's time at the first turns", "ms", tuple(each.first for each in long))
 
 
 def played(rollout: Callable[[Any, Conversation], Any], engine: ScriptedEngine, episodes: int = 1) -> None:
@@ -252,8 +254,14 @@ class _LongHistory:
     """At its begin."""
     last: float = 0.0
     """At its end."""
+    bare: float = 0.0
+    """The same without HTTP."""
     size: int = 0
     """The bytes of the last body."""
+
+
+def _added(found: _LongHistory) -> float:
+    return found.last - found.bare
 
 
 def _long_history() -> _LongHistory:
@@ -275,11 +283,24 @@ def _long_history() -> _LongHistory:
                 spent.append(time.thread_time())
                 await process.stdin.send(b"\n")
             await anext(lines)
+        found.bare = await _long_without_http(episode)
         found.first = 1e3 * (spent[1] - spent[0]) / LAST
         found.last = 1e3 * (spent[3] - spent[2]) / (LAST - 1)
 
     played(load, ScriptedEngine(say, context=10**7))
     return found
+
+
+async def _long_without_http(episode: Any) -> float:
+    """Milliseconds of this thread for one of the last turns of the same conversation, held by the episode itself."""
+    conversation, spent = episode.conversation("bare", prompt="Go.", tools=tools_of([TOOL])), 0.0
+    for number in range(TURNS - 1):
+        began = time.thread_time()
+        turn = await conversation.generate()
+        spent += time.thread_time() - began if number >= TURNS - LAST else 0.0
+        for made in turn.tool_calls:
+            conversation.add({"role": "tool", "tool_call_id": made.id, "content": WORDS})
+    return 1e3 * spent / (LAST - 1)
 
 
 @asynccontextmanager

@@ -18,19 +18,41 @@ def post(path: str, host: str, body: bytes) -> bytes:
     return f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
+class _Stream(asyncio.Protocol):
+    """One stream on a connection of its own, looked at as little as may be."""
+
+    def __init__(self, request: bytes) -> None:
+        self.over = asyncio.get_running_loop().create_future()
+        self.took = 0.0
+        self.chunks = 0
+        self.begin = b""
+        self._request = request
+        self._end = b""
+        self._began = 0.0
+
+    def connection_made(self, transport: Any) -> None:
+        self._began = time.monotonic()
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.chunks += data.count(b"data: ")
+        if len(self.begin) < 1000:
+            self.begin += data
+        self._end = self._end[-64:] + data[-64:]
+        if b"[DONE]" in self._end and not self.over.done():
+            self.took = time.monotonic() - self._began
+            self.over.set_result(None)
+
+
 async def _stream(given: Any, number: int, body: bytes) -> tuple[str, float, int]:
-    """One stream on a connection of its own: the id of its answer, the seconds it took, and how many chunks came."""
+    """The id of the answer, the seconds that it took, and how many chunks came."""
     paths, address, port = given["paths"], given["address"], given["port"]
     await asyncio.sleep(given["spread"] * number / len(paths))
-    reader, writer = await asyncio.open_connection(address, port)
-    began = time.monotonic()
-    writer.write(post(paths[number], f"{address}:{port}", body))
-    data = bytearray()
-    while b"[DONE]" not in data[-64:] and (part := await reader.read(65536)):
-        data += part
-    took = time.monotonic() - began
-    writer.close()
-    return json.loads(data.partition(b"data: ")[2].splitlines()[0])["id"], took, data.count(b"data: ")
+    request = post(paths[number], f"{address}:{port}", body)
+    transport, stream = await asyncio.get_running_loop().create_connection(lambda: _Stream(request), address, port)
+    await stream.over
+    transport.close()
+    return json.loads(stream.begin.partition(b"data: ")[2].splitlines()[0])["id"], stream.took, stream.chunks
 
 
 async def at_once(given: Any) -> None:
