@@ -147,6 +147,7 @@ class ConversationState:
         """The same as a forest, in the order in which the turns ended."""
         self.segments: list[Segment] = []
         """Its token logs, with the messages that are their view."""
+        self._places: dict[int, int] = {}
         self.numbered = 0
         """How many numbers of turns were given out."""
         self.requests: list[ChatRequest] = []
@@ -206,13 +207,18 @@ class ConversationState:
     def record(self, node: Node) -> None:
         """Add a turn to the forest; one that was begun earlier may end later."""
         if not self.has(node.segment):
+            self._places[id(node.segment)] = len(self.segments)
             self.segments.append(node.segment)
         self.nodes.append(node)
         insort(self.turns, node.turn, key=lambda turn: turn.number)
 
     def has(self, segment: Segment) -> bool:
         """Whether a segment is one of this conversation's."""
-        return any(segment is each for each in reversed(self.segments))
+        return id(segment) in self._places  # all of which live as long as this
+
+    def place_of(self, segment: Segment) -> int:
+        """Which of the segments it is, while turns are recorded."""
+        return self._places[id(segment)]
 
     def node_of(self, turn: Turn) -> Node | None:
         """The place of a turn in the forest; None for a turn of somebody else."""

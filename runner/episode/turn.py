@@ -241,7 +241,7 @@ async def _record(place: _Place, prompt: PreparedPrompt, request: _Request, samp
     await _parse(place, node, turn, sampled)
     segment.messages.append(node.reply)
     state.record(node)
-    turn.segment = next(at for at, each in reversed([*enumerate(state.segments)]) if each is segment)
+    turn.segment = state.place_of(segment)
     head.node, head.whole, head.again = node, "", None
     return turn
 

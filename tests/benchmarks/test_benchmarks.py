@@ -27,7 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "turns": {"ROUNDS": 1, "EPISODES": 4},
     "live": {"EPISODES": 8, "SPOKEN": 20, "TICK": 0.01, "SECONDS": 0.05},
     "streams": {"ROUNDS": 1, "STREAMS": 4, "STEPS": 10},
-    "endpoint": {"ROUNDS": 1, "STREAMS": 4, "IDS": 3, "TURNS": 6},
+    "endpoint": {"ROUNDS": 1, "ALONE": 3, "STREAMS": 4, "SHORT": 2, "LONG": 5, "SPREAD": 0.1, "TURNS": 9, "LAST": 2},
     "parity": {"ROUNDS": 1, "EPISODES": 2, "TURNS": 2, "WORDS": "one two three"},
 }
 

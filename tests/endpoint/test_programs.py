@@ -13,11 +13,12 @@ from typing import Any
 import anyio
 import pytest
 
-from runner import BadOption, Endpoint, FinishedProgram, Limits, Outcome, Sampling
+from runner import BadOption, Conversation, Endpoint, FinishedProgram, Limits, Outcome, Run, Sampling
 from runner.endpoint import endpoint as endpoint_module
 from runner.endpoint import programs
 from runner.testing import ScriptedEngine
 from tests.endpoint.serving import served, until
+from tests.playing import Plain
 
 pytestmark = [pytest.mark.anyio, pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at /proc")]
 
@@ -195,6 +196,52 @@ async def test_a_group_is_signalled_before_its_leader_gives_up_its_number(
         assert held == {signal.SIGKILL: True}
     (pid,) = pids
     assert not numbered(pid), "nothing of it is left"
+
+
+@pytest.mark.parametrize("ends", ["limit", "time", "cancelled"])
+async def test_when_an_episode_ends_the_process_group_of_its_program_is_gone(
+    ends: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Within ten times of what is promised; test_interrupted has Ctrl-C on a process."""
+    monkeypatch.setattr(programs, "GRACE", 0.1)
+    monkeypatch.setattr(endpoint_module, "LAST_SECONDS", 0.1)
+    code = f"""
+import signal, time, urllib.error
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ask("One.")
+os.fork()
+open({str(tmp_path)!r} + f"/{{os.getpid()}}.pid", "w").write(str(os.getpid()))
+try: ask("Two.")
+except urllib.error.HTTPError: pass
+time.sleep(600)
+"""
+
+    class Served(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            async with self.episode.serve() as endpoint:
+                await endpoint.run(python(code))
+
+    limits = {"limit": Limits(turns=1), "time": Limits(seconds=3), "cancelled": Limits(seconds=600)}[ends]
+    pids: list[int] = []
+
+    async def watch(run: Run) -> None:
+        pids.extend(await pids_in(tmp_path, 2))
+        assert len(set(map(os.getpgid, pids))) == 1
+        if ends == "cancelled":
+            run.cancel()
+
+    outcomes = []
+    with anyio.fail_after(50):
+        async with (
+            Run(Served(), ScriptedEngine(lambda _: "Done."), limits=limits, breaker=1) as run,
+            anyio.create_task_group() as watching,
+        ):
+            watching.start_soon(watch, run)
+            outcomes += [trajectory.outcome async for trajectory in run]
+            assert len(pids) == 2
+            await ended(*pids)
+    expected = {"limit": Outcome.TURN_LIMIT, "time": Outcome.TIME_LIMIT, "cancelled": Outcome.CANCELLED}
+    assert set(outcomes) == {expected[ends]}
 
 
 async def test_a_program_that_crashes_is_an_error_of_the_environment_with_its_last_words() -> None:
