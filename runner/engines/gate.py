@@ -78,6 +78,10 @@ class _Rank:
     late: _Queue = field(default_factory=OrderedDict)
 
 
+_Found: TypeAlias = tuple[_Waiter, _Rank, _Queue]
+"""Who is let in next, where to, and where it waited."""
+
+
 class AdmissionGate:
     """Who may enter the engine, and in what order.
 
@@ -237,31 +241,37 @@ class AdmissionGate:
             self._keep(waiter.session, waiter.tokens)
             waiter.wake()
 
-    def _next_late(self) -> tuple[_Waiter, _Rank, _Queue] | None:
+    def _next_late(self) -> _Found | None:
         """Of the late requests that some rank has a place for, the one that came first."""
-        found = [
-            (next(iter(rank.late)), rank, rank.late) for rank in self._ranks if rank.late and self._has_place(rank)
-        ]
+        found: _Found | None = None
+        for rank in self._ranks:
+            if rank.late and self._has_place(rank):
+                waiter = next(iter(rank.late))
+                if found is None or waiter.arrival < found[0].arrival:
+                    found = waiter, rank, rank.late
         if self._unbound:
             waiter = next(iter(self._unbound))
-            rank = self._best(waiter, self._has_place)
-            if rank is not None:
-                found.append((waiter, rank, self._unbound))
-        return min(found, key=lambda each: each[0].arrival, default=None)
+            best = self._best(waiter)
+            if best is not None and (found is None or waiter.arrival < found[0].arrival):
+                found = waiter, best, self._unbound
+        return found
 
-    def _next_first(self) -> tuple[_Waiter, _Rank, _Queue] | None:
+    def _next_first(self) -> _Found | None:
         """The first request that came first, if some rank has a place and room for it."""
         if not self._first:
             return None
         waiter = next(iter(self._first))
-        rank = self._best(waiter, lambda rank: self._has_place(rank) and self._fits(rank, waiter))
-        return None if rank is None else (waiter, rank, self._first)
+        best = self._best(waiter, fitting=True)
+        return None if best is None else (waiter, best, self._first)
 
-    def _best(self, waiter: _Waiter, takes: Callable[[_Rank], bool]) -> _Rank | None:
-        """Of the ranks that the request may go to and that take it, the one that keeps least."""
-        bound = waiter.session.affinity.rank
-        ranks = self._ranks if bound is None else [self._ranks[bound]]
-        return min(filter(takes, ranks), key=lambda rank: rank.kept, default=None)
+    def _best(self, waiter: _Waiter, *, fitting: bool = False) -> _Rank | None:
+        """Of the ranks that it may go to and that have a place, or also room for it, the one that keeps least."""
+        bound, best = waiter.session.affinity.rank, None
+        for rank in self._ranks if bound is None else (self._ranks[bound],):
+            takes = self._has_place(rank) and (not fitting or self._fits(rank, waiter))
+            if takes and (best is None or rank.kept < best.kept):
+                best = rank
+        return best
 
     def _has_place(self, rank: _Rank) -> bool:
         return rank.inside < self.places // len(self._ranks)
