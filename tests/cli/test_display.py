@@ -15,6 +15,8 @@ from rich.console import Console
 from runner import Concurrency, Conversation, Environment, Limits, Run, ScriptedEngine, Task, reward, tool
 from runner.cli.display import LiveDisplay, PlainDisplay, display_for, live_view
 from runner.cli.report import summary_table
+from runner.cli.run import Plan
+from runner.cli.settings import RunSettings
 from runner.concurrency.loop_lag import Blocker
 from runner.engines.base import EngineStats
 from runner.runs.figures import Figures, Gauge, Stuck, as_time, in_words
@@ -113,6 +115,13 @@ def test_what_is_inside_each_rank_of_an_engine_is_shown() -> None:
     assert "12 + 3 + 0 inside 3 ranks" in " ".join(drawn(figures, width=200))
     assert "12 + 3 + 0 inside 3 ranks" in list(in_words(figures))
     assert not any("rank" in line for line in [*drawn(FIGURES, width=200), *in_words(FIGURES)])
+
+
+def test_the_title_of_a_run_names_the_sizes_of_its_engine() -> None:
+    options = ["max_num_seqs=8", "data_parallel_size=2", "tensor_parallel_size=4"]
+    settings = RunSettings(environment="calculator", engine_options=options)
+    plan = Plan.of(settings, lambda _: ScriptedEngine("Yes"))
+    assert plan.title == "calculator on smollm2-135m, data_parallel_size=2, tensor_parallel_size=4"
 
 
 @pytest.mark.anyio
