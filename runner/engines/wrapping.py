@@ -49,9 +49,9 @@ class WrappedEngine(Engine):
         """The inner engine's deltas."""
         return self.inner.stream(request)
 
-    def session(self, *, late: bool = False) -> Session:
+    def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
         """The inner engine's handle."""
-        return self.inner.session(late=late)
+        return self.inner.session(late=late, beside=beside)
 
     def close_session(self, session: Session) -> None:
         """Give the session's room back; twice is allowed."""

@@ -159,7 +159,7 @@ class ConversationState:
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
         # Only an episode's very first request waits behind those of episodes under way; a second agent's does not.
-        self._sessions = [self.model.engine.session(late=bool(play.states))]
+        self._sessions = [self.model.engine.session(late=bool(play.states), beside=self._another())]
         self._free_sessions = list(self._sessions)
 
     @property
@@ -179,13 +179,18 @@ class ConversationState:
     def session(self) -> Iterator[Session]:
         """What the engine keeps of this conversation between turns; of turns at the same time, each has its own."""
         if not self._free_sessions:
-            self._sessions.append(self.model.engine.session(late=True))
+            self._sessions.append(self.model.engine.session(late=True, beside=self._sessions[0]))
             self._free_sessions.append(self._sessions[-1])
         session = self._free_sessions.pop()
         try:
             yield session
         finally:
             self._free_sessions.append(session)
+
+    def _another(self) -> Session | None:
+        """What the same engine keeps of another conversation of the episode, if there is one."""
+        engine = self.model.engine
+        return next((state._sessions[0] for state in self.play.states.values() if state.model.engine is engine), None)
 
     def close_sessions(self) -> None:
         """Give the engine's room back."""

@@ -20,7 +20,7 @@ from runner.engines.base import Engine, EngineStats, GenerationRequest, Session
 from runner.engines.function.calling import LogprobsKind, TokenFeature, TokenFunction
 from runner.engines.function.runtime import FunctionAdapters, FunctionRuntime
 from runner.engines.function.stream import FunctionSession, FunctionStream
-from runner.engines.gate import AdmissionGate
+from runner.engines.gate import AdmissionGate, affinity_beside
 from runner.errors import BadModel, BadOption, EngineDead, RequestRejected
 from runner.models import chat_template, resolve_model, stop_ids
 from runner.options import Constraint, Sampling
@@ -181,9 +181,9 @@ class TokenEngine(Engine):
             raise RequestRejected(f"{request.name}: generate() takes no extra arguments ({', '.join(request.extra)})")
         return FunctionStream(runtime, request)
 
-    def session(self, *, late: bool = False) -> Session:
+    def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
         """A handle for one conversation, with the name that the function knows it by."""
-        return FunctionSession(late=late)
+        return FunctionSession(late=late, affinity=affinity_beside(beside))
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Refuse what the function does not obey.

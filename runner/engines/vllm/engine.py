@@ -28,6 +28,7 @@ from runner.engines.vllm.lent import (
     check_sampling,
     given_to,
 )
+from runner.engines.vllm.parallel import ParallelSizes, ranks_of
 from runner.engines.vllm.runtime import VllmRuntime, first_version
 from runner.engines.vllm.settings import RequestMaker
 from runner.engines.vllm.start import VllmProcess, require_vllm
@@ -77,6 +78,7 @@ class VllmEngine(Engine):
         """The model that was given."""
         self._template = template
         self._stream_interval = stream_interval or _STREAM_INTERVAL
+        self._sizes = ParallelSizes.of(engine_arguments)
         self.given = engine_arguments
         """The engine arguments that were given."""
         self.runtime: VllmRuntime | None = None
@@ -154,7 +156,8 @@ class VllmEngine(Engine):
         config = llm.vllm_config
         self.context = config.model_config.max_model_len
         self.vocabulary = config.model_config.get_vocab_size()
-        self.places = self._given_places or config.scheduler_config.max_num_seqs
+        ranks = ranks_of(llm)
+        self.places = max(ranks, self._given_places or ranks * config.scheduler_config.max_num_seqs)
         cache = config.cache_config
         room = cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else self.places * self.context
         weights = VllmWeights(llm, process.model.name)
@@ -166,7 +169,7 @@ class VllmEngine(Engine):
             process,
             llm,
             weights,
-            gate=AdmissionGate(self.places, room, block=cache.block_size),
+            gate=AdmissionGate(self.places, room, block=cache.block_size, ranks=ranks),
             context=self.context,
             as_vllm=RequestMaker(self._stream_interval, self.tokenizer.encode),
             version=await first_version(llm),
@@ -208,6 +211,7 @@ class VllmEngine(Engine):
             waiting=gate.waiting,
             first_waiting=gate.first_waiting,
             live_sessions=gate.live,
+            ranks=gate.ranks,
             kv_usage=count.kv_usage,
             prefix_queries=count.prefix_queries,
             prefix_hits=count.prefix_hits,
@@ -255,6 +259,7 @@ class VllmEngine(Engine):
             "chosen": _recorded(settings.chosen),
             "context": self.context,
             "places": self.places,
+            "parallel": self._sizes.described(),
             "kv_room": vllm.gate.room,
             "stream_interval": self._stream_interval,
             "logprobs": settings.arguments.get("logprobs_mode"),
