@@ -222,7 +222,9 @@ class Plan:
         settings = self.settings
         where = settings.server if settings.api_model is None else settings.api_url
         at = "" if where is None else f" at {where}"
-        return f"{short_name(settings.played)} on {settings.spoken_by}{at}"
+        given = settings.engine_options or ()
+        sizes = "".join(f", {option}" for option in given if option.partition("=")[0].endswith("_parallel_size"))
+        return f"{short_name(settings.played)} on {settings.spoken_by}{at}{sizes}"
 
 
 def _options(settings: RunSettings) -> RunOptions:

@@ -147,6 +147,7 @@ class ConversationState:
         """The same as a forest, in the order in which the turns ended."""
         self.segments: list[Segment] = []
         """Its token logs, with the messages that are their view."""
+        self._places: dict[int, int] = {}
         self.numbered = 0
         """How many numbers of turns were given out."""
         self.requests: list[ChatRequest] = []
@@ -158,7 +159,7 @@ class ConversationState:
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
         # Only an episode's very first request waits behind those of episodes under way; a second agent's does not.
-        self._sessions = [self.model.engine.session(late=bool(play.states))]
+        self._sessions = [self.model.engine.session(late=bool(play.states), beside=self._another())]
         self._free_sessions = list(self._sessions)
 
     @property
@@ -178,13 +179,18 @@ class ConversationState:
     def session(self) -> Iterator[Session]:
         """What the engine keeps of this conversation between turns; of turns at the same time, each has its own."""
         if not self._free_sessions:
-            self._sessions.append(self.model.engine.session(late=True))
+            self._sessions.append(self.model.engine.session(late=True, beside=self._sessions[0]))
             self._free_sessions.append(self._sessions[-1])
         session = self._free_sessions.pop()
         try:
             yield session
         finally:
             self._free_sessions.append(session)
+
+    def _another(self) -> Session | None:
+        """What the same engine keeps of another conversation of the episode, if there is one."""
+        engine = self.model.engine
+        return next((state._sessions[0] for state in self.play.states.values() if state.model.engine is engine), None)
 
     def close_sessions(self) -> None:
         """Give the engine's room back."""
@@ -206,13 +212,18 @@ class ConversationState:
     def record(self, node: Node) -> None:
         """Add a turn to the forest; one that was begun earlier may end later."""
         if not self.has(node.segment):
+            self._places[id(node.segment)] = len(self.segments)
             self.segments.append(node.segment)
         self.nodes.append(node)
         insort(self.turns, node.turn, key=lambda turn: turn.number)
 
     def has(self, segment: Segment) -> bool:
         """Whether a segment is one of this conversation's."""
-        return any(segment is each for each in reversed(self.segments))
+        return id(segment) in self._places  # all of which live as long as this
+
+    def place_of(self, segment: Segment) -> int:
+        """Which of the segments it is, while turns are recorded."""
+        return self._places[id(segment)]
 
     def node_of(self, turn: Turn) -> Node | None:
         """The place of a turn in the forest; None for a turn of somebody else."""

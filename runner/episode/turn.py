@@ -150,6 +150,7 @@ def _request(
     play, chat, tools = state.play, state.chat, place.head.tools
     settings = sampling_of(state, sampling)
     settings.check_vocabulary(vocabulary_size(chat.engine))
+    chat.engine.check_sampling(settings)
     choice = tool_choice_of(state, tools, tool_choice)
     ceilings = {"max_tokens": settings.max_tokens, "context": state.context - len(prompt.ids)}
     left = play.limits.tokens_left() if state.counted else None
@@ -180,7 +181,10 @@ def _constraint(
             f"tool_choice={tool_choice!r} and Sampling({given.kind.value}=...) both constrain the same turn: "
             f"give generate(tool_choice='none') where the text itself is constrained."
         )
-    return enforced or given
+    constraint = enforced or given
+    if constraint is not None:
+        chat.engine.check_constraint(constraint)
+    return constraint
 
 
 def _sampling(
@@ -237,7 +241,7 @@ async def _record(place: _Place, prompt: PreparedPrompt, request: _Request, samp
     await _parse(place, node, turn, sampled)
     segment.messages.append(node.reply)
     state.record(node)
-    turn.segment = next(at for at, each in reversed([*enumerate(state.segments)]) if each is segment)
+    turn.segment = state.place_of(segment)
     head.node, head.whole, head.again = node, "", None
     return turn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
@@ -26,6 +26,7 @@ __all__ = [
     "as_time",
     "calls_in_words",
     "in_words",
+    "ranks_in_words",
     "shown_line",
     "writes_otherwise",
 ]
@@ -78,6 +79,9 @@ class Figures:
 
     waiting: int = 0
     """Turns that wait for a place in the engine."""
+
+    ranks: tuple[int, ...] = ()
+    """Turns inside each data-parallel rank of an engine that has several; empty where none has."""
 
     throttled: int = 0
     """How often servers said that they were asked too much."""
@@ -148,6 +152,7 @@ class Gauge:
             failed=summary.failed,
             running=len(run.plays),
             waiting=sum(engine.waiting for engine in stats),
+            ranks=next((engine.ranks for engine in stats if len(engine.ranks) > 1), ()),
             throttled=sum(engine.throttled for engine in stats),
             let_in=sum(engine.places for engine in stats if engine.places is not None) or None,
             rate=self._rate(sum(engine.sampled_tokens for engine in stats)),
@@ -189,6 +194,8 @@ def in_words(figures: Figures) -> Iterator[str]:
     yield f"{figures.running} running"
     if figures.waiting:
         yield f"{figures.waiting} waiting for the engine"
+    if figures.ranks:
+        yield ranks_in_words(figures.ranks)
     if figures.throttled:
         yield f"asked too much {figures.throttled} times, now {figures.let_in} requests at once"
     yield f"{figures.failed} failed"
@@ -200,6 +207,11 @@ def in_words(figures: Figures) -> Iterator[str]:
         yield f"mean {whose} {figures.reward:.3f}"
     if figures.remaining:
         yield f"{as_time(figures.remaining)} left"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """How many turns are inside each rank."""
+    return f"{' + '.join(map(str, ranks))} inside {len(ranks)} ranks"
 
 
 SUSPECT_CALLS: Final = 3
