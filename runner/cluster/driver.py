@@ -373,14 +373,21 @@ class Driver:
         number = next(self._run_numbers)
         run = _Run(packed, clock)
         async with self.settled:
+            errors: list[DeltarunnerError] = []
+
+            async def open_on(hand: Hand) -> None:
+                try:
+                    await self._open_on(hand, number, run)
+                except DeltarunnerError as error:  # as a value: a task group would wrap it
+                    errors.append(error)
+
+            async with anyio.create_task_group() as group:
+                for hand in self.hands:
+                    group.start_soon(open_on, hand)
+            if errors:
+                await self.ask_all("close_run", number)
+                raise errors[0]
             self._runs[number] = run
-            try:
-                async with anyio.create_task_group() as group:
-                    for hand in self.hands:
-                        group.start_soon(self._open_on, hand, number, run)
-            except BaseExceptionGroup as group:
-                del self._runs[number]
-                raise unwrapped(group) from None
         return number
 
     async def _open_on(self, hand: Hand, number: int, run: _Run) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 from anyio.lowlevel import checkpoint
 
 from runner import Conversation, Environment, Group, Run, Task, Trajectory, group_reward, reward
@@ -14,7 +15,10 @@ from runner.engines.scripted.script import Latency, ModelCall
 from runner.testing import ScriptedEngine
 from tests.cluster.in_process import InProcess, in_process
 
-__all__ = ["Dice", "Grouped", "compared", "dice_engine", "fleet", "game_tasks", "played"]
+__all__ = ["Dice", "Grouped", "compared", "dice_engine", "fleet", "game_tasks", "played", "until"]
+
+
+WATCHDOG = 60.0
 
 
 def game_tasks(count: int) -> list[Task]:
@@ -73,6 +77,13 @@ async def played(
             told(trajectory)
             got.append(trajectory)
         return got
+
+
+async def until(true: Callable[[], object]) -> None:
+    """Wait until something is so."""
+    with anyio.fail_after(WATCHDOG):
+        while not true():  # noqa: ASYNC110  # it looks at what workers do, who tell nobody
+            await anyio.sleep(0.01)
 
 
 def compared(trajectories: list[Trajectory]) -> dict[tuple[str, str], Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -16,7 +15,7 @@ from runner.engines.state import EngineState
 from runner.testing import VirtualClock
 from tests import sweeps
 from tests.cluster.in_process import InProcessWorker
-from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played
+from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played, until
 
 pytestmark = pytest.mark.anyio
 
@@ -26,15 +25,12 @@ def versions(trajectory: Trajectory) -> list[str]:
     return [version for version in dict.fromkeys(spans) if version]
 
 
+def state_of(worker: InProcessWorker) -> str:
+    return worker.worker.engine.state
+
+
 def asked_of(worker: InProcessWorker, *names: str) -> list[str]:
     return [call for call, _ in worker.calls if call in names]
-
-
-async def until(true: Callable[[], bool]) -> None:
-    """Wait for something to be so; the watchdog is the virtual clock's or the test's."""
-    with anyio.fail_after(60):
-        while not true():
-            await anyio.sleep(0.01)
 
 
 async def test_an_update_reaches_every_worker_and_every_id_says_which_weights_sampled_it() -> None:
@@ -56,12 +52,11 @@ async def test_an_update_reaches_every_worker_and_every_id_says_which_weights_sa
 
 
 async def test_an_episode_that_begins_after_the_update_returned_is_never_of_older_weights() -> None:
-    async with fleet(2) as (engine, _):
-        async with engine:
-            for number in range(1, 4):
-                await engine.update_weights("new")
-                got = await played(Dice, engine)
-                assert {version for each in got for version in versions(each)} == {str(number)}
+    async with fleet(2) as (engine, _), engine:
+        for number in range(1, 4):
+            await engine.update_weights("new")
+            got = await played(Dice, engine)
+            assert {version for each in got for version in versions(each)} == {str(number)}
 
 
 async def test_weights_that_one_worker_refuses_with_the_others_change_nothing_anywhere() -> None:
@@ -107,9 +102,9 @@ def test_a_worker_that_joins_late_has_the_newest_weights_adapters_and_state_befo
             await until(lambda: len(engine.workers()) == 2 and 0 not in {each.number for each in engine.workers()})
             joined = launcher.workers[2]
             assert joined.worker.engine.weight_version == "b"
-            assert joined.worker.engine.state is EngineState.PAUSED
+            assert state_of(joined) == "paused"
             await engine.resume()
-            assert joined.worker.engine.state is EngineState.RUNNING
+            assert state_of(joined) == "running"
             got = await played(Dice, engine, sampling=Sampling(adapter="poet"))
             assert {version for each in got for version in versions(each)} == {"b+poet@2"}
 
@@ -140,29 +135,27 @@ def test_versions_never_go_back_within_a_worker_and_nothing_is_lost_whatever_die
             async with anyio.create_task_group() as group:
                 group.start_soon(train)
                 group.start_soon(kill)
-                async for trajectory in run:
-                    got.append(trajectory)
+                got += [trajectory async for trajectory in run]
         assert len(compared(got)) == 40
         known = ["scripted", *map(str, range(1, updates + 1))]
         for each in got:
             numbers = [known.index(version) for version in versions(each)]
             assert numbers == sorted(numbers)
         for worker in launcher.workers.values():
-            assert worker.worker.engine.runtime.versions == sorted(
-                worker.worker.engine.runtime.versions, key=known.index
-            )
+            runtime = worker.worker.engine.runtime
+            assert runtime is not None
+            assert runtime.versions == sorted(runtime.versions, key=known.index)
 
     VirtualClock().run(run)
 
 
 def test_an_update_that_too_few_workers_survive_ends_the_run_by_name() -> None:
     async def run() -> None:
-        async with fleet(2, stall_seconds=30) as (engine, launcher):
-            async with engine:
-                launcher.on_start = lambda worker: worker.fail_in.update(catch_up=BadWeights("no"))
-                launcher.workers[1].fail_in["update_weights"] = BadWeights("its disk is full")
-                with pytest.raises(EngineDead, match="fewer than 2 workers|1 workers are left of at least 2"):
-                    await engine.update_weights("new")
+        async with fleet(2, stall_seconds=30) as (engine, launcher), engine:
+            launcher.on_start = lambda worker: worker.fail_in.update(catch_up=BadWeights("no"))
+            launcher.workers[1].fail_in["update_weights"] = BadWeights("its disk is full")
+            with pytest.raises(EngineDead, match=r"fewer than 2 workers|1 workers are left of at least 2"):
+                await engine.update_weights("new")
 
     VirtualClock().run(run)
 

@@ -10,7 +10,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from runner.cluster.fleet import BACK_OFF_SECONDS, COMPANY, HOUR, RESTARTS, Fleet, Seat, SeatState, Ticket
 
-
 MOST_BACK_OFF = BACK_OFF_SECONDS * 2**RESTARTS
 
 

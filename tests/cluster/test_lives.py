@@ -15,7 +15,7 @@ from runner.cluster.words import Joined
 from runner.options import Concurrency
 from runner.testing import ScriptedEngine, VirtualClock, assert_exact
 from tests.cluster.in_process import InProcess
-from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played
+from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played, until
 
 pytestmark = pytest.mark.anyio
 
@@ -34,12 +34,6 @@ class Waiting(Dice):
     async def rollout(self, conversation: Conversation) -> None:
         await conversation.generate()
         await anyio.sleep_forever()
-
-
-async def until(true: Any) -> None:
-    with anyio.fail_after(60):
-        while not true():
-            await anyio.sleep(0.01)
 
 
 async def test_drain_begins_nothing_more_and_plays_what_was_begun_to_its_end() -> None:
@@ -147,13 +141,15 @@ def test_a_run_ends_by_name_when_its_workers_are_gone_for_too_long() -> None:
     async def run() -> None:
         async with fleet(2, stall_seconds=20) as (engine, launcher):
             got: list[Trajectory] = []
+
+            def all_die(trajectory: Trajectory) -> None:
+                got.append(trajectory)
+                launcher.on_start = lambda worker: worker.kill()
+                for worker in launcher.alive:
+                    worker.kill()
+
             with pytest.raises(EngineDead, match="worker"):
-                async with Run(Dice, engine, tasks=game_tasks(300), breaker=1) as run:
-                    async for trajectory in run:
-                        got.append(trajectory)
-                        launcher.on_start = lambda worker: worker.kill()
-                        for worker in launcher.alive:
-                            worker.kill()
+                await played(Dice, engine, tasks=game_tasks(300), breaker=1, told=all_die)
             assert len(compared(got)) < 300
 
     VirtualClock().run(run)
@@ -163,7 +159,7 @@ class Shared(Dice):
     """It notes its lifespan, and lets one episode of the whole run into a block at once."""
 
     def lifespan(self) -> Any:
-        return _noted()
+        return Noted()
 
     async def rollout(self, conversation: Conversation) -> None:
         assert self.shared == "open"
@@ -175,7 +171,7 @@ class Shared(Dice):
         await conversation.generate()
 
 
-class _noted:
+class Noted:
     async def __aenter__(self) -> str:
         EVENTS.append("open")
         return "open"
@@ -234,8 +230,7 @@ class Holding(Dice):
         async with self.episode.limiter("one", 1):
             limiter: Any = self.episode._play.shared.limiter("one", 1)
             EVENTS.append(str(limiter._worker))
-            while not HOLDS.on:
-                await anyio.sleep(0.1)
+            await until(lambda: HOLDS.on)
         await conversation.generate()
 
 
@@ -331,7 +326,7 @@ async def test_a_package_of_another_version_is_refused_by_name() -> None:
         join = worker.worker.join
 
         async def joined() -> Joined:
-            said = await join()
+            said: Joined = await join()
             return replace(said, same={**said.same, "deltarunner": "9.9"})
 
         if worker.worker.number == 1:

@@ -12,14 +12,13 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner import Conversation, EngineDead, Outcome, Run, RunFile, Trajectory
+from runner import Outcome, Run, RunFile, Trajectory
 from runner.cluster.driver import SILENT_SECONDS
-from runner.engines.scripted.script import Fault
-from runner.options import Concurrency
+from runner.cluster.words import Played
 from runner.testing import VirtualClock
 from tests import sweeps
 from tests.cluster.in_process import InProcess, InProcessWorker
-from tests.cluster.playing import Dice, Grouped, compared, dice_engine, fleet, game_tasks, played
+from tests.cluster.playing import Dice, Grouped, compared, dice_engine, fleet, played
 
 pytestmark = pytest.mark.anyio
 
@@ -57,14 +56,14 @@ def kills_whoever_plays(launcher: InProcess, task: str) -> list[int]:
     def watch(worker: InProcessWorker) -> None:
         play = worker.worker.play
 
-        async def deadly(run: int, number: int, packed: bytes) -> Any:
+        async def deadly(run_number: int, number: int, packed: bytes) -> Played:
             if pickle.loads(packed).task.id == task:
                 for _ in range(20):
                     await checkpoint()
                 killed.append(worker.worker.number)
                 worker.kill()
                 await checkpoint()
-            return await play(run, number, packed)
+            return await play(run_number, number, packed)
 
         worker.worker.play = deadly  # type: ignore[method-assign]
 

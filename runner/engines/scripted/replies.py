@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from runner.engines.scripted.model import EncodedReply, ScriptedModel
 from runner.engines.scripted.recorded import RecordedReplies
