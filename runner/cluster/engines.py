@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
@@ -23,37 +23,15 @@ from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
 from runner.episode.shared import RunShared
 from runner.errors import BadControl, BadEnvironment, BadOption
 from runner.runs.options import check_engine
-from runner.runs.player import Player, PlayingEngine
+from runner.runs.player import FleetWorker, Player, PlayingEngine
 from runner.runs.stage import Stage
 
-__all__ = ["FleetEngine", "FleetWorker"]
+__all__ = ["FleetEngine"]
 
 STALL_SECONDS = 600.0
 """How long a fleet waits for machines by default."""
 
 _SUMMED = ("open", "running", "queued", "waiting", "first_waiting", "live_sessions", "prefix_queries", "prefix_hits")
-
-
-@dataclass(frozen=True, slots=True)
-class FleetWorker:
-    """A worker of a fleet, as it was at its last pulse."""
-
-    number: int
-    """No other worker of the fleet was or will be called so."""
-    node: str
-    """The machine it is on."""
-    pid: int
-    """Its process there."""
-    playing: int
-    """How many episodes it plays."""
-    version: str
-    """The version of its weights."""
-    lag: float
-    """How late its event loop is in seconds, 99th percentile."""
-    silent: float
-    """Seconds since it was last heard."""
-    oldest: str
-    """What its episode waits for that has waited longest, and how long; "" where it plays none."""
 
 
 class FleetEngine(PlayingEngine):
@@ -88,7 +66,6 @@ class FleetEngine(PlayingEngine):
         self.engine = engine
         """What every worker has."""
         self.least, self.most = _range(kind, workers)
-        """With fewer workers the fleet does not begin, and no more are started."""
         self.launcher = launcher
         self._stall_seconds = stall_seconds
         self._driver: Driver | None = None
@@ -136,8 +113,13 @@ class FleetEngine(PlayingEngine):
         """How many requests run at once on all workers."""
         return max(1, self.driver.fleet.width // 2)
 
+    @property
+    def events(self) -> Sequence[str]:
+        """What happened to workers so far, for people: those that were lost, and why."""
+        return self._driver.told if self._driver is not None else ()
+
     def workers(self) -> list[FleetWorker]:
-        """The workers that play, as they were at their last pulses."""
+        """The workers that play, as they were when they were last heard."""
         now = anyio.current_time()
         return [_shown(hand, now) for hand in self.driver.hands]
 
@@ -265,5 +247,6 @@ def _shown(hand: Hand, now: float) -> FleetWorker:
         version=hand.version,
         lag=pulse.lag if pulse is not None else 0.0,
         silent=now - hand.heard if hand.heard else 0.0,
-        oldest=f"{oldest.activity}, {oldest.seconds:.0f} s" if oldest is not None else "",
+        oldest=oldest.activity if oldest is not None else "",
+        waited=oldest.seconds if oldest is not None else 0.0,
     )
