@@ -25,6 +25,7 @@ from runner.cli.quiet_output import quiet_output
 from runner.cli.report import lag_lines, make_console, own_command, quoted, summary_table
 from runner.cli.settings import RunSettings
 from runner.cli.values import limits_of, logit_bias_of, pairs, plain_values
+from runner.cli.workers import many_of
 from runner.engines.base import BaseEngine, Engine
 from runner.environment.checks import check_playable
 from runner.environment.environment import Environment
@@ -214,7 +215,11 @@ class Plan:
             # Now: a run of another configuration is refused before an engine takes its time to start.
             _check_resumable(settings.file, environment, options, model=settings.spoken_by)
         return cls(
-            settings=settings, environment=environment, engine=make_engine(settings), options=options, total=total
+            settings=settings,
+            environment=environment,
+            engine=many_of(settings, make_engine),
+            options=options,
+            total=total,
         )
 
     @property
@@ -222,7 +227,8 @@ class Plan:
         settings = self.settings
         where = settings.server if settings.api_model is None else settings.api_url
         at = "" if where is None else f" at {where}"
-        return f"{short_name(settings.played)} on {settings.spoken_by}{at}"
+        workers = "" if settings.workers is None else f", {settings.workers} workers"
+        return f"{short_name(settings.played)} on {settings.spoken_by}{at}{workers}"
 
 
 def _options(settings: RunSettings) -> RunOptions:
@@ -318,8 +324,12 @@ class ShownRun(Reporter):
         from runner.engines.remote.engine import RemoteEngine
         from runner.engines.vllm.engine import VllmEngine
         from runner.models import resolve_model
+        from runner.runs.player import PlayingEngine
 
-        if isinstance(self._plan.engine, VllmEngine | RemoteEngine):
+        engine = self._plan.engine
+        if isinstance(engine, PlayingEngine):  # its workers find here what they look for, where they are here
+            engine = engine.engine
+        if isinstance(engine, VllmEngine | RemoteEngine):
             resolve_model(self._settings.model, say=self.say)
 
     def _require_tool_format(self) -> None:

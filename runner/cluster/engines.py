@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import fields, replace
 from datetime import datetime
@@ -64,7 +64,6 @@ class FleetEngine(PlayingEngine):
         if engine.running:
             raise BadOption(f"{kind}(engine): it was entered here, and cannot be sent; give one that nobody entered.")
         self.engine = engine
-        """What every worker has."""
         self.least, self.most = _range(kind, workers)
         self.launcher = launcher
         self._stall_seconds = stall_seconds
@@ -80,6 +79,7 @@ class FleetEngine(PlayingEngine):
         async with AsyncExitStack() as exit_stack:
             fleet = Fleet(self.least, self.most)
             driver = Driver(self.launcher, self.engine, fleet, stall_seconds=self._stall_seconds)
+            self._driver = driver  # now: whoever watches sees workers come
             await exit_stack.enter_async_context(driver.at_work())
             known, first = await driver.known(), driver.first
             assert first is not None, "there is a worker, so it joined"
@@ -90,7 +90,7 @@ class FleetEngine(PlayingEngine):
                     driver, places=first.places, context=first.context, version=first.weight_version
                 )
             self._exit = exit_stack.pop_all()
-        self._driver, self.loop, self.running = driver, current_token(), True
+        self.loop, self.running = current_token(), True
         return self
 
     async def __aexit__(
@@ -120,8 +120,10 @@ class FleetEngine(PlayingEngine):
 
     def workers(self) -> list[FleetWorker]:
         """The workers that play, as they were when they were last heard."""
+        if self._driver is None:
+            return []
         now = anyio.current_time()
-        return [_shown(hand, now) for hand in self.driver.hands]
+        return [_shown(hand, now) for hand in self._driver.hands]
 
     def stats(self) -> EngineStats:
         """What all workers' engines do, added up."""
@@ -209,7 +211,7 @@ class FleetEngine(PlayingEngine):
 
     @asynccontextmanager
     async def player(
-        self, packed: bytes, shared: RunShared, clock: datetime, width: int | None
+        self, packed: bytes, shared: RunShared, clock: datetime, width: int | None, told: Callable[[str], None]
     ) -> AsyncIterator[Player]:
         """What plays the episodes of one run, while the block lasts."""
         driver = self.driver
@@ -217,7 +219,7 @@ class FleetEngine(PlayingEngine):
         player = FleetPlayer(driver, number, shared, width)
         failures: list[str] = []
         try:
-            async with driver.listening(player.tell):
+            async with driver.listening(player.tell, told):
                 yield player
         finally:
             with anyio.CancelScope(shield=True):
@@ -238,7 +240,7 @@ def _range(kind: str, workers: int | tuple[int, int]) -> tuple[int, int]:
 def _shown(hand: Hand, now: float) -> FleetWorker:
     assert hand.joined is not None, "it plays"
     pulse = hand.pulse
-    oldest = max(pulse.oldest, key=lambda play: play.seconds, default=None) if pulse is not None else None
+    oldest = min(pulse.oldest, key=lambda play: play.since, default=None) if pulse is not None else None
     return FleetWorker(
         number=hand.number,
         node=hand.joined.node,
@@ -248,5 +250,5 @@ def _shown(hand: Hand, now: float) -> FleetWorker:
         lag=pulse.lag if pulse is not None else 0.0,
         silent=now - hand.heard if hand.heard else 0.0,
         oldest=oldest.activity if oldest is not None else "",
-        waited=oldest.seconds if oldest is not None else 0.0,
+        waited=now - hand.ahead - oldest.since if oldest is not None else 0.0,
     )

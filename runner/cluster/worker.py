@@ -160,14 +160,14 @@ class Worker:
 
     async def pulse(self) -> Pulse:
         """What goes on here."""
-        now = anyio.current_time()
         plays = [(number, play) for run in self._runs.values() for number, play in run.plays.items()]
         oldest = heapq.nsmallest(OLDEST, plays, key=lambda numbered: numbered[1].since)
         return Pulse(
+            now=anyio.current_time(),
             stats=self.engine.stats(),
             lag=max((run.lag.percentile(99) for run in self._runs.values() if run.lag is not None), default=0.0),
             playing=len(plays),
-            oldest=[PlayingNow(number, play.turns_taken, play.activity, now - play.since) for number, play in oldest],
+            oldest=[PlayingNow(number, play.turns_taken, play.activity, play.since) for number, play in oldest],
         )
 
     # --- runs

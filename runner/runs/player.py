@@ -121,6 +121,8 @@ class FleetWorker:
 class PlayingEngine(Engine):
     """An engine that plays whole episodes, on workers that have both the model and the environment."""
 
+    engine: Engine
+    """What every worker has."""
     least: int
     """With fewer workers it does not begin."""
     most: int
@@ -145,7 +147,7 @@ class PlayingEngine(Engine):
 
     @abstractmethod
     def player(
-        self, packed: bytes, shared: RunShared, clock: datetime, width: int | None
+        self, packed: bytes, shared: RunShared, clock: datetime, width: int | None, told: Callable[[str], None]
     ) -> AbstractAsyncContextManager[Player]:
         """What plays the episodes of one run, while the block lasts.
 
@@ -154,6 +156,7 @@ class PlayingEngine(Engine):
             shared: the same in this process.
             clock: the time that chat templates see.
             width: how many episodes are in flight at most; None for as many as the workers take.
+            told: called with what happens to workers meanwhile, for people.
 
         Raises:
             BadInput: a worker cannot play them; the message names the worker and why.
