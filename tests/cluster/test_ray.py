@@ -264,9 +264,14 @@ async def test_a_class_that_workers_cannot_import_is_refused_with_what_to_do(
     monkeypatch.delitem(sys.modules, "a_module_of_this_process")
 
 
-async def test_ray_client_is_refused() -> None:
+async def test_ray_client_is_refused(cluster: Standing) -> None:
     with pytest.raises(BadOption, match=re.escape("address='ray://127.0.0.1:1'")):
         RayEngines(ScriptedEngine("hi"), workers=1, address="ray://127.0.0.1:1")
+
+
+async def test_an_address_where_nothing_answers_is_refused(cluster: Standing) -> None:
+    with pytest.raises(BadOption, match=r"no cluster of Ray at '127.0.0.1:1'"):
+        await played(Crowd(1), RayEngines(crowd(), workers=1, address="127.0.0.1:1"))
 
 
 async def test_more_processors_or_gpus_than_there_are_are_refused_with_both_numbers(cluster: Standing) -> None:

@@ -35,7 +35,7 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def versions(trajectory: Trajectory) -> list[str]:
-    return [span.version for turn in trajectory.turns for span in turn.versions]
+    return [span.version for segment in trajectory.segments for span in segment.log.versions]
 
 
 async def test_two_real_engines_take_new_weights_under_episodes_and_one_that_is_killed_leaves_nothing(
