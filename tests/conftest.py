@@ -89,8 +89,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _may_be_on_trio(metafunc: pytest.Metafunc) -> bool:
-    """The test is asynchronous, on no real engine, and neither it nor its module says on what it runs."""
-    real = "session_engine" in metafunc.fixturenames or metafunc.definition.get_closest_marker("engine")
+    """The test is asynchronous, on no real engine nor workers, and neither it nor its module says on what it runs."""
+    real = "session_engine" in metafunc.fixturenames or any(
+        metafunc.definition.get_closest_marker(name) for name in ("engine", "ray")
+    )
     if real or "anyio_backend" not in metafunc.fixturenames:
         return False
     own = any("anyio_backend" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))

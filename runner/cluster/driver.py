@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import anyio
 from anyio.abc import TaskGroup
 
 from runner.cluster.fleet import Fleet, Seat, SeatState, Ticket
-from runner.cluster.words import Catch, EngineKnown, Joined, Launcher, Pulse, WorkerLost, WorkerProcess
+from runner.cluster.words import Catch, EngineKnown, Joined, Launcher, PlayingNow, Pulse, WorkerLost, WorkerProcess
 from runner.engines.base import BaseEngine
 from runner.errors import BadOption, DeltarunnerError, EngineDead, unwrapped
 
@@ -39,6 +39,19 @@ END_SECONDS: Final = 30.0
 """How long workers may take to end by themselves."""
 
 
+class Heard(Protocol):
+    """An attempt on a worker, which is told what the worker says of it."""
+
+    def hear(self, playing: PlayingNow | None, since: float) -> None:
+        """Take note of a pulse.
+
+        Args:
+            playing: what its worker said of it; None where others have waited longer.
+            since: when it began to wait for what it waits for, in the event loop's time; or where nothing was said of
+                it, when at the earliest.
+        """
+
+
 @dataclass(eq=False, slots=True)
 class Hand:
     """A worker of the fleet, as its driver knows it."""
@@ -53,6 +66,10 @@ class Hand:
     """What it said last."""
     heard: float = 0.0
     """When that was, in the event loop's time."""
+    ahead: float = 0.0
+    """How far this event loop's time is ahead of its. Measured once, so that what stands still there does here."""
+    attempts: dict[int, Heard] = field(default_factory=dict)
+    """What it plays, by the numbers of the attempts."""
     version: str = ""
     """The version of its weights."""
     why: str = ""
@@ -64,6 +81,18 @@ class Hand:
     def name(self) -> str:
         """What it is called, for people."""
         return f"worker {self.number}" + (f" on {self.joined.node}" if self.joined is not None else "")
+
+    def hear(self, pulse: Pulse) -> None:
+        """Take note of a pulse, and let what is played know."""
+        self.heard = anyio.current_time()
+        if self.pulse is None:
+            self.ahead = self.heard - pulse.now
+        self.pulse = pulse
+        told = {playing.number: playing for playing in pulse.oldest}
+        youngest = max((playing.since for playing in pulse.oldest), default=-math.inf)
+        for number, attempt in self.attempts.items():
+            playing = told.get(number)
+            attempt.hear(playing, self.ahead + (youngest if playing is None else playing.since))
 
     def dismiss(self, why: str) -> None:
         """End it; what it plays is played again by others."""
@@ -111,6 +140,7 @@ class Driver:
         self._runs: dict[int, _Run] = {}
         self._seated: dict[Ticket, anyio.Event] = {}
         self._width_listeners: dict[object, Callable[[], None]] = {}
+        self._told_listeners: dict[object, Callable[[str], None]] = {}
         self._changed = anyio.Event()
         self._short_since: float | None = None
         self._failure: DeltarunnerError | None = None
@@ -223,13 +253,18 @@ class Driver:
             self.sampled_by_the_lost += hand.pulse.stats.sampled_tokens
         self.launcher.forget(hand.number)
         playing = f"; the {len(lost)} episodes that it played are played again" if lost else ""
-        self.told.append(f"{hand.name} is lost: {error}{playing}")
+        self._tell(f"{hand.name} is lost: {error}{playing}")
         if hand.seat.state is SeatState.RESTING:
-            self.told.append(f"{len(hand.seat.deaths)} workers were lost in one seat within an hour: it stays empty")
+            self._tell(f"{len(hand.seat.deaths)} workers were lost in one seat within an hour: it stays empty")
         if isinstance(error, DeltarunnerError):
             self._fail_start(error)
         elif self.fleet.hopeless:
             self._fail_start(EngineDead(f"workers die as they start: {error}"))
+
+    def _tell(self, event: str) -> None:
+        self.told.append(event)
+        for listener in list(self._told_listeners.values()):
+            listener(event)
 
     def _fail_start(self, error: DeltarunnerError) -> None:
         """What keeps one worker from starting will keep the others too; once the fleet has begun it is that one's."""
@@ -280,10 +315,10 @@ class Driver:
     async def _listen(self, hand: Hand) -> None:
         while True:
             with anyio.move_on_after(SILENT_SECONDS) as silence:
-                hand.pulse = await hand.process.send("pulse")
+                pulse: Pulse = await hand.process.send("pulse")
             if silence.cancelled_caught:
                 raise WorkerLost(f"it has said nothing for {SILENT_SECONDS:.0f} s")
-            hand.heard = anyio.current_time()
+            hand.hear(pulse)
             await anyio.sleep(PULSE_SECONDS if len(self._hands) <= MANY else CALM_PULSE_SECONDS)
 
     # --- all workers
@@ -408,14 +443,14 @@ class Driver:
             hand.process.send("drain", number)
 
     @asynccontextmanager
-    async def listening(self, listener: Callable[[], None]) -> AsyncIterator[None]:
-        """Call the listener whenever workers came or went, while the block lasts."""
+    async def listening(self, listener: Callable[[], None], told: Callable[[str], None]) -> AsyncIterator[None]:
+        """Call the first listener whenever workers came or went, and the other with what is to be said of that."""
         token = object()
-        self._width_listeners[token] = listener
+        self._width_listeners[token], self._told_listeners[token] = listener, told
         try:
             yield
         finally:
-            del self._width_listeners[token]
+            del self._width_listeners[token], self._told_listeners[token]
 
     # --- episodes
 

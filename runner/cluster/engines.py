@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
@@ -23,37 +23,15 @@ from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
 from runner.episode.shared import RunShared
 from runner.errors import BadControl, BadEnvironment, BadOption
 from runner.runs.options import check_engine
-from runner.runs.player import Player, PlayingEngine
+from runner.runs.player import FleetWorker, Player, PlayingEngine
 from runner.runs.stage import Stage
 
-__all__ = ["FleetEngine", "FleetWorker"]
+__all__ = ["FleetEngine"]
 
 STALL_SECONDS = 600.0
 """How long a fleet waits for machines by default."""
 
 _SUMMED = ("open", "running", "queued", "waiting", "first_waiting", "live_sessions", "prefix_queries", "prefix_hits")
-
-
-@dataclass(frozen=True, slots=True)
-class FleetWorker:
-    """A worker of a fleet, as it was at its last pulse."""
-
-    number: int
-    """No other worker of the fleet was or will be called so."""
-    node: str
-    """The machine it is on."""
-    pid: int
-    """Its process there."""
-    playing: int
-    """How many episodes it plays."""
-    version: str
-    """The version of its weights."""
-    lag: float
-    """How late its event loop is in seconds, 99th percentile."""
-    silent: float
-    """Seconds since it was last heard."""
-    oldest: str
-    """What its episode waits for that has waited longest, and how long; "" where it plays none."""
 
 
 class FleetEngine(PlayingEngine):
@@ -86,9 +64,7 @@ class FleetEngine(PlayingEngine):
         if engine.running:
             raise BadOption(f"{kind}(engine): it was entered here, and cannot be sent; give one that nobody entered.")
         self.engine = engine
-        """What every worker has."""
         self.least, self.most = _range(kind, workers)
-        """With fewer workers the fleet does not begin, and no more are started."""
         self.launcher = launcher
         self._stall_seconds = stall_seconds
         self._driver: Driver | None = None
@@ -103,6 +79,7 @@ class FleetEngine(PlayingEngine):
         async with AsyncExitStack() as exit_stack:
             fleet = Fleet(self.least, self.most)
             driver = Driver(self.launcher, self.engine, fleet, stall_seconds=self._stall_seconds)
+            self._driver = driver  # now: whoever watches sees workers come
             await exit_stack.enter_async_context(driver.at_work())
             known, first = await driver.known(), driver.first
             assert first is not None, "there is a worker, so it joined"
@@ -111,7 +88,7 @@ class FleetEngine(PlayingEngine):
             if first.controlled:
                 self.runtime = FleetRuntime(driver, first)
             self._exit = exit_stack.pop_all()
-        self._driver, self.loop, self.running = driver, current_token(), True
+        self.loop, self.running = current_token(), True
         return self
 
     async def __aexit__(
@@ -134,10 +111,17 @@ class FleetEngine(PlayingEngine):
         """How many requests run at once on all workers."""
         return max(1, self.driver.fleet.width // 2)
 
+    @property
+    def events(self) -> Sequence[str]:
+        """What happened to workers so far, for people: those that were lost, and why."""
+        return self._driver.told if self._driver is not None else ()
+
     def workers(self) -> list[FleetWorker]:
-        """The workers that play, as they were at their last pulses."""
+        """The workers that play, as they were when they were last heard."""
+        if self._driver is None:
+            return []
         now = anyio.current_time()
-        return [_shown(hand, now) for hand in self.driver.hands]
+        return [_shown(hand, now) for hand in self._driver.hands]
 
     def stats(self) -> EngineStats:
         """What all workers' engines do, added up."""
@@ -225,7 +209,7 @@ class FleetEngine(PlayingEngine):
 
     @asynccontextmanager
     async def player(
-        self, packed: bytes, shared: RunShared, clock: datetime, width: int | None
+        self, packed: bytes, shared: RunShared, clock: datetime, width: int | None, told: Callable[[str], None]
     ) -> AsyncIterator[Player]:
         """What plays the episodes of one run, while the block lasts."""
         driver = self.driver
@@ -233,7 +217,7 @@ class FleetEngine(PlayingEngine):
         player = FleetPlayer(driver, number, shared, width)
         failures: list[str] = []
         try:
-            async with driver.listening(player.tell):
+            async with driver.listening(player.tell, told):
                 yield player
         finally:
             with anyio.CancelScope(shield=True):
@@ -254,7 +238,7 @@ def _range(kind: str, workers: int | tuple[int, int]) -> tuple[int, int]:
 def _shown(hand: Hand, now: float) -> FleetWorker:
     assert hand.joined is not None, "it plays"
     pulse = hand.pulse
-    oldest = max(pulse.oldest, key=lambda play: play.seconds, default=None) if pulse is not None else None
+    oldest = min(pulse.oldest, key=lambda play: play.since, default=None) if pulse is not None else None
     return FleetWorker(
         number=hand.number,
         node=hand.joined.node,
@@ -263,5 +247,6 @@ def _shown(hand: Hand, now: float) -> FleetWorker:
         version=hand.version,
         lag=pulse.lag if pulse is not None else 0.0,
         silent=now - hand.heard if hand.heard else 0.0,
-        oldest=f"{oldest.activity}, {oldest.seconds:.0f} s" if oldest is not None else "",
+        oldest=oldest.activity if oldest is not None else "",
+        waited=now - hand.ahead - oldest.since if oldest is not None else 0.0,
     )

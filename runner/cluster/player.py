@@ -10,7 +10,7 @@ import anyio
 
 from runner.cluster.driver import Driver, Hand
 from runner.cluster.fleet import Ticket
-from runner.cluster.words import Played, WorkerLost
+from runner.cluster.words import Played, PlayingNow, WorkerLost
 from runner.episode.key import EpisodeKey
 from runner.episode.limits import Ending
 from runner.episode.outcome import silent
@@ -128,6 +128,7 @@ class FleetAttempt:
             return
         self._report(hand.name)
         answer = hand.process.send("play", self._player.run, self.number, self._packed_key())
+        hand.attempts[self.number] = self
         try:
             self._take(await answer)
         except anyio.get_cancelled_exc_class():
@@ -138,6 +139,8 @@ class FleetAttempt:
                 except (WorkerLost, DeltarunnerError) as error:
                     self.faults.append(str(error))
             raise
+        finally:
+            del hand.attempts[self.number]
 
     def _cut(self, hand: Hand) -> None:
         hand.process.send("cancel", self._player.run, self.number, self._ending)
@@ -168,6 +171,15 @@ class FleetAttempt:
         except BadOption as error:
             raise BadTask(f"task {self.key.task.id!r} goes to a worker, and {error}") from None
         return packed
+
+    def hear(self, playing: PlayingNow | None, since: float) -> None:
+        """Take note of what its worker says of it."""
+        assert self._hand is not None, "it is told of what is played"
+        if playing is not None:
+            self.turns_taken = playing.turns
+            self.activity, self.since = f"{playing.activity}, on {self._hand.name}", since
+        elif self.since < since:
+            self.activity, self.since = self._hand.name, since
 
     def _report(self, what: str) -> None:
         self.activity, self.since = what, anyio.current_time()

@@ -11,7 +11,7 @@ from runner.cluster.ray_launcher import RayLauncher
 from runner.engines.base import Engine
 from runner.errors import BadOption
 
-__all__ = ["RayEngines"]
+__all__ = ["RayEngines", "require_ray"]
 
 
 class RayEngines(FleetEngine):
@@ -47,8 +47,7 @@ class RayEngines(FleetEngine):
         runtime_env: Mapping[str, Any] | None = None,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
-        if importlib.util.find_spec("ray") is None:
-            raise BadOption("RayEngines needs Ray: pip install 'deltarunner[ray]'.")
+        require_ray("RayEngines")
         if address is not None and address.startswith("ray://"):
             raise BadOption(
                 f"RayEngines(address={address!r}): through Ray Client every call would take a detour; start the script "
@@ -59,6 +58,16 @@ class RayEngines(FleetEngine):
         )
         super().__init__(engine, launcher, workers, stall_seconds=stall_seconds)
         launcher.least, launcher.most = self.least, self.most
+
+
+def require_ray(who: str) -> None:
+    """Refuse to go on without Ray.
+
+    Raises:
+        BadOption: it is not installed.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise BadOption(f"{who} needs Ray: pip install 'deltarunner[ray]'.")
 
 
 def gpus_of(engine: Any) -> int:

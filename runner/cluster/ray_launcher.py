@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import pickle
+import socket
 import sys
 from collections.abc import Awaitable, Generator, Mapping
 from functools import partial
@@ -28,6 +29,10 @@ CALLS: Final = 100_000
 
 STORE_BYTES: Final = 512 * 1024**2
 """The object store of a cluster of our own: weights that are put into it; what does not fit goes to a disk."""
+
+
+CONNECT_SECONDS: Final = 10.0
+"""How long a cluster that stands may take to answer at all."""
 
 
 class RayLauncher:
@@ -68,6 +73,8 @@ class RayLauncher:
         if not ray.is_initialized():
             address = self._address or os.environ.get("RAY_ADDRESS")
             own = address is None
+            if address is not None:
+                self._require_listener(address)
             settings: dict[str, Any] = {
                 "include_dashboard": False,
                 "num_cpus": max(os.cpu_count() or 1, round(self.most * self._cpus)),
@@ -86,6 +93,19 @@ class RayLauncher:
             self._started = True
         self._require_resources(ray.cluster_resources())
         self._desk = ray.remote(num_cpus=0, max_concurrency=CALLS)(LimiterDesk).remote()
+
+    def _require_listener(self, address: str) -> None:
+        """Ask by ourselves first: Ray would go on asking for minutes."""
+        host, _, port = address.rpartition(":")
+        if not port.isdigit():  # "auto" finds one on this machine, or says at once that there is none
+            return
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+        except OSError as error:
+            raise BadOption(
+                f"RayEngines(address={self._address!r}): no cluster of Ray at {address!r}: nothing answers there "
+                f"({error}). Give the address that `ray start --head` told, or none for one of this machine's own."
+            ) from None
 
     def _require_resources(self, there: Mapping[str, float]) -> None:
         for name, each in (("GPU", self._gpus), ("CPU", self._cpus)):

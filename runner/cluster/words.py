@@ -120,14 +120,16 @@ class PlayingNow:
     turns: int
     activity: str
     """What it waits for."""
-    seconds: float
-    """How long it has waited for that."""
+    since: float
+    """When it began to wait for that, in the time of its worker's event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
     """What a worker says of itself every second."""
 
+    now: float
+    """The time of its event loop."""
     stats: EngineStats
     lag: float
     """How late its event loop is, 99th percentile, in seconds."""

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Final, NoReturn, cast
 
 import anyio
+import anyio.to_thread
 
 from runner.cluster.limiters import Desk, LeasedLimiter
 from runner.cluster.words import Catch, EngineKnown, Joined, Played, PlayingNow, Pulse, RunSent, Stored
@@ -163,14 +164,14 @@ class Worker:
 
     async def pulse(self) -> Pulse:
         """What goes on here."""
-        now = anyio.current_time()
         plays = [(number, play) for run in self._runs.values() for number, play in run.plays.items()]
         oldest = heapq.nsmallest(OLDEST, plays, key=lambda numbered: numbered[1].since)
         return Pulse(
+            now=anyio.current_time(),
             stats=self.engine.stats(),
             lag=max((run.lag.percentile(99) for run in self._runs.values() if run.lag is not None), default=0.0),
             playing=len(plays),
-            oldest=[PlayingNow(number, play.turns_taken, play.activity, now - play.since) for number, play in oldest],
+            oldest=[PlayingNow(number, play.turns_taken, play.activity, play.since) for number, play in oldest],
         )
 
     # --- runs
@@ -288,19 +289,19 @@ class Worker:
 
     async def check_weights(self, given: Any, version: str) -> float:
         """Compare new weights with the model, which goes on; gives the seconds that it took."""
-        self._checked = await self.engine.check_update(_read(given), version=version)
+        self._checked = await self.engine.check_update(await _read(given), version=version)
         return self._checked.seconds
 
     async def update_weights(self, fleet: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
         """Exchange the weights for those that were checked last."""
         checked, self._checked = self._checked, None
         if checked is None or checked.version != fleet.version:  # it joined after the others had compared theirs
-            checked = await self.engine.check_update(_read(fleet.weights), version=fleet.version)
+            checked = await self.engine.check_update(await _read(fleet.weights), version=fleet.version)
         return await self.engine.apply_update(checked, mode=mode)
 
     async def add_adapter(self, name: str, number: int, given: Any, config: Mapping[str, Any] | None) -> str:
         """Add an adapter under the number that it has on all workers."""
-        return await self.engine.add_adapter(name, _read(given), config=config, number=number)
+        return await self.engine.add_adapter(name, await _read(given), config=config, number=number)
 
     async def control(self, call: str, *arguments: Any, **named: Any) -> Any:
         """One of the engine's other calls for its trainer."""
@@ -310,7 +311,7 @@ class Worker:
         """Bring the engine to where the others are."""
         engine = self.engine
         if catch.version:
-            await engine.update_weights(_read(catch.weights), version=catch.version)
+            await engine.update_weights(await _read(catch.weights), version=catch.version)
         for adapter in catch.adapters:
             await self.add_adapter(*adapter)
         if catch.paused or catch.asleep:
@@ -319,9 +320,10 @@ class Worker:
             await engine.sleep(catch.asleep)
 
 
-def _read(given: Any) -> Any:
+async def _read(given: Any) -> Any:
     """What the driver gave: where it put it, or the very thing."""
-    return given.read() if isinstance(given, Stored) else given
+    # In a thread: it may have to come from another machine first, and episodes go on meanwhile.
+    return await anyio.to_thread.run_sync(given.read) if isinstance(given, Stored) else given
 
 
 def _constructed(sent: RunSent) -> Any:

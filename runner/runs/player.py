@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,7 +18,7 @@ from runner.runs.stage import Stage
 from runner.tokens.log import TokenLog
 from runner.trajectory import Trajectory
 
-__all__ = ["Attempt", "LocalPlayer", "Player", "PlayingEngine", "width_of"]
+__all__ = ["Attempt", "FleetWorker", "LocalPlayer", "Player", "PlayingEngine", "width_of"]
 
 
 class Attempt(Protocol):
@@ -94,8 +94,48 @@ class LocalPlayer:
         self.shared.endpoints.draining.set()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetWorker:
+    """A worker of a fleet, as it was when it was last heard."""
+
+    number: int
+    """No other worker of the fleet was or will be called so."""
+    node: str
+    """The machine it is on."""
+    pid: int
+    """Its process there."""
+    playing: int
+    """How many episodes it plays."""
+    version: str
+    """The version of its weights."""
+    lag: float
+    """How late its event loop is in seconds, 99th percentile."""
+    silent: float
+    """Seconds since it was last heard."""
+    oldest: str
+    """What that episode of its waits for that has waited longest; "" where it plays none."""
+    waited: float
+    """How many seconds that is."""
+
+
 class PlayingEngine(Engine):
     """An engine that plays whole episodes, on workers that have both the model and the environment."""
+
+    engine: Engine
+    """What every worker has."""
+    least: int
+    """With fewer workers it does not begin."""
+    most: int
+    """No more workers are started."""
+
+    @property
+    @abstractmethod
+    def events(self) -> Sequence[str]:
+        """What happened to workers so far, for people: those that were lost, and why."""
+
+    @abstractmethod
+    def workers(self) -> list[FleetWorker]:
+        """The workers that play, as they were when they were last heard."""
 
     @abstractmethod
     def packed(self, stage: Stage) -> bytes:
@@ -107,7 +147,7 @@ class PlayingEngine(Engine):
 
     @abstractmethod
     def player(
-        self, packed: bytes, shared: RunShared, clock: datetime, width: int | None
+        self, packed: bytes, shared: RunShared, clock: datetime, width: int | None, told: Callable[[str], None]
     ) -> AbstractAsyncContextManager[Player]:
         """What plays the episodes of one run, while the block lasts.
 
@@ -116,6 +156,7 @@ class PlayingEngine(Engine):
             shared: the same in this process.
             clock: the time that chat templates see.
             width: how many episodes are in flight at most; None for as many as the workers take.
+            told: called with what happens to workers meanwhile, for people.
 
         Raises:
             BadInput: a worker cannot play them; the message names the worker and why.

@@ -71,7 +71,8 @@ class Start:
     async def _player(self, exit_stack: AsyncExitStack, packed: bytes, shared: RunShared, clock: datetime) -> Player:
         engine, width = self.stage.engines[0], self.stage.options.concurrency.episodes
         if isinstance(engine, PlayingEngine):
-            return await exit_stack.enter_async_context(engine.player(packed, shared, clock, width))
+            told = self.state.summary.faults.append
+            return await exit_stack.enter_async_context(engine.player(packed, shared, clock, width, told))
         return LocalPlayer(shared, width or width_of(engine))
 
     async def _writer(self, now: datetime) -> RunWriter:
