@@ -73,9 +73,10 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
             """Give the tests of a process that ended to others, but for the one that ended it."""
             left: dict[str, dict[str, bool]] = self.assigned_work.pop(node)
             waiting = ((group, nodeid) for group in left.values() for nodeid, done in group.items() if not done)
-            ending, ended_by = next(waiting, (None, None))
-            if ending is not None:
-                ending[ended_by] = True  # it failed by that, and would end the next process too
+            ended_by = None
+            if (ending := next(waiting, None)) is not None:
+                group, ended_by = ending
+                group[ended_by] = True  # it failed by that, and would end the next process too
             self.workqueue.update({scope: group for scope, group in left.items() if not all(group.values())})
             for other in self.assigned_work:
                 self._reschedule(other)
