@@ -193,7 +193,7 @@ ENGINES: dict[str, Any] = {
     "remote, completions": remote(ServerDialect.COMPLETIONS),
     "remote, sglang's": remote(ServerDialect.SGLANG),
     "remote, sglang's, incremental": remote(ServerDialect.SGLANG, incremental=True),
-    "remote, a real one": pytest.param(remote_on_vllm, marks=[pytest.mark.engine, pytest.mark.apart]),
+    "remote, a real one": pytest.param(remote_on_vllm, marks=pytest.mark.engine),
     "vllm": pytest.param(vllm, marks=pytest.mark.engine("float32_engine")),
 }
 
