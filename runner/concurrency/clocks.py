@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Self
@@ -209,25 +210,12 @@ class Standstill:
             for waiting in self._watched:
                 waiting.over()
 
-    def watched(self) -> Watched:
+    def watched(self) -> AbstractContextManager[None]:
         """A block in which the clocks over the current task stop for as long as it stands still."""
-        return Watched(self)
-
-    def begin_to_watch(self) -> Waiting:
-        """A wait of this task, which lasts while it stands still."""
-        waiting = Waiting.of_this_task()
-        self._watched[waiting] = None
-        if self.on:
-            waiting.begin()
-        return waiting
-
-    def end_watch(self, waiting: Waiting) -> None:
-        """End what `begin_to_watch` began."""
-        del self._watched[waiting]
-        waiting.over()
+        return _Watched(self)
 
 
-class Watched:
+class _Watched:
     """The block of `Standstill.watched`; no generator, which would cost each turn three times as much."""
 
     __slots__ = ("_standstill", "_waiting")
@@ -236,7 +224,11 @@ class Watched:
         self._standstill = standstill
 
     def __enter__(self) -> None:
-        self._waiting = self._standstill.begin_to_watch()
+        self._waiting = Waiting.of_this_task()
+        self._standstill._watched[self._waiting] = None
+        if self._standstill.on:
+            self._waiting.begin()
 
     def __exit__(self, *_: object) -> None:
-        self._standstill.end_watch(self._waiting)
+        del self._standstill._watched[self._waiting]
+        self._waiting.over()

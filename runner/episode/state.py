@@ -246,7 +246,8 @@ class ConversationState:
 
     def has(self, segment: Segment) -> bool:
         """Whether a segment is one of this conversation's."""
-        return any(segment is each for each in reversed(self.segments))
+        segments = self.segments
+        return bool(segments) and (segment is segments[-1] or any(segment is each for each in segments))
 
     def node_of(self, turn: Turn) -> Node | None:
         """The place of a turn in the forest; None for a turn of somebody else."""
