@@ -246,8 +246,7 @@ class ConversationState:
 
     def has(self, segment: Segment) -> bool:
         """Whether a segment is one of this conversation's."""
-        segments = self.segments
-        return bool(segments) and (segment is segments[-1] or any(segment is each for each in segments))
+        return any(segment is each for each in reversed(self.segments))
 
     def node_of(self, turn: Turn) -> Node | None:
         """The place of a turn in the forest; None for a turn of somebody else."""

@@ -243,9 +243,7 @@ async def _record(place: _Place, prompt: PreparedPrompt, request: _Request, samp
     await _parse(place, node, turn, sampled)
     segment.messages.append(node.reply)
     state.record(node)
-    turn.segment = len(state.segments) - 1
-    while state.segments[turn.segment] is not segment:
-        turn.segment -= 1
+    turn.segment = next(at for at, each in reversed([*enumerate(state.segments)]) if each is segment)
     head.node, head.whole, head.again = node, "", None
     return turn
 
