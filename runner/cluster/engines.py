@@ -15,6 +15,7 @@ from anyio.lowlevel import current_token
 from runner import checked
 from runner.cluster.driver import Driver, Hand
 from runner.cluster.fleet import Fleet
+from runner.cluster.hosted import HostedEngine
 from runner.cluster.player import FleetPlayer
 from runner.cluster.runtime import FleetRuntime
 from runner.cluster.words import Launcher, RunSent
@@ -191,7 +192,7 @@ class FleetEngine(PlayingEngine):
         for name, engine in options.engines.items():
             if engine is self:
                 raise BadOption(f"engines[{name!r}]: {kind} plays every agent that has no engine of its own already.")
-            if engine.running:
+            if engine.running and not isinstance(engine, HostedEngine):
                 raise BadOption(
                     f"engines[{name!r}]: it was entered here, and every worker needs one of its own: give one that "
                     "nobody entered."

@@ -47,27 +47,31 @@ class RayEngines(FleetEngine):
         runtime_env: Mapping[str, Any] | None = None,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
-        require_ray("RayEngines")
-        if address is not None and address.startswith("ray://"):
-            raise BadOption(
-                f"RayEngines(address={address!r}): through Ray Client every call would take a detour; start the script "
-                "on a machine of the cluster, with address='auto'."
-            )
+        require_ray("RayEngines", address)
         launcher = RayLauncher(
-            address=address, cpus=cpus, gpus=gpus_of(engine) if gpus is None else gpus, runtime_env=runtime_env
+            "RayEngines",
+            address=address,
+            cpus=cpus,
+            gpus=gpus_of(engine) if gpus is None else gpus,
+            runtime_env=runtime_env,
         )
         super().__init__(engine, launcher, workers, stall_seconds=stall_seconds)
         launcher.least, launcher.most = self.least, self.most
 
 
-def require_ray(who: str) -> None:
-    """Refuse to go on without Ray.
+def require_ray(who: str, address: str | None = None) -> None:
+    """Refuse to go on without Ray, or with an address that it cannot be used by.
 
     Raises:
-        BadOption: it is not installed.
+        BadOption: it is not installed, or the address is one of Ray Client.
     """
     if importlib.util.find_spec("ray") is None:
         raise BadOption(f"{who} needs Ray: pip install 'deltarunner[ray]'.")
+    if address is not None and address.startswith("ray://"):
+        raise BadOption(
+            f"{who}(address={address!r}): through Ray Client every call would take a detour; start the script on a "
+            "machine of the cluster, with address='auto'."
+        )
 
 
 def gpus_of(engine: Any) -> int:

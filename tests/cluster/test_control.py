@@ -26,7 +26,8 @@ def versions(trajectory: Trajectory) -> list[str]:
 
 
 def state_of(worker: InProcessWorker) -> str:
-    return worker.worker.engine.state
+    state: str = worker.worker.engine.state
+    return state
 
 
 def asked_of(worker: InProcessWorker, *names: str) -> list[str]:

@@ -63,9 +63,10 @@ def kills_whoever_plays(launcher: InProcess, task: str) -> list[int]:
                 killed.append(worker.worker.number)
                 worker.kill()
                 await checkpoint()
-            return await play(run_number, number, packed)
+            came: Played = await play(run_number, number, packed)
+            return came
 
-        worker.worker.play = deadly  # type: ignore[method-assign]
+        worker.worker.play = deadly
 
     launcher.on_start = watch
     return killed
