@@ -13,6 +13,7 @@ import pytest
 from runner import VllmEngine
 from tests.benchmarks.__main__ import NAMES
 from tests.benchmarks.figures import Figure
+from tests.cluster.ray_cluster import require_ray
 
 pytestmark = pytest.mark.slow
 
@@ -28,12 +29,15 @@ SMALL: dict[str, dict[str, Any]] = {
     "live": {"EPISODES": 8, "SPOKEN": 20, "TICK": 0.01, "SECONDS": 0.05},
     "streams": {"ROUNDS": 1, "STREAMS": 4, "STEPS": 10},
     "endpoint": {"ROUNDS": 1, "STREAMS": 4, "IDS": 3, "TURNS": 6},
+    "fleet": {"ROUNDS": 1, "EPISODES": 4, "WAITING_EPISODES": 4, "WORKERS": 2, "WAIT": 1},
     "parity": {"ROUNDS": 1, "EPISODES": 2, "TURNS": 2, "WORDS": "one two three"},
 }
 
 
 VLLM = ("streams", "parity")
 """Those that load vLLM."""
+RAY = ("fleet",)
+"""Those that start workers."""
 
 
 def small(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -59,8 +63,16 @@ def test_none_is_left_out() -> None:
     assert set(SMALL) == set(NAMES) == with_measures
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in VLLM])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*VLLM, *RAY)])
 def test_a_benchmark_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_measured(small(name, monkeypatch).measure())
+
+
+@pytest.mark.ray
+@pytest.mark.whole
+@pytest.mark.parametrize("name", RAY)
+def test_a_benchmark_of_workers_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_ray()
     assert_measured(small(name, monkeypatch).measure())
 
 
