@@ -3,6 +3,8 @@
 PYTHON ?=
 ENGINE ?= cpu
 BIN := .venv/bin
+# Modules stay compiled whatever the shell says: tests start hundreds of processes, and each would compile all of them.
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run check test-quick test test-all test-clients train train-proof bench docs clean
@@ -13,7 +15,7 @@ help:
 	@echo "make test-quick  the quick tests, without an engine: for while one works, under 3 minutes"
 	@echo "make test    format, lint, layers, types and tests, with the real engine: some 10 minutes on two cores"
 	@echo "make test-all  the same with whole sweeps, both event loops, wheels and the site: before a release"
-	@echo "make test-clients  agent programs from PyPI and npm play, unmodified; 2.9 GB at its first time"
+	@echo "make test-clients  agent programs from PyPI and npm play, unmodified; 2.8 GB at its first time"
 	@echo "make train   watch the demo model learn to use the calculator, some 7 minutes; train-proof does it thrice"
 	@echo "make bench   the benchmarks; prints figures"
 	@echo "make docs    guides and reference as a site, in build/docs"

@@ -114,12 +114,13 @@ def check_answers(new: Sequence[Message], *before: Sequence[Message]) -> None:
     Raises:
         BadMessage: one answers none.
     """
+    spoken: list[Message] = []  # of the new ones, those of assistants
     for index, message in enumerate(new):
+        if message["role"] == "assistant":
+            spoken.append(message)
         if message["role"] != "tool":
             continue
-        ahead = (
-            each for part in (new[:index], *reversed(before)) for each in reversed(part) if each["role"] == "assistant"
-        )
+        ahead = (each for part in (spoken, *reversed(before)) for each in reversed(part) if each["role"] == "assistant")
         answered = message.get("tool_call_id")
         calls = next(ahead, _SILENT).get("tool_calls") or ()
         # Without an id it is taken to answer the assistant message right ahead of it.

@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile
 
 from runner.errors import BadModel, BadTemplate, first_line
 from runner.tokens.template import ChatTemplate, two_templates
 from runner.tokens.vocabulary_files import read_vocabulary_files
 
-__all__ = ["DEMO_MODEL", "ResolvedModel", "chat_template", "demo_model", "resolve_model", "stop_ids"]
+if TYPE_CHECKING:
+    from runner.tokens.tokenizer import Tokenizer
+
+__all__ = ["DEMO_MODEL", "ResolvedModel", "chat_template", "demo_model", "load_language", "resolve_model", "stop_ids"]
 
 DEMO_MODEL = "smollm2-135m"
 """SmolLM2-135M-Instruct (Apache-2.0), small enough for two CPU cores and strong enough for the calculator."""
@@ -162,6 +165,31 @@ def _control_tokens(folder: Path, template: ChatTemplate) -> dict[str, str]:
     except ValueError as error:
         raise BadModel(f"the tokens of {folder} cannot be read: {error}. {_CHOICES}") from error
     return {name: token for name, token in tokens.items() if name in _USUAL or name in template.text}
+
+
+def load_language(
+    model: ResolvedModel, given: str | Path | ChatTemplate | None = None
+) -> tuple[Tokenizer, ChatTemplate, tuple[int, ...]]:
+    """What the turns of a model are written and read with: its vocabulary, its template, and the ids that end a turn.
+
+    Args:
+        model: the model.
+        given: a template in place of its own: a bundled name, a file, or a template.
+
+    Raises:
+        BadModel: its vocabulary cannot be read, or nothing ends a turn.
+        BadTemplate: there is no template, or it cannot be read.
+    """
+    from runner.tokens.tokenizer import load_tokenizer
+
+    tokenizer, template = load_tokenizer(model.folder), chat_template(model, given)
+    ids = stop_ids(model, tokenizer.eos_id)
+    if not ids:
+        raise BadModel(
+            f"nothing ends a turn of {model.name!r}: its tokenizer_config.json names no eos_token, and neither "
+            "generation_config.json nor config.json has an eos_token_id. Add one."
+        )
+    return tokenizer, template, ids
 
 
 def stop_ids(model: ResolvedModel, eos_id: int | None) -> tuple[int, ...]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from runner.messages import ToolCall
 from runner.parsing.events import ContentPiece, ReasoningPiece
 from runner.tokens.top_logprobs import TopLogprobs
 
-__all__ = ["IdsSampled", "ToolCalled", "TurnAdmitted", "TurnEvent", "TurnProgress", "TurnRestarted"]
+__all__ = ["IdsSampled", "ToolCalled", "TurnAdmitted", "TurnEvent", "TurnProgress", "TurnRelay", "TurnRestarted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +56,19 @@ class IdsSampled:
 
 TurnProgress: TypeAlias = TurnAdmitted | IdsSampled | TurnEvent
 """All that is told of a turn to whoever passes it on."""
+
+
+class TurnRelay(Protocol):
+    """Passes a turn on while it is sampled. The sampling never waits for it."""
+
+    def put(self, progress: TurnProgress, /) -> None:
+        """Take what has come of the turn."""
+        ...
+
+    def close(self) -> None:
+        """Take note that nothing more comes."""
+        ...
+
+    async def pass_on(self) -> None:
+        """Pass on what comes until nothing more does."""
+        ...

@@ -24,7 +24,7 @@ from hypothesis import settings
 from runner.engines.vllm.engine import VllmEngine
 from runner.models import demo_model
 from runner.testing.engine_pool import EngineAtHome
-from tests import lanes, sweeps
+from tests import lanes, lasting, sweeps
 from tests.engines.sharing import as_it_was
 from tests.engines.small_model import small_model
 
@@ -53,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     sweeps.begin(whole=whole, seed=option.sweep_seed)
     settings.load_profile("whole" if whole else "quick")
     if hasattr(config, "workerinput"):
+        lasting.begin()
         # One core for vLLM and for torch, the others for the other lanes: their threads wait for one another by
         # spinning, and two of them on cores that are taken cost several times what one costs. The first process has
         # the tests that share an engine, and only one of the others has tests that start one.

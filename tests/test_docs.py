@@ -107,6 +107,7 @@ PACKAGES = ("runner", "runner.testing", "runner.training", "runner.generation")
 MODULES = (
     "runner.runs.options",
     "runner.store.export",
+    "runner.testing.engine_contract",
     "runner.testing.strategies",
     "runner.training.grammar_torch",
     "runner.training.tree_attention",

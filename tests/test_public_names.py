@@ -38,9 +38,11 @@ def test_public_names() -> None:
     heard = "ContentPiece ReasoningPiece StreamedTurn ToolCalled TurnEvent TurnRestarted"
     served = "ChatThread Endpoint FinishedProgram"
     tokens = "PrefixReplacement PrefixResult replace_prefix_tokens"
+    engines = "Delta DeltaStream Finish GenerationRequest Session"
+    functions = "LogprobsKind TokenEngine TokenFeature TokenFunction TokenOutput TokenSampling"
     control = "EngineState EngineStats LocalTransfer PauseMode WeightTransfer WeightUpdate"
     assert set(runner.__all__) == {
-        *f"{authors} {running} {records} {heard} {served} {tokens} {control}".split(),
+        *f"{authors} {running} {records} {heard} {served} {tokens} {engines} {functions} {control}".split(),
         *errors.__all__,
     }
     assert set(runner.__all__) <= set(dir(runner))

@@ -21,6 +21,7 @@ from runner.runs.figures import (
     Stuck,
     as_time,
     calls_in_words,
+    ranks_in_words,
     shown_line,
     worker_in_words,
     writes_otherwise,
@@ -125,6 +126,7 @@ def _counts(figures: Figures, width: int) -> Text:
     parts = [(f"{figures.done} of {figures.total}" if figures.total else f"{figures.done} done", "bold")]
     if width >= NARROW:
         parts += [(f"{figures.running} running", ""), (f"{figures.waiting} waiting for the engine", "")]
+        parts += [(ranks_in_words(figures.ranks), "")] if figures.ranks else []
     parts.append((f"{figures.failed} failed", "red" if figures.failed else "dim"))
     return _joined(parts)
 

@@ -227,8 +227,10 @@ class Plan:
         settings = self.settings
         where = settings.server if settings.api_model is None else settings.api_url
         at = "" if where is None else f" at {where}"
+        given = settings.engine_options or ()
+        sizes = "".join(f", {option}" for option in given if option.partition("=")[0].endswith("_parallel_size"))
         workers = "" if settings.workers is None else f", {settings.workers} workers"
-        return f"{short_name(settings.played)} on {settings.spoken_by}{at}{workers}"
+        return f"{short_name(settings.played)} on {settings.spoken_by}{at}{sizes}{workers}"
 
 
 def _options(settings: RunSettings) -> RunOptions:

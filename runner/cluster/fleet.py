@@ -32,8 +32,8 @@ class SeatState(enum.StrEnum):
     """A worker was asked for; it starts, or waits for a machine."""
     READY = "ready"
     """Its worker plays."""
-    GIVEN_UP = "given up"
-    """Its workers died too often."""
+    RESTING = "resting"
+    """Its workers died too often; the next one may be started when the first of those deaths is an hour ago."""
 
 
 @dataclass(eq=False, slots=True)
@@ -69,6 +69,11 @@ class Seat:
     """When its workers died, within the last hour."""
     free_at: float = 0.0
     """When the next worker may be started in it."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no worker is there, and none starts."""
+        return self.state in (SeatState.EMPTY, SeatState.RESTING)
 
     @property
     def load(self) -> float:
@@ -109,9 +114,8 @@ class Fleet:
 
     @property
     def hopeless(self) -> bool:
-        """Whether there can never be enough workers again."""
-        usable = sum(seat.state is not SeatState.GIVEN_UP for seat in self.seats)
-        return usable < self.least
+        """Whether there cannot be enough workers for a long time."""
+        return sum(seat.state is not SeatState.RESTING for seat in self.seats) < self.least
 
     @property
     def waiting(self) -> int:
@@ -122,14 +126,14 @@ class Fleet:
 
     def to_start(self, now: float) -> list[Seat]:
         """Empty seats whose time has come; a worker is to be started in each."""
-        due = [seat for seat in self.seats if seat.state is SeatState.EMPTY and seat.free_at <= now]
+        due = [seat for seat in self.seats if seat.is_empty and seat.free_at <= now]
         for seat in due:
             seat.state = SeatState.STARTING
         return due
 
     def next_start(self) -> float:
         """When the next empty seat's time comes; infinite where there is none."""
-        return min((seat.free_at for seat in self.seats if seat.state is SeatState.EMPTY), default=math.inf)
+        return min((seat.free_at for seat in self.seats if seat.is_empty), default=math.inf)
 
     def joined(self, seat: Seat, width: int) -> None:
         """The seat's worker is ready to play so many episodes at once."""
@@ -145,7 +149,7 @@ class Fleet:
             seat.deaths.popleft()
         seat.deaths.append(now)
         if len(seat.deaths) > RESTARTS:
-            seat.state = SeatState.GIVEN_UP
+            seat.state, seat.free_at = SeatState.RESTING, seat.deaths[0] + HOUR
         else:
             seat.state = SeatState.EMPTY
             seat.free_at = now + BACK_OFF_SECONDS * 2 ** (len(seat.deaths) - 1)

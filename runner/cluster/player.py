@@ -15,7 +15,7 @@ from runner.episode.key import EpisodeKey
 from runner.episode.limits import Ending
 from runner.episode.outcome import silent
 from runner.episode.shared import RunShared
-from runner.errors import DeltarunnerError
+from runner.errors import BadOption, BadTask, DeltarunnerError
 from runner.tokens.log import TokenLog
 from runner.trajectory import Outcome, Trajectory
 
@@ -115,7 +115,8 @@ class FleetAttempt:
                 await self._play_on(self._hand)
         except WorkerLost as lost:
             assert self._hand is not None, "it was there"
-            # Else the next attempt could be sent to the same one.
+            # Whatever failed there, it is not to be relied on; and the next attempt must not be sent to it.
+            self._hand.dismiss(str(lost))
             await self._hand.gone.wait()
             self._trajectories = self._lost(lost, self._hand)
         finally:
@@ -123,9 +124,11 @@ class FleetAttempt:
         return self.trajectories()
 
     async def _play_on(self, hand: Hand) -> None:
-        self._report(f"{hand.name}")
+        if self._ending is not None:  # it was cut before it began
+            return
+        self._report(hand.name)
+        answer = hand.process.send("play", self._player.run, self.number, self._packed_key())
         hand.attempts[self.number] = self
-        answer = hand.process.send("play", self._player.run, self.number, self.key)
         try:
             self._take(await answer)
         except anyio.get_cancelled_exc_class():
@@ -161,6 +164,13 @@ class FleetAttempt:
 
     def _silent(self, ending: Ending) -> list[Trajectory]:
         return [silent(self._player.shared, self.key, ending)]
+
+    def _packed_key(self) -> bytes:
+        try:
+            packed: bytes = self._player.driver.launcher.pack(self.key, "cannot")
+        except BadOption as error:
+            raise BadTask(f"task {self.key.task.id!r} goes to a worker, and {error}") from None
+        return packed
 
     def hear(self, playing: PlayingNow | None, since: float) -> None:
         """Take note of what its worker says of it."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from runner.cluster.driver import Driver
+from runner.cluster.words import Joined
 from runner.engines.adapters import Adapters, AdapterVersion
 from runner.engines.gate import AdmissionGate
 from runner.engines.runtime import EngineRuntime, OpenRequest
@@ -22,9 +23,12 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
     is under way.
     """
 
-    def __init__(self, driver: Driver, *, places: int, context: int, version: str) -> None:
+    def __init__(self, driver: Driver, first: Joined) -> None:
         super().__init__(
-            AdmissionGate(places, places * context), FleetAdapters(driver), context=context, version=version
+            AdmissionGate(first.places, first.places * first.context),
+            FleetAdapters(driver, first.adapters),
+            context=first.context,
+            version=first.weight_version,
         )
         self.driver = driver
 
@@ -109,8 +113,8 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
 class FleetAdapters(Adapters):
     """The adapters of a fleet, which each worker's engine has under the same numbers."""
 
-    def __init__(self, driver: Driver) -> None:
-        super().__init__()
+    def __init__(self, driver: Driver, names: Iterable[str]) -> None:
+        super().__init__(names)
         self._driver = driver
 
     async def load(self, version: AdapterVersion, given: Any, config: Mapping[str, Any] | None) -> None:

@@ -52,6 +52,8 @@ class Joined:
     """Requests that its engine runs at once."""
     context: int
     weight_version: str
+    adapters: tuple[str, ...]
+    """The adapters that its engine has from the beginning."""
     controlled: bool
     """Whether the weights of its engine can be exchanged."""
     same: Mapping[str, str]

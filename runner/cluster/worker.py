@@ -58,6 +58,8 @@ class WorkerRun:
     lag: LagMonitor | None = None
     plays: dict[int, Play] = field(default_factory=dict)
     """The attempts in flight, by the driver's numbers."""
+    cut: dict[int, Ending | None] = field(default_factory=dict)
+    """Attempts that were cut when they had not begun, or had just ended."""
     opened: anyio.Event = field(default_factory=anyio.Event)
     """Set once it can be played, or cannot."""
     over: anyio.Event = field(default_factory=anyio.Event)
@@ -138,6 +140,7 @@ class Worker:
             places=engine.places,
             context=engine.context,
             weight_version=engine.weight_version,
+            adapters=tuple(engine.adapters),
             controlled=engine.is_controlled,
             same=_what_is_the_same(engine),
             description=engine.describe(),
@@ -258,10 +261,13 @@ class Worker:
 
     # --- episodes
 
-    async def play(self, run_number: int, number: int, key: EpisodeKey) -> Played:
-        """Play an attempt at an episode to its end."""
+    async def play(self, run_number: int, number: int, packed: bytes) -> Played:
+        """Play an attempt at an episode to its end; which one, is an `EpisodeKey` that was pickled."""
         run = self._runs[run_number]
+        key: EpisodeKey = pickle.loads(packed)
         play = run.plays[number] = Play(run.shared, key)
+        if number in run.cut:  # the word of it was faster
+            play.cancel(run.cut.pop(number))
         try:
             trajectories = await play.run()
         finally:
@@ -272,8 +278,12 @@ class Worker:
     async def cancel(self, run_number: int, number: int, ending: Ending | None) -> None:
         """Cut an attempt where it stands; `play` then gives what there is of it."""
         run = self._runs.get(run_number)
-        if run is not None and number in run.plays:
+        if run is None:
+            return
+        if number in run.plays:
             run.plays[number].cancel(ending)
+        else:
+            run.cut[number] = ending
 
     # --- the engine, for its trainer
 

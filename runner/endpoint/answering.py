@@ -11,7 +11,7 @@ import anyio
 from runner.chat_requests import Asked
 from runner.endpoint.refusals import Reason, Refused, ended
 from runner.trajectory import Turn
-from runner.turn_events import TurnProgress
+from runner.turn_events import TurnRelay
 
 __all__ = ["Answering", "Door"]
 
@@ -23,7 +23,7 @@ class Answering(Protocol):
         self,
         asked: Asked,
         *,
-        progress: Callable[[TurnProgress], None] | None = None,
+        relay: TurnRelay | None = None,
         give: Callable[[Turn, Turn | None], Awaitable[None]] | None = None,
     ) -> Turn:
         """Have a request answered; see `ChatDesk.ask`."""
@@ -53,6 +53,8 @@ class Door:
         self.model = model
         self.context = context
         self.at_once = at_once
+        self.in_flight = 0
+        """How many requests are."""
         self._scopes: set[anyio.CancelScope] = set()
         self.told_over: Callable[[], None] = _nothing
         """Is called whenever a client is told that the episode is over."""
@@ -69,9 +71,35 @@ class Door:
         for scope in self._scopes:
             scope.cancel()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether as many requests are in flight as may be."""
+        return self.in_flight >= self.at_once
+
+    def busy(self) -> Refused:
+        """What a client is told where it is full."""
+        return Refused(Reason.BUSY, f"{self.at_once} requests of this key are in flight: wait for one of them.")
+
     @contextmanager
-    def answering_within(self, scope: anyio.CancelScope) -> Iterator[None]:
-        """Count a request as in flight inside of the block; its scope is cancelled where the door is shut meanwhile."""
+    def inside(self) -> Iterator[None]:
+        """Count a request as in flight inside of the block.
+
+        Raises:
+            Refused: the door is shut, a client said that its episode is over, or too many are inside.
+        """
+        if self.is_shut or self.ended.is_set():
+            raise ended()
+        if self.is_full:
+            raise self.busy()
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    @contextmanager
+    def cutting(self, scope: anyio.CancelScope) -> Iterator[None]:
+        """A block in which a scope is cancelled where the door is shut."""
         self._scopes.add(scope)
         try:
             yield
@@ -79,20 +107,10 @@ class Door:
             self._scopes.remove(scope)
 
     def end(self, said: Mapping[str, Any]) -> None:
-        """Take a client's word that its episode is over."""
+        """Take a client's word that its episode is over: what is being answered is answered, and nothing further."""
         self.last_words = said
         self.ended.set()
-
-    def enter(self) -> None:
-        """Let a request in.
-
-        Raises:
-            Refused: the door is shut, or too many are inside.
-        """
-        if self.is_shut:
-            raise ended()
-        if len(self._scopes) >= self.at_once:
-            raise Refused(Reason.BUSY, f"{self.at_once} requests of this key are in flight: wait for one of them.")
+        self.told_over()
 
 
 def _nothing() -> None:

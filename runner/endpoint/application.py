@@ -130,48 +130,51 @@ class Application:
         if path not in (_COUNT, _END) and path not in _FORMS:
             raise Refused(Reason.NOT_FOUND, _nothing_at(path))
         _only("POST", method)
-        raw = await _read(receive, headers)
-        body = decode_body(raw or b"{}")
-        door.enter()
-        if path == _END:
-            await _end(door, body, send)
-            return
-        if path == _COUNT:
-            await _count(door, body, headers, send)
-        else:
-            form = _FORMS[path]
-            await answer(form, form.read(body, headers), door, receive, send)
+        if door.is_full:
+            await _read(receive, headers, door, heard=False)
+            raise door.busy()
+        # From here on, since a body takes room long before it is there.
+        with door.inside():
+            body = decode_body(await _read(receive, headers, door) or b"{}")
+            if path == _END:
+                await _end(door, body, send)
+            elif path == _COUNT:
+                await _count(door, body, headers, send)
+            else:
+                form = _FORMS[path]
+                await answer(form, form.read(body, headers), door, receive, send)
 
 
 class _Asleep(Exception):
     """The client went away before its request was there."""
 
 
-async def _read(receive: Receive, headers: Headers) -> bytes:
-    """The body of a request.
+async def _read(receive: Receive, headers: Headers, door: Door, *, heard: bool = True) -> bytes:
+    """The body of a request; nothing of one that is not `heard`, since a client that is cut off does not read why.
 
     Raises:
-        Refused: it is too large, or did not come in time.
+        Refused: it is too large, or did not come in time, or the episode ended meanwhile.
     """
     too_large = Refused(Reason.TOO_LARGE, f"the body is larger than {BODY // 2**20} MiB.")
     length = headers.get("content-length", "0")
     if length.isdigit() and int(length) > HEARD_OUT:
         raise too_large
     parts, size = [], 0
-    with anyio.move_on_after(BODY_SECONDS) as reading:
+    with anyio.move_on_after(BODY_SECONDS) as reading, door.cutting(reading):
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise _Asleep
             part = message.get("body", b"")
             size += len(part)
-            # A client that is cut off while it writes does not read why.
             if size > HEARD_OUT:
                 raise too_large
-            if size <= BODY:
+            if heard and size <= BODY:
                 parts.append(part)
             if not message.get("more_body"):
                 break
+    if door.is_shut:
+        raise ended()
     if size > BODY:
         raise too_large
     if reading.cancelled_caught:
@@ -182,7 +185,7 @@ async def _read(receive: Receive, headers: Headers) -> bytes:
 async def _count(door: Door, body: Mapping[str, Any], headers: Headers, send: Send) -> None:
     asked = _MESSAGES.read_to_count(body, headers)
     tokens = None
-    with anyio.CancelScope() as scope, door.answering_within(scope):
+    with anyio.CancelScope() as scope, door.cutting(scope):
         try:
             tokens = await door.answering.count(asked)
         except Exception as error:

@@ -25,6 +25,9 @@ __all__ = [
 
 T = TypeVar("T")
 
+MESSAGES: Final = 10_000
+"""The most messages, or items, that a history may have: nobody is answered while they are read."""
+
 _KINDS: Final = {str: "a string", bool: "true or false", dict: "an object", list: "a list", int: "a whole number"}
 
 SamplingFields = Mapping[str, str]
@@ -40,7 +43,7 @@ def decode_body(raw: bytes) -> dict[str, Any]:
     """The object that a body holds.
 
     Raises:
-        Refused: it holds none.
+        Refused: it holds none, or a history of too many messages.
     """
     try:
         body = orjson.loads(raw)
@@ -48,6 +51,10 @@ def decode_body(raw: bytes) -> dict[str, Any]:
         bad(f"the body is no JSON ({error}): send an object.")
     if not isinstance(body, dict):
         bad(f"the body is a JSON {type(body).__name__}: send an object.")
+    for name in ("messages", "input"):
+        given = body.get(name)
+        if isinstance(given, list) and len(given) > MESSAGES:
+            bad(f"{name}: {len(given):,} of them, and a history has at most {MESSAGES:,}: send a shorter one.")
     return body
 
 

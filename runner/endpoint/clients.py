@@ -6,9 +6,10 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
-__all__ = ["CLIENTS", "Address", "Client", "environ", "files"]
+__all__ = ["CLIENTS", "Address", "Client", "environ", "files", "pointers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ class Client:
     """The variables that it reads."""
     files: Mapping[str, str] = field(default_factory=dict)
     """The files that it reads, by their path in its home."""
+    pointers: Mapping[str, str] = field(default_factory=dict)
+    """The variables by which it finds them in another folder than its home, which is `{home}`."""
 
 
 _OPENCODE = {
@@ -189,6 +192,7 @@ CLIENTS: Final = (
             "OPENCODE_DISABLE_MODELS_FETCH": "1",
         },
         {".config/opencode/opencode.json": _json(_OPENCODE)},
+        {"OPENCODE_CONFIG": "{home}/.config/opencode/opencode.json"},
     ),
     Client(
         "qwen",
@@ -197,6 +201,7 @@ CLIENTS: Final = (
         "qwen -y -p {prompt}",
         {"QWEN_CODE_NO_RELAUNCH": "1"},
         {".qwen/settings.json": _json(_QWEN)},
+        {"QWEN_CODE_SYSTEM_SETTINGS_PATH": "{home}/.qwen/settings.json"},
     ),
     Client(
         "pi",
@@ -205,6 +210,7 @@ CLIENTS: Final = (
         "pi -p {prompt}",
         {"PI_OFFLINE": "1", "PI_TELEMETRY": "0"},
         {".pi/agent/models.json": _json(_PI), ".pi/agent/settings.json": _json(_PI_SETTINGS)},
+        {"PI_CODING_AGENT_DIR": "{home}/.pi/agent"},
     ),
     Client(
         "mini-swe-agent",
@@ -243,3 +249,12 @@ def environ(address: Address) -> dict[str, str]:
 def files(address: Address) -> dict[str, str]:
     """The files of all clients, by their path in the home of a program."""
     return {path: address.fill(text) for client in CLIENTS for path, text in client.files.items()}
+
+
+def pointers(home: Path) -> dict[str, dict[str, str]]:
+    """The variables by which programs find their files in a folder that is not their home, by their commands."""
+    return {
+        client.command.split()[0]: {name: value.replace("{home}", str(home)) for name, value in client.pointers.items()}
+        for client in CLIENTS
+        if client.pointers
+    }

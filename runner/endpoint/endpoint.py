@@ -16,7 +16,7 @@ import anyio
 from runner.chat_requests import Verdict
 from runner.endpoint.answering import Answering, Door
 from runner.endpoint.clients import Address, environ, files
-from runner.endpoint.programs import FinishedProgram, clean_environ, running
+from runner.endpoint.programs import FinishedProgram, furnish, own_environ, running
 from runner.endpoint.server import EndpointServer
 from runner.engines.base import FinishReason
 from runner.errors import BadOption, EpisodeOver
@@ -87,11 +87,14 @@ class Endpoint:
 
     @property
     def over(self) -> bool:
-        """Whether a client was told that the episode is over, since it reached a limit."""
+        """Whether a client was told that the episode is over, since it reached a limit, or said so itself."""
         return self._over.is_set()
 
     async def wait(self) -> Mapping[str, Any]:
         """Wait until a client says that the episode is over, with `POST` to `base_url` and `/end`, or the run ends.
+
+        Whoever has said it is answered nothing further, and a program of `run` has ten seconds to end by itself, also
+        where nobody waits; the episode ends as ever, when its `rollout` does.
 
         Returns:
             What the client said: {"reward": number} where it gave one.
@@ -113,8 +116,8 @@ class Endpoint:
         """Run an agent program until it ends, with all that it started.
 
         It gets a clean environment: PATH, the language, `environ`, `env`, and a HOME of its own, in which known
-        clients find their settings. It is not sandboxed: it may do whatever this process may, but for what `wrap`
-        keeps from it. Once the episode is over, it has ten seconds to end by itself.
+        clients find their settings, with a folder for what is temporary. It is not sandboxed: it may do whatever this
+        process may, but for what `wrap` keeps from it. Once the episode is over, it has ten seconds to end by itself.
 
         Args:
             argv: the program and its arguments.
@@ -130,8 +133,8 @@ class Endpoint:
         for given in (argv, wrap):
             if isinstance(given, str | bytes):
                 raise BadOption(f"run({given!r:.80}): give a list of strings, such as ['mini', '-y'].")
-        home = await self._own_home()
-        environment = {**clean_environ(), "HOME": str(home), "TERM": "dumb", **self.environ, **(env or {})}
+        home = await self.home()
+        environment = own_environ(home, {**self.environ, **(env or {})})
         async with running([*wrap, *argv], cwd=cwd or home, env=environment) as program:
             finished: FinishedProgram | None = None
             async with anyio.create_task_group() as group:
@@ -154,21 +157,16 @@ class Endpoint:
         await anyio.sleep(LAST_SECONDS)
         scope.cancel()
 
-    async def _own_home(self) -> Path:
+    async def home(self) -> Path:
+        """The HOME of programs that are run, where known clients find their settings; it goes with the block."""
         if self._home is None:
             # Whatever a program made of it must not cost the episode.
             make = partial(tempfile.TemporaryDirectory, prefix="deltarunner-", ignore_cleanup_errors=True)
             folder = await anyio.to_thread.run_sync(make)
             self._stack.push_async_callback(_removed, folder)
             self._home = Path(folder.name)
-            await anyio.to_thread.run_sync(self._furnish, self._home)
+            await anyio.to_thread.run_sync(furnish, self._home, files(self._address))
         return self._home
-
-    def _furnish(self, home: Path) -> None:
-        for path, text in files(self._address).items():
-            file = home / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
 
 
 async def _removed(folder: tempfile.TemporaryDirectory[str]) -> None:

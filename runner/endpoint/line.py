@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import anyio
@@ -22,16 +24,18 @@ class ClientGone(Exception):
 
 
 class Line:
-    """The way back to a client, for one answer."""
+    """The way back to a client, for one answer; one task writes at a time."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._ready = anyio.Event()
         self._sending: float | None = None
+        self._looking: asyncio.TimerHandle
         self.gone = False
         """Whether the client has gone away."""
         self.begun = False
         """Whether the head of the answer was sent."""
+        self.over = False
+        """Whether its last part was."""
         self.written = 0.0
         """When something was last written, by the monotonic clock; 0 before the first time."""
 
@@ -39,8 +43,7 @@ class Line:
         """Send the head of the answer, unless that was done."""
         if not self.begun:
             self.begun = True
-            await self._send({"type": "http.response.start", "status": status, "headers": [*headers]})
-            self._ready.set()
+            await self._sent({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, body: bytes, *, more: bool = True) -> None:
         """Send a part of the answer, and with `more=False` its last one.
@@ -48,18 +51,30 @@ class Line:
         Raises:
             ClientGone: the client has gone away.
         """
-        if not self._ready.is_set():
-            await self._ready.wait()
-        self.written = self._sending = time.monotonic()
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        self._sending = None
+        await self._sent({"type": "http.response.body", "body": body, "more_body": more})
+        self.written, self.over = time.monotonic(), not more
         if self.gone:  # a server sends nothing to one who has gone, and says nothing
             raise ClientGone
 
-    async def leave_if_unread(self, scope: anyio.CancelScope) -> None:
-        """Cancel the answering of a client that does not read what was written to it."""
-        # Looked at now and then: a timer for every write would cost more than the write.
-        while self._sending is None or time.monotonic() - self._sending < READ_SECONDS:  # noqa: ASYNC110  # see above
-            await anyio.sleep(READ_SECONDS / 4)
-        self.gone = True
-        scope.cancel()
+    @contextmanager
+    def left_if_unread(self, scope: anyio.CancelScope) -> Iterator[None]:
+        """A block in which a scope is cancelled once the client does not read what was written to it."""
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            if self._sending is not None and time.monotonic() - self._sending >= READ_SECONDS:
+                self.gone = True
+                scope.cancel()
+            # Looked at now and then, by no task: either would cost more than the writes.
+            self._looking = loop.call_later(READ_SECONDS / 4, look)
+
+        look()
+        try:
+            yield
+        finally:
+            self._looking.cancel()
+
+    async def _sent(self, message: dict[str, Any]) -> None:
+        self._sending = time.monotonic()
+        await self._send(message)
+        self._sending = None

@@ -12,15 +12,16 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import IO, Final
 
 import anyio
-from anyio.abc import ByteReceiveStream, Process
 
 from runner.errors import BadOption, ProgramFailed
 
-__all__ = ["MARK", "FinishedProgram", "clean_environ", "running"]
+__all__ = ["MARK", "FinishedProgram", "furnish", "own_environ", "running"]
 
 MARK: Final = "DELTARUNNER_PROGRAM"
 """The variable by which the processes of a program are known that left its group."""
@@ -34,8 +35,11 @@ GRACE: Final = 2.0
 LAST_WORDS: Final = 1.0
 """Seconds in which what a program printed is read once it has ended."""
 
-_KEPT: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_OPTIONS")
+_KEPT: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_OPTIONS")
 """The only variables of ours that a program gets."""
+
+_TEMPORARY: Final = ("TMPDIR", "TMP", "TEMP")
+"""The variables by which a program finds a folder for what is temporary; which it asks first differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +67,40 @@ class FinishedProgram:
         return ProgramFailed(f"{self.argv[0]} ended with {ended}: " + "\n".join(last))
 
 
-def clean_environ() -> dict[str, str]:
-    """What of our own environment a program may see."""
-    return {name: os.environ[name] for name in _KEPT if name in os.environ}
+def furnish(home: Path, files: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Put into the home of a program its files, by their path there, and a folder for what is temporary."""
+    _temporary(home).mkdir()
+    for path, text in files.items():
+        file = home / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+def own_environ(home: Path, further: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """The whole environment of a program: of ours what it may see, a home that is furnished, and further variables.
+
+    What is temporary is in its home, and goes with it, where nothing further says where to put that.
+    """
+    own = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    own |= {"HOME": str(home), "TERM": "dumb"}
+    if not any(name in further for name in _TEMPORARY):
+        # Programs compiled by Bun leave megabytes there at each start.
+        own |= dict.fromkeys(_TEMPORARY, str(_temporary(home)))
+    return {**own, **further}
+
+
+def _temporary(home: Path) -> Path:
+    return home / "tmp"
 
 
 class Running:
     """A program that runs."""
 
-    def __init__(self, argv: Sequence[str], process: Process, mark: str) -> None:
+    def __init__(self, argv: Sequence[str], process: subprocess.Popen[bytes], mark: str) -> None:
         self._argv = argv
         self._process = process
         self._mark = mark
         self._stdout, self._stderr = _Tail(), _Tail()
-        self._rest_ended = False
 
     async def wait(self) -> FinishedProgram:
         """Wait until it has ended; what it leaves behind is ended then."""
@@ -84,21 +108,22 @@ class Running:
             for stream, tail in ((self._process.stdout, self._stdout), (self._process.stderr, self._stderr)):
                 assert stream is not None
                 readers.start_soon(tail.read, stream)
-            code = await self._process.wait()
+            await _ended(self._process.pid)
             # What it started may hold its outputs open for ever.
             readers.cancel_scope.deadline = anyio.current_time() + LAST_WORDS
             await self._end_rest()
-        return FinishedProgram(self._argv, code, self._stdout.text(), self._stderr.text())
+        return FinishedProgram(self._argv, self._process.returncode, self._stdout.text(), self._stderr.text())
 
     async def end(self) -> None:
         """End it and all that it started, politely first."""
-        if self._process.returncode is None and _signal_group(self._process.pid, signal.SIGTERM):
-            with anyio.move_on_after(GRACE):
-                await self._process.wait()
-        if not self._rest_ended:
+        if self._process.returncode is None:
+            if _signal_group(self._process.pid, signal.SIGTERM):
+                with anyio.move_on_after(GRACE):
+                    await _ended(self._process.pid)
             await self._end_rest()
-        await self._process.wait()
-        await self._process.aclose()
+        for stream in (self._process.stdout, self._process.stderr):
+            assert stream is not None
+            stream.close()
 
     async def _end_rest(self) -> None:
         _signal_group(self._process.pid, signal.SIGKILL)
@@ -106,7 +131,9 @@ class Running:
             # Until there is none: one that was not seen yet may have started another one.
             while await anyio.to_thread.run_sync(_kill_marked, self._mark):
                 pass
-        self._rest_ended = True
+        await _ended(self._process.pid)
+        # The last thing of all: from here on its number, and so that of its group, may be somebody else's.
+        self._process.wait()
 
 
 @asynccontextmanager
@@ -137,13 +164,7 @@ async def running(
         )
     mark = secrets.token_hex(16)
     try:
-        process = await anyio.open_process(
-            [found, *given[1:]],
-            stdin=subprocess.DEVNULL,
-            cwd=cwd,
-            env={**env, MARK: mark},
-            start_new_session=True,
-        )
+        process = _started([found, *given[1:]], cwd, {**env, MARK: mark})
     # An argument of 128 KiB or with a zero byte in it, a variable that is no text, a script that does not say of what.
     except (OSError, TypeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
@@ -154,6 +175,22 @@ async def running(
     finally:
         with anyio.CancelScope(shield=True):
             await program.end()
+
+
+def _started(
+    argv: Sequence[str], cwd: str | os.PathLike[str] | None, env: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    # Not by the event loop, which asks whatever ends for its code at once, and so frees its number.
+    return subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        cwd=cwd,
+        env=env,
+        start_new_session=True,
+    )
 
 
 def _found(program: str, cwd: str | os.PathLike[str] | None, env: Mapping[str, str]) -> str | None:
@@ -171,8 +208,12 @@ class _Tail:
         self._parts = deque[bytes]()
         self._size = 0
 
-    async def read(self, stream: ByteReceiveStream) -> None:
-        async for part in stream:
+    async def read(self, stream: IO[bytes]) -> None:
+        while True:
+            await anyio.wait_readable(stream)
+            part = os.read(stream.fileno(), OUTPUT)
+            if not part:
+                return
             self._parts.append(part)
             self._size += len(part)
             while self._size - len(self._parts[0]) >= OUTPUT:
@@ -180,6 +221,21 @@ class _Tail:
 
     def text(self) -> str:
         return b"".join(self._parts)[-OUTPUT:].decode("utf-8", "replace")
+
+
+async def _ended(pid: int) -> None:
+    """Wait until a child has ended; its code is left where it is, and so its number stays its own."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # a system that has none
+        look = partial(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        # A limiter of its own: programs that run for hours would take the threads of all others.
+        await anyio.to_thread.run_sync(look, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+        return
+    try:
+        await anyio.wait_readable(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _signal_group(pid: int, number: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
@@ -14,7 +15,7 @@ from runner.endpoint.line import ClientGone, Line, Send
 from runner.endpoint.refusals import Reason, Refused, ended, refusal_of
 from runner.endpoint.wire import Answered, AnswerWriter, Restarted, WireForm, WireRequest
 from runner.trajectory import Turn
-from runner.turn_events import TurnProgress
+from runner.turn_events import IdsSampled, TurnProgress
 
 __all__ = ["answer", "send_json", "send_refusal"]
 
@@ -45,15 +46,15 @@ async def answer(
     answered = _streamed if request.stream else _whole
     error: Exception | None = ended()  # where it is cut, and the client is still there
     async with anyio.create_task_group() as group:
-        with door.answering_within(group.cancel_scope):
-            group.start_soon(_until_gone, receive, line, group.cancel_scope)
-            group.start_soon(line.leave_if_unread, group.cancel_scope)
+        scope = group.cancel_scope
+        with door.cutting(scope), line.left_if_unread(scope):
+            group.start_soon(_until_gone, receive, line, scope)
             try:
                 await answered(line, writer, request, door)
                 error = None
             except Exception as raised:  # a task group would wrap it
                 error = raised
-        group.cancel_scope.cancel()
+                scope.cancel()
     if error is not None and not line.gone and not isinstance(error, ClientGone | Restarted):
         await _refuse(line, form, writer, door, error)
 
@@ -61,8 +62,10 @@ async def answer(
 async def _until_gone(receive: Callable[[], Awaitable[Any]], line: Line, scope: anyio.CancelScope) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    line.gone = True
-    scope.cancel()
+    # A server says that also once the answer was sent, so that nobody has to cancel this, which costs more than it.
+    if not line.over:
+        line.gone = True
+        scope.cancel()
 
 
 async def _whole(line: Line, writer: AnswerWriter, request: WireRequest, door: Door) -> None:
@@ -75,102 +78,92 @@ async def _whole(line: Line, writer: AnswerWriter, request: WireRequest, door: D
 
 
 async def _streamed(line: Line, writer: AnswerWriter, request: WireRequest, door: Door) -> None:
-    told, drained = _Told(), anyio.Event()
-    failed: list[Exception] = []
-
-    async def pump() -> None:
-        try:
-            await _pump(line, writer, told)
-        except Exception as error:
-            failed.append(error)
-            group.cancel_scope.cancel()
-        finally:
-            drained.set()
+    events = _Events(line, writer)
 
     async def give(turn: Turn, continued: Turn | None) -> None:
-        told.close()
-        await drained.wait()
-        if not failed:
+        rest = events.taken() + writer.end(Answered.of(turn, continued))
+        await line.begin(STREAM)
+        await line.write(rest, more=False)
+
+    try:
+        await door.answering.ask(request.asked, relay=events, give=give)
+    except Exception:
+        if not line.gone and (rest := events.taken()):
             await line.begin(STREAM)
-            await line.write(writer.end(Answered.of(turn, continued)), more=False)
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(pump)
-        group.start_soon(_keep_alive, line, writer)
-        try:
-            await door.answering.ask(request.asked, progress=told.put, give=give)
-        except Exception as error:
-            failed.append(error)
-        told.close()
-        group.cancel_scope.cancel()
-    if failed:
-        raise failed[0]
+            await line.write(rest)
+        raise
 
 
-class _Told:
-    """What was told of a turn and is not written yet. The sampling never waits for whoever reads it."""
+class _Events:
+    """Passes a turn on as events, in as few writes as may be; says now and then that nothing is lost.
 
-    def __init__(self) -> None:
-        self._waiting: list[TurnProgress] = []
-        self._there: anyio.Event | None = None
-        self._closed = anyio.Event()
+    What came when the turn is over waits for its end, and goes with it.
+    """
 
-    def put(self, progress: TurnProgress) -> None:
-        """Add what has come of the turn."""
-        self._waiting.append(progress)
-        if self._there is not None:
-            self._there.set()
+    def __init__(self, line: Line, writer: AnswerWriter) -> None:
+        self._line = line
+        self._writer = writer
+        self._loop = asyncio.get_running_loop()
+        self._came: list[TurnProgress] = []
+        self._news = asyncio.Event()
+        self._due: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None
+        self._silent = False
+        self._closed = False
+        self._began = time.monotonic()
+
+    def put(self, progress: TurnProgress, /) -> None:
+        """Take what has come of the turn."""
+        if isinstance(progress, IdsSampled) and not self._writer.tells_ids:
+            return
+        self._came.append(progress)
+        if len(self._came) == 1:
+            early = self._line.written + PACE - time.monotonic()
+            if early > 0:
+                self._due = self._loop.call_later(early, self._news.set)
+            else:
+                self._news.set()
 
     def close(self) -> None:
-        """Nothing more comes."""
-        self._closed.set()
-        if self._there is not None:
-            self._there.set()
+        """Take note that nothing more comes."""
+        self._closed = True
+        self._news.set()
 
-    async def gather(self, seconds: float) -> None:
-        """Let more of it come for so long, or until there is no more."""
-        if not self._closed.is_set():
-            with anyio.move_on_after(seconds):
-                await self._closed.wait()
+    async def pass_on(self) -> None:
+        """Write what comes until nothing more does."""
+        line, news = self._line, self._news
+        self._look()
+        try:
+            while True:
+                await news.wait()
+                news.clear()
+                if self._closed:
+                    return
+                written = self.taken() or (self._writer.keep_alive if self._silent else b"")
+                self._silent = False
+                if written:
+                    await line.begin(STREAM)
+                    await line.write(written)
+        finally:
+            for timer in (self._due, self._looking):
+                if timer is not None:
+                    timer.cancel()
 
-    async def take(self) -> list[TurnProgress]:
-        """What has come since the last time, at least something; nothing once there is no more."""
-        if not self._waiting and not self._closed.is_set():
-            self._there = anyio.Event()
-            await self._there.wait()
-            self._there = None
-        return self.taken()
+    def taken(self) -> bytes:
+        """What has come and is not written yet, which may be nothing."""
+        came, self._came = self._came, []
+        return self._writer.tell(came) if came else b""
 
-    def taken(self) -> list[TurnProgress]:
-        """What has come since the last time, which may be nothing."""
-        taken, self._waiting = self._waiting, []
-        return taken
-
-
-async def _pump(line: Line, writer: AnswerWriter, told: _Told) -> None:
-    """Write what comes of a turn until there is no more."""
-    while progress := await told.take():
-        early = line.written + PACE - time.monotonic()
-        if early > 0 and line.begun:
-            await told.gather(early)
-            progress += told.taken()
-        written = writer.tell(progress)
-        if written:
-            await line.begin(STREAM)
-            await line.write(written)
-
-
-async def _keep_alive(line: Line, writer: AnswerWriter) -> None:
-    """Say now and then that nothing is lost, while nothing else is said; leave a client that reads nothing."""
-    began = time.monotonic()
-    while True:
-        patience = KEEP_ALIVE if line.begun else FIRST_BYTE
-        silent = time.monotonic() - max(began, line.written)
+    def _look(self) -> None:
+        """Look from time to time whether nothing was said for long, which costs less than a timer of each write."""
+        patience = KEEP_ALIVE if self._line.begun else FIRST_BYTE
+        silent = time.monotonic() - max(self._began, self._line.written)
         if silent >= patience:
-            await line.begin(STREAM)
-            await line.write(writer.keep_alive)
-        else:
-            await anyio.sleep(min(patience - silent, KEEP_ALIVE))
+            self._silent = True
+            self._news.set()
+        self._looking = self._loop.call_later(
+            KEEP_ALIVE if self._silent else min(patience - silent, KEEP_ALIVE), self._look
+        )
 
 
 async def _refuse(line: Line, form: WireForm, writer: AnswerWriter, door: Door, error: Exception) -> None:

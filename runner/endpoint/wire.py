@@ -104,6 +104,11 @@ class AnswerWriter(ABC):
 
     # --- what is told
 
+    @property
+    def tells_ids(self) -> bool:
+        """Whether the client is told of ids, and not of what they say alone."""
+        return self.request.ids or self.request.logprobs
+
     def tell(self, progress: Iterable[TurnProgress]) -> bytes:
         """What has come of the turn, in as few events as may be.
 
@@ -156,7 +161,7 @@ class AnswerWriter(ABC):
         return self.write_begin()
 
     def _sampled(self, sampled: IdsSampled) -> bytes:
-        if not (self.request.ids or self.request.logprobs):
+        if not self.tells_ids:
             return b""
         return self.write_ids(sampled.token_ids, sampled.logprobs, sampled.top)
 

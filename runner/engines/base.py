@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from runner.engines.controllable import Controllable
-from runner.engines.gate import Session
+from runner.engines.gate import Session, affinity_beside
 from runner.engines.state import EngineState
 from runner.options import Constraint, Sampling
 from runner.tokens.log import VersionSpan
@@ -126,6 +126,8 @@ class EngineStats:
     """Requests at our gate that are the first of their episode."""
     live_sessions: int = 0
     """Conversations that hold room in the cache."""
+    ranks: tuple[int, ...] = ()
+    """Requests inside each data-parallel rank of the engine; empty for an engine that has none of its own."""
     kv_usage: float | None = None
     """The fraction of the KV cache in use, of the fullest engine core; None where the engine does not say."""
     prefix_queries: int = 0
@@ -189,15 +191,30 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
     running: bool = False
     """Whether the engine was entered and not left."""
 
-    def session(self, *, late: bool = False) -> Session:
-        """A handle for one conversation; `close_session` gives its room back."""
-        return Session(late=late)
+    def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
+        """A handle for one conversation; `close_session` gives its room back.
+
+        Args:
+            late: whether its first request goes before those of episodes that have not begun.
+            beside: another one of the same episode: where the engine has several data-parallel ranks, both are on one.
+        """
+        return Session(late=late, affinity=affinity_beside(beside))
 
     def close_session(self, session: Session) -> None:
         """Give the session's room back; twice is allowed."""
         if self.runtime is not None:
             self.runtime.gate.close(session)
         session.closed = True
+
+    def check_sampling(self, sampling: Sampling) -> None:  # one that does all of it has nothing to say
+        """Refuse what the engine could not be asked for, before anything is played.
+
+        Args:
+            sampling: how a turn is to be sampled, every field set.
+
+        Raises:
+            BadOption: names the field.
+        """
 
     @abstractmethod
     def stats(self) -> EngineStats:
@@ -233,6 +250,13 @@ class Engine(BaseEngine):
     @abstractmethod
     def stream(self, request: GenerationRequest) -> DeltaStream:
         """The deltas of one request; nothing happens before the block is entered."""
+
+    def check_constraint(self, constraint: Constraint) -> None:  # one that enforces grammars has nothing to say
+        """Refuse what may be sampled, where the engine could not enforce it, before anything is played.
+
+        Raises:
+            BadOption: says what to do.
+        """
 
 
 def vocabulary_size(engine: Engine) -> int:

@@ -115,16 +115,5 @@ class MessageEngine(BaseEngine):
     """Turns messages into a message. Templates and tokens are the server's, so nothing that it says is trained on."""
 
     @abstractmethod
-    def check_sampling(self, sampling: Sampling) -> None:
-        """Refuse what the server could not be asked for.
-
-        Args:
-            sampling: how a turn is to be sampled, every field set.
-
-        Raises:
-            BadOption: names the field.
-        """
-
-    @abstractmethod
     def stream(self, request: MessageRequest) -> MessageStream:
         """What one turn says; nothing happens before the block is entered."""

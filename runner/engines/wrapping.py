@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from runner.engines.base import DeltaStream, Engine, EngineStats, GenerationRequest, Session
 from runner.engines.runtime import EngineRuntime
+from runner.options import Constraint, Sampling
 
 __all__ = ["WrappedEngine"]
 
@@ -48,13 +49,21 @@ class WrappedEngine(Engine):
         """The inner engine's deltas."""
         return self.inner.stream(request)
 
-    def session(self, *, late: bool = False) -> Session:
+    def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
         """The inner engine's handle."""
-        return self.inner.session(late=late)
+        return self.inner.session(late=late, beside=beside)
 
     def close_session(self, session: Session) -> None:
         """Give the session's room back; twice is allowed."""
         self.inner.close_session(session)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Refuse what the inner engine could not be asked for."""
+        self.inner.check_sampling(sampling)
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """Refuse what the inner engine could not enforce."""
+        self.inner.check_constraint(constraint)
 
     def stats(self) -> EngineStats:
         """What the inner engine is doing now."""

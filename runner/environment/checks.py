@@ -75,7 +75,10 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
     if sure and choice not in known:
         raise BadOption(f"tool_choice={choice!r}: no such tool. Tools: {', '.join(names) or 'none'}.")
     if choice in known and (sure or not chat.parser.writes_as_read):
-        chat.parser.constraint(tools, choice)  # now, where each episode would be refused by it
+        # Now, where each episode would be refused by it.
+        constraint = chat.parser.constraint(tools, choice)
+        if constraint is not None:
+            chat.engine.check_constraint(constraint)
     return warnings
 
 

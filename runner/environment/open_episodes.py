@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from runner.endpoint.endpoint import Endpoint
 from runner.environment.environment import Environment
@@ -20,8 +21,8 @@ class OpenEpisodes(Environment):
 
     limits = Limits(seconds=None)
 
-    def __init__(self, tell: Callable[[str, Endpoint], None]) -> None:
-        """Say who is told of a new key: the episode's id and its endpoint."""
+    def __init__(self, tell: Callable[[str, Endpoint, Path], None]) -> None:
+        """Say who is told of a new key: the episode's id, its endpoint, and the folder with settings of clients."""
         self.tell = tell
         self.reported: float = 0.0
 
@@ -32,7 +33,7 @@ class OpenEpisodes(Environment):
     async def rollout(self, conversation: Conversation) -> None:
         """Serve until somebody says that it is over."""
         async with self.episode.serve() as endpoint:
-            self.tell(self.episode.id, endpoint)
+            self.tell(self.episode.id, endpoint, await endpoint.home())
             said = await endpoint.wait()
             self.reported = float(said.get("reward", 0.0))
 

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from runner.endpoint.programs import FinishedProgram, clean_environ, running
+from runner.endpoint.programs import FinishedProgram, furnish, own_environ, running
 from runner.environment.environment import Environment
 from runner.episode.conversation import Conversation
 from runner.errors import BadEnvironment
@@ -69,6 +69,7 @@ class Program(Environment):
         """Copy the folder."""
         temporary = tempfile.TemporaryDirectory(prefix="deltarunner-", ignore_cleanup_errors=True)
         folder = self.episode.exit_stack.enter_context(temporary)
+        furnish(Path(folder))
         self.folder = Path(folder) / "work"
         if self.copy is None:
             self.folder.mkdir()
@@ -90,9 +91,8 @@ class Program(Environment):
         """Whether the check passes."""
         if not self.checking:
             return float(self.finished is not None and self.finished.ok)
-        environ = {**clean_environ(), "HOME": str(self.folder.parent), "TERM": "dumb"}
         argv = [*self.wrap, *self.checking]
-        async with running(argv, cwd=self.folder, env=environ) as checking:
+        async with running(argv, cwd=self.folder, env=own_environ(self.folder.parent)) as checking:
             finished = await checking.wait()
         return float(finished.ok)
 

@@ -124,13 +124,12 @@ def _in_line(one: Attempt, other: Attempt) -> bool:
 
 def _reasons(walk: Walk, attempt: Attempt) -> bool:
     """Whether the history has no other reasoning than its turns had; it may lack it."""
-    said = {id(each.said): each for each in attempt.path()}
-    for message, place in zip(walk.messages, walk.places, strict=True):
-        reasoning = message.message.get("reasoning_content")
-        turn = said.get(id(place)) if reasoning else None
-        if reasoning and turn is not None and turn.node is not None:
+    said = {id(each.said): each for each in attempt.path()} if walk.thoughts else {}
+    for index in walk.thoughts:
+        turn = said.get(id(walk.places[index]))
+        if turn is not None and turn.node is not None:
             known = turn.node.reply.get("reasoning_content", "")
-            if reasoning.strip() != known.strip():
+            if walk.messages[index].message["reasoning_content"].strip() != known.strip():
                 return False
     return True
 
@@ -144,9 +143,9 @@ def _verdict(
     histories: Histories,
 ) -> Aligned:
     rest = walk.messages[depth:]
-    asked = [each for each in walk.end.asked if _is_asked_again(each, parent, tools, label)]
-    if asked:
-        before = asked[-1]
+    again = (each for each in reversed(walk.end.asked) if _is_asked_again(each, parent, tools, label))
+    before = next(again, None)
+    if before is not None:
         return Aligned(walk, Verdict.AGAIN, before.parent, before=before, again=_again(before))
     if not rest and parent is not None and parent.node is not None:
         if parent.node.turn.finish is FinishReason.STOP:
@@ -160,7 +159,7 @@ def _verdict(
     spoken = sum(message.role == "assistant" for message in rest)
     begun = _begun(walk, parent, depth, label)
     if spoken and (begun is not None or parent is not None):
-        latest = _latest(begun, histories, label) if begun is not None else None
+        latest = _latest(begun, label) if begun is not None else None
         if begun is not None and latest is not None and spoken == _speeches(begun, latest):
             return Aligned(walk, Verdict.RETOLD, latest)
         return Aligned(walk, Verdict.FOREIGN, parent if parent is not None else begun)
@@ -191,25 +190,23 @@ def _followed(parent: Attempt, histories: Histories) -> Verdict:
         return Verdict.APPEND
     if any(each.in_flight for each in parent.children):
         return Verdict.BRANCH
-    latest = next(each for each in reversed(histories.attempts) if each.thread is parent.thread)
+    latest = histories.latest[parent.thread]
     return Verdict.REWOUND if any(each is parent for each in latest.path()) else Verdict.BRANCH
 
 
 def _begun(walk: Walk, parent: Attempt | None, depth: int, label: str) -> Attempt | None:
     """A turn that was asked on the way, and whose own words do not follow."""
     for place in reversed(walk.places[depth:-1]):
-        asked = [each for each in place.asked if each.parent is parent and each.fits(label)]
-        if asked:
-            return asked[-1]
+        for each in reversed(place.asked):
+            if each.parent is parent and each.fits(label):
+                return each
     return None
 
 
-def _latest(begun: Attempt, histories: Histories, label: str) -> Attempt | None:
+def _latest(begun: Attempt, label: str) -> Attempt | None:
     """The latest turn on a path that begins with this one."""
-    for each in reversed(histories.attempts):
-        if each.node is not None and each.fits(label) and any(one is begun for one in each.path()):
-            return each
-    return None
+    sampled = (each for each in begun.line() if each.node is not None and each.fits(label))
+    return max(sampled, key=lambda each: each.number, default=None)
 
 
 def _speeches(begun: Attempt, latest: Attempt) -> int:

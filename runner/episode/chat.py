@@ -17,7 +17,6 @@ from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from runner.chat_requests import Again, Asked, ChatRequest, Delivery, Tolerated, Verdict
 from runner.concurrency.clocks import Asking
@@ -37,7 +36,7 @@ from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tools.foreign import tools_of
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
-from runner.turn_events import TurnProgress
+from runner.turn_events import TurnRelay
 
 __all__ = ["ChatDesk"]
 
@@ -56,7 +55,7 @@ class _Job:
     """A request that is being answered."""
 
     asked: Asked
-    progress: Callable[[TurnProgress], None] | None = None
+    relay: TurnRelay | None = None
     began: float = field(default_factory=time.perf_counter)
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     done: anyio.Event = field(default_factory=anyio.Event)
@@ -87,7 +86,7 @@ class ChatDesk:
         self._tools: dict[str, list[Tool]] = {}
         self._group: TaskGroup | None = None
         self._context: Context
-        self._send: MemoryObjectSendStream[_Job] | None = None
+        self._was_asked = False
 
     @property
     def is_open(self) -> bool:
@@ -103,22 +102,22 @@ class ChatDesk:
                 yield
             finally:
                 self._group = None
-                if self._send is not None:
-                    self._send.close()
+                if self._was_asked:
                     group.cancel_scope.cancel()
 
     async def ask(
         self,
         asked: Asked,
         *,
-        progress: Callable[[TurnProgress], None] | None = None,
+        relay: TurnRelay | None = None,
         give: Give | None = None,
     ) -> Turn:
         """Have a request answered.
 
         Args:
             asked: the request.
-            progress: is told what comes of the turn while it is sampled; nothing where a finished one is replayed.
+            relay: passes on what comes of the turn while it is sampled, which is nothing where a finished one is
+                replayed; where that fails, the turn is cut.
             give: hands the turn over to the client, and gets the cut one besides with which it goes on; where that is
                 cancelled or fails, the client does not have it.
 
@@ -126,7 +125,7 @@ class ChatDesk:
             EpisodeOver: the episode has ended or a limit was reached, as in `Conversation.generate`.
             BadInput: the messages, the tools or the sampling cannot be used.
         """
-        job = _Job(asked, progress)
+        job = _Job(asked, relay)
         try:
             if self._group is not None:
                 await self._hand_over(job, self._group)
@@ -171,20 +170,16 @@ class ChatDesk:
             raise BadMessage(f"the chat template cannot write this history: {missing}") from None
 
     async def _hand_over(self, job: _Job, group: TaskGroup) -> None:
-        if self._send is None:
-            # Whoever asks first may be under no clock of the episode, and a task has those of whoever starts it.
-            self._send, receive = anyio.create_memory_object_stream[_Job](float("inf"))
-            self._context.run(group.start_soon, self._pump, group, receive)
-        self._send.send_nowait(job)
-        await job.done.wait()
+        self._was_asked = True
+        # Whoever asks may be under no clock of the episode, and a task has those of whoever starts it.
+        self._context.copy().run(group.start_soon, self._serve, job)
+        if job.relay is not None:
+            await job.relay.pass_on()
+        if not job.done.is_set():
+            await job.done.wait()
 
     def _is_over(self) -> EpisodeOver:
         return EpisodeOver(f"{self._play.key.id} is not being played: no request can be answered")
-
-    async def _pump(self, group: TaskGroup, receive: MemoryObjectReceiveStream[_Job]) -> None:
-        with receive:
-            async for job in receive:
-                group.start_soon(self._serve, job)
 
     async def _serve(self, job: _Job) -> None:
         job.error = self._is_over()  # where it is cut
@@ -197,6 +192,8 @@ class ChatDesk:
             job.error = error
         finally:
             job.done.set()
+            if job.relay is not None:
+                job.relay.close()
 
     # --- one request
 
@@ -220,7 +217,7 @@ class ChatDesk:
         )
         self._histories.ask(attempt)
         self._play.limits.context_rewritten(thread.name)
-        known, progress = len(thread.nodes), job.progress
+        known, told = len(thread.nodes), None if job.relay is None else job.relay.put
         try:
             return await take_turn(
                 thread,
@@ -228,8 +225,8 @@ class ChatDesk:
                 sampling,
                 asked.tool_choice,
                 handle=self._handle(thread),
-                tell=progress if progress is not None and _streams(thread, tools, asked) else None,
-                watch=progress,
+                tell=told if told is not None and _streams(thread, tools, asked) else None,
+                watch=told,
             )
         except BaseException as error:
             if isinstance(error, ContextFull) and not thread.counted:
@@ -319,9 +316,9 @@ class ChatDesk:
             parent_agent="" if parent is None else parent.agent,
             parent_turn=None if parent is None else parent.number,
             tolerated=tuple(each for each in Tolerated if each in found.tolerated),
-            volatile=sum(message.volatile for message in walk.messages),
+            volatile=walk.volatile,
             messages=len(asked.messages),
-            size=sum(message.size for message in walk.messages),
+            size=walk.size,
             align_seconds=seconds,
         )
         self._numbered += 1

@@ -7,7 +7,7 @@ up by one step a message, however many turns there are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import anyio
@@ -15,7 +15,7 @@ import anyio
 from runner.chat_requests import ChatRequest, Delivery, Tolerated
 from runner.engines.base import FinishReason
 from runner.episode.forest import Head, Node
-from runner.episode.reading import MessageReader, ReadMessage, joined
+from runner.episode.reading import RECENT, MessageReader, ReadMessage, joined
 from runner.episode.state import ConversationState
 from runner.messages import AnsweredCalls, CallPlace
 
@@ -24,15 +24,12 @@ __all__ = ["Attempt", "Histories", "Place", "Walk"]
 JOINED = 64
 """A turn may come back as so many messages, one for each of its calls."""
 
-RECENT = 8
-"""So many histories of an episode are kept as they were followed: one for each client that is at work."""
-
 
 @dataclass(slots=True, eq=False)
 class Place:
     """What a history has come to."""
 
-    after: dict[tuple[bytes, CallPlace | None], Place] = field(default_factory=dict)
+    after: dict[tuple[Hashable, CallPlace | None], Place] = field(default_factory=dict)
     """Where each further message leads to."""
     asked: list[Attempt] = field(default_factory=list)
     """The turns whose prompt ends here, in the order in which they were asked for."""
@@ -93,6 +90,14 @@ class Attempt:
         """Whether it was sampled to its end."""
         return self.node is not None and self.node.turn.finish not in (FinishReason.ABORT, FinishReason.ERROR)
 
+    def line(self) -> Iterator[Attempt]:
+        """Itself and all turns that go on from it, at any depth."""
+        left = [self]
+        while left:
+            attempt = left.pop()
+            yield attempt
+            left += attempt.children
+
     def path(self) -> Iterator[Attempt]:
         """The turns on its path, itself first."""
         attempt: Attempt | None = self
@@ -129,13 +134,30 @@ class Walk:
     """The call that each of them answers."""
     tolerated: set[Tolerated] = field(default_factory=set)
     """What the client changed on the way."""
+    thoughts: list[int] = field(default_factory=list)
+    """Which of its messages have reasoning."""
+    size: int = 0
+    """How many bytes its messages have as JSON."""
+    volatile: int = 0
+    """How many lines were taken out of them."""
     compared: Compared | None = None
     """What the begin of the history was found to have changed of the turns on it, when it was looked at before."""
 
     def copied(self) -> Walk:
         """The same, to be gone on with."""
         lists = list(self.messages), list(self.places), list(self.answers)
-        return Walk(*lists, set(self.tolerated), self.compared)
+        return Walk(*lists, set(self.tolerated), list(self.thoughts), self.size, self.volatile, self.compared)
+
+    def add(self, message: ReadMessage, place: Place, answered: CallPlace | None) -> None:
+        """Go on by a message."""
+        if "reasoning_content" in message.message:
+            self.thoughts.append(len(self.messages))
+        self.messages.append(message)
+        self.places.append(place)
+        self.answers.append(answered)
+        self.tolerated |= message.tolerated
+        self.size += message.size
+        self.volatile += message.volatile
 
     @property
     def end(self) -> Place:
@@ -149,8 +171,9 @@ class Histories:
     def __init__(self) -> None:
         self.reader = MessageReader()
         """Reads messages, and keeps what it read."""
-        self.attempts: list[Attempt] = []
-        """Every turn that was asked for, in that order."""
+        self.latest: dict[ConversationState, Attempt] = {}
+        """The turn of each conversation that was asked for last."""
+        self._numbered = 0
         self._root = Place()
         self._handles: dict[str, Attempt] = {}
         self._known: dict[int, Attempt] = {}
@@ -161,8 +184,9 @@ class Histories:
 
     def ask(self, attempt: Attempt) -> None:
         """Add a turn that is asked for now."""
-        attempt.number = len(self.attempts)
-        self.attempts.append(attempt)
+        attempt.number = self._numbered
+        self._numbered += 1
+        self.latest[attempt.thread] = attempt
         attempt.asked.asked.append(attempt)
         if attempt.parent is not None:
             attempt.parent.children.append(attempt)
@@ -223,11 +247,7 @@ class Histories:
                 continue
             answered = calls.by(len(walk.messages), message.message)
             place = _stepped(place, message.key, answered)
-            walk.messages.append(message)
-            walk.places.append(place)
-            walk.answers.append(answered)
-            if message.tolerated:
-                walk.tolerated |= message.tolerated
+            walk.add(message, place, answered)
         self._recent.append(_Walked(history, walk, calls))
         return walk
 
@@ -335,7 +355,7 @@ class _Walked:
         return messages[:length] == self.history
 
 
-def _stepped(place: Place, key: bytes, answered: CallPlace | None) -> Place:
+def _stepped(place: Place, key: Hashable, answered: CallPlace | None) -> Place:
     step = key, answered
     found = place.after.get(step)
     if found is None:

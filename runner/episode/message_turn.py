@@ -279,7 +279,7 @@ class MessageTurn:
         )
         segment.messages.append(node.reply)
         state.record(node)
-        turn.segment = next(at for at, each in reversed([*enumerate(state.segments)]) if each is segment)
+        turn.segment = state.place_of(segment)
         head.node, head.whole, head.again = node, "", None
         return turn
 

@@ -5,6 +5,7 @@ One that takes messages has none of these.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, TypeAlias
@@ -25,7 +26,17 @@ from runner.tokens.template import Renderer
 from runner.tokens.tokenizer import Tokenizer
 from runner.trajectory import Turn
 
-__all__ = ["ChatModel", "MessageModel", "Model"]
+__all__ = ["ChatModel", "Encoding", "MessageModel", "Model"]
+
+
+class Encoding:
+    """A prompt that is being encoded, for whoever wants the same meanwhile."""
+
+    def __init__(self) -> None:
+        self.done = anyio.Event()
+        """Is set once nobody encodes it any more."""
+        self.ids: array[int] | None = None
+        """Its ids then; None where that was given up or failed."""
 
 
 class ChatModel:
@@ -63,7 +74,7 @@ class ChatModel:
         self.bridger = self.trial_bridger()
         """Makes the ids of prompts and of appended messages."""
         self.tokenizer = self.bridger.tokenizer
-        self.encoding: dict[PromptText, anyio.Event] = {}
+        self.encoding: dict[PromptText, Encoding] = {}
         """The long prompts that are being encoded in threads."""
         self.learnt = turns or learnt_turn(self.renderer)
         """What was learnt of how its template writes a turn."""

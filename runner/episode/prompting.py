@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-import anyio
-
 from runner.concurrency.clocks import Waiting
 from runner.concurrency.threads import Job
 from runner.engines.base import FinishReason
 from runner.episode.forest import Head, Node
 from runner.episode.limits import Ending
-from runner.episode.model import ChatModel
+from runner.episode.model import ChatModel, Encoding
 from runner.episode.state import ConversationState
 from runner.messages import Message
 from runner.options import HistoryPolicy
@@ -43,6 +41,9 @@ SMALL = 16_384
 
 A_TOOL = 1_000
 """What a tool is taken to add to a prompt, in characters."""
+
+A_MESSAGE = 100
+"""What a message is taken to add to it besides what it says: a template may take 20 us for each."""
 
 T = TypeVar("T")
 
@@ -129,7 +130,8 @@ async def _first(state: ConversationState, head: Head, messages: Sequence[Messag
     again = reencoded and any(map(state.play.was_said, messages))
     cause = REENCODED if again else head.whole or "start"
     tools = head.schemas()
-    bridger, size = state.chat.bridger, sum(len(message["content"]) for message in messages) + A_TOOL * len(tools)
+    bridger, size = state.chat.bridger, sum(len(message["content"]) + A_MESSAGE for message in messages)
+    size += A_TOOL * len(tools)
     render = partial(bridger.prompt_text, messages, tools)
     ids = await _encoded(state, render() if size <= SMALL else await _in_thread(state, render))
     junction = forked_junction(cause) if cause != "start" else None
@@ -189,7 +191,8 @@ async def _answering(state: ConversationState, head: Head, node: Node, new: Sequ
     junction = bridge.junction
     if last.dropped:
         junction = replace(junction, dropped=last.dropped, cause="stop_string")
-    ids = last.log.ids[: last.end] + array("i", bridge.ids)
+    ids = last.log.ids[: last.end]
+    ids.extend(bridge.ids)
     return PreparedPrompt(segment, ids, bridge.ids, Source.BRIDGE, plain, new, len(new), junction=junction)
 
 
@@ -231,18 +234,21 @@ async def _encoded(state: ConversationState, text: PromptText) -> array[int]:
     chat = state.chat
     if len(text[0]) <= SMALL:
         return chat.bridger.prompt_ids(text)
+    known: array[int] | None = chat.bridger.known_prompt(text)
+    if known is not None:
+        return known
     with Waiting():
         while (other := chat.encoding.get(text)) is not None:
-            await other.wait()
-        chat.encoding[text] = done = anyio.Event()
+            await other.done.wait()
+            if other.ids is not None:  # else it was cancelled, or failed
+                return other.ids[:]
+        chat.encoding[text] = own = Encoding()
         try:
-            ids: array[int] = await state.play.shared.workers.call(
-                Job(partial(chat.bridger.prompt_ids, text), "prompt")
-            )
-            return ids
+            own.ids = await state.play.shared.workers.call(Job(partial(chat.bridger.prompt_ids, text), "prompt"))
+            return own.ids[:]
         finally:
             del chat.encoding[text]
-            done.set()
+            own.done.set()
 
 
 async def _in_thread(state: ConversationState, render: Callable[[], T]) -> T:

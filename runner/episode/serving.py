@@ -19,7 +19,7 @@ from runner.episode.outcome import failure
 from runner.episode.state import ConversationState, EpisodeState
 from runner.errors import BadOption, ContextFull, EpisodeOver
 from runner.trajectory import Turn
-from runner.turn_events import TurnProgress
+from runner.turn_events import TurnRelay
 
 __all__ = ["Overflow", "SentHistory", "ServedEpisode", "Train", "model_name"]
 
@@ -67,14 +67,14 @@ class ServedEpisode:
         self,
         asked: Asked,
         *,
-        progress: Callable[[TurnProgress], None] | None = None,
+        relay: TurnRelay | None = None,
         give: Callable[[Turn, Turn | None], Awaitable[None]] | None = None,
     ) -> Turn:
         """Have a request answered; see `ChatDesk.ask`."""
         self._refuse_if_over()
         asked = replace(asked, train=self._trains(asked), system_as_user=self._system_as_user, as_sent=self._as_sent)
         try:
-            return await self._desk.ask(asked, progress=progress, give=give)
+            return await self._desk.ask(asked, relay=relay, give=give)
         except ContextFull:
             if self._ends and self._play.limits.context_full is not None:
                 self._play.limits.end_episode(self._play.limits.context_full)

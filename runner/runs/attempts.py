@@ -63,7 +63,7 @@ class Attempts:
             key = replace(key, attempt=key.attempt + 1)
 
     async def _played(self, attempt: Attempt) -> list[Trajectory]:
-        self.state.plays.add(attempt)
+        self.state.begin(attempt)
         try:
             return await attempt.run()
         except anyio.get_cancelled_exc_class():

@@ -28,6 +28,7 @@ __all__ = [
     "as_time",
     "calls_in_words",
     "in_words",
+    "ranks_in_words",
     "shown_line",
     "worker_in_words",
     "writes_otherwise",
@@ -87,6 +88,9 @@ class Figures:
 
     waiting: int = 0
     """Turns that wait for a place in the engine."""
+
+    ranks: tuple[int, ...] = ()
+    """Turns inside each data-parallel rank of an engine that has several; empty where none has."""
 
     throttled: int = 0
     """How often servers said that they were asked too much."""
@@ -176,6 +180,7 @@ class Gauge:
             failed=summary.failed,
             running=len(run.plays),
             waiting=sum(engine.waiting for engine in stats),
+            ranks=next((engine.ranks for engine in stats if len(engine.ranks) > 1), ()),
             throttled=sum(engine.throttled for engine in stats),
             let_in=sum(engine.places for engine in stats if engine.places is not None) or None,
             rate=self._rate(sum(engine.sampled_tokens for engine in stats)),
@@ -257,6 +262,8 @@ def in_words(figures: Figures) -> Iterator[str]:
         yield f"{figures.workers} of {figures.most_workers} workers"
     if figures.waiting:
         yield f"{figures.waiting} waiting for the engine"
+    if figures.ranks:
+        yield ranks_in_words(figures.ranks)
     if figures.throttled:
         yield f"asked too much {figures.throttled} times, now {figures.let_in} requests at once"
     yield f"{figures.failed} failed"
@@ -268,6 +275,11 @@ def in_words(figures: Figures) -> Iterator[str]:
         yield f"mean {whose} {figures.reward:.3f}"
     if figures.remaining:
         yield f"{as_time(figures.remaining)} left"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """How many turns are inside each rank."""
+    return f"{' + '.join(map(str, ranks))} inside {len(ranks)} ranks"
 
 
 SUSPECT_CALLS: Final = 3

@@ -12,7 +12,6 @@ from anyio.from_thread import check_cancelled
 
 from runner.concurrency.threads import Job, Workers
 from runner.engines.base import BaseEngine, Engine, vocabulary_size
-from runner.engines.message_engine import MessageEngine
 from runner.episode.model import ChatModel
 from runner.errors import BadOption, BadTemplate
 from runner.options import HistoryPolicy, Sampling
@@ -25,8 +24,7 @@ __all__ = ["check_appends", "check_templates", "require_sampling"]
 
 def require_sampling(engine: BaseEngine, sampling: Sampling) -> None:
     """Refuse a run whose every turn would ask for what the engine has not or cannot: an adapter, an id, a field."""
-    if isinstance(engine, MessageEngine):
-        engine.check_sampling(sampling.over(Sampling.defaults()))
+    engine.check_sampling(sampling.over(Sampling.defaults()))
     if not isinstance(engine, Engine):
         return
     sampling.check_vocabulary(vocabulary_size(engine))

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Final, Self, TypeAlias
 
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, GenerationRequest
+from runner.engines.function.engine import TokenEngine
 from runner.engines.scripted.script import ModelCall
 from runner.engines.scripted.stream import RecordedCall
 from runner.engines.sharing import running
@@ -197,6 +198,11 @@ def _no_script(script: object) -> BadOption:
 
 
 def _refuse_engine(engine: Engine) -> None:
+    if isinstance(engine, TokenEngine):
+        raise BadOption(
+            "force(): a TokenEngine cannot force ids, which takes a logits processor of ours inside the engine: force "
+            "them on a VllmEngine(model, **FORCING), or let generate() itself give the ids that a test wants."
+        )
     if not isinstance(engine, VllmEngine):
         return  # a scripted engine forces by itself; of any other it shows in the first delta
     fix = "Start it with VllmEngine(model, **FORCING), from runner.testing."

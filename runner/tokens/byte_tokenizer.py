@@ -73,8 +73,11 @@ class ByteTokenizer(Tokenizer):
         return self._pattern.search(text) is not None or self._borders.touched_by(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        pieces = self._bytes
-        return b"".join([pieces.get(token_id, b"") for token_id in ids]).decode(errors="replace")
+        try:
+            said = b"".join(map(self._bytes.__getitem__, ids))
+        except KeyError:  # ids of no token say nothing
+            said = b"".join([self._bytes.get(token_id, b"") for token_id in ids])
+        return said.decode(errors="replace")
 
     def token_id(self, token: str) -> int | None:
         """The id of a control token, or of a single ASCII character."""

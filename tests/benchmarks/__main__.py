@@ -23,6 +23,7 @@ NAMES = (
     "endpoint",
     "parity",
     "fleet",
+    "ranks",
 )
 
 

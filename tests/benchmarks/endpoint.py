@@ -1,48 +1,55 @@
 """What an endpoint costs: the time that it adds to a turn, the loop's time for a long history, and a chunk of a stream.
 
 Clients are a process of their own, as agent programs are: what they need of a core is not ours, but for the latencies,
-which have it in them.
+which have it in them. Beside each load the same conversations are held without HTTP, heard while they are sampled.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
 import anyio
-import orjson
+import anyio.lowlevel
+from anyio.streams.text import TextReceiveStream
 
-from runner import Concurrency, Conversation, Environment, Limits, Run, Task, ToolCall, reward
-from runner.endpoint.answering import Door
-from runner.endpoint.application import Application
-from runner.engines.scripted.script import Latency, Reply
+from runner import Concurrency, Conversation, Environment, Limits, Run, Task, ToolCall, Turn, reward
+from runner.engines.scripted.script import Latency, ModelCall, Reply
+from runner.messages import Message
 from runner.runs.process import collector_settings, on_event_loop
 from runner.testing import ScriptedEngine
+from runner.tools.foreign import tools_of
 from tests.benchmarks.figures import Figure, main
 
 ROUNDS = 3
+ALONE = 200
+"""Turns that are asked for one after the other."""
 STREAMS = 1_000
-IDS = 20
-"""Of each stream, a chunk each."""
+"""Streams that are open at once."""
+SHORT, LONG = 5, 50
+"""Ids of a stream, a chunk each: what is more of a long one is the cost of chunks alone."""
 TICK = 0.01
-BETWEEN = 10
-"""Ticks from one id to the next, so that a stream has ten a second."""
-TURNS = 240
-WORDS = "word " * 600
-SPREAD = 2.0
+BETWEEN = 20
+"""Ticks from one id to the next, so that a stream has five a second: 1,000 streams leave a core some air."""
+SPREAD = 5.0
 """Seconds over which streams are begun."""
-BODY: dict[str, Any] = {
-    "model": "any",
-    "stream": True,
-    "messages": [{"role": "system", "content": "s" * 20_000}, {"role": "user", "content": "Go."}],
-}
+PROBE = 0.005
+"""Seconds from one look at the event loop to the next."""
+TURNS = 240
+LAST = 20
+"""Turns of a long history that are measured, and of its begin."""
+WORDS = "word " * 600
 
+MESSAGES: list[Message] = [{"role": "system", "content": "s" * 20_000}, {"role": "user", "content": "Go."}]
+BODY: dict[str, Any] = {"model": "any", "stream": True, "messages": MESSAGES}
 TOOL = {
     "type": "function",
     "function": {
@@ -51,43 +58,32 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
     },
 }
-
-CLIENTS = """
-import asyncio, json, sys, time
-host, port, spread = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-async def one(number, path, count, body):
-    await asyncio.sleep(spread * number / count)
-    reader, writer = await asyncio.open_connection(host, port)
-    began = time.monotonic()
-    head = f"POST {path} HTTP/1.1\\r\\nhost: {host}:{port}\\r\\ncontent-length: {len(body)}\\r\\n\\r\\n"
-    writer.write(head.encode() + body)
-    data = b""
-    while b"[DONE]" not in data[-64:] and (part := await reader.read(65536)):
-        data += part
-    took = time.monotonic() - began
-    writer.close()
-    return [json.loads(data.partition(b"data: ")[2].splitlines()[0])["id"], took, data.count(b"data: ")]
-async def main():
-    given = json.load(sys.stdin)
-    paths, body = given["paths"], json.dumps(given["body"]).encode()
-    print(json.dumps(await asyncio.gather(*(one(n, path, len(paths), body) for n, path in enumerate(paths)))))
-asyncio.run(main())
-"""
+CLIENTS = Path(__file__).with_name("endpoint_clients.py")
 
 
 def measure() -> Iterator[Figure]:
     """What an endpoint adds to a turn, and costs a chunk."""
-    streamed = [_streamed(1 if alone else STREAMS) for alone in (True, False) for _ in range(ROUNDS)]
-    alone, together = streamed[:ROUNDS], streamed[ROUNDS:]
-    yield Figure("added to a turn, 20 kB, alone: p50", "ms", tuple(each["p50"] for each in alone), under=1)
-    name = f"added to a turn, 20 kB, {STREAMS:,} streams"
-    yield Figure(f"{name}: p50", "ms", tuple(each["p50"] for each in together))
-    yield Figure(f"{name}: p99", "ms", tuple(each["p99"] for each in together), under=10)
-    yield Figure("a chunk, of the server's process", "us", tuple(each["chunk"] for each in together), under=20)
+    alone = [(_median_alone(served=True), _median_alone(served=False)) for _ in range(ROUNDS)]
+    yield Figure("added to a turn, 20 kB: p50", "ms", tuple(with_it - bare for with_it, bare in alone), under=1)
+    yield Figure("  the same turn without HTTP: p50", "ms", tuple(bare for _, bare in alone))
+    rounds = [_Round() for _ in range(ROUNDS)]
+    for share in (0.5, 0.99):
+        name = f"{STREAMS:,} streams, 20 kB: p{100 * share:.0f}"
+        added = tuple(each.late(each.served, share) - each.late(each.bare, share) for each in rounds)
+        yield Figure(f"added to a turn, {name}", "ms", added, under=10 if share > 0.9 else None)
+        bare = tuple(each.late(each.bare, share) for each in rounds)
+        yield Figure(f"  beside the engine's time without HTTP, {name}", "ms", bare)
+    lags = tuple(each.served.round_of_the_loop for each in rounds)
+    yield Figure("a round of the loop by processor time, 99th percentile", "ms", lags, under=10)
+    yield Figure(f"of a core, {STREAMS:,} streams of 5 ids/s", "%", tuple(each.served.of_a_core for each in rounds))
+    yield Figure("  the same without HTTP", "%", tuple(each.bare.of_a_core for each in rounds))
+    yield Figure("a chunk, of the server's process", "us", tuple(each.chunk for each in rounds), under=20)
+    yield Figure("a request and its answer, of the server's process", "us", tuple(each.request for each in rounds))
     long = [_long_history() for _ in range(ROUNDS)]
-    yield Figure(
-        f"the loop's time for {long[0][1] / 1000:.0f} kB, {TURNS} turns", "ms", tuple(each for each, _ in long), under=3
-    )
+    name = f"the loop's time for {long[0].size / 1000:.0f} kB, {TURNS} turns"
+    yield Figure(name, "ms", tuple(each.last for each in long))
+    yield Figure("  of that added to the same turn without HTTP", "ms", tuple(map(_added, long)), under=3)
+    yield Figure("  the loop's time at the first turns", "ms", tuple(each.first for each in long))
 
 
 def played(rollout: Callable[[Any, Conversation], Any], engine: ScriptedEngine, episodes: int = 1) -> None:
@@ -97,7 +93,7 @@ def played(rollout: Callable[[Any, Conversation], Any], engine: ScriptedEngine, 
         limits = Limits(seconds=None)
 
         def tasks(self) -> list[Task]:
-            return [Task(id=f"{number}", prompt="") for number in range(episodes)]
+            return [Task(id=f"{number}", prompt=MESSAGES) for number in range(episodes)]
 
         async def rollout(self, conversation: Conversation) -> None:
             await rollout(self.episode, conversation)
@@ -115,131 +111,220 @@ def played(rollout: Callable[[Any, Conversation], Any], engine: ScriptedEngine, 
     on_event_loop(play)
 
 
-def _streamed(count: int) -> dict[str, float]:
-    """Streams of clients in another process, an episode each: what is added to the engine's time, and a chunk."""
-    served = _Load(count, by_clients=True)
-    served.play()
-    bare = _Load(count, by_clients=False)
-    bare.play()
-    handles = {turn.handle.removeprefix("call_"): turn for turn in served.turns}
-    added = sorted(took - _engine_seconds(handles[handle.removeprefix("chatcmpl-")]) for handle, took, _ in served.told)
-    return {
-        "p50": 1e3 * statistics.median(added),
-        "p99": 1e3 * added[int(0.99 * (len(added) - 1))],
-        "chunk": 1e6 * (served.spent - bare.spent) / sum(each[2] for each in served.told),
-    }
-
-
 class _Load:
-    """As many episodes, of which each is asked once: by a client in another process, or by itself."""
+    """As many episodes as there are turns: a client in another process asks for each, or the episode itself does."""
 
-    def __init__(self, count: int, *, by_clients: bool) -> None:
-        self.told: list[Any] = []
-        """The id, the seconds and the chunks of each stream."""
-        self.turns: list[Any] = []
-        self.spent = 0.0
+    def __init__(self, count: int, ids: int, *, mode: str, served: bool) -> None:
+        self.took: list[float] = []
+        """The seconds of each turn, by who asked."""
+        self.beside: list[float] = []
+        """The same without those that the engine took, where turns are asked for at once."""
+        self.chunks = 0
+        """How many chunks clients were told."""
+        self.processor = 0.0
         """Seconds of this process, while they were asked."""
-        self._count = count
-        self._by_clients = by_clients
+        self.clock = 0.0
+        """The same by the clock."""
+        self.round_of_the_loop = 0.0
+        """Milliseconds of processor time of a round of the loop, 99th percentile: nothing comes later by it."""
+        self._count, self._ids, self._mode, self._served = count, ids, mode, served
         self._urls: list[str] = []
+        self._told: dict[str, float] = {}
+        self._turn = anyio.Lock()
 
-    def play(self) -> None:
-        self._asked = anyio.Event()
+    def play(self) -> _Load:
+        """Play all of it."""
+        self._all_there, self._asked = anyio.Event(), anyio.Event()
+        at_once = self._mode == "at_once"
+        latency = Latency(first=1, between=BETWEEN) if at_once else Latency()
         engine = ScriptedEngine(
-            lambda _: Reply("x" * (IDS - 1)),
+            lambda _: Reply("x" * (self._ids - 1)),
             chunks=1,
             places=self._count,
-            tick=TICK,
-            latency=Latency(first=1, between=BETWEEN),
+            tick=TICK if at_once else 0.0,
+            latency=latency,
             context=10**6,
         )
         played(self._rollout, engine, self._count)
+        return self
+
+    @property
+    def of_a_core(self) -> float:
+        """How much of a core was used, in percent."""
+        return 100 * self.processor / self.clock
 
     async def _rollout(self, episode: Any, conversation: Conversation) -> None:
         async with episode.serve(train=True) as endpoint:
             self._urls.append(endpoint.base_url)
             if len(self._urls) == self._count:
-                began = time.process_time()
-                if self._by_clients:
-                    self.told = await _clients(self._urls)
-                    self.spent = time.process_time() - began
-                self._asked.set()
-            await self._asked.wait()
-            if not self._by_clients:
-                began = time.process_time()
-                await anyio.sleep(SPREAD * int(episode.id.partition("#")[0]) / self._count)
-                await episode.chat(BODY["messages"], train=True)
-                self.spent = max(self.spent, time.process_time() - began)
-            self.turns += [turn for thread in endpoint.threads for turn in thread.turns]
+                self._began = time.process_time(), time.monotonic()
+                self._all_there.set()
+                if self._served:
+                    await self._told_by_clients()
+            await self._all_there.wait()
+            if self._served:
+                await self._asked.wait()
+                turns = [turn for thread in endpoint.threads for turn in thread.turns]
+                self._note(turns, [self._told[turn.handle.removeprefix("call_")] for turn in turns if self._told])
+            else:
+                await self._ask(int(episode.id.partition("#")[0]), conversation)
+
+    async def _told_by_clients(self) -> None:
+        async with (
+            _clients(self._mode, self._urls, {"body": BODY, "spread": SPREAD}) as (lines, _),
+            anyio.create_task_group() as group,
+        ):
+            group.start_soon(self._look_at_rounds)
+            told = json.loads(await anext(lines))
+            self._measure()
+            group.cancel_scope.cancel()
+        if self._mode == "at_once":
+            self._told = {handle.removeprefix("chatcmpl-"): took for handle, took, _ in told}
+            self.chunks = sum(chunks for _, _, chunks in told)
+        else:
+            self.took = told
+        self._asked.set()
+
+    async def _look_at_rounds(self) -> None:
+        rounds: list[float] = []
+        try:
+            while True:
+                await anyio.sleep(PROBE)
+                began = time.thread_time()
+                await anyio.lowlevel.checkpoint()
+                rounds.append(1e3 * (time.thread_time() - began))
+        finally:
+            self.round_of_the_loop = sorted(rounds)[int(0.99 * (len(rounds) - 1))]
+
+    async def _ask(self, number: int, conversation: Conversation) -> None:
+        if self._mode == "at_once":
+            await anyio.sleep(SPREAD * number / self._count)
+            await self._generate(conversation)
+        else:
+            async with self._turn:
+                await self._generate(conversation)
+        self._measure()
+
+    async def _generate(self, conversation: Conversation) -> None:
+        began = time.perf_counter()
+        # Heard while it is sampled, as a client's is, by somebody who does nothing with it.
+        turn = await conversation._generate(lambda event: None, None, None)
+        self._note([turn], [time.perf_counter() - began])
+
+    def _note(self, turns: Sequence[Turn], took: Sequence[float]) -> None:
+        """Note turns, and the seconds of each by who asked; none where they are noted already."""
+        self.took += took
+        for turn, seconds in zip(turns, took, strict=False):
+            timings = turn.timings
+            self.beside.append(seconds - timings.queued - timings.first_token - timings.decode)
+
+    def _measure(self) -> None:
+        processor, clock = self._began
+        self.processor, self.clock = time.process_time() - processor, time.monotonic() - clock
 
 
-async def _clients(urls: list[str]) -> list[Any]:
-    host, _, rest = urls[0].removeprefix("http://").partition(":")
-    port = rest.partition("/")[0]
-    paths = [f"/{url.removeprefix('http://').partition('/')[2]}/chat/completions" for url in urls]
-    argv = [sys.executable, "-c", CLIENTS, host, port, str(SPREAD)]
-    given = orjson.dumps({"paths": paths, "body": BODY})
-    told: list[Any] = json.loads((await anyio.run_process(argv, input=given, stdout=PIPE, stderr=None)).stdout)
-    return told
+class _Round:
+    """The same streams with HTTP and without, long ones and short ones."""
+
+    def __init__(self) -> None:
+        self.served, self.bare = (_Load(STREAMS, LONG, mode="at_once", served=each).play() for each in (True, False))
+        served, bare = (_Load(STREAMS, SHORT, mode="at_once", served=each).play() for each in (True, False))
+        long, short = self.served.processor - self.bare.processor, served.processor - bare.processor
+        chunk = (long - short) / (self.served.chunks - served.chunks)
+        self.chunk = 1e6 * chunk
+        """Microseconds of a chunk."""
+        self.request = 1e6 * (short - chunk * served.chunks) / STREAMS
+        """Microseconds of a request, its chunks apart."""
+
+    def late(self, load: _Load, share: float) -> float:
+        """Milliseconds that such a share of turns took at most, without those that the engine took."""
+        return 1e3 * sorted(load.beside)[int(share * (len(load.beside) - 1))]
 
 
-def _engine_seconds(turn: Any) -> float:
-    return float(turn.timings.queued + turn.timings.first_token + turn.timings.decode)
+def _median_alone(*, served: bool) -> float:
+    """Milliseconds of a turn that nobody else is beside."""
+    return 1e3 * statistics.median(_Load(ALONE, SHORT, mode="one_by_one", served=served).play().took)
 
 
-def _long_history() -> tuple[float, int]:
-    """The loop's milliseconds for the last request of a long history, its whole answer, and the size of its body."""
-    found: list[tuple[float, int]] = []
-    engine = ScriptedEngine(
-        lambda call: Reply("Let me see.", calls=[ToolCall("", "bash", {"command": f"ls {call.turn}"})]), context=10**7
-    )
+@dataclass
+class _LongHistory:
+    """Milliseconds of this thread for a request of a history that grows, its whole answer."""
+
+    first: float = 0.0
+    """At its begin."""
+    last: float = 0.0
+    """At its end."""
+    bare: float = 0.0
+    """The same without HTTP."""
+    size: int = 0
+    """The bytes of the last body."""
+
+
+def _added(found: _LongHistory) -> float:
+    return found.last - found.bare
+
+
+def _long_history() -> _LongHistory:
+    found = _LongHistory()
+
+    def say(call: ModelCall) -> Reply:
+        return Reply("Let me see.", calls=[ToolCall("", "bash", {"command": f"ls {call.turn}"})])
 
     async def load(episode: Any, conversation: Conversation) -> None:
-        async with episode.serve() as endpoint:
-            door: Door = endpoint._door
-            application = Application(["here"])
-            key = application.open(door)
-            messages: list[Any] = [{"role": "user", "content": "Go."}]
-            for number in range(TURNS):
-                body = orjson.dumps({"model": "any", "messages": messages, "tools": [TOOL]})
-                gc.collect(0)
-                began = time.thread_time()
-                answer = await _asked(application, key, body)
-                if number >= TURNS - 5:
-                    found.append((1e3 * (time.thread_time() - began), len(body)))
-                message = answer["choices"][0]["message"]
-                messages.append(message)
-                messages += [
-                    {"role": "tool", "tool_call_id": call["id"], "content": WORDS} for call in message["tool_calls"]
-                ]
+        stops = [2, 2 + LAST, TURNS - LAST, TURNS - 1]
+        given = {"body": {"model": "any", "tools": [TOOL]}, "turns": TURNS, "result": WORDS, "stops": stops}
+        async with (
+            episode.serve() as endpoint,
+            _clients("long_history", [endpoint.base_url], given) as (lines, process),
+        ):
+            spent = []
+            for _ in stops:
+                found.size = int(await anext(lines))
+                spent.append(time.thread_time())
+                await process.stdin.send(b"\n")
+            await anext(lines)
+        found.bare = await _long_without_http(episode)
+        found.first = 1e3 * (spent[1] - spent[0]) / LAST
+        found.last = 1e3 * (spent[3] - spent[2]) / (LAST - 1)
 
-    played(load, engine)
-    return statistics.median(each for each, _ in found), found[-1][1]
+    played(load, ScriptedEngine(say, context=10**7))
+    return found
 
 
-async def _asked(application: Application, key: str, body: bytes) -> Any:
-    """Ask without a socket, so that nothing but the application is measured."""
-    sent: list[bytes] = []
-    gone = anyio.Event()
-    bodies = iter([{"type": "http.request", "body": body}])
+async def _long_without_http(episode: Any) -> float:
+    """Milliseconds of this thread for one of the last turns of the same conversation, held by the episode itself."""
+    conversation, spent = episode.conversation("bare", prompt="Go.", tools=tools_of([TOOL])), 0.0
+    for number in range(TURNS - 1):
+        began = time.thread_time()
+        turn = await conversation.generate()
+        spent += time.thread_time() - began if number >= TURNS - LAST else 0.0
+        for made in turn.tool_calls:
+            conversation.add({"role": "tool", "tool_call_id": made.id, "content": WORDS})
+    return 1e3 * spent / (LAST - 1)
 
-    async def receive() -> dict[str, Any]:
-        message = next(bodies, None)
-        if message is None:
-            await gone.wait()
-        return message or {"type": "http.disconnect"}
 
-    async def send(message: Any) -> None:
-        sent.append(message.get("body", b""))
+@asynccontextmanager
+async def _clients(
+    mode: str, urls: Sequence[str], given: dict[str, Any]
+) -> AsyncIterator[tuple[AsyncIterator[str], Any]]:
+    """Clients in a process of their own: the lines that it says, and the process."""
+    host, _, rest = urls[0].removeprefix("http://").partition(":")
+    paths = [f"/{url.removeprefix('http://').partition('/')[2]}/chat/completions" for url in urls]
+    told = {**given, "address": host, "port": int(rest.partition("/")[0]), "paths": paths}
+    process = await anyio.open_process([sys.executable, "-P", str(CLIENTS), mode], stdin=PIPE, stdout=PIPE, stderr=None)
+    async with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        await process.stdin.send(json.dumps(told).encode() + b"\n")
+        yield _lines(TextReceiveStream(process.stdout)), process
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": f"/e/{key}/v1/chat/completions",
-        "headers": [(b"host", b"here")],
-    }
-    await application(scope, receive, send)
-    return orjson.loads(b"".join(sent))
+
+async def _lines(parts: TextReceiveStream) -> AsyncIterator[str]:
+    rest = ""
+    async for part in parts:
+        *lines, rest = (rest + part).split("\n")
+        for line in lines:
+            yield line
 
 
 if __name__ == "__main__":

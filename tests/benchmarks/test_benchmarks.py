@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from runner import VllmEngine
+from runner.engines.vllm.parallel import BINDING
 from tests.benchmarks.__main__ import NAMES
 from tests.benchmarks.figures import Figure
 from tests.cluster.ray_cluster import require_ray
@@ -28,16 +30,23 @@ SMALL: dict[str, dict[str, Any]] = {
     "turns": {"ROUNDS": 1, "EPISODES": 4},
     "live": {"EPISODES": 8, "SPOKEN": 20, "TICK": 0.01, "SECONDS": 0.05},
     "streams": {"ROUNDS": 1, "STREAMS": 4, "STEPS": 10},
-    "endpoint": {"ROUNDS": 1, "STREAMS": 4, "IDS": 3, "TURNS": 6},
     "fleet": {"ROUNDS": 1, "EPISODES": 4, "WAITING_EPISODES": 4, "WORKERS": 2, "WAIT": 1},
+    "endpoint": {"ROUNDS": 1, "ALONE": 3, "STREAMS": 4, "SHORT": 2, "LONG": 5, "SPREAD": 0.1, "TURNS": 9, "LAST": 2},
     "parity": {"ROUNDS": 1, "EPISODES": 2, "TURNS": 2, "WORDS": "one two three"},
+    "ranks": {"EPISODES": 4, "TURNS": 2, "PLACES": 2, "WORDS": "one two three"},
 }
 
 
-VLLM = ("streams", "parity")
+VLLM = ("streams", "parity", "ranks")
 """Those that load vLLM."""
 RAY = ("fleet",)
 """Those that start workers."""
+
+
+def for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cores that this process was given for one worker, for each of two."""
+    if cores := os.environ.get(BINDING):
+        monkeypatch.setenv(BINDING, f"{cores}|{cores}")
 
 
 def small(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -78,8 +87,12 @@ def test_a_benchmark_of_workers_runs_through(name: str, monkeypatch: pytest.Monk
 
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own parts, by torch
-@pytest.mark.parametrize("name", ["streams", pytest.param("parity", marks=pytest.mark.whole)])
+@pytest.mark.parametrize(
+    "name", ["streams", *(pytest.param(name, marks=pytest.mark.whole) for name in ("parity", "ranks"))]
+)
 def test_a_benchmark_of_vllm_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "ranks":
+        for_each_worker(monkeypatch)
     assert_measured(small(name, monkeypatch).measure())
 
 

@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import anyio
 import anyio.to_thread
@@ -26,7 +27,10 @@ from runner import (
 )
 from runner.cli.display import LiveDisplay, PlainDisplay, display_for, live_view
 from runner.cli.report import summary_table
+from runner.cli.run import Plan
+from runner.cli.settings import RunSettings
 from runner.concurrency.loop_lag import Blocker
+from runner.engines.base import EngineStats
 from runner.runs.figures import Figures, Gauge, Stuck, as_time, in_words
 
 FIGURES = Figures(
@@ -116,6 +120,31 @@ def test_a_low_terminal_shows_fewer_of_the_slowest() -> None:
 def test_who_makes_the_loop_late_is_named_with_what_to_do() -> None:
     late = Figures(lag=0.5, blocker=Blocker("Mine.add (mine.py:7)", 3.0, thread=True))
     assert "slow loop: Mine.add (mine.py:7) it computes" in " ".join(drawn(late, width=200))
+
+
+def test_what_is_inside_each_rank_of_an_engine_is_shown() -> None:
+    figures = replace(FIGURES, ranks=(12, 3, 0))
+    assert "12 + 3 + 0 inside 3 ranks" in " ".join(drawn(figures, width=200))
+    assert "12 + 3 + 0 inside 3 ranks" in list(in_words(figures))
+    assert not any("rank" in line for line in [*drawn(FIGURES, width=200), *in_words(FIGURES)])
+
+
+def test_the_title_of_a_run_names_the_sizes_of_its_engine() -> None:
+    options = ["max_num_seqs=8", "data_parallel_size=2", "tensor_parallel_size=4"]
+    settings = RunSettings(environment="calculator", engine_options=options)
+    plan = Plan.of(settings, lambda _: ScriptedEngine("Yes"))
+    assert plan.title == "calculator on smollm2-135m, data_parallel_size=2, tensor_parallel_size=4"
+
+
+@pytest.mark.anyio
+async def test_ranks_are_read_from_the_engine_that_has_them() -> None:
+    class Spread(ScriptedEngine):
+        def stats(self) -> EngineStats:
+            return replace(super().stats(), ranks=(2, 1))
+
+    for engine, ranks in ((Spread("Yes"), (2, 1)), (ScriptedEngine("Yes"), ())):
+        async with Run(Waiting, engine) as run:
+            assert Gauge().read(run).ranks == ranks
 
 
 def test_calls_that_cannot_be_read_are_counted_and_of_many_it_is_said_what_to_do() -> None:

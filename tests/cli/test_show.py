@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 from typer.testing import CliRunner
 
 from runner.cli.app import app
+from runner.testing import ScriptedEngine
 from tests.playing import Plain, play_all
 from tests.verifying import play
 
@@ -33,6 +35,20 @@ def test_a_transcript_names_the_other_agents_of_the_episode_and_how_to_see_them(
         file, episode
     )
     assert "main (15 turns), judge (2 turns)" in show(file, episode, "--agent", "user")
+
+
+def test_the_sizes_of_the_engine_are_among_the_settings(tmp_path: Path) -> None:
+    class Spread(ScriptedEngine):
+        def describe(self) -> dict[str, Any]:
+            return {**super().describe(), "parallel": {"data": 2, "tensor": 4, "pipeline": 1}}
+
+    async def alone() -> None:
+        await play_all(Plain, Spread("Yes", record=True), file=tmp_path / "run.db")
+
+    anyio.run(alone)
+    shown = show(tmp_path / "run.db")
+    assert "data_parallel_size=2 · tensor_parallel_size=4" in shown
+    assert "pipeline" not in shown
 
 
 def test_an_episode_of_one_agent_speaks_of_no_others(tmp_path: Path) -> None:

@@ -34,13 +34,14 @@ class Troubled(Application):
         hosts: as for `Application`.
         trouble: what goes wrong.
         at: which request for a turn it befalls, from 0.
+        further: what a server gives its endpoints besides.
     """
 
     seen: list[str]
     """The path of each request for a turn."""
 
-    def __init__(self, hosts: Sequence[str], trouble: Trouble, at: int) -> None:
-        super().__init__(hosts)
+    def __init__(self, hosts: Sequence[str], trouble: Trouble, at: int, **further: Any) -> None:
+        super().__init__(hosts, **further)
         self._trouble = trouble
         self._at = at
         self._asked = 0
@@ -93,6 +94,11 @@ class Troubled(Application):
             await send(message)
 
         await super().__call__(scope, receive_until_gone, send_until_cut)
+        if trouble is Trouble.LOST:
+            # Of an answer that was not begun the server would make a 500.
+            send.__self__.transport.abort()  # type: ignore[attr-defined]  # uvicorn's
+            while (await receive())["type"] != "http.disconnect":
+                pass
         raise _Cut  # the server closes the connection
 
 
@@ -112,8 +118,8 @@ def troubled(trouble: Trouble, at: int) -> Iterator[list[Troubled]]:
     """Runs inside of the block have such endpoints; gives those that were made."""
     made: list[Troubled] = []
 
-    def make(hosts: Sequence[str]) -> Troubled:
-        made.append(Troubled(hosts, trouble, at))
+    def make(hosts: Sequence[str], **further: Any) -> Troubled:
+        made.append(Troubled(hosts, trouble, at, **further))
         return made[-1]
 
     with patch("runner.endpoint.server.Application", make):

@@ -14,7 +14,7 @@ from runner.cluster.limiters import LimiterDesk
 from runner.cluster.words import Stored, WorkerLost
 from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
-from runner.errors import BadOption, DeltarunnerError
+from runner.errors import BadOption, DeltarunnerError, unwrapped
 
 
 class InProcess:
@@ -84,6 +84,7 @@ class InProcessWorker:
     def __init__(self, launcher: InProcess, worker: Worker) -> None:
         self.worker = worker
         self.killed = False
+        self.why = ""
         self.silent = False
         """Whether it answers to nothing any more, as a machine that was unplugged."""
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -97,7 +98,7 @@ class InProcessWorker:
         self.calls.append((call, arguments))
         answer = Answer()
         if self.killed:
-            answer.fail(WorkerLost("it was ended"))
+            answer.fail(WorkerLost(self.why))
         else:
             scope = self._open[answer] = anyio.CancelScope()
             self._launcher.group.start_soon(self._call, answer, scope, call, pickle.dumps(arguments))
@@ -121,7 +122,7 @@ class InProcessWorker:
     def kill(self, why: str = "its process died") -> None:
         if self.killed:
             return
-        self.killed = True
+        self.killed, self.why = True, why
         for answer, scope in self._open.items():
             answer.fail(WorkerLost(why))
             scope.cancel()
@@ -156,6 +157,9 @@ class Answer:
 @asynccontextmanager
 async def in_process() -> AsyncIterator[InProcess]:
     """A launcher, and after the block nothing of its workers."""
-    async with anyio.create_task_group() as group:
-        yield InProcess(group)
-        group.cancel_scope.cancel()
+    try:
+        async with anyio.create_task_group() as group:
+            yield InProcess(group)
+            group.cancel_scope.cancel()
+    except BaseExceptionGroup as error:
+        raise unwrapped(error) from None

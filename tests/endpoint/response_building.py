@@ -9,6 +9,8 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from hypothesis import strategies as st
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from runner.chat_requests import Asked
 from runner.endpoint.response_events import ResponseWriter
@@ -22,8 +24,10 @@ from runner.trajectory import Turn
 from runner.turn_events import IdsSampled, ToolCalled, TurnAdmitted, TurnProgress
 
 __all__ = [
+    "EVENT",
     "HANDLE",
     "PROMPT",
+    "TALKS",
     "TOOLS",
     "Part",
     "Told",
@@ -44,7 +48,11 @@ __all__ = [
 HANDLE = "call_0123456789ab"
 PROMPT = [7, 8, 9]
 
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
 Part: TypeAlias = ReasoningPiece | ContentPiece | ToolCall
+
+TALKS: list[Part] = [ReasoningPiece("Hm."), ContentPiece("I look."), ToolCall("x", "shell", {"command": "ls"})]
 
 TOOLS: list[Any] = [
     {

@@ -13,10 +13,11 @@ import orjson
 
 from runner import Conversation, Endpoint, Outcome, Trajectory
 from runner.testing import assert_exact
+from runner.turn_events import TurnProgress
 from tests.episode.awkward import misspelling
 from tests.playing import Plain, play_all, recording
 
-__all__ = ["RUN", "chat_body", "events_of", "http", "openai_client", "served", "until", "user"]
+__all__ = ["RUN", "Heard", "chat_body", "events_of", "http", "openai_client", "served", "until", "user"]
 
 RUN: Any = {
     "type": "function",
@@ -30,6 +31,19 @@ RUN: Any = {
 
 def user(text: str) -> Any:
     return {"role": "user", "content": text}
+
+
+class Heard:
+    """A relay that passes nothing on: what comes of a turn is heard at once."""
+
+    def __init__(self, hear: Callable[[TurnProgress], None]) -> None:
+        self.put = hear
+
+    def close(self) -> None:
+        pass
+
+    async def pass_on(self) -> None:
+        pass
 
 
 async def served(
@@ -72,9 +86,9 @@ def openai_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
 
 
-async def until(true: Callable[[], bool]) -> None:
+async def until(true: Callable[[], bool], *, seconds: float = 50) -> None:
     """Wait for what no event tells: processes, connections, an engine's figures."""
-    with anyio.fail_after(50):
+    with anyio.fail_after(seconds):
         while not true():  # noqa: ASYNC110  # no event tells of these
             await anyio.sleep(0.005)
 

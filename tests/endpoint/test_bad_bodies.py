@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from runner import Endpoint, Outcome, Sampling
+from runner import Conversation, Endpoint, Outcome, Sampling
+from runner.endpoint.bodies import MESSAGES
 from runner.testing import ScriptedEngine
 from tests.endpoint.serving import RUN, http, user
 from tests.playing import Plain, play_all
@@ -119,3 +120,20 @@ async def test_a_spoilt_body_is_answered_or_refused_and_nothing_of_ours_fails(
     )
     assert {each.outcome for each in trajectories} == {Outcome.COMPLETED}, trajectories[0].error
     assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize(("path", "name"), [("/chat/completions", "messages"), ("/responses", "input")])
+async def test_a_history_of_more_messages_than_are_read_is_refused_before_one_is(path: str, name: str) -> None:
+    """100,000 of them would take seconds in which nobody is answered."""
+
+    class Served(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            async with self.episode.serve() as endpoint, http(endpoint) as client:
+                body = {"model": "any", name: [user(str(number)) for number in range(MESSAGES + 1)]}
+                answer = await client.post(path, json=body)
+                assert answer.status_code == 400
+                assert f"{name}: 10,001 of them" in answer.json()["error"]["message"]
+                assert (await client.post(path, json={**body, name: body[name][:2]})).status_code == 200
+
+    (trajectory,) = await play_all(Served, ScriptedEngine(lambda _: "Done."))
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.error

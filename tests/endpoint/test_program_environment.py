@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import sys
@@ -16,11 +17,13 @@ from runner import BadEnvironment, BadOption, Outcome, RunFile
 from runner.cli.run import run_command
 from runner.cli.serve import key_lines, serve_command
 from runner.cli.settings import RunSettings
-from runner.endpoint.clients import Address
+from runner.endpoint.clients import Address, pointers
 from runner.endpoint.endpoint import Endpoint
+from runner.environment.open_episodes import OpenEpisodes
 from runner.environment.program import Program
 from runner.testing import ScriptedEngine
 from tests.endpoint.test_programs import ASKS
+from tests.playing import play_all
 
 WRITES = "import sys; open('answer.txt', 'w').write(ask(sys.argv[1]))"
 
@@ -70,6 +73,16 @@ def test_without_a_check_the_programs_own_code_decides(work: Path) -> None:
     assert run_command(settings(work, check=None).with_program(), engine_of(lambda _: "Done.")) == 0
     with RunFile(work / "run.db") as stored:
         assert [each.reward for each in stored.trajectories()] == [1.0, 1.0]
+
+
+def test_what_is_temporary_of_a_program_and_of_its_check_goes_with_the_episode(work: Path) -> None:
+    note = f"import os, tempfile; open({str(work / 'made')!r}, 'a').write(tempfile.mkstemp()[1] + chr(10))"
+    (work / "agent.py").write_text(f"{ASKS}{WRITES}; {note}")
+    check = f"{shlex.quote(sys.executable)} -c {shlex.quote(note)}"
+    assert run_command(settings(work, check=check).with_program(), engine_of(lambda _: "Done.")) == 0
+    made = [Path(line) for line in (work / "made").read_text().splitlines()]
+    assert [each.parent.parent.name.partition("-")[0] for each in made] == ["deltarunner"] * 4
+    assert not any(each.exists() for each in made)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +152,34 @@ def test_the_lines_of_a_key_are_what_a_shell_takes() -> None:
     endpoint = Endpoint.__new__(Endpoint)
     endpoint.base_url, endpoint.api_key, endpoint.model = address.base_url, address.api_key, address.model
     endpoint.environ = {"OPENAI_MODEL": "a model", "OPENAI_API_KEY": "k"}
-    lines = key_lines("key-0#0", endpoint)
+    lines = key_lines("key-0#0", endpoint, Path("/of a key"))
     exported = next(line for line in lines if "export" in line).partition("export ")[2]
     assert dict(each.partition("=")[::2] for each in shlex.split(exported)) == endpoint.environ
     codex = shlex.split(next(line for line in lines if "codex exec" in line).split(maxsplit=1)[1])
     assert "a model" in codex
+    named = {line.split()[0]: shlex.split(line)[1:] for line in lines if "of a key" in line}
+    assert named["opencode"] == ["OPENCODE_CONFIG=/of a key/.config/opencode/opencode.json", "opencode"]
+    assert set(named) == {"opencode", "qwen", "pi"}
+
+
+@pytest.mark.anyio
+async def test_the_settings_that_are_shown_with_a_key_are_there_until_it_ends(tmp_path: Path) -> None:
+    shown: list[Path] = []
+
+    class Told(OpenEpisodes):
+        def tasks(self) -> Any:
+            return itertools.islice(super().tasks(), 1)
+
+    def tell(episode: str, endpoint: Endpoint, home: Path) -> None:
+        for named in pointers(home).values():
+            for place in map(Path, named.values()):
+                files = sorted(place.iterdir()) if place.is_dir() else [place]
+                assert all(endpoint.base_url in file.read_text() for file in files if file.name != "settings.json")
+                shown.extend(files)
+        # As from a client that is started by hand.
+        threading.Thread(target=httpx.post, args=(f"{endpoint.base_url}/end",)).start()
+
+    trajectories = await play_all(Told(tell), ["Never said."])
+    assert [each.outcome for each in trajectories] == [Outcome.COMPLETED], trajectories[0].error
+    assert [each.name for each in shown] == ["opencode.json", "settings.json", "models.json", "settings.json"]
+    assert not any(each.exists() for each in shown)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -11,11 +13,12 @@ from typing import Any
 import anyio
 import pytest
 
-from runner import BadOption, Endpoint, FinishedProgram, Limits, Outcome, Sampling
+from runner import BadOption, Conversation, Endpoint, FinishedProgram, Limits, Outcome, Run, Sampling
 from runner.endpoint import endpoint as endpoint_module
 from runner.endpoint import programs
 from runner.testing import ScriptedEngine
 from tests.endpoint.serving import served, until
+from tests.playing import Plain
 
 pytestmark = [pytest.mark.anyio, pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at /proc")]
 
@@ -40,6 +43,11 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def numbered(pid: int) -> bool:
+    """Whether a process has this number, also one that has ended and was not asked for its code."""
+    return Path(f"/proc/{pid}").exists()
 
 
 async def ended(*pids: int) -> None:
@@ -85,6 +93,42 @@ async def test_a_program_gets_a_clean_environment_and_a_home_of_its_own(monkeypa
     await until(lambda: not Path(home).exists())  # the home goes with the episode
 
 
+TEMPORARY = "; ".join(
+    (
+        "import json, tempfile",
+        "file = tempfile.mkstemp()[1]",
+        "print(json.dumps([file, os.environ['HOME'], *map(os.environ.get, ('TMPDIR', 'TMP', 'TEMP'))]))",
+    )
+)
+
+
+async def temporary(env: dict[str, str]) -> Any:
+    """The file that a program made, its home, and where it was told to put what is temporary."""
+    kept: list[Any] = []
+
+    async def loop(endpoint: Endpoint) -> None:
+        finished = await endpoint.run(python(f"ask('One.'); {TEMPORARY}"), env=env)
+        kept.append(json.loads(finished.stdout))
+
+    await served(loop, ["Done."])
+    return kept[0]
+
+
+async def test_what_is_temporary_is_in_the_home_of_a_program_and_goes_with_it(monkeypatch: Any) -> None:
+    monkeypatch.setenv("TMP", "/of/the/house")
+    file, home, *told = await temporary({})
+    assert Path(file).is_relative_to(home)
+    assert told == [str(Path(file).parent)] * 3, "which of them is asked first differs"
+    await until(lambda: not Path(file).exists())
+
+
+@pytest.mark.parametrize("name", ["TMPDIR", "TMP", "TEMP"])
+async def test_who_says_where_a_program_puts_what_is_temporary_is_heard(name: str, tmp_path: Path) -> None:
+    file, _, *told = await temporary({name: str(tmp_path)})
+    assert Path(file).parent == tmp_path
+    assert [each for each in told if each] == [str(tmp_path)], "none of ours would come before it"
+
+
 async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     """Its group, and a process that has left the group."""
     code = f"""
@@ -118,6 +162,86 @@ time.sleep(600)
     (trajectory,) = await served(loop, ["Done."], outcome=Outcome.TIME_LIMIT, limits=Limits(seconds=2), breaker=1)
     assert [turn.text for turn in trajectory.turns] == ["Done."], "what there was is kept"
     await ended(*await pids_in(tmp_path, 2))
+
+
+@pytest.mark.parametrize("descriptors", [True, False], ids=["by descriptor", "by a thread"])
+@pytest.mark.parametrize("late", [False, True], ids=["ends", "is ended"])
+async def test_a_group_is_signalled_before_its_leader_gives_up_its_number(
+    descriptors: bool, late: bool, monkeypatch: Any
+) -> None:
+    """A group that is signalled later may be that of somebody who has the same number by now."""
+    held: dict[signal.Signals, bool] = {}
+    kill = os.killpg
+
+    def killpg(pid: int, number: int) -> None:
+        pids.add(pid)
+        held[signal.Signals(number)] = numbered(pid)
+        kill(pid, number)
+
+    pids = set[int]()
+    monkeypatch.setattr(os, "killpg", killpg)
+    if not descriptors:
+        monkeypatch.delattr(os, "pidfd_open")
+
+    async def loop(endpoint: Endpoint) -> None:
+        code = f"import time; print(os.getpid(), flush=True); ask('One.'); time.sleep({600 * late})"
+        finished = await endpoint.run(python(code))
+        pids.add(int(finished.stdout))
+
+    if late:
+        await served(loop, ["Done."], outcome=Outcome.TIME_LIMIT, limits=Limits(seconds=2), breaker=1)
+        assert held == {signal.SIGTERM: True, signal.SIGKILL: True}
+    else:
+        await served(loop, ["Done."])
+        assert held == {signal.SIGKILL: True}
+    (pid,) = pids
+    assert not numbered(pid), "nothing of it is left"
+
+
+@pytest.mark.parametrize("ends", ["limit", "time", "cancelled"])
+async def test_when_an_episode_ends_the_process_group_of_its_program_is_gone(
+    ends: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Within ten times of what is promised; test_interrupted has Ctrl-C on a process."""
+    monkeypatch.setattr(programs, "GRACE", 0.1)
+    monkeypatch.setattr(endpoint_module, "LAST_SECONDS", 0.1)
+    code = f"""
+import signal, time, urllib.error
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ask("One.")
+os.fork()
+open({str(tmp_path)!r} + f"/{{os.getpid()}}.pid", "w").write(str(os.getpid()))
+try: ask("Two.")
+except urllib.error.HTTPError: pass
+time.sleep(600)
+"""
+
+    class Served(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            async with self.episode.serve() as endpoint:
+                await endpoint.run(python(code))
+
+    limits = {"limit": Limits(turns=1), "time": Limits(seconds=3), "cancelled": Limits(seconds=600)}[ends]
+    pids: list[int] = []
+
+    async def watch(run: Run) -> None:
+        pids.extend(await pids_in(tmp_path, 2))
+        assert len(set(map(os.getpgid, pids))) == 1
+        if ends == "cancelled":
+            run.cancel()
+
+    outcomes = []
+    with anyio.fail_after(50):
+        async with (
+            Run(Served(), ScriptedEngine(lambda _: "Done."), limits=limits, breaker=1) as run,
+            anyio.create_task_group() as watching,
+        ):
+            watching.start_soon(watch, run)
+            outcomes += [trajectory.outcome async for trajectory in run]
+            assert len(pids) == 2
+            await ended(*pids)
+    expected = {"limit": Outcome.TURN_LIMIT, "time": Outcome.TIME_LIMIT, "cancelled": Outcome.CANCELLED}
+    assert set(outcomes) == {expected[ends]}
 
 
 async def test_a_program_that_crashes_is_an_error_of_the_environment_with_its_last_words() -> None:

@@ -17,6 +17,7 @@ from runner.endpoint.wire import Answered
 from runner.testing import Fault, Reply, assert_exact, call
 from runner.turn_events import TurnProgress
 from tests.endpoint.response_building import as_codex_keeps, deltas, events_of, letters
+from tests.endpoint.serving import Heard
 from tests.episode.awkward import misspelling
 from tests.episode.client_recordings import RECORDINGS, SENT, Recording, Request, filled_in
 from tests.playing import Plain, play_all
@@ -59,7 +60,7 @@ async def respond(
         answered = Answered.of(turn, continued)
         written.append(writer.end(answered) if stream else writer.whole(answered))
 
-    turn = await episode._play.desk.ask(request.asked, progress=tell, give=give)
+    turn = await episode._play.desk.ask(request.asked, relay=Heard(tell), give=give)
     if not stream:
         output: list[dict[str, Any]] = json.loads(written[-1])["output"]
         return turn, output

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: what a request may hold, and that clients rebuild the answer from its events."""
+"""OpenAI's Responses: clients rebuild the answer from its events, and what they send back is what was said."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
+from openai.types.responses import Response
 
 from runner.endpoint.refusals import Reason, Refused
 from runner.endpoint.responses import Responses
 from runner.endpoint.wire import Answered, Restarted, WireRequest
 from runner.engines.base import FinishReason
 from runner.messages import ToolCall, as_messages
-from runner.options import Sampling
 from runner.parsing.events import ContentPiece, ReasoningPiece
 from runner.turn_events import IdsSampled, ToolCalled, TurnAdmitted, TurnRestarted
 from tests.endpoint.response_building import (
+    EVENT,
     HANDLE,
     PROMPT,
+    TALKS,
     TOOLS,
     Part,
     Told,
@@ -40,11 +40,8 @@ from tests.endpoint.response_building import (
     writer,
 )
 
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 # Its versions differ in which of the two they stand on.
 httpx: Any = sys.modules[openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]]
-
-TALKS: list[Part] = [ReasoningPiece("Hm."), ContentPiece("I look."), ToolCall("x", "shell", {"command": "ls"})]
 
 
 def whole_of(told: Told, request: WireRequest) -> dict[str, Any]:
@@ -356,202 +353,3 @@ def test_a_tool_of_a_namespace_has_one_name_for_the_model_and_two_for_the_client
     turn = turn_of([ToolCall("x", "agents__spawn", {})])
     (item,) = last_of(told_of(Told(turn, [], []), ask(tools=TOOLS)))["output"]
     assert (item["name"], item["namespace"]) == ("spawn", "agents")
-
-
-# --- what is read
-
-
-def test_a_string_is_what_the_user_says_and_instructions_stand_in_front() -> None:
-    assert ask(input="Mend it.", instructions="Be brief.").asked.messages == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Mend it."},
-    ]
-
-
-def test_developers_speak_as_the_system() -> None:
-    (message,) = asked(
-        [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "So."}]}]
-    ).messages
-    assert message == {"role": "system", "content": "So."}
-
-
-def test_tools_are_read_and_those_of_a_provider_are_told_as_not_granted() -> None:
-    read = ask(tools=TOOLS).asked
-    shell, _, patch = [tool["function"] for tool in read.tools]
-    assert shell["parameters"] == TOOLS[0]["parameters"]
-    assert "start: /.+/" in patch["description"]
-    assert patch["parameters"]["required"] == ["input"]
-    assert read.not_granted == {"tools": ["web_search"]}
-
-
-@pytest.mark.parametrize(
-    ("given", "choice"),
-    [
-        ("auto", "auto"),
-        ("none", "none"),
-        ("required", "required"),
-        (None, None),
-        ({"type": "function", "name": "shell"}, "shell"),
-        ({"type": "function", "name": "spawn", "namespace": "agents"}, "agents__spawn"),
-        ({"type": "custom", "name": "apply_patch"}, "apply_patch"),
-        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "shell"}]}, "shell"),
-        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "shell"}]}, "auto"),
-    ],
-)
-def test_a_choice_of_tools_is_read(given: Any, choice: str | None) -> None:
-    request = ask(tools=TOOLS, tool_choice=given)
-    assert request.asked.tool_choice == choice
-    told = Told(turn_of(TALKS), TALKS, [])
-    for event in events_of(told_of(told, request)):
-        EVENT.validate_python(event)
-
-
-def test_what_may_be_called_of_several_is_told_as_not_granted() -> None:
-    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "shell"}]}
-    assert ask(tools=TOOLS[:1], tool_choice=allowed).asked.not_granted == {"allowed_tools": ["shell"]}
-
-
-def test_the_sampling_of_a_request_is_read() -> None:
-    schema = {"type": "object"}
-    request = ask(
-        temperature=0.5,
-        top_p=0.9,
-        max_output_tokens=9,
-        top_logprobs=2,
-        text={"format": {"type": "json_schema", "name": "x", "schema": schema}},
-    )
-    assert request.asked.sampling == Sampling(temperature=0.5, top_p=0.9, max_tokens=9, logprobs=2, schema=schema)
-    assert ask(top_logprobs=2).top_logprobs == 2
-    assert ask().asked.sampling is None
-
-
-def test_what_cannot_be_had_is_told_as_not_granted() -> None:
-    body = {
-        "store": True,
-        "parallel_tool_calls": False,
-        "truncation": "auto",
-        "text": {"verbosity": "low"},
-        "reasoning": {"effort": "high", "summary": None},
-        "include": ["reasoning.encrypted_content", "file_search_call.results"],
-        "service_tier": "flex",
-    }
-    assert ask(**body).asked.not_granted == {
-        "store": True,
-        "parallel_tool_calls": False,
-        "truncation": "auto",
-        "verbosity": "low",
-        "reasoning": {"effort": "high"},
-        "include": ["file_search_call.results"],
-        "service_tier": "flex",
-    }
-    assert ask(store=False, truncation="disabled", parallel_tool_calls=True).asked.not_granted == {}
-
-
-def test_fields_that_nobody_knows_are_left_alone() -> None:
-    assert ask(prompt_cache_key="x", client_metadata={"a": "b"}, newest=[1]) == ask()
-
-
-def test_codex_says_who_asks_and_what_for() -> None:
-    told = json.dumps({"thread_id": "t1", "agent_name": "main", "request_kind": "compaction"})
-    read = ask({"x-codex-turn-metadata": told, "session-id": "s1", "user-agent": "codex"}).asked
-    assert (read.label, read.purpose, read.client, read.form) == ("s1", "compaction", "codex", "responses")
-    assert ask({"x-codex-turn-metadata": told}).asked.label == "t1"
-    assert ask({"x-codex-turn-metadata": told, "thread-id": "t2"}).asked.label == "t2"
-    for broken in ("{", "[]", '{"thread_id": 1}'):
-        read = ask({"x-codex-turn-metadata": broken}).asked
-        assert (read.label, read.purpose) == ("", "")
-
-
-# --- what is refused
-
-
-@pytest.mark.parametrize(
-    ("body", "named"),
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"background": True}, "background"),
-        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": ["Mend it."]}, "input[0]"),
-        ({"input": [{"type": "item_reference", "id": "rs_1"}]}, "input[0]"),
-        ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "web_search_call"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input_file"),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image"}]}]},
-            "input[0].output[0]",
-        ),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
-        ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
-        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
-        ({"instructions": ["x"]}, "instructions"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
-        ({"tools": [{"type": "function", "name": "f", "parameters": 1}]}, "tools[0].parameters"),
-        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
-        ({"tools": [{"name": "f"}]}, "tools[0].type"),
-        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.mode"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"max_output_tokens": 0}, "max_tokens"),
-        ({"top_logprobs": 21}, "top_logprobs"),
-        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
-        ({"stream": "yes"}, "stream"),
-        ({"include": "all"}, "include"),
-    ],
-)
-def test_what_cannot_be_used_is_refused_by_its_name(body: dict[str, Any], named: str) -> None:
-    with pytest.raises(Refused) as refused:
-        ask(**body)
-    assert refused.value.reason is Reason.INVALID
-    assert named in refused.value.message
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-CODEX: dict[str, Any] = {
-    "model": "m",
-    "instructions": "Be brief.",
-    "input": [
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Mend it."}]},
-        *as_codex_keeps(last_of(told_of(Told(turn_of(TALKS), TALKS, []), ask(tools=TOOLS)))["output"]),
-        {"type": "function_call_output", "call_id": f"{HANDLE}_0", "output": "three files"},
-        {"type": "custom_tool_call", "call_id": f"{HANDLE}_1j", "name": "apply_patch", "input": "x"},
-    ],
-    "tools": TOOLS,
-    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "shell"}]},
-    "parallel_tool_calls": True,
-    "reasoning": {"effort": "high"},
-    "text": {"verbosity": "low", "format": {"type": "json_schema", "schema": {}}},
-    "include": ["reasoning.encrypted_content"],
-    "store": False,
-    "stream": True,
-    "temperature": 1,
-    "top_logprobs": 1,
-}
-
-
-def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every place in a value, as what it is in and its key there."""
-    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
-    return [place for key in keys for place in [(value, key), *places(value[key])]]
-
-
-@given(st.data())
-def test_a_malformed_request_is_refused_and_nothing_else_happens(data: st.DataObject) -> None:
-    body = json.loads(json.dumps(CODEX))
-    for _ in range(data.draw(st.integers(1, 3))):
-        inside, key = data.draw(st.sampled_from(places(body)))
-        inside[key] = data.draw(JSON)
-    try:
-        request = Responses().read(body, {})
-    except Refused:
-        return
-    as_messages(request.asked.messages)
-    told = Told(turn_of(TALKS), TALKS, [])
-    assert events_of(told_of(told, request))[-1]["type"] == "response.completed"

@@ -6,16 +6,17 @@ import logging
 import resource
 import socket
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 import httpx
+import orjson
 import pytest
 from anyio.abc import SocketStream
 
-from runner import BadOption, Endpoint
+from runner import BadOption, Conversation, Endpoint
 from runner.endpoint import application, server
 from runner.testing import ScriptedEngine
 from tests.endpoint.serving import RUN, chat_body, http, served, until, user
@@ -175,6 +176,46 @@ async def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(mon
                 assert answer.status_code == 413
 
     await probed(probe)
+
+
+async def test_a_request_is_in_flight_from_its_head_on() -> None:
+    """A body takes room long before it is there."""
+    body = orjson.dumps(ASKED)
+
+    async def probe(endpoint: Endpoint) -> None:
+        async with http(endpoint) as client, await anyio.connect_tcp(*address_of(endpoint)) as slow:
+            await slow.send(_head(endpoint, len(body)) + body[:10])
+            await until(lambda: endpoint._door.in_flight == 1)
+            busy = await client.post("/chat/completions", content=b" " * 2**20 + body)
+            assert (busy.status_code, busy.headers["x-should-retry"]) == (429, "true")
+            await slow.send(body[10:])
+            assert b" 200 " in (await slow.receive()).splitlines()[0]
+            await until(lambda: endpoint._door.in_flight == 0)
+
+    await probed(probe, serve={"at_once": 1})
+
+
+async def test_who_is_sending_a_body_when_the_episode_ends_is_told_so() -> None:
+    told: list[bytes] = []
+
+    class Served(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            async with AsyncExitStack() as stack:
+                async with self.episode.serve() as endpoint:
+                    slow = await stack.enter_async_context(await anyio.connect_tcp(*address_of(endpoint)))
+                    await slow.send(_head(endpoint, 100) + b"{")
+                    await until(lambda: endpoint._door.in_flight == 1)
+                told.append(await slow.receive())
+
+    await play_all(Served, ScriptedEngine(lambda _: "Done."))
+    assert b" 400 " in told[0].splitlines()[0]
+    assert b"episode_over" in told[0]
+
+
+def _head(endpoint: Endpoint, length: int) -> bytes:
+    host, port = address_of(endpoint)
+    where = f"POST /e/{endpoint.api_key}/v1/chat/completions HTTP/1.1\r\nhost: {host}:{port}\r\n"
+    return f"{where}content-length: {length}\r\n\r\n".encode()
 
 
 async def test_a_head_or_a_body_that_does_not_come_in_time_is_closed(monkeypatch: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import anyio
@@ -69,19 +71,51 @@ async def test_a_client_that_goes_away_frees_the_engine_and_its_turn_is_taken_ba
     assert not trajectory.turns[1].retried
 
 
-async def test_a_client_that_goes_away_while_it_waits_leaves_the_queue() -> None:
-    engine = ScriptedEngine(lambda _: "Words.", chunks=1, tick=0.001, latency=Latency(first=1, between=50), places=1)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_disconnect_frees_the_engine(stream: bool) -> None:
+    """Nothing else would: what it samples has no end."""
+    engine = ScriptedEngine(lambda _: "Words.", chunks=1, tick=0.001, latency=Latency(first=1, between=10**6), places=1)
 
     async def loop(endpoint: Endpoint) -> None:
-        async with http(endpoint) as client, anyio.create_task_group() as group:
-            group.start_soon(lambda: client.post("/chat/completions", json=chat_body([user("first")], tools=[RUN])))
-            await until(lambda: engine.stats().open == 1)
-            with anyio.move_on_after(0.2):
-                await client.post("/chat/completions", json=chat_body([user("second")], tools=[RUN]))
-            await until(lambda: engine.stats().waiting == 0)
+        with _asked(endpoint, "first", stream=stream):
+            await until(lambda: engine.stats().sampled_tokens > 0)
+            assert engine.stats().open == 1
+        await until(lambda: engine.stats().open == 0, seconds=DISCONNECTED)
 
-    await served(loop, engine)
-    assert engine.stats().open == 0
+    (trajectory,) = await served(loop, engine)
+    assert [request.delivery for request in trajectory.requests] == [Delivery.CUT]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_disconnect_frees_the_engine_also_while_queued(stream: bool) -> None:
+    engine = ScriptedEngine(lambda _: "Words.", chunks=1, tick=0.001, latency=Latency(first=1, between=10**6), places=1)
+
+    async def loop(endpoint: Endpoint) -> None:
+        with _asked(endpoint, "first", stream=stream):
+            await until(lambda: engine.stats().open == 1)
+            with _asked(endpoint, "second", stream=stream):
+                await until(lambda: engine.stats().waiting == 1)
+            await until(lambda: engine.stats().waiting == 0, seconds=DISCONNECTED)
+            assert engine.stats().open == 1, "the one in front of it goes on"
+        await until(lambda: engine.stats().open == 0, seconds=DISCONNECTED)
+
+    (trajectory,) = await served(loop, engine)
+    assert len(trajectory.turns) == 1, "nothing was sampled for the one in the queue"
+
+
+DISCONNECTED = 0.5
+"""Seconds after which the engine must be free: ten times what is promised."""
+
+
+@contextmanager
+def _asked(endpoint: Endpoint, text: str, *, stream: bool) -> Iterator[None]:
+    """A client that asks, and goes away at the end of the block."""
+    url = httpx.URL(endpoint.base_url)
+    body = orjson.dumps(chat_body([user(text)], tools=[RUN], stream=stream))
+    head = f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: {url.netloc.decode()}\r\n"
+    with socket.create_connection((url.host, url.port or 0)) as client:
+        client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        yield
 
 
 @pytest.mark.parametrize("stream", [False, True])

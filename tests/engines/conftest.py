@@ -7,16 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.contract import ENGINES, Keep
 from tests.engines.polyglot import polyglot_model
 from tests.engines.remote.model_server import ModelServer
 from tests.engines.remote.model_server import model_server as start_server
-
-
-@pytest.fixture(params=list(ENGINES.values()), ids=list(ENGINES))
-def keep(request: pytest.FixtureRequest) -> Keep:
-    keep: Keep = request.param(request)
-    return keep
 
 
 @pytest.fixture(scope="session")

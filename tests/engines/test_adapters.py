@@ -62,8 +62,8 @@ class FakeVllm:
         self.loaded[request.lora_int_id] = Path(request.lora_path)
         return True
 
-    async def collective_rpc(self, method: str) -> list[bool]:
-        assert method == "mask_adapters"
+    async def collective_rpc(self, method: str, *, kwargs: dict[str, Any]) -> list[bool]:
+        assert (method, kwargs) == ("mask_adapters", {})
         assert not self.loaded
         if isinstance(self.fails, Exception):
             raise self.fails

@@ -19,6 +19,7 @@ from runner import (
     reward,
     tool,
 )
+from runner.engines.base import GenerationRequest
 from runner.testing import Fault, Replies, Reply, ScriptedEngine, assert_exact, call
 from runner.tokens.template import ChatTemplate
 from tests.playing import Plain, play, play_all, recording, tasks
@@ -62,6 +63,40 @@ async def test_a_simulated_user_is_recorded_and_not_trained() -> None:
     assert_exact(trajectory, engine)
     assert (trajectory.agent, len(trajectory.turns), trajectory.reward) == ("main", 2, 1.0)
     assert run.summary.turns == 4  # the user's are counted and stored, and not announced
+
+
+async def test_all_that_an_episode_says_on_one_engine_is_bound_to_one_rank_and_other_episodes_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Spreads(Plain):
+        def tasks(self) -> list[Any]:
+            return tasks(2)
+
+        async def rollout(self, conversation: Conversation) -> None:
+            await conversation.generate()
+            branch = conversation.branch("branch", train=False)
+            branch.add("Else?")
+            critic = self.episode.conversation("critic", prompt="Well?")
+            for speaker in (branch, critic, self.episode.conversation("judge", prompt="And?")):
+                await speaker.generate()
+
+    bound: dict[str, set[int]] = {"ours": set(), "the judge's": set()}
+    engines = {"ours": recording(lambda turn: "Yes"), "the judge's": recording(lambda turn: "Right")}
+    for name, engine in engines.items():
+        stream = engine.stream
+
+        def watch(asked: GenerationRequest, name: str = name, stream: Any = stream) -> Any:
+            assert asked.session is not None
+            bound[name].add(id(asked.session.affinity))
+            kept.append(asked.session.affinity)
+            return stream(asked)
+
+        monkeypatch.setattr(engine, "stream", watch)
+    kept: list[object] = []  # else another one may have its id
+    await play_all(Spreads, engines["ours"], engines={"judge": engines["the judge's"]})
+    assert len(kept) == 8
+    assert {name: len(affinities) for name, affinities in bound.items()} == {"ours": 2, "the judge's": 2}
+    assert not bound["ours"] & bound["the judge's"]
 
 
 async def test_self_play_with_both_trained_makes_two_trajectories_announced_together() -> None:

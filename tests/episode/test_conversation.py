@@ -24,6 +24,8 @@ from runner import (
     Tool,
     Turn,
 )
+from runner.concurrency.threads import Job
+from runner.episode import prompting
 from runner.testing import Latency, Reply
 from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.log import Source
@@ -278,7 +280,13 @@ async def test_a_long_first_prompt_is_encoded_off_the_event_loop_and_once_for_a_
         encoded.append(threading.current_thread() is threading.main_thread())
         return encode(bridger, text, spans)
 
+    def job(function: Any, name: str) -> Job:
+        jobs.append(name)
+        return Job(function, name)
+
+    jobs: list[str] = []
     monkeypatch.setattr(Bridger, "_encoded", noting)
+    monkeypatch.setattr(prompting, "Job", job)
 
     class Long(Plain):
         def tasks(self) -> list[Task]:
@@ -288,3 +296,4 @@ async def test_a_long_first_prompt_is_encoded_off_the_event_loop_and_once_for_a_
     assert len(trajectories) == 8
     assert len({trajectory.turns[0].prompt_ids.tobytes() for trajectory in trajectories}) == 1
     assert (set(encoded), len(encoded)) == (threads, 1)
+    assert jobs.count("prompt") == (size > prompting.SMALL), "those who wait for it are given it, and ask for no thread"

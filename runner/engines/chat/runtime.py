@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import sys
 
+from runner.engines.asked_server import AskedServer
 from runner.engines.chat.rate_limit import RateLimiter
 from runner.engines.chat.server import ChatServer, too_long
 from runner.engines.chat.wire import Wording
 from runner.engines.gate import AdmissionGate
 from runner.engines.http_retries import FailureKind, HttpFailure, Retries
 from runner.engines.message_engine import MessageRequest
-from runner.errors import EngineDead, EngineError, PromptTooLong, RequestRejected
+from runner.errors import EngineError, PromptTooLong
 
 __all__ = ["ChatRuntime"]
 
 
-class ChatRuntime:
+class ChatRuntime(AskedServer[ChatServer]):
     """What an engine and its streams share while it runs.
 
     Args:
@@ -39,7 +40,6 @@ class ChatRuntime:
         self.sampled = 0
         """Tokens that were read, by the server's count where it gives one."""
         self._answered = False
-        self._death: EngineDead | None = None
 
     def answered(self) -> None:
         """The server began to answer a request."""
@@ -58,39 +58,8 @@ class ChatRuntime:
 
     def failed(self, request: MessageRequest, failure: HttpFailure) -> EngineError:
         """The error for a request that failed for good; one that all would meet ends the engine."""
-        where = f"{request.name}: {self.server.url}"
         if failure.kind is FailureKind.TOO_LONG:
             prompt, context = too_long(failure.text)
-            return PromptTooLong(f"{where}: {failure}", prompt=prompt, context=context)
-        if failure.kind is FailureKind.REFUSED:
-            return self.died(f"The server at {self.server.url} refuses what it is asked: {failure}")
-        if failure.kind is FailureKind.BAD_REQUEST:
-            # What it takes of others is wrong in this one alone.
-            if self._answered:
-                return RequestRejected(f"{where} refuses the request: {failure}")
-            return self.died(f"The server at {self.server.url} does not take the requests: {failure}")
-        return EngineError(f"{where}: {failure}")
-
-    def died(self, why: str) -> EngineDead:
-        """The error for one request of an engine that cannot be used any more: the same words for all of them."""
-        if self._death is None:
-            self._death = EngineDead(why)
-            self.gate.fail(lambda: self.died(""))
-        return EngineDead(*self._death.args)
-
-    def is_alive(self) -> bool:
-        """Whether requests can be answered, as far as is known."""
-        return self._death is None
-
-    def require_alive(self) -> None:
-        """Return if requests can be answered, as far as is known.
-
-        Raises:
-            EngineDead: they cannot, with the cause.
-        """
-        if self._death is not None:
-            raise self.died("")
-
-    def stop(self) -> None:
-        """Ask nothing more; whoever waits at the gate is sent away."""
-        self.died("the engine is not running")
+            return PromptTooLong(f"{request.name}: {self.server.url}: {failure}", prompt=prompt, context=context)
+        # What it takes of others is wrong in this one alone.
+        return self.failed_for_good(request.name, failure, alone=self._answered)

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
-from urllib.parse import urlsplit
 
 import anyio
 
+from runner.engines.asked_server import server_address
 from runner.engines.http_retries import FailureKind, HttpFailure, kind_of_status, retry_after_seconds
 from runner.errors import BadOption
 from runner.version import installed_version
@@ -60,11 +60,7 @@ def check_url(url: str) -> str:
     Raises:
         BadOption: it is not.
     """
-    parts = urlsplit(url)
-    if parts.username is not None or parts.password is not None or parts.query:
-        raise BadOption("ChatEngine(base_url=): an address is kept in run files; give what is secret as api_key=.")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.fragment:
-        raise BadOption(f"ChatEngine(base_url={url!r}): give an address such as http://127.0.0.1:8000/v1.")
+    server_address(url, engine="ChatEngine", option="base_url", example="http://127.0.0.1:8000/v1")
     return url.rstrip("/")
 
 

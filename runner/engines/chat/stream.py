@@ -9,6 +9,7 @@ from typing import Any, Self
 import anyio
 
 from runner.concurrency.clocks import Waiting
+from runner.engines.asked_server import RetriedStream
 from runner.engines.base import FinishReason, Session
 from runner.engines.chat.runtime import ChatRuntime
 from runner.engines.chat.server import ChatAnswer
@@ -20,7 +21,7 @@ from runner.errors import EngineError
 __all__ = ["ChatStream"]
 
 
-class ChatStream(MessageStream):
+class ChatStream(RetriedStream[MessagePiece, MessageFinish], MessageStream):
     """The pieces of one turn.
 
     Args:
@@ -56,7 +57,6 @@ class ChatStream(MessageStream):
         return self
 
     async def _open(self) -> None:
-        """Send the request until an answer begins."""
         while self.finish is None:
             await self._enter()
             self._attempts += 1
@@ -87,11 +87,6 @@ class ChatStream(MessageStream):
         runtime.require_alive()
 
     async def _again(self, failure: HttpFailure) -> None:
-        """Wait until the request may be sent again.
-
-        Raises:
-            EngineError: it may not.
-        """
         runtime = self._runtime
         runtime.asking -= self._answer is None
         runtime.note_load(failure, self._sent)
@@ -111,20 +106,11 @@ class ChatStream(MessageStream):
 
     # --- reading
 
-    async def __anext__(self) -> MessagePiece:
-        while not self._pieces:
-            if self.finish is not None:
-                raise StopAsyncIteration
-            try:
-                await self._read()
-            except HttpFailure as failure:
-                if self._said:  # what was said cannot be said once more
-                    raise self._broken(failure) from failure
-                await self._again(failure)
-                await self._open()
-        return self._pieces.popleft()
+    @property
+    def _begun(self) -> bool:
+        return bool(self._said)
 
-    def _broken(self, failure: HttpFailure) -> EngineError:
+    def _failed(self, failure: HttpFailure) -> EngineError:
         self._runtime.note_load(failure, self._sent)
         return self._runtime.failed(self._request, failure)
 

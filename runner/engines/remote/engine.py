@@ -17,6 +17,7 @@ from anyio.lowlevel import current_token
 
 from runner import checked
 from runner.engines.base import Engine, EngineStats, GenerationRequest
+from runner.engines.exactness import is_unchanged
 from runner.engines.gate import AdmissionGate
 from runner.engines.http_retries import HttpFailure, Retries, RetryPolicy
 from runner.engines.remote.dialect import ServerDialect
@@ -24,9 +25,8 @@ from runner.engines.remote.runtime import RemoteAdapters, RemoteRuntime
 from runner.engines.remote.server import Server, base_url, require_aiohttp
 from runner.engines.remote.start import Greeter, Greeting, probe_request
 from runner.engines.remote.stream import RemoteStream
-from runner.errors import BadModel, BadOption, EngineDead
-from runner.models import DEMO_MODEL, ResolvedModel, chat_template, resolve_model, stop_ids
-from runner.options import Sampling
+from runner.errors import BadOption, EngineDead
+from runner.models import DEMO_MODEL, ResolvedModel, load_language, resolve_model
 from runner.tokens.template import ChatTemplate
 
 __all__ = ["RemoteEngine"]
@@ -35,7 +35,6 @@ _PLACES = 128
 _STREAM_INTERVAL = 8
 _CERTAIN = math.log(0.99)
 _ADAPTER = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
-_UNCHANGED = ("top_p", "top_k", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class RemoteEngine(Engine):
@@ -137,18 +136,9 @@ class RemoteEngine(Engine):
 
     def _load(self) -> ResolvedModel:
         """Load what is needed of the model here; gives where it was found."""
-        from runner.tokens.tokenizer import load_tokenizer
-
         require_aiohttp()
         model = resolve_model(self.model)
-        self.tokenizer = load_tokenizer(model.folder)
-        self.template = chat_template(model, self._template)
-        self.stop_ids = stop_ids(model, self.tokenizer.eos_id)
-        if not self.stop_ids:
-            raise BadModel(
-                f"nothing ends a turn of {model.name!r}: its tokenizer_config.json names no eos_token, and neither "
-                "generation_config.json nor config.json has an eos_token_id. Add one."
-            )
+        self.tokenizer, self.template, self.stop_ids = load_language(model, self._template)
         return model
 
     async def _wait_to_retry(self, failure: HttpFailure, attempt: int) -> bool:
@@ -200,7 +190,7 @@ class RemoteEngine(Engine):
 
     def stream(self, request: GenerationRequest) -> RemoteStream:
         """The deltas of one request; nothing happens before the block is entered."""
-        exact = self._processed or _is_unchanged(request)
+        exact = self._processed or is_unchanged(request)
         return RemoteStream(self.remote, request, exact=exact)
 
     def stats(self) -> EngineStats:
@@ -248,15 +238,3 @@ class RemoteEngine(Engine):
             "logprobs": "processed_logprobs" if self._processed else "raw_logprobs",
             "versions_stamped_by": software if runtime.version else None,
         }
-
-
-def _is_unchanged(request: GenerationRequest) -> bool:
-    """Whether the model's own log-probabilities are those of what is sampled from."""
-    sampling, off = request.sampling, Sampling.defaults()
-    return (
-        request.constraint is None
-        and sampling.temperature in (0, 1)
-        and not sampling.logit_bias
-        and not sampling.bad_words
-        and all(getattr(sampling, name) == getattr(off, name) for name in _UNCHANGED)
-    )

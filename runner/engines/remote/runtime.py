@@ -10,6 +10,7 @@ from anyio.lowlevel import checkpoint_if_cancelled
 
 from runner.concurrency.clocks import Waiting
 from runner.engines.adapters import Adapters, AdapterVersion
+from runner.engines.asked_server import AskedServer
 from runner.engines.base import GenerationRequest
 from runner.engines.gate import AdmissionGate
 from runner.engines.http_retries import FailureKind, HttpFailure, Retries
@@ -17,7 +18,7 @@ from runner.engines.remote.dialect import Call, Dialect
 from runner.engines.remote.server import Server
 from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.state import PauseMode
-from runner.errors import BadControl, EngineDead, EngineError, RequestRejected
+from runner.errors import BadControl, EngineError
 
 __all__ = ["RemoteAdapters", "RemoteRuntime"]
 
@@ -43,7 +44,7 @@ class RemoteAdapters(Adapters):
         raise BadControl(f"remove_adapter({name!r}): a server's adapters are taken away by whoever runs it.")
 
 
-class RemoteRuntime(EngineRuntime[RemoteRequest]):
+class RemoteRuntime(AskedServer[Server], EngineRuntime[RemoteRequest]):
     """A server from when the engine was entered to when it is left; a request is inside until its stream is left."""
 
     def __init__(
@@ -69,8 +70,6 @@ class RemoteRuntime(EngineRuntime[RemoteRequest]):
         self.controlled = controlled
         """Whether the server can be paused."""
         self._stream_interval = stream_interval
-        self._stopped = False
-        self._death: EngineDead | None = None
         self._going = anyio.Event()
         self._going.set()
 
@@ -114,14 +113,8 @@ class RemoteRuntime(EngineRuntime[RemoteRequest]):
 
     def failed(self, request: GenerationRequest, failure: HttpFailure) -> EngineError:
         """The error for a request that failed for good; one that all would meet ends the engine."""
-        where = f"{request.name}: {self.server.url}"
-        if failure.kind is FailureKind.REFUSED:
-            return self.died(f"The server at {self.server.url} refuses what it is asked: {failure}")
-        if failure.kind is FailureKind.BAD_REQUEST:
-            if request.constraint is not None:  # what it may not like is in this request, and in no other
-                return RequestRejected(f"{where} refuses the request: {failure}")
-            return self.died(f"The server at {self.server.url} does not take the requests: {failure}")
-        return EngineError(f"{where}: {failure}")
+        # What it may not like of a constraint is in this request, and in no other.
+        return self.failed_for_good(request.name, failure, alone=request.constraint is not None)
 
     # --- what its trainer has it do
 
@@ -212,16 +205,6 @@ class RemoteRuntime(EngineRuntime[RemoteRequest]):
 
     # --- its life
 
-    def is_alive(self) -> bool:
-        """Whether requests can be answered, as far as is known without asking."""
-        return not self._stopped and self._death is None
-
-    def require_alive(self) -> None:
-        if self._stopped:
-            raise EngineDead("the engine is not running")
-        if self._death is not None:
-            raise self.died("")
-
     async def health(self) -> None:
         """Return when the server says that it can answer; one that cannot be reached is asked again for a while.
 
@@ -239,16 +222,3 @@ class RemoteRuntime(EngineRuntime[RemoteRequest]):
                     raise self.died(f"The server at {self.server.url} is gone: {failure}") from failure
             else:
                 return
-
-    def died(self, why: str) -> EngineDead:
-        """The error for one request of an engine that cannot be used any more: the same words for all of them."""
-        if self._death is None:
-            self._death = EngineDead(why)
-            self.gate.fail(lambda: self.died(""))
-        # A copy for each who is told: one object raised in many tasks would gather the tracebacks of all of them.
-        return EngineDead(*self._death.args)
-
-    def stop(self) -> None:
-        """Send nothing more; whoever waits at the gate is sent away."""
-        self._stopped = True
-        self.gate.fail(lambda: EngineDead("the engine was stopped"))

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlunsplit
 
 import anyio
 import orjson
 from anyio.lowlevel import checkpoint
 
+from runner.engines.asked_server import server_address
 from runner.engines.http_retries import FailureKind, HttpFailure, kind_of_status, retry_after_seconds
 from runner.engines.remote.dialect import Call
 from runner.errors import BadOption
@@ -44,11 +45,7 @@ def base_url(given: str) -> str:
     Raises:
         BadOption: it is no address of an HTTP server.
     """
-    parts = urlsplit(given)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise BadOption(f"RemoteEngine({given!r}): give the server's address, such as http://127.0.0.1:8000.")
-    if parts.username is not None or parts.password is not None:
-        raise BadOption("RemoteEngine(url): an address is kept in run files; give its password as api_key=.")
+    parts = server_address(given, engine="RemoteEngine", option="url", example="http://127.0.0.1:8000")
     path = parts.path.rstrip("/").removesuffix("/v1")
     return urlunsplit((parts.scheme, parts.netloc, path, "", ""))
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import anyio
 import orjson
 
+from runner.engines.asked_server import RetriedStream
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest, Session
 from runner.engines.http_retries import FailureKind, HttpFailure
 from runner.engines.remote.dialect import Call, Piece, PieceReader
@@ -27,7 +28,7 @@ _END_SECONDS = 1.0
 """How long the end of an answer may take after its last event, for its connection to be used again."""
 
 
-class RemoteStream(GatedStream[RemoteRuntime, Session]):
+class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Session]):
     """The deltas of one request, out of the answer of a server.
 
     Args:
@@ -46,7 +47,7 @@ class RemoteStream(GatedStream[RemoteRuntime, Session]):
         self._told = ""
         self._events = EventReader()
         self._reader: PieceReader
-        self._deltas: deque[Delta] = deque()
+        self._pieces: deque[Delta] = deque()
         self._last: Piece | None = None
         """The piece that said why the turn ended: it waits for what the server says behind it."""
         self._cached_tokens: int | None = None
@@ -70,7 +71,6 @@ class RemoteStream(GatedStream[RemoteRuntime, Session]):
         await self._open()
 
     async def _open(self) -> None:
-        """Send the request until an answer begins."""
         assert self._call is not None
         while True:
             self._attempts += 1
@@ -89,11 +89,6 @@ class RemoteStream(GatedStream[RemoteRuntime, Session]):
                 self._sending = False
 
     async def _again(self, failure: HttpFailure) -> None:
-        """Wait until the request may be sent again.
-
-        Raises:
-            EngineError: it may not.
-        """
         self._drop()
         if not await self._runtime.wait_to_retry(failure, self._attempts):
             raise self._failed(failure) from failure
@@ -105,18 +100,9 @@ class RemoteStream(GatedStream[RemoteRuntime, Session]):
 
     # --- reading
 
-    async def __anext__(self) -> Delta:
-        while not self._deltas:
-            if self.finish is not None:
-                raise StopAsyncIteration
-            try:
-                await self._read()
-            except HttpFailure as failure:
-                if self.sent:  # what was sampled cannot be sampled once more
-                    raise self._failed(failure) from failure
-                await self._again(failure)
-                await self._open()
-        return self._deltas.popleft()
+    @property
+    def _begun(self) -> bool:
+        return bool(self.sent)
 
     async def _read(self) -> None:
         assert self._answer is not None
@@ -166,7 +152,7 @@ class RemoteStream(GatedStream[RemoteRuntime, Session]):
         if piece.reason is not None:
             self._last = piece
         elif piece.ids:
-            self._deltas.append(self._delta(piece))
+            self._pieces.append(self._delta(piece))
 
     def _note(self, version: str) -> None:
         if version != self._told:
@@ -200,7 +186,7 @@ class RemoteStream(GatedStream[RemoteRuntime, Session]):
         if last.reason is FinishReason.STOP and stop is None and len(delta.token_ids):
             stop = delta.token_ids[-1]
         self.finish = Finish(last.reason or FinishReason.ERROR, stop, self._versions(last), self._cached_tokens)
-        self._deltas.append(replace(delta, finish=self.finish))
+        self._pieces.append(replace(delta, finish=self.finish))
 
     def _versions(self, last: Piece | None) -> tuple[VersionSpan, ...]:
         """The versions of the ids: as the server tells them, else by our own account."""
@@ -228,8 +214,8 @@ class RemoteStream(GatedStream[RemoteRuntime, Session]):
                     self._end()
             except HttpFailure as failure:
                 self._failed(failure)
-        self.rest.extend(self._deltas)
-        self._deltas.clear()
+        self.rest.extend(self._pieces)
+        self._pieces.clear()
         if self.finish is None:
             self.finish = Finish(FinishReason.ABORT, versions=self._versions(None), cached_tokens=self._cached_tokens)
             count = self.request.sampling.logprobs

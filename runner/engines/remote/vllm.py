@@ -6,8 +6,9 @@ Fields as in vLLM 0.32, `entrypoints/scale_out/token_in_token_out/protocol.py` a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 from urllib.parse import urlencode
 
 from runner.engines.base import FinishReason, GenerationRequest
@@ -22,6 +23,9 @@ __all__ = ["Completions", "VllmGenerate"]
 
 _NEVER = -9999.0  # what vLLM writes for minus infinity, which JSON does not have
 _TOKEN = "token_id:"  # what `return_tokens_as_token_ids` writes before an id
+
+_Row: TypeAlias = Mapping[int, float]
+"""The likeliest ids in one place, with the log-probability of each."""
 
 
 class _Vllm(Dialect):
@@ -96,8 +100,8 @@ def _parameters(request: GenerationRequest, stream_interval: int) -> dict[str, A
     return {name: value for name, value in parameters.items() if value is not None}
 
 
-class _GenerateReader:
-    """Reads the chunks of `/inference/v1/generate`."""
+class _Reader:
+    """Reads chunks."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -107,26 +111,33 @@ class _GenerateReader:
         if not chunk["choices"]:
             return Piece(cached_tokens=cached)
         choice = chunk["choices"][0]
-        ids = choice["token_ids"] or ()
-        content = (choice["logprobs"] or {}).get("content") or () if ids else ()
-        if [each["token_id"] for each in content] != list(ids):
-            raise ValueError("the log-probabilities are not those of the ids")
+        ids, logprobs, rows = self._sampled(choice)
         spans = choice.get("weight_versions")
         return Piece(
             ids,
-            [_logprob(each["logprob"]) for each in content],
-            self._top(content),
+            [_logprob(each) for each in logprobs],
+            _likeliest(list(rows), self._count) if self._count else None,
             _reason(choice["finish_reason"]),
             choice["stop_reason"],
             None if spans is None else [VersionSpan(span["version"], span["start"], span["end"]) for span in spans],
             cached_tokens=cached,
         )
 
-    def _top(self, content: Sequence[Mapping[str, Any]]) -> TopLogprobs | None:
-        if not self._count:
-            return None
-        rows = [{each["token_id"]: _logprob(each["logprob"]) for each in one["top_logprobs"]} for one in content]
-        return _likeliest(rows, self._count)
+    @abstractmethod
+    def _sampled(self, choice: Mapping[str, Any]) -> tuple[Sequence[int], Iterable[float], Iterable[_Row]]:
+        """The ids, the log-probability of each, and those of the likeliest in its place."""
+
+
+class _GenerateReader(_Reader):
+    """Reads the chunks of `/inference/v1/generate`."""
+
+    def _sampled(self, choice: Mapping[str, Any]) -> tuple[Sequence[int], Iterable[float], Iterable[_Row]]:
+        ids = choice["token_ids"] or ()
+        content = (choice["logprobs"] or {}).get("content") or () if ids else ()
+        if [each["token_id"] for each in content] != list(ids):
+            raise ValueError("the log-probabilities are not those of the ids")
+        rows = ({each["token_id"]: _logprob(each["logprob"]) for each in one["top_logprobs"]} for one in content)
+        return ids, (each["logprob"] for each in content), rows
 
 
 class Completions(_Vllm):
@@ -161,38 +172,22 @@ class Completions(_Vllm):
         return _CompletionsReader(request.sampling.logprobs or 0)
 
 
-class _CompletionsReader:
+class _CompletionsReader(_Reader):
     """Reads the chunks of `/v1/completions`."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def read(self, chunk: Mapping[str, Any]) -> Piece:
-        cached = _cached_tokens(chunk)
-        if not chunk["choices"]:
-            return Piece(cached_tokens=cached)
-        choice = chunk["choices"][0]
+    def _sampled(self, choice: Mapping[str, Any]) -> tuple[Sequence[int], Iterable[float], Iterable[_Row]]:
         ids = choice.get("token_ids")
         if ids is None:
             raise ValueError("a server that gives no token ids; vLLM does from 0.10.2 on")
         said = choice["logprobs"] or {} if ids else {}
-        return Piece(
-            ids,
-            [_logprob(value) for value in said.get("token_logprobs", ())],
-            self._top(said.get("top_logprobs", ())),
-            _reason(choice["finish_reason"]),
-            choice["stop_reason"],
-            cached_tokens=cached,
+        rows = (
+            {int(name.removeprefix(_TOKEN)): _logprob(value) for name, value in row.items()}
+            for row in said.get("top_logprobs", ())
         )
-
-    def _top(self, positions: Sequence[Mapping[str, float]]) -> TopLogprobs | None:
-        if not self._count:
-            return None
-        rows = [{int(name.removeprefix(_TOKEN)): _logprob(value) for name, value in row.items()} for row in positions]
-        return _likeliest(rows, self._count)
+        return ids, said.get("token_logprobs", ()), rows
 
 
-def _likeliest(rows: Sequence[Mapping[int, float]], count: int) -> TopLogprobs:
+def _likeliest(rows: Sequence[_Row], count: int) -> TopLogprobs:
     if any(len(row) < count for row in rows):
         raise ValueError(f"fewer than the {count} likeliest ids")
     return TopLogprobs.of(rows, count)

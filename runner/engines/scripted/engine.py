@@ -14,7 +14,7 @@ from anyio.lowlevel import current_token
 from runner import checked
 from runner.engines.adapters import Adapters
 from runner.engines.base import Engine, EngineStats, GenerationRequest, Session
-from runner.engines.gate import AdmissionGate
+from runner.engines.gate import AdmissionGate, affinity_beside
 from runner.engines.scripted.delivery import Planner
 from runner.engines.scripted.replies import Replies, ReplyEncoder, scripted_model
 from runner.engines.scripted.runtime import ScriptedRuntime
@@ -151,9 +151,9 @@ class ScriptedEngine(Engine):
         """The deltas of one request; nothing happens before the block is entered."""
         return ScriptedStream(self.runtime, request, self.calls if self._record else None)
 
-    def session(self, *, late: bool = False) -> Session:
+    def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
         """A handle for one conversation, which reads a list of replies from its beginning."""
-        return ScriptedSession(late=late)
+        return ScriptedSession(late=late, affinity=affinity_beside(beside))
 
     def stats(self) -> EngineStats:
         """What the engine is doing now; a stalled request is open, one whose last id was sent is not."""

@@ -16,15 +16,27 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import current_token
 
+from runner import checked
 from runner.engines.base import Engine, EngineStats, GenerationRequest
 from runner.engines.gate import AdmissionGate
+from runner.engines.vllm.lent import (
+    LentProcess,
+    LentRuntime,
+    LentStream,
+    check_constraint,
+    check_llm,
+    check_sampling,
+    given_to,
+)
+from runner.engines.vllm.parallel import ParallelSizes, ranks_of
 from runner.engines.vllm.runtime import VllmRuntime, first_version
 from runner.engines.vllm.settings import RequestMaker
 from runner.engines.vllm.start import VllmProcess, require_vllm
 from runner.engines.vllm.stream import VllmStream
 from runner.engines.vllm.weight_loading import VllmWeights
-from runner.errors import BadModel, BadOption, EngineDead
-from runner.models import DEMO_MODEL, ResolvedModel, chat_template, resolve_model, stop_ids
+from runner.errors import BadOption, EngineDead
+from runner.models import DEMO_MODEL, load_language, resolve_model
+from runner.options import Constraint, Sampling
 from runner.tokens.template import ChatTemplate
 from runner.version import installed_version
 
@@ -66,9 +78,51 @@ class VllmEngine(Engine):
         """The model that was given."""
         self._template = template
         self._stream_interval = stream_interval or _STREAM_INTERVAL
+        self._sizes = ParallelSizes.of(engine_arguments)
         self.given = engine_arguments
         """The engine arguments that were given."""
         self.runtime: VllmRuntime | None = None
+        self._lent: Any = None
+        self._given_places: int | None = None
+
+    @classmethod
+    def over(
+        cls,
+        llm: Any,
+        *,
+        model: str | os.PathLike[str] | None = None,
+        template: str | Path | ChatTemplate | None = None,
+        places: int | None = None,
+        stream_interval: int | None = None,
+    ) -> Self:
+        """An engine over an `AsyncLLM` that somebody else made, and that stays theirs.
+
+        async with VllmEngine.over(llm) as engine: ...
+
+        Leaving it ends our requests and nothing else. Weights, sleep, adapters and the cache are the owner's, and are
+        refused by name; `pause` in its modes `wait` and `abort` stands still for ours alone. New weights are noticed by
+        the versions of what is sampled. Several engines may be over one `AsyncLLM`, each with places of its own.
+        Enter it on the event loop of the `AsyncLLM`, and leave it before that is shut down.
+
+        Args:
+            llm: the `AsyncLLM`. Best started with `logprobs_mode="processed_logprobs"`: of the model's own
+                log-probabilities only those are kept that are also those of what was sampled from.
+            model: the model's folder or id, for vocabulary and stop ids; default what vLLM loaded.
+            template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
+            places: requests of ours that run at once; default as many as vLLM runs.
+            stream_interval: ids in a delta where nobody acts on single ones.
+
+        Raises:
+            BadOption: it is no `AsyncLLM`, or a setting that cannot be.
+        """
+        check_llm(llm)
+        if places is not None:
+            checked.whole(f"VllmEngine.over(places={places!r})", places, least=1)
+        config = llm.vllm_config.model_config
+        engine = cls(config.model if model is None else model, template=template, stream_interval=stream_interval)
+        engine.given = given_to(llm)
+        engine._lent, engine._given_places = llm, places
+        return engine
 
     async def __aenter__(self) -> Self:
         """Start vLLM; some 25 s on a CPU, during which the event loop is free.
@@ -86,8 +140,9 @@ class VllmEngine(Engine):
             )
         require_vllm()
         model = await anyio.to_thread.run_sync(resolve_model, self.model, abandon_on_cancel=True)
-        self._load_vocabulary(model)
-        process = VllmProcess(model, self.given)
+        self.tokenizer, self.template, self.stop_ids = load_language(model, self._template)
+        lent = self._lent
+        process = VllmProcess(model, self.given) if lent is None else LentProcess(model, self.given, llm=lent)
         llm = await process.start()
         try:
             await self._take_control(process, llm)
@@ -101,34 +156,24 @@ class VllmEngine(Engine):
         config = llm.vllm_config
         self.context = config.model_config.max_model_len
         self.vocabulary = config.model_config.get_vocab_size()
-        self.places = config.scheduler_config.max_num_seqs
+        ranks = ranks_of(llm)
+        self.places = max(ranks, self._given_places or ranks * config.scheduler_config.max_num_seqs)
         cache = config.cache_config
         room = cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else self.places * self.context
         weights = VllmWeights(llm, process.model.name)
-        await weights.prepare()
+        if self._lent is None:
+            await weights.prepare()
         if weights.extended:
             await llm.collective_rpc("mend_sampling")
-        self.runtime = VllmRuntime(
+        self.runtime = (VllmRuntime if self._lent is None else LentRuntime)(
             process,
             llm,
             weights,
-            gate=AdmissionGate(self.places, room, block=cache.block_size),
+            gate=AdmissionGate(self.places, room, block=cache.block_size, ranks=ranks),
             context=self.context,
             as_vllm=RequestMaker(self._stream_interval, self.tokenizer.encode),
             version=await first_version(llm),
         )
-
-    def _load_vocabulary(self, model: ResolvedModel) -> None:
-        from runner.tokens.tokenizer import load_tokenizer
-
-        self.tokenizer = load_tokenizer(model.folder)
-        self.template = chat_template(model, self._template)
-        self.stop_ids = stop_ids(model, self.tokenizer.eos_id)
-        if not self.stop_ids:
-            raise BadModel(
-                f"nothing ends a turn of {model.name!r}: its tokenizer_config.json names no eos_token, and neither "
-                "generation_config.json nor config.json has an eos_token_id. Add one."
-            )
 
     async def __aexit__(self, *_: object) -> None:
         self.running = False
@@ -143,7 +188,18 @@ class VllmEngine(Engine):
 
     def stream(self, request: GenerationRequest) -> VllmStream:
         """The deltas of one request; nothing happens before the block is entered."""
-        return VllmStream(self.vllm, request)
+        runtime = self.vllm
+        return LentStream(runtime, request) if isinstance(runtime, LentRuntime) else VllmStream(runtime, request)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Refuse what somebody else's `AsyncLLM` was not started for."""
+        if self._lent is not None:
+            check_sampling(self._lent, sampling)
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """Refuse a grammar that somebody else's `AsyncLLM` could not take."""
+        if self._lent is not None:
+            check_constraint(self._lent, constraint)
 
     def stats(self) -> EngineStats:
         """What the engine does now; open requests by the scheduler's count after its last step."""
@@ -155,6 +211,7 @@ class VllmEngine(Engine):
             waiting=gate.waiting,
             first_waiting=gate.first_waiting,
             live_sessions=gate.live,
+            ranks=gate.ranks,
             kv_usage=count.kv_usage,
             prefix_queries=count.prefix_queries,
             prefix_hits=count.prefix_hits,
@@ -202,10 +259,12 @@ class VllmEngine(Engine):
             "chosen": _recorded(settings.chosen),
             "context": self.context,
             "places": self.places,
+            "parallel": self._sizes.described(),
             "kv_room": vllm.gate.room,
             "stream_interval": self._stream_interval,
             "logprobs": settings.arguments.get("logprobs_mode"),
             "versions_stamped_by": "vllm" if vllm.stamps_itself else "deltarunner",
+            **({} if self._lent is None else {"started_by": "somebody else"}),
         }
 
 

@@ -16,6 +16,7 @@ from runner.engines.gate import AdmissionGate
 from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.state import PauseMode
 from runner.engines.vllm.adapters import VllmAdapters
+from runner.engines.vllm.parallel import answers_of_workers
 from runner.engines.vllm.start import VllmProcess
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.errors import BadControl, BadInput, EngineDead, EngineError, RequestRejected
@@ -27,6 +28,8 @@ DRAIN_SECONDS = 2.0
 
 _FIRST_VERSION = "0"  # where vLLM has none of its own
 _LISTEN_SECONDS = 0.2  # how soon a death is heard by who waits for an answer
+
+_NUMBERS = itertools.count()  # of all engines, since several may be over one vLLM
 
 _Answer = TypeVar("_Answer")
 
@@ -62,28 +65,37 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
         self.stamps_itself = _stamps(llm)
         """Whether vLLM says which weights sampled which ids; before 0.32 it does not, and we do."""
         self._as_vllm = as_vllm
-        self._numbers = itertools.count()
         self._stopped = False
         self._death: EngineDead | None = None
 
     # --- one request
 
-    async def send(self, request: GenerationRequest, adapter: AdapterVersion | None = None) -> Any:
+    async def send(
+        self, request: GenerationRequest, adapter: AdapterVersion | None = None, *, rank: int | None = None
+    ) -> Any:
         """Send a request to vLLM; gives the collector that its deltas are read from.
+
+        Args:
+            request: what is to be sampled.
+            adapter: what it is to be sampled with.
+            rank: the data-parallel rank that it was let in to; vLLM by itself would send turns of one episode to all of
+                them, where the cache has nothing of the turns before.
 
         Raises:
             RequestRejected: vLLM refuses the request.
             EngineDead: the engine is gone.
         """
         # vLLM does not make names unique, and one abort would end both.
-        name = f"{request.name}#{next(self._numbers)}"
+        name = f"{request.name}#{next(_NUMBERS)}"
         llm = self.llm
+        routing = {"data_parallel_rank": rank} if len(self.gate.ranks) > 1 else {}
         sent = False
         try:
             prompt, parameters = self._as_vllm(request)
+            lora = self.adapters.request(adapter)
             # Shielded, since a request half sent could not be taken back.
             with anyio.CancelScope(shield=True):
-                collector = await llm.add_request(name, prompt, parameters, lora_request=self.adapters.request(adapter))
+                collector = await llm.add_request(name, prompt, parameters, lora_request=lora, **routing)
             sent = True
         except Exception as error:  # the border to vLLM, which refuses with errors of many kinds
             if llm.errored:
@@ -181,8 +193,7 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
 
     async def devices(self) -> list[str]:
         """A name for each worker: "cpu", or the UUID by which a driver and NeMo RL know a GPU (tried on no GPU)."""
-        call = self.llm.collective_rpc("device_name", kwargs={})
-        names: list[str] = await self.answered("devices()", call)
+        names: list[str] = await self.answered("devices()", answers_of_workers(self.llm, "device_name"))
         return names
 
     async def _until_sent(self) -> None:

@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from runner.engines.base import GenerationRequest
+from runner.engines.vllm.parallel import BINDING, ParallelSizes, cores_by_worker, is_here
 from runner.errors import BadOption
 from runner.options import MOST_LOGPROBS, Constraint, ConstraintKind
 
@@ -32,7 +33,6 @@ _GPU: dict[str, Any] = {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
 _CPU: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "block_size": 32, "enforce_eager": True}
 
 _RESERVED = ("model", "skip_tokenizer_init", "stream_interval")
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _GIGABYTE = 1 << 30
 
 
@@ -70,16 +70,18 @@ def choose_settings(given: Mapping[str, Any], *, cpu: bool, known: frozenset[str
 
 
 def _cpu_variables(given: Mapping[str, Any]) -> dict[str, str]:
-    variables = {"VLLM_CPU_KVCACHE_SPACE": str(_cache_gigabytes())}
-    if all(given.get(name, 1) == 1 for name in _PARALLEL):
-        # By default vLLM leaves a CPU core of each pair idle for serving, which here happens in our process.
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    workers, cores = ParallelSizes.of(given).workers, os.sched_getaffinity(0)
+    variables = {"VLLM_CPU_KVCACHE_SPACE": str(_cache_gigabytes(workers))}
+    if is_here(given) and workers <= len(cores):
+        # By default vLLM leaves a CPU core of each pair idle for serving, which here happens in our process, and gives
+        # all ranks the same cores, or several workers none where there is one memory node.
+        variables[BINDING] = cores_by_worker(workers, cores)
     return variables
 
 
-def _cache_gigabytes() -> int:
+def _cache_gigabytes(workers: int) -> int:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _GIGABYTE
-    return max(1, min(4, memory // 6))
+    return max(1, min(4, memory // 6 // workers))
 
 
 def sampling_arguments(request: GenerationRequest, *, stream_interval: int, known: frozenset[str]) -> dict[str, Any]:

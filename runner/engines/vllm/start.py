@@ -9,10 +9,9 @@ import inspect
 import multiprocessing
 import os
 import signal
-import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
@@ -24,6 +23,8 @@ import anyio
 import anyio.to_thread
 
 from runner.engines.vllm.ending import expected_end, release, shared_memory_of
+from runner.engines.vllm.engine_folder import SOCKETS, EngineFolder
+from runner.engines.vllm.parallel import check_machine
 from runner.engines.vllm.scheduler_count import SchedulerCount
 from runner.engines.vllm.settings import VllmSettings, choose_settings
 from runner.engines.vllm.worker import grammars, parent_watch, waiting
@@ -32,6 +33,7 @@ from runner.models import ResolvedModel
 
 __all__ = ["VllmProcess", "import_of_vllm", "require_vllm"]
 
+_CORE, _COORDINATOR = "EngineCore", "VLLM_DP_Coordinator"  # how vLLM names its processes
 _STOP_SECONDS = 1.0  # vLLM's default takes 3.4 s for an engine that has nothing to do
 _VARIABLES = threading.Lock()  # the environment belongs to the process: one engine starts at a time
 
@@ -77,9 +79,10 @@ class VllmProcess:
     """What it was started with."""
     cores: list[BaseProcess] = field(default_factory=list)
     """The processes of the engine cores."""
-    _failures: Path | None = None
+    folder: EngineFolder | None = None
+    """What its processes leave in files."""
     _given_up: bool = False  # set on the event loop, looked at by the thread that starts
-    _others: list[BaseProcess] | None = None  # engine cores that were there before; set while ours are starting
+    _others: list[BaseProcess] | None = None  # vLLM's processes that were there before; set while ours are starting
 
     async def start(self) -> Any:
         """The `AsyncLLM`, started in a worker thread.
@@ -109,32 +112,48 @@ class VllmProcess:
         for process in self.cores:
             process.kill()
 
+    @property
+    def has_lost_a_core(self) -> bool:
+        """Whether one of the engine cores has ended; vLLM tells of it only once it has ended the others."""
+        return any(core.exitcode is not None for core in self.cores)
+
     def cause_of_death(self) -> str:
         """Why the engine died, in one line."""
-        noted = parent_watch.read_failure(self._failures) if self._failures else None
+        noted = parent_watch.read_failure(self.folder.failures) if self.folder else None
         if noted is not None:
             return noted
-        codes = [process.exitcode for process in self.cores if process.exitcode]
-        if codes and codes[0] < 0:
-            return f"its process was ended by {signal.Signals(-codes[0]).name}"
-        return f"its process ended with exit code {codes[0]}" if codes else "its process says nothing; see the log"
+        dead = [core for core in self.cores if core.exitcode]
+        # vLLM ends the other ranks when one is dead, and says which one that was.
+        manager = getattr(getattr(getattr(self.llm, "engine_core", None), "resources", None), "engine_manager", None)
+        first = getattr(manager, "failed_proc_name", None)
+        dead.sort(key=lambda core: core.name != first)
+        if not dead or dead[0].exitcode is None:
+            return "its process says nothing; see the log"
+        rank = parent_watch.rank_named(dead[0].name)
+        whose = "its process" if rank is None else f"the process of its data-parallel rank {rank}"
+        code = dead[0].exitcode
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{whose} {how}"
 
     def _start(self) -> None:
         _refuse_import_by_child()
-        self._failures = _new_file()
+        self.folder = EngineFolder()
         with _VARIABLES:
-            self._others = _cores()
+            self._others = _children()
             try:
                 self.llm = self._construct()
             except BadInput:
                 raise
             except Exception as error:  # vLLM raises anything; each is about this model and these arguments
-                cause = parent_watch.read_failure(self._failures) or one_line(error)
+                cause = parent_watch.read_failure(self.folder.failures) or one_line(error)
                 raise BadModel(f"vLLM cannot run the model {self.model.name!r}: {cause}") from error
             finally:
-                self.cores, self._others = self._started(), None
-        if self._given_up:
-            self._stop()
+                started = self._started()
+                self.cores, self._others = [each for each in started if each.name.startswith(_CORE)], None
+                if self.llm is None:
+                    _end(started)  # where vLLM forgot one
+                if self._given_up:
+                    self._stop()
 
     def _construct(self) -> Any:
         with warnings.catch_warnings():
@@ -163,14 +182,23 @@ class VllmProcess:
                 f"vLLM cannot be imported ({error}): pip install 'deltarunner[cpu]' or 'deltarunner[gpu]'"
             ) from error
         known = frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs))
-        self.settings = choose_settings(self.given, cpu=current_platform.is_cpu(), known=known)
+        cpu = current_platform.is_cpu()
+        devices = len(os.sched_getaffinity(0)) if cpu else current_platform.device_count()
+        check_machine(self.given, cpu=cpu, devices=devices)
+        self.settings = choose_settings(self.given, cpu=cpu, known=known)
         try:
             return AsyncEngineArgs(model=self.model.location, **self.settings.arguments)
         except (TypeError, ValueError) as error:
             raise BadOption(f"VllmEngine: vLLM refuses an engine argument: {one_line(error)}") from error
 
     def _variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        ours = {parent_watch.PARENT: parent_watch.own_name(), parent_watch.FAILURES: str(self._failures)}
+        assert self.folder is not None
+        ours = {
+            parent_watch.PARENT: parent_watch.own_name(),
+            parent_watch.FOLDER: str(self.folder.path),
+            parent_watch.FAILURES: str(self.folder.failures),
+            SOCKETS: str(self.folder.path),
+        }
         if allowed := os.environ.get("VLLM_PLUGINS"):  # a list that would keep ours out
             ours["VLLM_PLUGINS"] = ",".join(
                 [allowed, *(each.ENTRY_POINT for each in (parent_watch, waiting, grammars))]
@@ -189,22 +217,23 @@ class VllmProcess:
         for process in self.cores:
             process.join(_STOP_SECONDS)  # else it stays a zombie for as long as we live
         release(memory)
-        if self._failures is not None:
-            self._failures.unlink(missing_ok=True)
+        if self.folder is not None:
+            self.folder.remove()
 
     def _started(self) -> list[BaseProcess]:
         others = self._others
-        return [] if others is None else [process for process in _cores() if process not in others]
+        return [] if others is None else [process for process in _children() if process not in others]
 
 
-def _new_file() -> Path:
-    descriptor, name = tempfile.mkstemp(prefix="deltarunner-engine-", suffix=".failures")
-    os.close(descriptor)
-    return Path(name)
+def _children() -> list[BaseProcess]:
+    """The engine cores of this process, and what counts their requests where there are several."""
+    return [each for each in multiprocessing.active_children() if each.name.startswith((_CORE, _COORDINATOR))]
 
 
-def _cores() -> list[BaseProcess]:
-    return [process for process in multiprocessing.active_children() if process.name.startswith("EngineCore")]
+def _end(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
+        process.join(_STOP_SECONDS)
 
 
 def _log_variables() -> dict[str, str]:

@@ -28,6 +28,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
     def __init__(self, runtime: VllmRuntime, request: GenerationRequest) -> None:
         super().__init__(runtime, request, request.session or Session())
         self._collector: Any = None
+        self._cut_by_death = False
 
     @property
     def sent_all(self) -> bool:
@@ -44,7 +45,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         self._stamps.mark(version, self.sent + waiting)
 
     async def _begin(self) -> None:
-        self._collector = await self._runtime.send(self.request, self._adapter)
+        self._collector = await self._runtime.send(self.request, self._adapter, rank=self._session.affinity.rank)
 
     async def __aexit__(self, *_: object) -> None:
         if not self._inside:
@@ -69,6 +70,8 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
             raise self._died(error) from error
 
     async def _read(self) -> Delta:
+        if self._cut_by_death:
+            raise RuntimeError("vLLM cut it, since another data-parallel rank is dead")
         collector = self._collector
         # As vLLM's own `generate()` does: what lies there already costs no switch of tasks.
         output = collector.get_nowait() or await collector.get()
@@ -78,6 +81,10 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         self._runtime.sampled += len(ids)
         if output.finished:
             self.finish = self._finished(output, completion)
+            if self.finish.reason is FinishReason.ABORT and self._runtime.process.has_lost_a_core:
+                self.finish, self._cut_by_death = None, True
+                if not ids:
+                    return await self._read()
         flat, count = completion.logprobs, self.request.sampling.logprobs or 0
         top = _top(flat, count, len(ids)) if count else None
         delta = Delta(ids, _logprobs(flat, count, len(ids)), self.finish, top)

@@ -10,6 +10,7 @@ encoded, the stop id that was sampled is looked for in it (tail_ids.py), and the
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -95,7 +96,7 @@ class Bridger:
         self._prompts = PromptRenderer(renderer)
         self.locality = Locality(self._prompts)
         self.closes = Closes(tokenizer, self._prompts)
-        self._encode_prompt = lru_cache(PROMPTS_KEPT)(self._encoded)
+        self._latest: OrderedDict[PromptText, array[int]] = OrderedDict()
         self._word_holds = lru_cache(WORDS_KEPT)(tokenizer.holds_control)
 
     # --- bridges
@@ -253,7 +254,21 @@ class Bridger:
 
     def prompt_ids(self, prompt: PromptText) -> array[int]:
         """Ids of a render, shape [prompt], int32. Those of the latest are kept, since siblings begin alike."""
-        return self._encode_prompt(*prompt)[:]  # a copy, since the kept one serves others too and an array can change
+        ids = self.known_prompt(prompt)
+        if ids is None:
+            ids = self._encoded(*prompt)
+            self._latest[prompt] = ids[:]
+            while len(self._latest) > PROMPTS_KEPT:
+                self._latest.popitem(last=False)
+        return ids
+
+    def known_prompt(self, prompt: PromptText) -> array[int] | None:
+        """The same of a render that was encoded lately; None where that is to be done yet, which may take long."""
+        ids = self._latest.pop(prompt, None)
+        if ids is None:
+            return None
+        self._latest[prompt] = ids  # at the end, as what was used last
+        return ids[:]  # a copy, since the kept one serves others too and an array can change
 
     def _encoded(self, text: str, spans: tuple[Span, ...]) -> array[int]:
         return array("i", self.tokenizer.encode(text, spans))

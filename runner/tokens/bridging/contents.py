@@ -84,7 +84,7 @@ class Rendering:
 
     def _shown(self, index: int) -> Span | None:
         """About where a content is shown that is not written as it is; None where the message is hidden."""
-        other = self.render(_with(self.messages, (index, "content"), _SHOWN))
+        other = self.render(_with(self.messages, {(index, "content"): _SHOWN}))
         before, found, after = other.partition(_SHOWN)
         if not found:
             return None
@@ -124,18 +124,16 @@ class Rendering:
         Where markers change that too, one field after the other is put in and found by what stays on both sides of it.
         """
         markers = {field: f"{stem}content{number}z" for number, field in enumerate(wanted)}
-        copy = list(self.messages)
-        for field, marker in markers.items():
-            copy = _with(copy, field, marker)
+        copy = _with(self.messages, markers)
         values = {marker: _value(self.messages, field) for field, marker in markers.items()}
-        spans = _fitted(self.text, re.split(f"({'|'.join(values)})", self.render(copy)), values)
+        spans = _fitted(self.text, re.split(rf"({stem}content\d+z)", self.render(copy)), values)
         return spans if spans is not None else self._located_one_by_one(copy, markers)
 
     def _located_one_by_one(self, marked: Sequence[Message], markers: Mapping[Field, str]) -> list[Span] | None:
         current, before = list(marked), self.render(marked)
         spans: list[Span] = []
         for field, marker in markers.items():
-            current = _with(current, field, _value(self.messages, field))
+            current = _with(current, {field: _value(self.messages, field)})
             after = self.render(current)
             at = before.find(marker)
             if at < 0 or marker in after or before.count(marker) > 1:
@@ -152,12 +150,10 @@ class Rendering:
         found = {name for field in wanted for name in names(_value(self.messages, field))}
         # The longest first, so that a name inside another is not replaced within it.
         disguises = {name: _disguise(len(name), self.text) for name in sorted(found, key=len, reverse=True)}
-        copy = list(self.messages)
-        for field in wanted:
-            value = _value(self.messages, field)
-            for name, disguise in disguises.items():
-                value = value.replace(name, disguise)
-            copy = _with(copy, field, value)
+        values = {field: _value(self.messages, field) for field in wanted}
+        for name, disguise in disguises.items():
+            values = {field: value.replace(name, disguise) for field, value in values.items()}
+        copy = _with(self.messages, values)
         if not disguises or any(list(names(_value(copy, field))) for field in wanted):
             return None
         other = self.render(copy)
@@ -233,6 +229,8 @@ def _value(messages: Sequence[Message], field: Field) -> str:
     return str(messages[field[0]][field[1]])  # type: ignore[literal-required]  # one of FIELDS
 
 
-def _with(messages: Sequence[Message], field: Field, value: str) -> list[Message]:
-    index, name = field
-    return [cast("Message", {**m, name: value}) if i == index else m for i, m in enumerate(messages)]
+def _with(messages: Sequence[Message], values: Mapping[Field, str]) -> list[Message]:
+    copy = list(messages)
+    for (index, name), value in values.items():
+        copy[index] = cast("Message", {**copy[index], name: value})
+    return copy

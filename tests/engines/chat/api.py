@@ -7,7 +7,7 @@ for the wire alone: what it says is the test's.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +19,9 @@ from runner.engines.chat.engine import ChatEngine
 from runner.engines.http_retries import RetryPolicy
 from runner.engines.message_engine import MessagePiece, MessageRequest, MessageStream
 from runner.options import Sampling
+from tests.engines.troubles import Trouble
 
-__all__ = ["QUICK", "Api", "Says", "Trouble", "asked", "asking", "error", "hear", "refuses", "serving", "wanted"]
-
-Trouble = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
-"""What befalls a request before it is answered; None lets it through."""
+__all__ = ["QUICK", "Api", "Says", "asked", "asking", "error", "hear", "refuses", "serving", "wanted"]
 
 QUICK = RetryPolicy(attempts=4, first_seconds=0.001, longest_seconds=0.01)
 

@@ -29,7 +29,8 @@ from runner import (
 from runner.engines.base import FinishReason
 from runner.engines.chat.engine import ChatEngine
 from runner.engines.http_retries import FailureKind, RetryPolicy
-from tests.engines.chat.api import QUICK, Api, Says, Trouble, asked, asking, error, hear, refuses, serving, wanted
+from tests.engines.chat.api import QUICK, Api, Says, asked, asking, error, hear, refuses, serving, wanted
+from tests.engines.troubles import Trouble, hangs_up, hangs_up_after_the_head, never_begins
 from tests.playing import Plain, talking, tasks, until_end
 from tests.repository import ROOT
 
@@ -42,27 +43,6 @@ KEY = "sk-secret-0123456789"
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-async def hangs_up(request: web.Request) -> web.StreamResponse:
-    """Closes the connection without a word."""
-    assert request.transport is not None
-    request.transport.close()
-    return web.Response()
-
-
-async def hangs_up_after_the_head(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    response.enable_chunked_encoding()
-    await response.prepare(request)
-    assert request.transport is not None
-    request.transport.close()
-    return response
-
-
-async def never_begins(_: web.Request) -> web.StreamResponse:
-    await anyio.sleep_forever()
-    raise AssertionError("it woke up")
 
 
 async def says_nonsense(_: web.Request) -> web.StreamResponse:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 import pytest
+from anyio.from_thread import start_blocking_portal
 from typer.testing import CliRunner
 
 from runner import (
@@ -18,6 +23,8 @@ from runner import (
     RunFile,
 )
 from runner.cli.app import app
+from runner.cli.serve import serve_command
+from runner.cli.settings import RunSettings
 from runner.testing import ScriptedEngine, play
 from tests.engines.chat.adding import Adding, adds, played
 from tests.engines.chat.api import Says, asking, serving
@@ -25,6 +32,11 @@ from tests.playing import Plain, assert_nothing_open, tasks
 from tests.verifying import change, verify
 
 pytestmark = pytest.mark.anyio
+
+ASKED = {
+    "messages": [{"role": "user", "content": "Yes or no?"}],
+    "tools": [{"type": "function", "function": {"name": "run", "description": "", "parameters": {"type": "object"}}}],
+}
 
 
 @pytest.fixture
@@ -149,6 +161,33 @@ def test_the_command_line_evaluates_an_api_and_shows_it(tmp_path: Path, monkeypa
     assert told["export"].exit_code == 2
     assert "nothing to train on" in " ".join(told["export"].output.split())
     assert told["verify"].exit_code == 0
+
+
+def test_the_command_line_serves_an_api_to_programs_that_somebody_starts(tmp_path: Path) -> None:
+    answers: list[Any] = []
+
+    def by_hand(base_url: str) -> None:
+        answers.append(httpx.post(f"{base_url}/chat/completions", json=ASKED).json())
+        answers.append(httpx.get(f"{base_url}/models").json())
+        httpx.post(f"{base_url}/end", json={"reward": 0.5})
+
+    def told(lines: list[str]) -> None:
+        if answers:
+            os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does
+        else:
+            threading.Thread(target=by_hand, args=(lines[1].split()[1],)).start()
+
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(serving("Yes")) as api:
+        given = RunSettings(
+            file=tmp_path / "served.db", api_model="some-model", api_url=api.url, engine_options=["context=4096"]
+        )
+        assert serve_command(given, told=told) == 130
+    assert answers[0]["choices"][0]["message"]["content"] == "Yes"
+    assert answers[1]["data"][0]["id"] == "some-model"
+    with RunFile(tmp_path / "served.db") as run_file:
+        row = next(iter(run_file.rows(trained=None)))
+        assert (row.id, row.reward, row.trained) == ("key-0#0", 0.5, False)
+    assert "--api-model" in CliRunner().invoke(app, ["serve", "--help"], terminal_width=200).output
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,9 @@ from runner.engines.state import PauseMode
 from runner.options import Constraint, ConstraintKind, Sampling
 from runner.testing import ScriptedEngine
 from runner.tokens.log import VersionSpan
+from tests.engines.troubles import Trouble
 
-__all__ = ["Loopback", "Trouble", "serving"]
-
-Trouble = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
-"""What befalls a request that samples, before it does; None lets it through."""
+__all__ = ["Loopback", "serving"]
 
 _SPECIAL = {"min_tokens": "min_new_tokens", "max_tokens": "max_new_tokens"}
 _FIELDS = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "temperature")

@@ -1,14 +1,17 @@
 """The real engine's processes: none outlives us, and the terminal's Ctrl-C reaches none. Each test starts its own."""
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.from_thread
@@ -17,6 +20,8 @@ import pytest
 
 from runner.engines.base import GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
+from runner.engines.vllm.engine_folder import SOCKETS
+from runner.engines.vllm.parallel import BINDING
 from runner.engines.vllm.worker import parent_watch
 from runner.errors import BadModel, BadOption, EngineDead
 from runner.options import Sampling
@@ -27,7 +32,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.apart]
 WATCHDOG = 100.0
 
 RUNNER = """
-import dataclasses, os, signal, sys
+import dataclasses, json, os, signal, sys
 from pathlib import Path
 import anyio, anyio.to_thread
 from runner.engines.base import GenerationRequest
@@ -47,7 +52,7 @@ BaseProcess.start = start_and_tell
 async def main():
     signal.signal(signal.SIGINT, lambda *_: os.write(terminal.stdout.fileno(), b"interrupted\\n"))
     sampling = dataclasses.replace(Sampling.defaults(), max_tokens=4)
-    async with VllmEngine(max_num_seqs=4, max_model_len=512) as engine:
+    async with VllmEngine(max_num_seqs=4, max_model_len=512, **json.loads(sys.argv[2])) as engine:
         while True:
             async with engine.stream(GenerationRequest(name="only", prompt=[1, 2], sampling=sampling)) as stream:
                 ids = [token async for delta in stream for token in delta.token_ids]
@@ -57,14 +62,28 @@ async def main():
 with quiet_output(Path(sys.argv[1])) as terminal:
     anyio.run(main)
 """
+TWO_RANKS = {"data_parallel_size": 2}
 
 
 @pytest.fixture
-def runner(demo_model_folder: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def around() -> Iterator[Path]:
+    """Where an engine makes its folder; the address of a socket is too short for the folder of a test."""
+    with tempfile.TemporaryDirectory(prefix="test-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def runner(
+    demo_model_folder: Path, tmp_path: Path, around: Path, request: pytest.FixtureRequest
+) -> Iterator[subprocess.Popen[str]]:
     """A process that runs an engine, as the leader of a session and a process group of its own."""
-    command = [sys.executable, "-c", RUNNER, str(tmp_path / "engine.log")]
+    arguments: dict[str, int] = getattr(request, "param", {})
+    environment = {**os.environ, SOCKETS: str(around)}
+    if (cores := environment.get(BINDING)) and arguments:  # those of one worker
+        environment[BINDING] = f"{cores}|{cores}"
+    command = [sys.executable, "-c", RUNNER, str(tmp_path / "engine.log"), json.dumps(arguments)]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         yield process
         process.kill()
@@ -86,6 +105,10 @@ def assert_no_engine_process_is_left() -> None:
     assert_gone([process for process in psutil.process_iter() if _parent(process) == parent_watch.own_name()])
 
 
+def assert_nothing_is_left_in(folder: Path) -> None:
+    assert list(folder.iterdir()) == []
+
+
 def _parent(process: psutil.Process) -> str | None:
     try:
         return process.environ().get(parent_watch.PARENT)
@@ -98,12 +121,23 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert alive == []
 
 
-def test_ctrl_c_spares_the_engine_and_after_kill_9_no_engine_process_is_alive(
-    runner: subprocess.Popen[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("runner", "started"),
+    [
+        pytest.param({}, ["EngineCore"], id="one rank"),
+        pytest.param(
+            TWO_RANKS, ["VLLM_DP_Coordinator", "EngineCore_DP0", "EngineCore_DP1"], id="two", marks=pytest.mark.whole
+        ),
+    ],
+    indirect=["runner"],
+)
+def test_ctrl_c_spares_the_engine_and_after_kill_9_no_engine_process_and_no_socket_is_left(
+    runner: subprocess.Popen[str], started: list[str], tmp_path: Path, around: Path
 ) -> None:
     assert runner.stdin is not None
     assert runner.stdout is not None
-    assert runner.stdout.readline() == "started EngineCore\n"
+    for name in started:
+        assert runner.stdout.readline() == f"started {name}\n"
     assert runner.stdout.readline() == "sampled 4\n", "and none of vLLM's noise between"
     assert "EngineCore" in (tmp_path / "engine.log").read_text()
 
@@ -113,10 +147,13 @@ def test_ctrl_c_spares_the_engine_and_after_kill_9_no_engine_process_is_alive(
     assert runner.stdout.readline() == "sampled 4\n", "the engine answers as before"
 
     processes = session_of(runner.pid)
-    assert len(processes) >= 3, "the runner, the engine's core and its worker"
+    assert len(processes) > 2 * len(started), "the runner, each engine core and its worker, and whoever is between them"
+    (folder,) = around.iterdir()
+    assert any(path.is_socket() for path in folder.iterdir())
     runner.kill()
     runner.wait()
     assert_gone(processes)
+    assert not folder.exists()
 
 
 def test_after_kill_9_in_the_middle_of_a_start_no_engine_process_is_alive(runner: subprocess.Popen[str]) -> None:
@@ -170,9 +207,10 @@ def generation() -> GenerationRequest:
 
 
 @pytest.mark.anyio
-async def test_a_model_that_cannot_be_loaded_says_why_and_leaves_no_process(
-    demo_model_folder: Path, tmp_path: Path
+async def test_a_model_that_cannot_be_loaded_says_why_and_leaves_no_process_and_no_socket(
+    demo_model_folder: Path, tmp_path: Path, around: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(SOCKETS, str(around))
     folder = tmp_path / "model"
     shutil.copytree(demo_model_folder, folder, symlinks=True, ignore=shutil.ignore_patterns("*.safetensors"))
     weights = folder / "model.safetensors"
@@ -183,6 +221,7 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_leaves_no_process(
         await engine.__aenter__()
     assert "\n" not in str(failure.value)
     assert_no_engine_process_is_left()
+    assert_nothing_is_left_in(around)
     with pytest.raises(EngineDead, match="not running"):
         await engine.health()
 
@@ -206,9 +245,13 @@ async def test_an_engine_that_could_not_start_starts_once_it_can(demo_model_fold
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("sizes", [{}, TWO_RANKS], ids=["one rank", "two"])
 async def test_cancelling_a_start_ends_what_it_started(
-    demo_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    sizes: dict[str, Any], demo_model_folder: Path, around: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(SOCKETS, str(around))
+    if (cores := os.environ.get(BINDING)) and sizes:  # those of one worker
+        monkeypatch.setenv(BINDING, f"{cores}|{cores}")
     started = anyio.Event()
     start = BaseProcess.start
 
@@ -219,10 +262,11 @@ async def test_cancelling_a_start_ends_what_it_started(
     monkeypatch.setattr(BaseProcess, "start", start_and_tell)
     with anyio.fail_after(WATCHDOG):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(VllmEngine(max_model_len=512).__aenter__)
+            tasks.start_soon(VllmEngine(max_model_len=512, **sizes).__aenter__)
             await started.wait()
             tasks.cancel_scope.cancel()
     assert_no_engine_process_is_left()
+    assert_nothing_is_left_in(around)
 
 
 @pytest.mark.anyio
@@ -232,6 +276,9 @@ async def test_cancelling_a_start_ends_what_it_started(
         ("max_num_seq", 4, "no such engine argument"),
         ("stream_interval", 0, "at least one id"),
         ("skip_tokenizer_init", True, "set by the engine itself"),
+        ("data_parallel_size", 0, "a whole number of at least 1"),
+        ("tensor_parallel_size", 100_000, "each on a CPU core of its own"),
+        ("pipeline_parallel_size", 2, "vLLM dies of its first request"),
     ],
 )
 async def test_an_impossible_argument_is_refused_by_name(

@@ -190,9 +190,9 @@ def engine_of(llm: Llm) -> VllmEngine:
     return engine
 
 
-def request() -> GenerationRequest:
+def request(**fields: Any) -> GenerationRequest:
     sampling = dataclasses.replace(Sampling.defaults(), max_tokens=50)
-    return GenerationRequest(name="e/main/0", prompt=[1, 2, 3], sampling=sampling)
+    return GenerationRequest(name="e/main/0", prompt=[1, 2, 3], sampling=sampling, **fields)
 
 
 async def read(stream: VllmStream, into: list[Delta]) -> None:
@@ -468,4 +468,3 @@ def test_parallel_sizes_are_passed_on_as_they_are_given() -> None:
     for cpu in (True, False):
         settings = choose_settings(sizes, cpu=cpu, known=frozenset(sizes))
         assert settings.arguments == sizes
-        assert "VLLM_CPU_OMP_THREADS_BIND" not in settings.environment, "the workers share the cores among them"

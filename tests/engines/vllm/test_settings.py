@@ -10,6 +10,7 @@ import pytest
 
 from runner.engines.base import GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
+from runner.engines.vllm.parallel import BINDING
 from runner.engines.vllm.settings import choose_settings, constraint_arguments, sampling_arguments, spellings
 from runner.errors import BadModel, BadOption
 from runner.options import MOST_LOGPROBS, Constraint, ConstraintKind, Sampling
@@ -24,6 +25,7 @@ KNOWN = frozenset(
         "logprobs_mode",
         "disable_log_stats",
         "tensor_parallel_size",
+        "data_parallel_size",
         "dtype",
         "model",
     ]
@@ -72,9 +74,19 @@ def test_a_variable_the_user_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
     assert "VLLM_CPU_KVCACHE_SPACE" not in settings.environment | settings.chosen
 
 
-def test_several_workers_are_bound_by_vllm() -> None:
-    settings = choose_settings({"tensor_parallel_size": 2}, cpu=True, known=KNOWN)
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in settings.environment
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "data_parallel_size"])
+def test_workers_share_all_cores_and_the_memory_among_them(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(5)))
+    alone, two = (choose_settings({size: count}, cpu=True, known=KNOWN).environment for count in (1, 2))
+    first, second = ({int(core) for core in share.split(",")} for share in two[BINDING].split("|"))
+    assert first | second == set(range(5))
+    assert not first & second
+    assert int(two["VLLM_CPU_KVCACHE_SPACE"]) <= int(alone["VLLM_CPU_KVCACHE_SPACE"])
+
+
+def test_workers_that_are_partly_on_other_machines_are_bound_by_vllm() -> None:
+    settings = choose_settings({"data_parallel_size": 2, "nnodes": 2}, cpu=True, known=KNOWN | {"nnodes"})
+    assert BINDING not in settings.environment
 
 
 def test_an_older_vllm_is_not_given_what_it_does_not_know() -> None:

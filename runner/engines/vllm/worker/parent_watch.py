@@ -8,18 +8,26 @@ plugin, which vLLM loads first of all, and as a general one, when logging is set
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import re
+import shutil
+import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 __all__ = [
     "ENTRY_POINT",
     "FAILURES",
+    "FOLDER",
     "PARENT",
     "note_failure",
     "of_an_engine",
     "own_name",
+    "rank_named",
     "read_failure",
     "watch_parent",
 ]
@@ -33,6 +41,10 @@ PARENT = "DELTARUNNER_ENGINE_PARENT"
 FAILURES = "DELTARUNNER_ENGINE_FAILURES"
 """The variable that names the file where a process of the engine notes what it died of."""
 
+FOLDER = "DELTARUNNER_ENGINE_FOLDER"
+"""The variable that names the engine's own folder, which goes with it."""
+
+_RANK = "DELTARUNNER_ENGINE_RANK"  # set by an engine core for its workers, whose names are the same in all ranks
 _SECONDS = 1.0
 _THREAD = "deltarunner-orphan-watch"
 _STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat after the name
@@ -57,17 +69,31 @@ def watch_parent() -> None:
     parent = os.environ.get(PARENT)
     if parent is None or not of_an_engine():
         return
+    rank = rank_named(multiprocessing.current_process().name)
+    if rank is not None:
+        os.environ[_RANK] = str(rank)
     if _THREAD not in (thread.name for thread in threading.enumerate()):
         threading.Thread(target=_exit_without, args=(parent,), name=_THREAD, daemon=True).start()
+    _meet_in(os.environ.get(FOLDER))
     logger = logging.getLogger("vllm")
     path = os.environ.get(FAILURES)
     if path and not any(isinstance(handler, _FailureNotes) for handler in logger.handlers):
         logger.addHandler(_FailureNotes(path))
 
 
+def _meet_in(folder: str | None) -> None:
+    """Let the file by which the workers of a core find one another lie in the engine's folder too."""
+    network = sys.modules.get("vllm.utils.network_utils")  # it is there by the second call, and used later
+    if folder is not None and hasattr(network, "tempfile"):
+        vars(network)["tempfile"] = SimpleNamespace(gettempdir=lambda: folder)
+
+
 def _exit_without(parent: str) -> None:
     while _alive(parent):
         time.sleep(_SECONDS)
+    # By each of the processes, since none knows which is the last.
+    if folder := os.environ.get(FOLDER):
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -96,12 +122,20 @@ class _FailureNotes(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if error is None or not record.getMessage().startswith(_FATAL):
             return
-        note_failure(Path(self._path), f"{type(error).__name__}: {error}")
+        rank = os.environ.get(_RANK)
+        where = "" if rank is None else f"in data-parallel rank {rank}: "
+        note_failure(Path(self._path), f"{where}{type(error).__name__}: {error}")
+
+
+def rank_named(process: str) -> int | None:
+    """The data-parallel rank whose core a process is, by its name; None where there is one rank only."""
+    found = re.fullmatch(r"EngineCore_DP(\d+)", process)
+    return int(found[1]) if found else None
 
 
 def note_failure(path: Path, text: str) -> None:
-    """Append what a process of the engine dies of, a line each."""
-    with path.open("a", encoding="utf-8") as file:
+    """Append what a process of the engine dies of, a line each; nothing once the engine's folder is gone."""
+    with suppress(FileNotFoundError), path.open("a", encoding="utf-8") as file:
         file.write(" ".join(text.split()) + "\n")
 
 

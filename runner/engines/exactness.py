@@ -1,0 +1,22 @@
+"""Whether the log-probabilities of a model's own distribution are those of what a turn is sampled from."""
+
+from __future__ import annotations
+
+from runner.engines.base import GenerationRequest
+from runner.options import Sampling
+
+__all__ = ["is_unchanged"]
+
+_UNCHANGED = ("top_p", "top_k", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def is_unchanged(request: GenerationRequest) -> bool:
+    """Whether the model's own log-probabilities are those of what is sampled from."""
+    sampling, off = request.sampling, Sampling.defaults()
+    return (
+        request.constraint is None
+        and sampling.temperature in (0, 1)
+        and not sampling.logit_bias
+        and not sampling.bad_words
+        and all(getattr(sampling, name) == getattr(off, name) for name in _UNCHANGED)
+    )

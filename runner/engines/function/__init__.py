@@ -1,0 +1,1 @@
+"""A function that takes token ids and gives token ids as the engine."""

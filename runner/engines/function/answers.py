@@ -1,0 +1,158 @@
+"""Reads what a function of token ids gives, and refuses by name what cannot be."""
+
+from __future__ import annotations
+
+import math
+import operator
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+from runner.engines.base import Delta, FinishReason
+from runner.engines.function.calling import TokenOutput, TokenSampling
+from runner.errors import EngineError
+from runner.tokens.top_logprobs import TopLogprobs
+
+__all__ = ["AnswerReader"]
+
+_ENDS: Final = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.REPETITION)
+_ROUNDING: Final = 0.01
+"""How far above 0 a log-probability may be that was reckoned in few bits."""
+
+
+class AnswerReader:
+    """Reads the answer to one turn, an output after the other.
+
+    Args:
+        sampling: how the turn is sampled.
+        vocabulary: how many ids the model has.
+        context: the most ids of prompt and turn together.
+        logprobs: whether each id comes with its log-probability.
+    """
+
+    def __init__(self, sampling: TokenSampling, *, vocabulary: int, context: int, logprobs: bool) -> None:
+        self.finish: FinishReason | None = None
+        """How the turn ended; None while it goes on."""
+        self.stop: int | None = None
+        """The stop id that ended it."""
+        self.count = 0
+        """How many ids came."""
+        self.version: str | None = None
+        """The version of the weights that the newest ids came with."""
+        self.cached_tokens: int | None = None
+        """Ids of the prompt that a prefix cache held."""
+        self._sampling = sampling
+        self._stops = frozenset(sampling.stop_ids)
+        self._vocabulary = vocabulary
+        self._room = context - len(sampling.request.prompt)
+        self._logprobs = logprobs
+
+    def read(self, output: Any) -> Delta:
+        """What one output says, without a finish.
+
+        Raises:
+            EngineError: it cannot be; names the thing.
+        """
+        if not isinstance(output, TokenOutput):
+            self._refuse(f"gave {_kind(output)}", "give a TokenOutput")
+        if self.finish is not None:
+            self._refuse("went on behind its finish", "give `finish` with the last output alone")
+        ids = self._ids(output.token_ids)
+        logprobs = self._logprobs_of(output.logprobs, len(ids)) if self._logprobs else None
+        top = self._top(output.top, len(ids)) if self._sampling.logprobs else None
+        self.count += len(ids)
+        if self.count > self._sampling.max_tokens:
+            self._refuse(f"gave {self.count} ids", f"max_tokens is {self._sampling.max_tokens}")
+        self._keep_version(output.version)
+        if output.cached_tokens is not None:
+            self.cached_tokens = output.cached_tokens
+        if output.finish is not None:
+            self._end(output.finish)
+        return Delta(ids, logprobs, None, top)
+
+    def end(self) -> None:
+        """There is no further output.
+
+        Raises:
+            EngineError: no output said how the turn ended.
+        """
+        if self.finish is None:
+            self._refuse("ended without a finish", "say with the last output how the turn ended")
+
+    def refuse_kind(self, given: object) -> NoReturn:
+        """Refuse what a call of the function gave, which is neither awaited nor iterated over."""
+        self._refuse(f"gave {_kind(given)} in place of an answer", "make it an `async def`, or an async generator")
+
+    # --- the parts of an output
+
+    def _ids(self, given: Any) -> array[int]:
+        if given is None:
+            self._refuse("gave None for token_ids", "give the sampled ids, or an empty list")
+        try:
+            ids = [operator.index(token_id) for token_id in given]
+        except TypeError:
+            self._refuse(f"gave {given!r:.60} for token_ids", "give whole numbers")
+        for token_id in ids:
+            if not 0 <= token_id < self._vocabulary:
+                self._refuse(f"gave the id {token_id}", f"the model's ids are 0 to {self._vocabulary - 1}")
+            if self.stop is not None:
+                self._refuse(f"went on behind the stop id {self.stop}", "end the turn at the first of stop_ids")
+            if token_id in self._stops:
+                self.stop = token_id
+        return array("i", ids)
+
+    def _logprobs_of(self, given: Any, count: int) -> list[float]:
+        if given is None:
+            self._refuse("gave no log-probabilities", "give one for each id, or take TokenEngine(logprobs='none')")
+        try:
+            values = [float(value) for value in given]
+        except (TypeError, ValueError):
+            self._refuse(f"gave {given!r:.60} for logprobs", "give a number for each id")
+        if len(values) != count:
+            self._refuse(f"gave {len(values)} log-probabilities of {count} ids", "give one for each id")
+        for value in values:
+            if not math.isfinite(value):
+                self._refuse(f"gave the log-probability {value}", "an id that was sampled has a finite one")
+            if value > _ROUNDING:
+                self._refuse(f"gave the log-probability {value:g}", "give logarithms, which are at most 0")
+        return values
+
+    def _top(self, given: Sequence[Mapping[int, float]] | None, count: int) -> TopLogprobs:
+        wanted = self._sampling.logprobs
+        rows = list(given or ())
+        if len(rows) != count:
+            self._refuse(f"gave the likeliest ids of {len(rows)} positions of {count}", "give them in `top`, for each")
+        if any(len(row) < wanted for row in rows):
+            self._refuse(f"gave {min(map(len, rows))} of the likeliest ids of a position", f"{wanted} are wanted")
+        return TopLogprobs.of(rows, wanted)
+
+    def _keep_version(self, given: Any) -> None:
+        if given is None:
+            return
+        if not isinstance(given, str | int):
+            self._refuse(f"gave the weight version {given!r:.60}", "give a string or a whole number")
+        self.version = str(given)
+
+    def _end(self, given: Any) -> None:
+        if given not in _ENDS:
+            self._refuse(f"gave the finish {given!r:.60}", f"give one of {', '.join(_ENDS)}; `finish_of` tells which")
+        self.finish = FinishReason(given)
+        stopped, whole = self.stop is not None, self.count in (self._sampling.max_tokens, self._room)
+        if self.finish is FinishReason.STOP and not stopped:
+            names = ", ".join(map(str, self._sampling.stop_ids)) or "none"
+            self._refuse("gave the finish 'stop' and no stop id", f"leave it in, as the last id; stop_ids: {names}")
+        if self.finish is FinishReason.LENGTH and stopped:
+            self._refuse("gave the finish 'length' behind a stop id", "a turn that ends with one has the finish 'stop'")
+        if self.finish is FinishReason.LENGTH and not whole:
+            most = f"max_tokens is {self._sampling.max_tokens}, and {self._room} ids have room in the context"
+            self._refuse(
+                f"gave the finish 'length' after {self.count} ids",
+                f"{most}; where the engine has a limit of its own, give it as context= or Sampling(max_tokens=)",
+            )
+
+    def _refuse(self, what: str, fix: str) -> NoReturn:
+        raise EngineError(f"{self._sampling.request.name}: generate() {what}: {fix}.")
+
+
+def _kind(given: object) -> str:
+    return "None" if given is None else f"a {type(given).__name__}"

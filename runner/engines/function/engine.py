@@ -1,0 +1,300 @@
+"""The token engine: an `Engine` like any other whose ids are sampled by a function that somebody gives."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+from anyio.lowlevel import current_token
+
+from runner import checked
+from runner.engines.base import Engine, EngineStats, GenerationRequest, Session
+from runner.engines.function.calling import LogprobsKind, TokenFeature, TokenFunction
+from runner.engines.function.runtime import FunctionAdapters, FunctionRuntime
+from runner.engines.function.stream import FunctionSession, FunctionStream
+from runner.engines.gate import AdmissionGate, affinity_beside
+from runner.errors import BadModel, BadOption, EngineDead, RequestRejected
+from runner.models import chat_template, resolve_model, stop_ids
+from runner.options import Constraint, Sampling
+from runner.tokens.template import ChatTemplate
+from runner.tokens.tokenizer import Tokenizer
+
+__all__ = ["TokenEngine"]
+
+_OFF = Sampling.defaults()
+
+
+class TokenEngine(Engine):
+    """An engine over an async function of token ids, for trainers that own the engine.
+
+    async def generate(prompt, sampling, *, session):
+        said = await client.generate(session, prompt, sampling.max_tokens, sampling.temperature)
+        return TokenOutput(said.ids, said.logprobs, sampling.finish_of(said.ids))
+
+    engine = TokenEngine(generate, tokenizer="Qwen/Qwen3-0.6B", context=32_768)
+
+    What the function cannot do is refused by its name before anything is played: settings of `Sampling` and grammars
+    that `takes` does not name, adapters, forced ids, new weights. What it gives is looked at, and what cannot be, such
+    as an id that the vocabulary has not got, fails the turn with an error that names it.
+
+    Args:
+        generate: samples a turn; see `TokenFunction`.
+        tokenizer: the model's folder or Hugging Face id, of which the small files are read, or a `Tokenizer`.
+        template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
+        stop_ids: the ids that end a turn; default those of the model.
+        context: the most ids that the engine behind the function takes for prompt and turn together.
+        places: calls that run at once; further ones wait at the gate.
+        takes: what of `TokenSampling` the function obeys besides temperature, `max_tokens` and `stop_ids`; give
+            `TokenFeature` itself for all of it.
+        logprobs: of which distribution its log-probabilities are.
+        adapters: names that it takes as `TokenSampling.adapter`.
+
+    Raises:
+        BadOption: a setting that cannot be, or a function that cannot be called so.
+        BadModel: there is no such model.
+        BadTemplate: there is no such template.
+    """
+
+    vocabulary: int
+    """How many ids can be sampled, the model's padding rows included; set once the engine is entered."""
+
+    def __init__(
+        self,
+        generate: TokenFunction,
+        *,
+        tokenizer: str | os.PathLike[str] | Tokenizer,
+        template: str | Path | ChatTemplate | None = None,
+        stop_ids: Sequence[int] | None = None,
+        context: int,
+        places: int = 256,
+        takes: Iterable[TokenFeature | str] = (),
+        logprobs: LogprobsKind | str = LogprobsKind.PROCESSED,
+        adapters: Sequence[str] = (),
+    ) -> None:
+        _require_function(generate)
+        for name, value, least in (("context", context, 2), ("places", places, 1)):
+            checked.whole(f"TokenEngine({name}={value!r})", value, least=least)
+        if logprobs not in list(LogprobsKind):
+            raise BadOption(f"TokenEngine(logprobs={logprobs!r:.60}): give one of {', '.join(LogprobsKind)}.")
+        self.context = context
+        self.places = places
+        self.takes = _features(takes)
+        """What the function obeys besides temperature, `max_tokens` and stop ids."""
+        self._generate = generate
+        self._given = tokenizer
+        self._given_template = template
+        self._given_stop_ids = None if stop_ids is None else _stop_ids(stop_ids)
+        self._logprobs = LogprobsKind(logprobs)
+        self._adapters = tuple(adapters)
+        FunctionAdapters(self._adapters)  # refused now, if one cannot be
+        if not isinstance(tokenizer, str | os.PathLike):
+            self._load_object(tokenizer)
+        self.runtime: FunctionRuntime | None = None
+        self._tasks: anyio.abc.TaskGroup | None = None
+
+    async def __aenter__(self) -> Self:
+        if self.running:
+            raise RuntimeError("this engine is already running")
+        if isinstance(self._given, str | os.PathLike):
+            # In a thread, since what is read takes some tenths of a second, and others may be playing.
+            await anyio.to_thread.run_sync(self._load_folder, self._given, abandon_on_cancel=True)
+        if self._given_stop_ids is not None:
+            self.stop_ids = self._given_stop_ids
+        if beyond := [token_id for token_id in self.stop_ids if token_id >= self.vocabulary]:
+            raise BadOption(
+                f"TokenEngine(stop_ids=): {beyond[0]} is no id; the model's are 0 to {self.vocabulary - 1}."
+            )
+        self._tasks = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        self.runtime = FunctionRuntime(
+            self._generate,
+            self._tasks,
+            gate=AdmissionGate(self.places, sys.maxsize),
+            adapters=FunctionAdapters(self._adapters),
+            context=self.context,
+            vocabulary=self.vocabulary,
+            logprobs=self._logprobs,
+        )
+        self.running, self.loop = True, current_token()
+        return self
+
+    def _load_object(self, tokenizer: Any) -> None:
+        if not hasattr(tokenizer, "fingerprint"):
+            raise BadOption(
+                f"TokenEngine(tokenizer={type(tokenizer).__name__}): give the folder that it was loaded from, such as "
+                "`tokenizer.name_or_path`, or a Tokenizer of `runner.tokens.tokenizer.load_tokenizer(folder)`."
+            )
+        if self._given_template is None:
+            raise BadOption("TokenEngine(template=): a tokenizer alone has no chat template; give one.")
+        if self._given_stop_ids is None and tokenizer.eos_id is None:
+            raise BadOption("TokenEngine(stop_ids=): the tokenizer has no EOS; say which ids end a turn.")
+        self.tokenizer: Tokenizer = tokenizer
+        given = self._given_template
+        self.template = given if isinstance(given, ChatTemplate) else ChatTemplate.load(given)
+        self.stop_ids = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+        self.vocabulary = tokenizer.size
+
+    def _load_folder(self, name: str | os.PathLike[str]) -> None:
+        from runner.tokens.tokenizer import load_tokenizer
+
+        model = resolve_model(name)
+        self.tokenizer = load_tokenizer(model.folder)
+        self.template = chat_template(model, self._given_template)
+        self.stop_ids = stop_ids(model, self.tokenizer.eos_id)
+        self.vocabulary = max(self.tokenizer.size, _rows(model.folder))
+        if not self.stop_ids and self._given_stop_ids is None:
+            raise BadModel(f"nothing ends a turn of {model.name!r}: give TokenEngine(stop_ids=).")
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._tasks is not None
+        tasks, self._tasks = self._tasks, None
+        self.running = False
+        await self.function.stop()
+        # Nothing is passed on: an exception that leaves the block is not the task group's to wrap.
+        await tasks.__aexit__(None, None, None)
+
+    @property
+    def function(self) -> FunctionRuntime:
+        """The function while it is used; not for authors."""
+        if self.runtime is None:
+            raise EngineDead("the engine is not running")
+        return self.runtime
+
+    def stream(self, request: GenerationRequest) -> FunctionStream:
+        """The deltas of one request; nothing happens before the block is entered."""
+        runtime = self.function
+        try:
+            self.check_sampling(request.sampling)
+            if request.constraint is not None:
+                self.check_constraint(request.constraint)
+        except BadOption as error:
+            raise RequestRejected(f"{request.name}: {error}") from error
+        if request.extra:
+            raise RequestRejected(f"{request.name}: generate() takes no extra arguments ({', '.join(request.extra)})")
+        return FunctionStream(runtime, request)
+
+    def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
+        """A handle for one conversation, with the name that the function knows it by."""
+        return FunctionSession(late=late, affinity=affinity_beside(beside))
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Refuse what the function does not obey.
+
+        Raises:
+            BadOption: names the field.
+        """
+        for feature in TokenFeature:
+            value = getattr(sampling, feature.value, None)
+            if feature not in self.takes and value and value != getattr(_OFF, feature.value, None):
+                raise BadOption(
+                    f"Sampling({feature.value}={value!r:.60}): generate() does not obey it. Leave it out, or let the "
+                    f"function obey `sampling.{feature.value}` and say so: TokenEngine(takes=[{feature.value!r}])."
+                )
+        for name in ("schema", "regex", "choice"):
+            if getattr(sampling, name) and TokenFeature.CONSTRAINT not in self.takes:
+                raise _no_constraints(f"Sampling({name}=)")
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """Refuse grammars where the function enforces none.
+
+        Raises:
+            BadOption: it does not.
+        """
+        if TokenFeature.CONSTRAINT not in self.takes:
+            raise _no_constraints(f"a turn under a grammar ({constraint.kind.value})")
+
+    def stats(self) -> EngineStats:
+        """What is asked of the function now."""
+        runtime = self.function
+        open_requests = sum(not request.sent_all for request in runtime.requests)
+        return EngineStats(
+            open=open_requests,
+            running=open_requests,
+            waiting=runtime.gate.waiting,
+            first_waiting=runtime.gate.first_waiting,
+            live_sessions=runtime.gate.live,
+            sampled_tokens=runtime.sampled,
+            weight_version=self.weight_version,
+            state=self.state,
+        )
+
+    def is_alive(self) -> bool:
+        """Whether the function can be called, as far as is known."""
+        return self.running and self.function.is_alive()
+
+    async def health(self) -> None:
+        """Return while the function can be called.
+
+        Raises:
+            EngineDead: it cannot, with the cause.
+        """
+        self.function.require_alive()
+
+    def describe(self) -> dict[str, Any]:
+        """What a run's header keeps of the engine."""
+        return {
+            "kind": "function",
+            "function": _name(self._generate),
+            "tokenizer": self.tokenizer.fingerprint,
+            "template": self.template.name,
+            "stop_ids": list(self.stop_ids),
+            "context": self.context,
+            "places": self.places,
+            "takes": sorted(self.takes),
+            "logprobs": self._logprobs.value,
+        }
+
+
+def _no_constraints(what: str) -> BadOption:
+    return BadOption(
+        f"{what}: generate() enforces no grammar, which required and strict tool calls, schema, regex and choice "
+        "need. Play without them, or let the function enforce `sampling.constraint` and say so: "
+        "TokenEngine(takes=['constraint'])."
+    )
+
+
+def _require_function(generate: Any) -> None:
+    shape = "async def generate(prompt, sampling, *, session)"
+    if not callable(generate):
+        raise BadOption(f"TokenEngine({generate!r:.60}): give a function, `{shape}`.")
+    try:
+        inspect.signature(generate).bind([], None, session="")
+    except TypeError as error:
+        raise BadOption(f"TokenEngine({_name(generate)}): it cannot be called as `{shape}`: {error}.") from None
+    except ValueError:  # a builtin, which tells no signature
+        return
+
+
+def _features(takes: Iterable[TokenFeature | str]) -> frozenset[TokenFeature]:
+    names = [takes] if isinstance(takes, str) else list(takes)
+    for name in names:
+        if name not in list(TokenFeature):
+            raise BadOption(f"TokenEngine(takes=[{name!r:.60}]): give some of {', '.join(TokenFeature)}.")
+    return frozenset(map(TokenFeature, names))
+
+
+def _stop_ids(given: Sequence[int]) -> tuple[int, ...]:
+    if not given:
+        raise BadOption("TokenEngine(stop_ids=[]): nothing would end a turn; give its ids, or None for the model's.")
+    for token_id in given:
+        checked.whole(f"TokenEngine(stop_ids={list(given)!r:.60})", token_id, least=0)
+    return tuple(given)
+
+
+def _rows(folder: Path) -> int:
+    """The rows of the model's embedding, padding included, by its config.json."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    sizes = [part.get("vocab_size") for part in (config, config.get("text_config") or {})]
+    return max((size for size in sizes if isinstance(size, int)), default=0)
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

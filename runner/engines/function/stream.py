@@ -1,0 +1,247 @@
+"""The deltas of one call of a function of token ids; leaving cancels the task in which it is called."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+from uuid import uuid4
+
+import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
+
+from runner.concurrency.cancellation import forget_native_cancellation
+from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest, Session
+from runner.engines.exactness import is_unchanged
+from runner.engines.function.answers import AnswerReader
+from runner.engines.function.calling import LogprobsKind, TokenSampling
+from runner.engines.function.runtime import FunctionRuntime
+from runner.engines.stream import GatedStream
+from runner.errors import EngineDead, EngineError, one_line
+from runner.tokens.top_logprobs import TopLogprobs
+
+__all__ = ["FunctionSession", "FunctionStream"]
+
+_DRAIN_SECONDS = 2.0
+"""How long a call that was cancelled may take to end before its turn is over without it."""
+
+
+@dataclass(slots=True)
+class FunctionSession(Session):
+    """A conversation, by the name that the function knows it by."""
+
+    name: str = field(default_factory=lambda: uuid4().hex)
+    """What the function is given as `session`."""
+
+
+class _Call:
+    """The function while it is called, which can be cancelled as it expects.
+
+    On asyncio it is cancelled once, as by `Task.cancel()`, and not anew wherever it waits afterwards, as a scope of
+    anyio's does: what is written for asyncio alone cleans up without a shield, as vLLM's own `generate()` does.
+    """
+
+    def __init__(self) -> None:
+        self._scope = anyio.CancelScope(shield=True)
+        self._task = _asyncio_task()
+
+    async def run(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Call it; returns also where it was cancelled."""
+        with self._scope:
+            try:
+                await call()
+            except anyio.get_cancelled_exc_class():
+                if self._task is None:
+                    raise
+                forget_native_cancellation()
+
+    def cancel(self) -> None:
+        """Cancel it, once more where it did not end."""
+        if self._task is None:
+            self._scope.cancel()
+        else:
+            self._task.cancel()
+
+
+def _asyncio_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # another event loop than asyncio's
+        return None
+
+
+class FunctionStream(GatedStream[FunctionRuntime, Session]):
+    """The deltas of one call of the function."""
+
+    def __init__(self, runtime: FunctionRuntime, request: GenerationRequest) -> None:
+        super().__init__(runtime, request, request.session or FunctionSession())
+        kind = runtime.logprobs
+        self._exact = kind is LogprobsKind.PROCESSED or (kind is LogprobsKind.RAW and is_unchanged(request))
+        self._reader = AnswerReader(
+            TokenSampling.of(request),
+            vocabulary=runtime.vocabulary,
+            context=runtime.context,
+            logprobs=kind is not LogprobsKind.NONE,
+        )
+        self._call: _Call | None = None
+        self._cut = False
+        self._over = anyio.Event()
+        self._news: anyio.Event | None = None
+        self._deltas: deque[Delta] = deque()
+        self._last: Delta | None = None
+        """The delta with the finish: it waits for the end of the call, since what came behind it would be an error."""
+        self._end: Finish | None = None
+        """How the call ended; `finish` says so once it was read."""
+        self._failure: EngineError | None = None
+        self._told = ""
+
+    @property
+    def sent_all(self) -> bool:
+        """Whether the function has given its last id, whether anybody read it or not."""
+        return self._end is not None
+
+    def stamp(self, version: str) -> None:
+        """The weights were exchanged, as far as is known here: by what came last of any request."""
+        if not self._told:
+            self._stamps.mark(version, self.sent)
+
+    # --- the call
+
+    async def _begin(self) -> None:
+        self._runtime.calls[self] = None
+        self._runtime.tasks.start_soon(self._run, name=f"generate() of {self.request.name}")
+
+    async def _run(self) -> None:
+        """Call the function; whatever it raises is this stream's alone."""
+        try:
+            if not self._cut:
+                self._call = _Call()
+                await self._call.run(self._ask)
+        except EngineDead as error:
+            self._fail(self._runtime.died(error))
+        except EngineError as error:
+            self._fail(error)
+        except Exception as error:  # the border to somebody else's code
+            if not self._cut:  # else it is what its clean-up raised, and the turn was cut
+                self._fail(EngineError(f"{self.request.name}: generate() raised {one_line(error)}"), cause=error)
+        finally:
+            if self._end is None and not self._cut and self._failure is None and self._last is None:
+                self._fail(EngineError(f"{self.request.name}: generate() let out a cancellation of its own"))
+            self._settle()
+            self._runtime.calls.pop(self, None)
+            self._over.set()
+            self._tell()
+
+    async def _ask(self) -> None:
+        request = self.request
+        session = self._session.name if isinstance(self._session, FunctionSession) else request.name
+        answer: Any = self._runtime.function(list(request.prompt), TokenSampling.of(request), session=session)
+        if inspect.isawaitable(answer):
+            answer = await answer
+            if not hasattr(answer, "__aiter__"):
+                self._take(answer)
+                self._reader.end()
+                return
+        if not hasattr(answer, "__aiter__"):
+            self._reader.refuse_kind(answer)
+        async with AsyncExitStack() as stack:
+            if inspect.isasyncgen(answer):
+                await stack.enter_async_context(aclosing(answer))
+            async for output in answer:
+                self._take(output)
+        self._reader.end()
+
+    def _take(self, output: Any) -> None:
+        if self._end is not None:  # it was cut, or the engine stopped, and the call goes on nevertheless
+            return
+        reader = self._reader
+        delta = reader.read(output)
+        if reader.version is not None and reader.version != self._told:
+            self._told = reader.version
+            self._runtime.noticed(reader.version)
+            self._stamps.mark(reader.version, self.sent)
+        self.sent = reader.count
+        self._runtime.sampled += len(delta.token_ids)
+        if not self._exact:
+            delta = replace(delta, logprobs=None)
+        if reader.finish is not None:
+            finish = Finish(reader.finish, reader.stop, self._stamps.spans(self.sent), reader.cached_tokens)
+            self._last = replace(delta, finish=finish)
+        elif len(delta.token_ids):
+            self._deltas.append(delta)
+            self._tell()
+
+    def _settle(self) -> None:
+        """The call is over, or nobody waits for it any more: say how the turn ended, if nothing has."""
+        if self._end is not None:
+            return
+        if self._last is None:
+            finish = Finish(
+                FinishReason.ABORT, versions=self._stamps.spans(self.sent), cached_tokens=self._reader.cached_tokens
+            )
+            count = self.request.sampling.logprobs
+            self._last = Delta((), () if self._exact else None, finish, TopLogprobs(count) if count else None)
+        self._end = self._last.finish
+        self._deltas.append(self._last)
+
+    def cut(self) -> None:
+        """End the turn with what it has; a call that has not ended by it may be cut again."""
+        self._cut = True
+        if self._call is not None:
+            self._call.cancel()
+
+    def fail(self, error: EngineDead) -> None:
+        """End the turn, since the engine can answer no more."""
+        self._fail(error)
+        self.cut()
+        self._tell()
+
+    def _fail(self, error: EngineError, *, cause: Exception | None = None) -> None:
+        if self._end is None:
+            error.__cause__ = cause or error.__cause__
+            self._failure = error
+            self._end = Finish(FinishReason.ERROR, stop=str(error), versions=self._stamps.spans(self.sent))
+
+    def _tell(self) -> None:
+        self._runtime.ended()
+        if self._news is not None:
+            self._news.set()
+            self._news = None
+
+    # --- reading
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self.finish is not None:
+                raise StopAsyncIteration
+            if self._failure is not None:
+                self.finish = self._end
+                raise self._failure
+            self._news = self._news or anyio.Event()
+            await self._news.wait()
+            # Where the function gives an id at each step of the loop, asyncio's cancellation finds nobody who waits.
+            await checkpoint_if_cancelled()
+        delta = self._deltas.popleft()
+        if delta.finish is not None:
+            self.finish = delta.finish
+        return delta
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self._inside:
+            return
+        try:
+            if not self._over.is_set():
+                self.cut()
+                with anyio.move_on_after(_DRAIN_SECONDS, shield=True):
+                    await self._over.wait()
+            self._settle()
+            self.rest.extend(self._deltas)
+            self._deltas.clear()
+        finally:
+            self.finish = self.finish or self._end
+            self._leave()
+            self._runtime.ended()

@@ -1,0 +1,141 @@
+"""What a function of token ids may not give: one error each, which names the thing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from runner import Environment, Outcome, Run, Task, TokenEngine, TokenOutput, TokenSampling, reward
+from runner.engines.base import Delta, GenerationRequest
+from runner.errors import EngineError
+from runner.options import Limits, Sampling
+from runner.testing.contract_promises import drain
+from runner.tokens.byte_tokenizer import ByteTokenizer
+from tests.engines.asking import STOP, request
+
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
+
+FIRST = [-0.5, -0.25]
+
+
+def says(*outputs: Any, streamed: bool = True) -> TokenEngine:
+    """An engine whose function gives these outputs."""
+
+    async def stream(prompt: list[int], sampling: TokenSampling, *, session: str) -> AsyncIterator[TokenOutput]:
+        for output in outputs:
+            yield output
+
+    async def whole(prompt: list[int], sampling: TokenSampling, *, session: str) -> TokenOutput:
+        answer: TokenOutput = outputs[0]
+        return answer
+
+    return TokenEngine(
+        stream if streamed else whole, tokenizer=ByteTokenizer(), template="hermes", context=100, takes=["logprobs"]
+    )
+
+
+async def ask(engine: TokenEngine, asked: GenerationRequest | None = None) -> list[Delta]:
+    async with engine, engine.stream(asked or request(max_tokens=4)) as stream:
+        return [delta async for delta in stream]
+
+
+def stop(ids: list[int], logprobs: Any = None, **fields: Any) -> TokenOutput:
+    return TokenOutput([*ids, STOP], [-0.5] * (len(ids) + 1) if logprobs is None else logprobs, "stop", **fields)
+
+
+WRONG = {
+    "no answer": (None, "gave None: give a TokenOutput"),
+    "another answer": ([72, STOP], "gave a list: give a TokenOutput"),
+    "ids are None": (TokenOutput(None, [], "length"), "gave None for token_ids"),  # type: ignore[arg-type]  # so it is
+    "ids are text": (TokenOutput("Hi", [], "length"), "gave 'Hi' for token_ids: give whole numbers"),  # type: ignore[arg-type]
+    "an id past the vocabulary": (stop([9999]), r"gave the id 9999: the model's ids are 0 to \d+"),
+    "an id below 0": (stop([-1]), "gave the id -1"),
+    "no log-probabilities": (TokenOutput([72, STOP], None, "stop"), "gave no log-probabilities"),
+    "too few log-probabilities": (stop([72], [-0.5]), "gave 1 log-probabilities of 2 ids"),
+    "log-probabilities that are no numbers": (
+        stop([72], [-0.5, None]),
+        r"gave \[-0.5, None\] for logprobs: give a number",
+    ),
+    "NaN": (stop([72], [-0.5, float("nan")]), "gave the log-probability nan"),
+    "minus infinity": (stop([72], [-0.5, float("-inf")]), "gave the log-probability -inf"),
+    "probabilities": (stop([72], [0.9, 0.8]), "gave the log-probability 0.9: give logarithms"),
+    "no finish": (TokenOutput([72, STOP], FIRST), "ended without a finish"),
+    "another finish": (TokenOutput([72, STOP], FIRST, "completed"), "gave the finish 'completed': give one of stop"),
+    "a stop id that is missing": (TokenOutput([72, 72], FIRST, "stop"), "gave the finish 'stop' and no stop id"),
+    "a stop without any id": (TokenOutput([], [], "stop"), "gave the finish 'stop' and no stop id"),
+    "ids behind a stop id": (TokenOutput([STOP, 72], FIRST, "stop"), f"went on behind the stop id {STOP}"),
+    "a length that is a stop": (TokenOutput([72, STOP], FIRST, "length"), "gave the finish 'length' behind a stop id"),
+    "a length too early": (TokenOutput([72, 72], FIRST, "length"), "gave the finish 'length' after 2 ids: max_tokens"),
+    "too many ids": (TokenOutput([72] * 5, [-0.5] * 5, "length"), "gave 5 ids: max_tokens is 4"),
+    "a version that is none": (stop([72], version=1.5), "gave the weight version 1.5"),
+}
+
+
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize(("output", "message"), WRONG.values(), ids=WRONG)
+async def test_what_cannot_be_is_one_error_that_names_the_turn_and_the_thing(
+    output: Any, message: str, streamed: bool
+) -> None:
+    with pytest.raises(EngineError, match=rf"^episode/main/0: generate\(\) {message}"):
+        await ask(says(output, streamed=streamed))
+
+
+async def test_what_comes_behind_the_finish_is_an_error_and_the_finish_is_not_told_before() -> None:
+    read: list[Delta] = []
+    engine = says(TokenOutput([72], [-0.5]), stop([73]), TokenOutput([74], [-0.5]))
+    async with engine, engine.stream(request(max_tokens=9)) as stream:
+        with pytest.raises(EngineError, match="went on behind its finish"):
+            await drain(stream, read)
+    assert [list(delta.token_ids) for delta in read] == [[72]]
+
+
+async def test_a_stream_that_gives_nothing_ended_without_a_finish() -> None:
+    with pytest.raises(EngineError, match="ended without a finish"):
+        await ask(says())
+
+
+@pytest.mark.parametrize(
+    ("top", "message"),
+    [(None, "the likeliest ids of 0 positions of 2"), ([{72: -0.5}, {STOP: -0.5}], "gave 1 of the likeliest ids")],
+    ids=["none", "too few"],
+)
+async def test_likeliest_ids_that_were_asked_for_have_to_come(top: Any, message: str) -> None:
+    sampling = Sampling(logprobs=2, max_tokens=4).over(Sampling.defaults())
+    asked = GenerationRequest(name="episode/main/0", prompt=[72], sampling=sampling, stop_ids=(STOP,))
+    with pytest.raises(EngineError, match=message):
+        await ask(says(stop([72], top=top)), asked)
+
+
+async def test_numbers_of_other_libraries_are_taken() -> None:
+    import numpy as np
+
+    output = TokenOutput(np.array([72, STOP]), np.array(FIRST, dtype=np.float32), "stop")  # type: ignore[arg-type]
+    (delta,) = await ask(says(output))
+    assert (list(delta.token_ids), delta.logprobs) == ([72, STOP], FIRST)
+
+
+async def test_a_function_without_async_is_refused_by_what_it_gave() -> None:
+    def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> TokenOutput:
+        return stop([72])
+
+    engine = TokenEngine(generate, tokenizer=ByteTokenizer(), template="hermes", context=100)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="gave a TokenOutput in place of an answer: make it an `async def`"):
+        await ask(engine)
+
+
+class Question(Environment):
+    def tasks(self) -> list[Task]:
+        return [Task(id="0", prompt="Say something.")]
+
+    @reward
+    def any_answer(self) -> bool:
+        return True
+
+
+async def test_a_wrong_answer_is_an_engine_error_of_its_episode_and_no_reward() -> None:
+    async with Run(Question, says(stop([9999])), limits=Limits(stall_seconds=60), retries=0) as run:
+        (trajectory,) = [trajectory async for trajectory in run]
+    assert trajectory.outcome is Outcome.ENGINE_ERROR
+    assert "gave the id 9999" in str(trajectory.error)

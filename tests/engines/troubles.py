@@ -1,0 +1,36 @@
+"""What befalls a request on its way to a server that stands in for another, whatever the server speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import anyio
+from aiohttp import web
+
+__all__ = ["Trouble", "hangs_up", "hangs_up_after_the_head", "never_begins"]
+
+Trouble = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
+"""What befalls a request before it is answered; None lets it through."""
+
+
+async def hangs_up(request: web.Request) -> web.StreamResponse:
+    """Closes the connection without a word."""
+    assert request.transport is not None
+    request.transport.close()
+    return web.Response()
+
+
+async def hangs_up_after_the_head(request: web.Request) -> web.StreamResponse:
+    """Closes the connection where the answer would begin."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    response.enable_chunked_encoding()
+    await response.prepare(request)
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+async def never_begins(_: web.Request) -> web.StreamResponse:
+    """Keeps the connection, and answers nothing."""
+    await anyio.sleep_forever()
+    raise AssertionError("it woke up")

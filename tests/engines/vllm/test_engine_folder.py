@@ -1,0 +1,109 @@
+"""A folder of an engine's own: where it is, that sockets fit into it, and that it goes with the engine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from runner.engines.vllm.engine_folder import SOCKETS, EngineFolder
+from runner.engines.vllm.worker import parent_watch
+
+WATCHDOG = 60.0
+
+ORPHAN = """
+import sys
+from runner.engines.vllm.worker.parent_watch import watch_parent
+
+watch_parent()
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def around(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="test-", dir="/tmp") as folder:
+        monkeypatch.setenv(SOCKETS, folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def engine_folder() -> Iterator[EngineFolder]:
+    folder = EngineFolder()
+    yield folder
+    folder.remove()
+
+
+def test_it_is_where_vllm_was_told_to_have_its_sockets_and_nobody_elses(
+    around: Path, engine_folder: EngineFolder
+) -> None:
+    assert engine_folder.path.parent == around
+    assert stat.S_IMODE(engine_folder.path.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("length", [10, 36, 37, 38, 60, 200])
+def test_a_socket_of_vllm_fits_into_it_however_long_the_name_around_it(
+    length: int, around: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = around / ("x" * max(1, length - len(str(around)) - 1))
+    deep.mkdir()
+    monkeypatch.setenv(SOCKETS, str(deep))
+    folder = EngineFolder()
+    try:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(f"{folder.path}/{uuid4()}")
+    finally:
+        folder.remove()
+
+
+def test_it_goes_with_all_that_is_in_it_and_may_be_gone_already(around: Path, engine_folder: EngineFolder) -> None:
+    (engine_folder.path / "socket").touch()
+    engine_folder.remove()
+    engine_folder.remove()
+    assert list(around.iterdir()) == []
+
+
+def test_it_goes_with_the_orphans_of_a_parent_that_was_killed(around: Path, engine_folder: EngineFolder) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as parent:
+        started = parent_watch._stat(parent.pid)[parent_watch._STARTED]
+        variables = {
+            parent_watch.PARENT: f"{parent.pid}:{started}",
+            parent_watch.FOLDER: str(engine_folder.path),
+            parent_watch.FAILURES: str(engine_folder.failures),
+        }
+        with subprocess.Popen(
+            [sys.executable, "-c", ORPHAN],
+            env={**os.environ, **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "up\n"
+            assert engine_folder.path.is_dir()
+            parent.kill()
+            assert child.wait(WATCHDOG) == 1
+    assert not engine_folder.path.exists()
+
+
+def test_what_a_process_dies_of_is_noted_in_it_and_nowhere_once_it_is_gone(engine_folder: EngineFolder) -> None:
+    parent_watch.note_failure(engine_folder.failures, "out of memory")
+    assert parent_watch.read_failure(engine_folder.failures) == "out of memory"
+    engine_folder.remove()
+    parent_watch.note_failure(engine_folder.failures, "too late")
+    assert not engine_folder.path.exists()
+    assert parent_watch.read_failure(engine_folder.failures) is None
+
+
+@pytest.mark.parametrize(("name", "rank"), [("EngineCore_DP12", 12), ("EngineCore", None), ("VllmWorker-0", None)])
+def test_the_rank_of_a_core_is_in_its_name(name: str, rank: int | None) -> None:
+    assert parent_watch.rank_named(name) == rank

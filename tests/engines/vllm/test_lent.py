@@ -1,0 +1,377 @@
+"""An engine over an `AsyncLLM` that somebody else made: the same turns, nothing of theirs touched, the rest refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from runner import BadControl, BadOption, Conversation, EngineDead, Environment, Run, Sampling, Task, Trajectory, reward
+from runner.engines.base import Delta, Engine, FinishReason, GenerationRequest
+from runner.engines.vllm.engine import VllmEngine
+from runner.options import Constraint, ConstraintKind
+from runner.testing import FORCING, assert_exact, force
+from runner.testing.contract_promises import drain, ids_of, logprobs_of
+from runner.testing.engine_pool import EngineAtHome
+from runner.training import GrammarMasks
+from tests.engines.function.functions import engine_over
+
+PROMPT = list(range(1000, 1040))
+SEED = 11
+
+
+def asked(name: str = "episode/main/0", *, max_tokens: int = 24, **sampling: Any) -> GenerationRequest:
+    settings = replace(Sampling.defaults(), max_tokens=max_tokens, **sampling)
+    return GenerationRequest(name=name, prompt=PROMPT, sampling=settings, seed=SEED, acts_on_deltas=True)
+
+
+class Question(Environment):
+    """Two turns of a few ids each."""
+
+    def tasks(self) -> list[Task]:
+        return [Task(id=str(number), prompt=f"What is {number} + 25?") for number in range(3)]
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        conversation.add("And one more?")
+        await conversation.generate()
+
+    @reward
+    def any_answer(self) -> bool:
+        return True
+
+
+async def play(engine: Engine, **sampling: Any) -> list[Trajectory]:
+    """One episode after the other, so that two engines compute the same batches."""
+    from runner import Concurrency
+
+    settings = Sampling(max_tokens=12, **sampling)
+    one = Concurrency(episodes=1)
+    async with Run(Question, engine, seed=SEED, sampling=settings, concurrency=one) as run:
+        return [trajectory async for trajectory in run]
+
+
+def told(trajectories: list[Trajectory]) -> list[Any]:
+    """What was sampled, bit for bit, with its probabilities and weight versions."""
+    return [
+        (each.outcome, [(s.log.ids, s.log.sources, s.log.logprobs.tobytes(), s.log.versions) for s in each.segments])
+        for each in trajectories
+    ]
+
+
+# --- on the engine that other tests share
+
+
+@pytest.mark.engine("float32_engine")
+@pytest.mark.parametrize("kind", ["over", "function"])
+def test_seeded_trajectories_are_bit_for_bit_those_of_the_engine_that_owns_it(
+    float32_engine: EngineAtHome, kind: str
+) -> None:
+    owner: Any = float32_engine.inner
+
+    async def main() -> None:
+        await owner.reset_prefix_cache()
+        expected = await play(owner)
+        await owner.reset_prefix_cache()
+        if kind == "over":
+            other: Engine = VllmEngine.over(owner.vllm.llm, template=owner.template)
+        else:
+            other = function_over(owner)
+        async with other:
+            played = await play(other)
+        assert told(played) == told(expected)
+        assert [len(each.turns) for each in played] == [2, 2, 2]
+        for trajectory in played:
+            assert_exact(trajectory, other)
+
+    float32_engine.home.call(main)
+
+
+def function_over(owner: VllmEngine) -> Engine:
+    """A token engine whose function calls `AsyncLLM.generate`, as a trainer that has one would."""
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    from runner import TokenOutput, TokenSampling
+
+    llm = owner.vllm.llm
+
+    async def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> AsyncIterator[TokenOutput]:
+        arguments = {**sampling.vllm_arguments(), "detokenize": False}
+        params = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
+        name = sampling.request.name
+        async for output in llm.generate(TokensPrompt(prompt_token_ids=prompt), params, f"{name}-{session}"):
+            (said,) = output.outputs
+            ids = list(said.token_ids)
+            logprobs = [each[token_id].logprob for each, token_id in zip(said.logprobs, ids, strict=True)]
+            yield TokenOutput(ids, logprobs, said.finish_reason, owner.weight_version)
+
+    return engine_over(owner, function=generate)
+
+
+@pytest.mark.engine("float32_engine")
+def test_requests_of_the_owner_go_on_when_ours_are_ended_and_the_engine_is_left(float32_engine: EngineAtHome) -> None:
+    owner: Any = float32_engine.inner
+
+    async def main() -> None:
+        read: list[Delta] = []
+        alone = [delta async for delta in _read(owner, asked(max_tokens=64))]
+        async with owner.stream(asked(max_tokens=64)) as theirs:
+            async with VllmEngine.over(owner.vllm.llm, template=owner.template) as ours:
+                # The same name: what ends ours must not end theirs.
+                async with ours.stream(asked(max_tokens=900)) as stream:
+                    await drain(stream, [], 3)
+                assert stream.finish is not None
+                assert stream.finish.reason is FinishReason.ABORT
+                left = ours.stream(asked(max_tokens=900))
+                await left.__aenter__()
+            with pytest.raises(EngineDead, match="was stopped"):
+                await drain(left, [])
+            await left.__aexit__(None, None, None)
+            await drain(theirs, read)
+        assert ids_of(read) == ids_of(alone)
+        assert owner.is_alive()
+        with pytest.raises(EngineDead, match="not running"):
+            await ours.health()
+
+    float32_engine.home.call(main)
+
+
+async def _read(engine: Engine, request: GenerationRequest) -> AsyncIterator[Delta]:
+    async with engine.stream(request) as stream:
+        async for delta in stream:
+            yield delta
+
+
+@pytest.mark.engine("float32_engine")
+def test_two_of_ours_over_one_play_at_once_and_end_nothing_of_one_another(float32_engine: EngineAtHome) -> None:
+    owner: Any = float32_engine.inner
+
+    async def main() -> None:
+        llm = owner.vllm.llm
+        async with (
+            VllmEngine.over(llm, template=owner.template, places=1) as first,
+            VllmEngine.over(llm, template=owner.template, places=1) as second,
+        ):
+            greedy = asked(max_tokens=48, temperature=0.0)
+            expected = ids_of([delta async for delta in _read(owner, greedy)])
+            read: list[Delta] = []
+            async with second.stream(greedy) as stream:
+                await drain(stream, read, 3)
+                async with first.stream(greedy) as other:  # of the same name
+                    await drain(other, [], 3)
+                await first.pause("abort")
+                await drain(stream, read)
+                assert second.stats().open == 0
+            assert ids_of(read) == expected
+            await first.resume()
+            assert ids_of([delta async for delta in _read(first, greedy)]) == expected
+
+    float32_engine.home.call(main)
+
+
+# --- on one that nobody of us started
+
+
+@pytest.fixture(scope="module")
+async def somebodys(small_model_folder: Path, anyio_backend: str) -> AsyncIterator[Any]:
+    """An `AsyncLLM` as a trainer makes one, without anything of ours."""
+
+    def make() -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=str(small_model_folder),
+                dtype="float32",
+                enforce_eager=True,
+                max_model_len=1024,
+                max_num_batched_tokens=1024,
+                max_num_seqs=4,
+                enable_chunked_prefill=False,  # on a CPU, a seeded turn in pieces would end it
+                disable_log_stats=True,
+            )
+        )
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's own affairs
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        llm = await anyio.to_thread.run_sync(make)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.mark.anyio
+@pytest.mark.engine
+@pytest.mark.apart
+async def test_a_seed_samples_the_same_ids_as_the_owner_gets_of_its_own_generate(somebodys: Any) -> None:
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import SamplingParams
+
+    params = SamplingParams(max_tokens=24, seed=SEED, ignore_eos=True, logprobs=0, temperature=1.0)
+    said = somebodys.generate(TokensPrompt(prompt_token_ids=PROMPT), params, "the owner's")
+    theirs = [output async for output in said][-1].outputs[0]
+    await somebodys.reset_prefix_cache()
+    async with VllmEngine.over(somebodys, template="pythonic") as engine:
+        deltas = [delta async for delta in _read(engine, asked())]
+        assert ids_of(deltas) == list(theirs.token_ids)
+        given = [row[token_id].logprob for row, token_id in zip(theirs.logprobs, theirs.token_ids, strict=True)]
+        assert logprobs_of(deltas) == pytest.approx(given, abs=1e-6)
+        assert engine.describe()["started_by"] == "somebody else"
+        # Raw, as vLLM gives them by default: those of another temperature are not those of what was sampled.
+        cooler = [delta async for delta in _read(engine, asked(temperature=0.5))]
+        assert {delta.logprobs for delta in cooler} == {None}
+
+
+@pytest.mark.anyio
+@pytest.mark.engine
+@pytest.mark.apart
+async def test_a_run_over_it_leaves_it_running_and_another_run_says_the_same(somebodys: Any) -> None:
+    async with VllmEngine.over(somebodys, template="pythonic") as engine:
+        first = await play(engine)
+    await somebodys.reset_prefix_cache()
+    async with VllmEngine.over(somebodys, template="pythonic") as engine:
+        second = await play(engine)
+    assert [told([each])[0][1][0][0] for each in second] == [told([each])[0][1][0][0] for each in first]
+    assert [len(each.turns) for each in first] == [2, 2, 2]
+    assert not somebodys.errored
+    await somebodys.check_health()
+
+
+CANNOT: dict[str, Callable[[VllmEngine], Awaitable[object]]] = {
+    "update_weights": lambda engine: engine.update_weights("a folder"),
+    "add_adapter": lambda engine: engine.add_adapter("poet", "a folder"),
+    "remove_adapter": lambda engine: engine.remove_adapter("poet"),
+    "reset_prefix_cache": lambda engine: engine.reset_prefix_cache(),
+    "sleep": lambda engine: engine.sleep(),
+    "profile": lambda engine: engine.start_profile(),
+    "keep": lambda engine: engine.pause("keep"),
+    "devices": lambda engine: engine.devices(),
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.engine
+@pytest.mark.apart
+async def test_what_is_its_owners_is_refused_by_name(somebodys: Any) -> None:
+    async with VllmEngine.over(somebodys, template="pythonic") as engine:
+        for control in CANNOT.values():
+            with pytest.raises(BadControl, match=r"this AsyncLLM is not ours|for its owner too"):
+                await control(engine)
+        assert len(ids_of([delta async for delta in _read(engine, asked())])) == 24
+
+
+@pytest.mark.anyio
+@pytest.mark.engine
+@pytest.mark.apart
+async def test_an_owner_that_shuts_it_down_ends_our_turns_with_a_word(somebodys: Any) -> None:
+    async with VllmEngine.over(somebodys, template="pythonic") as engine:
+        async with engine.stream(asked(max_tokens=900)) as stream:
+            await drain(stream, [], 3)
+            somebodys.shutdown()
+            with anyio.fail_after(60), pytest.raises(EngineDead, match="died or was shut down; its owner's log"):
+                await drain(stream, [])
+        assert not engine.is_alive()
+    with pytest.raises(EngineDead, match="is dead, or was shut down"):
+        async with VllmEngine.over(somebodys, template="pythonic"):
+            raise AssertionError
+
+
+# --- what cannot be
+
+
+def test_what_is_no_vllm_is_refused() -> None:
+    with pytest.raises(BadOption, match=r"VllmEngine.over\(SimpleNamespace\): it has no add_request; give a vLLM"):
+        VllmEngine.over(SimpleNamespace())
+
+
+def stand_in(
+    *,
+    mode: str = "processed_logprobs",
+    device: str = "cpu",
+    pieces: bool = True,
+    ids: int = 100,
+    processors: Sequence[Any] | None = None,
+    backend: str = "auto",
+) -> Any:
+    """What is asked of an `AsyncLLM` before anything is sampled."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="a folder",
+            logprobs_mode=mode,
+            max_logprobs=5,
+            get_vocab_size=lambda: ids,
+            logits_processors=processors,
+        ),
+        structured_outputs_config=SimpleNamespace(backend=backend),
+        device_config=SimpleNamespace(device_type=device),
+        parallel_config=SimpleNamespace(worker_extension_cls=""),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=pieces),
+    )
+    return SimpleNamespace(vllm_config=config, errored=False, add_request=None, abort=None, output_handler=None)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("llm", "message"),
+    [
+        (stand_in(mode="raw_logits"), "with logprobs_mode='raw_logits' it gives no log-probabilities"),
+        (
+            stand_in(),
+            "on a CPU, vLLM dies of a seeded turn whose prompt is computed in pieces; .* worker_extension_cls",
+        ),
+    ],
+    ids=["logits", "pieces on a CPU"],
+)
+async def test_one_that_was_started_in_a_way_that_cannot_be_used_is_refused_with_how_to_start_it(
+    llm: Any, message: str, small_model_folder: Path
+) -> None:
+    with pytest.raises(BadOption, match=message):
+        async with VllmEngine.over(llm, model=small_model_folder, template="pythonic"):
+            raise AssertionError
+
+
+def test_what_it_was_not_started_for_is_refused_before_anything_is_played() -> None:
+    engine = VllmEngine.over(stand_in())
+    with pytest.raises(BadOption, match=r"gives at most 5; its owner starts it with max_logprobs=6"):
+        engine.check_sampling(replace(Sampling.defaults(), logprobs=6))
+    constraint = Constraint(ConstraintKind.REGEX, "a+")
+    with pytest.raises(BadOption, match="masks write behind a vocabulary that is no multiple of 32"):
+        engine.check_constraint(constraint)
+    VllmEngine.over(stand_in(ids=64)).check_constraint(constraint)
+    VllmEngine.over(stand_in(device="cuda")).check_constraint(constraint)
+
+
+class ForcedIds:
+    """A class that stands for the logits processor, as an owner may give it, without vLLM."""
+
+    __module__ = "runner.engines.vllm.worker.forced_ids"
+
+
+def test_ids_are_forced_where_its_owner_started_it_for_that_and_nowhere_else() -> None:
+    with pytest.raises(BadOption, match="no logits processor that could force ids"):
+        force(VllmEngine.over(stand_in()), [[1]])
+    with pytest.raises(BadOption, match="logprobs_mode='processed_logprobs' a forced id has no log-probability"):
+        force(VllmEngine.over(stand_in(processors=[ForcedIds])), [[1]])
+    for processor in (ForcedIds, *FORCING["logits_processors"]):
+        assert force(VllmEngine.over(stand_in(processors=[processor], mode="raw_logprobs")), [[1]])
+
+
+def test_token_masks_are_made_of_xgrammars_alone() -> None:
+    engine = VllmEngine.over(stand_in())
+    engine.vocabulary = 100
+    with pytest.raises(BadOption, match="with backend='auto' it is not known what a grammar allowed"):
+        GrammarMasks.of_engine(engine)
+
+
+def test_places_are_a_whole_number() -> None:
+    with pytest.raises(BadOption, match=r"VllmEngine.over\(places=0\)"):
+        VllmEngine.over(stand_in(), places=0)
