@@ -163,16 +163,19 @@ def _turn(item: pytest.Item) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End what the tests of a real engine share with the last of them.
+    """End what the tests of a real engine share with the last of them, and the cluster with the last test on it.
 
     The process goes on with other tests, and an event loop that is still there would be in the way of their own.
     """
-    if _shares_an_engine(item) and nextitem is not None and not _shares_an_engine(nextitem):
+    if _shared_by(item) and nextitem is not None and _shared_by(nextitem) != _shared_by(item):
         item.session._setupstate.teardown_exact(None)  # private, and as pytest 8 and 9 have it
 
 
-def _shares_an_engine(item: pytest.Item) -> bool:
-    return bool(item.get_closest_marker("engine")) and not item.get_closest_marker("apart")
+def _shared_by(item: pytest.Item) -> str:
+    """Whose tests those are that share something of the kind with this one; "" where none do."""
+    if item.get_closest_marker("ray"):
+        return "ray"
+    return "engine" if item.get_closest_marker("engine") and not item.get_closest_marker("apart") else ""
 
 
 # --- engines

@@ -116,7 +116,7 @@ def main() -> None:
 
     folder, cpus = sys.argv[1:]
     node: Mapping[str, Any] = {"include_dashboard": False, "object_store_memory": 100 * 1024**2}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": int(cpus), "temp_dir": folder})
+    cluster: Any = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": int(cpus), "temp_dir": folder})
     print(f"address {cluster.address}", flush=True)
     added = []
     for line in sys.stdin:

@@ -16,7 +16,7 @@ from typing import Any
 
 import anyio
 
-from runner import Conversation, Environment, RayEngines, Run, ScriptedEngine, Task, Turn, reward, tool
+from runner import Conversation, Environment, RayEngines, Run, Sampling, ScriptedEngine, Task, Turn, reward, tool
 from runner.concurrency.loop_lag import LagMonitor
 from runner.engines.scripted.script import Answer, Latency, ModelCall, call
 from runner.runs.process import on_event_loop
@@ -74,7 +74,7 @@ class Sworn(Environment):
 
     @reward
     def same_process(self) -> bool:
-        return self.shared == os.getpid()
+        return bool(self.shared == os.getpid())
 
 
 class Slow(Environment):
@@ -144,20 +144,17 @@ class Hangs(Environment):
 
 
 class TalksLong(Environment):
-    """Lets a real model talk, with an answer between two turns."""
+    """Lets a real model talk until it is cut."""
+
+    sampling = Sampling(max_tokens=96, min_tokens=96)
 
     def tasks(self) -> Iterator[Task]:
         for number in range(8):
             yield Task(id=str(number), prompt=f"Tell me a long story of {number} wolves.")
 
-    async def rollout(self, conversation: Conversation) -> None:
-        for _ in range(3):
-            await conversation.generate(max_tokens=24, min_tokens=24)
-            conversation.add("Go on.")
-
     @reward
-    def length(self) -> float:
-        return float(sum(len(turn.token_ids) for turn in self.episode.turns))
+    def spoke(self) -> bool:
+        return True
 
 
 def _write(diary: str, line: str) -> None:

@@ -181,7 +181,7 @@ def test_deltarunner_run_with_workers_plays_what_lies_in_a_file_and_agent_progra
     monkeypatch.setattr(sys, "path", [*sys.path])
     if kind == "class":
         Path("greeting_of_a_file.py").write_text(AUTHOR)
-        asked = {"environment": "greeting_of_a_file.py:Greeting"}
+        asked: dict[str, Any] = {"environment": "greeting_of_a_file.py:Greeting"}
         assert command(**asked, workers="2", file=Path("w.db"), episodes=4) == 0
         assert command(**asked, workers="1-3", file=Path("w.db"), json=True) == 0
         assert "which has 4 episodes already: going on" in capfd.readouterr().err
@@ -195,7 +195,7 @@ def test_deltarunner_run_with_workers_plays_what_lies_in_a_file_and_agent_progra
             copy=Path("template"),
             tasks=Path("tasks.jsonl"),
             workers="2",
-            file=Path("w.db"),  # type: ignore[arg-type]
+            file=Path("w.db"),
         )
         assert run_command(program.with_program(), lambda settings: ScriptedEngine("hi")) == 0
     with RunFile("w.db") as run_file:

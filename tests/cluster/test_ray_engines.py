@@ -70,7 +70,7 @@ async def test_two_real_engines_take_new_weights_under_episodes_and_one_that_is_
                 await anyio.sleep(0.1)
             assert alive(orphans) == []
     assert len({trajectory.id for trajectory in got}) == len(got) == 16
-    assert {trajectory.outcome for trajectory in got} == {Outcome.COMPLETED}
+    assert {trajectory.outcome for trajectory in got} == {Outcome.TOKEN_LIMIT}
     for trajectory in got:
         assert sorted(versions(trajectory), key=["default", "new"].index) == versions(trajectory)
     assert "new" in versions(got[-1])
