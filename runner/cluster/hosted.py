@@ -128,6 +128,13 @@ class HostedEngine(Engine):
             for stream in list(self._streams.values()):
                 stream.hear(self._death)
 
+    @property
+    def pid(self) -> int:
+        """The process that has the engine, on its machine."""
+        if self._joined is None:
+            raise EngineDead("the engine is not running")
+        return self._joined.pid
+
     # --- what a run asks
 
     def stream(self, request: GenerationRequest) -> DeltaStream:

@@ -15,7 +15,7 @@ from runner.engines.scripted.script import Latency, ModelCall
 from runner.testing import ScriptedEngine
 from tests.cluster.in_process import InProcess, in_process
 
-__all__ = ["Dice", "Grouped", "compared", "dice_engine", "fleet", "game_tasks", "played", "until"]
+__all__ = ["Dice", "Grouped", "Judged", "compared", "dice_engine", "fleet", "game_tasks", "played", "until"]
 
 
 WATCHDOG = 60.0
@@ -49,6 +49,17 @@ class Grouped(Dice):
     def rank(self, group: Group) -> list[float]:
         lengths = sorted(len(member.text) for member in group.trajectories)
         return [lengths.index(len(member.text)) for member in group.trajectories]
+
+
+class Judged(Dice):
+    """What was thrown is judged by an agent on an engine of its own, in two turns."""
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        judge = self.episode.conversation("judge", prompt=f"How was it: {self.episode.text}")
+        await judge.generate()
+        judge.add("Are you sure?")
+        await judge.generate()
 
 
 def throws(call: ModelCall) -> str:
