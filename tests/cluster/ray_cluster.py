@@ -6,13 +6,11 @@ Usage: python -m tests.cluster.ray_cluster FOLDER CPUS. It says its address, and
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,7 @@ import pytest
 
 from tests.repository import ROOT
 
-__all__ = ["Standing", "environ_of", "marked", "require_ray", "standing", "until_none_is_left"]
-
-MARK = "DELTARUNNER_TEST_MARK"
-"""A variable that every process inherits which a test has started, Ray's own included."""
+__all__ = ["Standing", "family", "require_ray", "standing", "until_gone"]
 
 WATCHDOG = 120.0
 
@@ -37,32 +32,35 @@ def require_ray() -> None:
         pytest.skip("Ray is not installed")
 
 
-def environ_of(mark: str, **more: str) -> dict[str, str]:
-    """The environment of a process whose descendants are to be found again."""
-    return {**os.environ, MARK: mark, "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0", **more}
+def family(pid: int) -> set[int]:
+    """A process and all that it has started, and these, as far as it lives.
+
+    Not by a variable of theirs: Ray's processes write their titles over it.
+    """
+    found = {pid}
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # that thread has just ended
+            for child in children.read_text().split():
+                found |= family(int(child))
+    return found
 
 
-def marked(mark: str) -> list[int]:
-    """The processes with this mark that are alive."""
-    wanted = f"{MARK}={mark}".encode()
-    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _environ(folder).count(wanted)]
-
-
-def _environ(folder: Path) -> list[bytes]:
-    try:
-        return (folder / "environ").read_bytes().split(b"\0")
-    except OSError:  # it has just ended, or is a zombie
-        return []
-
-
-def until_none_is_left(mark: str) -> None:
-    """Wait until no process with this mark is left."""
+def until_gone(pids: Collection[int]) -> None:
+    """Wait until none of these processes is left."""
     until = time.monotonic() + WATCHDOG
-    while left := marked(mark):
+    while left := [pid for pid in pids if _lives(pid)]:
         if time.monotonic() > until:
             commands = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left]
             raise AssertionError(f"left: {commands}")
         time.sleep(0.1)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,6 @@ class Standing:
     """A cluster that stands."""
 
     address: str
-    mark: str
     process: subprocess.Popen[str]
 
     def tell(self, order: str) -> None:
@@ -85,14 +82,12 @@ class Standing:
 @contextmanager
 def standing(folder: Path, *, cpus: int = CPUS) -> Iterator[Standing]:
     """A cluster, and after the block nothing of it."""
-    mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "tests.cluster.ray_cluster", str(folder), str(cpus)]
     with (
         (folder / "cluster.log").open("w") as log,
         subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environ_of(mark),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -103,12 +98,13 @@ def standing(folder: Path, *, cpus: int = CPUS) -> Iterator[Standing]:
         line = process.stdout.readline()
         assert line.startswith("address "), (folder / "cluster.log").read_text()
         try:
-            yield Standing(line.split()[1], mark, process)
+            yield Standing(line.split()[1], process)
         finally:
+            started = family(process.pid)
             assert process.stdin is not None
             process.stdin.close()
             process.wait(WATCHDOG)
-    until_none_is_left(mark)
+    until_gone(started)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 from typer.testing import CliRunner
 
@@ -33,7 +34,7 @@ from runner import (
 from runner.cli.app import app
 from runner.cli.run import run_command
 from runner.cli.settings import RunSettings
-from tests.cluster.ray_cluster import Standing, environ_of, until_none_is_left
+from tests.cluster.ray_cluster import Standing, family, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Leased, Sworn, crowd, slow_crowd
 from tests.faults.comparing import by_key, stored
 from tests.repository import ROOT
@@ -89,43 +90,33 @@ async def test_kill_9_of_a_worker_loses_nothing_and_nothing_comes_twice(cluster:
         assert run_file.complete
 
 
-def announcing(file: Path, workers: int, mark: str, **more: str) -> subprocess.Popen[bytes]:
+def announcing(file: Path, workers: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "tests.cluster.ray_games", str(file), str(workers)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environ_of(mark, **more))
-
-
-def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}/environ").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-async def until_dead(pids: list[int]) -> None:
-    with anyio.fail_after(WATCHDOG):
-        while alive(pids):  # noqa: ASYNC110  # nobody tells of processes of others
-            await anyio.sleep(0.1)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
 
 
 async def test_kill_9_of_the_driver_ends_its_workers_and_the_same_command_goes_on_with_other_ones(
     cluster: Standing, tmp_path: Path
 ) -> None:
     file = tmp_path / "run.db"
-    with announcing(file, 2, "driver") as driver:
+    with announcing(file, 2) as driver:
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().split()[1:]]
         assert len(pids) == 2
         lines = [driver.stdout.readline() for _ in range(9)]
+        started = family(driver.pid) | {*pids}
         os.kill(driver.pid, signal.SIGKILL)
         lines += driver.stdout.readlines()
     before = {line.split(b"\t")[0].decode() for line in lines if line.endswith(b"\n")}
     with RunFile(file) as run_file:
         assert before <= {row.id for row in run_file if not row.outcome.cut_short}
-    await until_dead(pids)
+    await anyio.to_thread.run_sync(until_gone, started)
     with anyio.fail_after(WATCHDOG):
         rest = await played(Crowd(12), RayEngines(crowd(), workers=3), group_size=GROUP_SIZE, file=file, seed=9)
     assert before.isdisjoint(trajectory.id for trajectory in rest)
     one = tmp_path / "one.db"
     await played(Crowd(12), crowd(), group_size=GROUP_SIZE, seed=9, file=one)
     assert without_attempts(stored(file)) == stored(one)
-    until_none_is_left("driver")
 
 
 SCRIPT = """

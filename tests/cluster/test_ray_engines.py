@@ -4,34 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from runner import Outcome, RayEngines, Run, Trajectory, VllmEngine
-from tests.cluster.ray_cluster import Standing
+from tests.cluster.ray_cluster import Standing, family, until_gone
 from tests.cluster.ray_games import TalksLong
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.engine, pytest.mark.apart, pytest.mark.whole]
 
 START = 400.0
 WATCHDOG = 200.0
-
-
-def family(pid: int) -> list[int]:
-    """A process and all that it has started."""
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            found += family(int(child))
-    return found
-
-
-def alive(pids: list[int]) -> list[int]:
-    states = ((pid, Path(f"/proc/{pid}/stat")) for pid in pids)
-    return [pid for pid, stat in states if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"]
 
 
 def versions(trajectory: Trajectory) -> list[str]:
@@ -48,7 +34,7 @@ async def test_two_real_engines_take_new_weights_under_episodes_and_one_that_is_
     on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     engine = RayEngines(inner, workers=(1, 2), gpus=0, runtime_env={"env_vars": on_cpu})
     got: list[Trajectory] = []
-    orphans: list[int] = []
+    orphans: set[int] = set()
     with anyio.fail_after(START + WATCHDOG):
         async with engine:
             while len(engine.workers()) < 2:  # noqa: ASYNC110  # the second one joins when it is ready
@@ -65,10 +51,7 @@ async def test_two_real_engines_take_new_weights_under_episodes_and_one_that_is_
                         orphans = family(victim.pid)
                         assert len(orphans) > 1, "vLLM has processes of its own"
                         os.kill(victim.pid, signal.SIGKILL)
-            until = time.monotonic() + 10
-            while alive(orphans) and time.monotonic() < until:  # noqa: ASYNC110  # they end unseen
-                await anyio.sleep(0.1)
-            assert alive(orphans) == []
+            await anyio.to_thread.run_sync(until_gone, orphans)
     assert len({trajectory.id for trajectory in got}) == len(got) == 16
     assert {trajectory.outcome for trajectory in got} == {Outcome.TOKEN_LIMIT}
     for trajectory in got:

@@ -13,7 +13,7 @@ import anyio.to_thread
 import pytest
 
 from runner import Outcome, RayEngines, Run, RunFile, ScriptedEngine
-from tests.cluster.ray_cluster import Standing, marked, require_ray, standing, until_none_is_left
+from tests.cluster.ray_cluster import Standing, family, require_ray, standing, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hangs, Poison, Slow, crowd, drinks
 from tests.cluster.test_ray import WATCHDOG, announcing, played
 
@@ -58,25 +58,28 @@ async def test_kill_9_of_a_driver_with_a_cluster_of_its_own_leaves_no_process_an
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     before = set(os.listdir("/dev/shm"))
     file = tmp_path / "run.db"
-    with announcing(file, 2, "own-cluster") as driver:
+    with announcing(file, 2) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline().startswith(b"workers")
-        assert len(marked("own-cluster")) > 3, "the driver, its workers, and Ray"
         driver.stdout.readline()
+        started = family(driver.pid)
+        assert len(started) > 5, "the driver, its workers, and Ray"
         os.kill(driver.pid, signal.SIGKILL)
         driver.stdout.read()
-    await anyio.to_thread.run_sync(until_none_is_left, "own-cluster")
+    await anyio.to_thread.run_sync(until_gone, started)
     assert not {name for name in set(os.listdir("/dev/shm")) - before if re.match("plasma|ray", name)}
 
 
 async def test_a_cluster_of_ones_own_is_gone_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     require_ray()
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("DELTARUNNER_TEST_MARK", "own-run")
-    trajectories = await played(Crowd(2), RayEngines(crowd(), workers=2), group_size=GROUP_SIZE)
+    before = family(os.getpid())
+    async with Run(Crowd(2), RayEngines(crowd(), workers=2), group_size=GROUP_SIZE) as run:
+        started = family(os.getpid()) - before
+        trajectories = [trajectory async for trajectory in run]
     assert len(trajectories) == 2 * GROUP_SIZE * 2
-    monkeypatch.delenv("DELTARUNNER_TEST_MARK")
-    await anyio.to_thread.run_sync(until_none_is_left, "own-run")
+    assert len(started) > 4, "workers, and Ray"
+    await anyio.to_thread.run_sync(until_gone, started)
 
 
 async def test_a_worker_whose_loop_hangs_ends_and_its_episodes_are_played_again(
@@ -88,7 +91,7 @@ async def test_a_worker_whose_loop_hangs_ends_and_its_episodes_are_played_again(
     assert {trajectory.outcome for trajectory in trajectories} == {Outcome.COMPLETED}
     assert len(trajectories) == 6
     assert any("is lost" in event for event in engine.events)
-    assert int(trace.read_text()) not in marked(cluster.mark)
+    await anyio.to_thread.run_sync(until_gone, [int(trace.read_text())])
 
 
 async def test_an_episode_that_kills_its_workers_fails_and_the_others_are_played(cluster: Standing) -> None:
