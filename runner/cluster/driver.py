@@ -7,19 +7,20 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import anyio
 from anyio.abc import TaskGroup
 
 from runner.cluster.fleet import Fleet, Seat, SeatState, Ticket
-from runner.cluster.words import Catch, EngineKnown, Joined, Launcher, PlayingNow, Pulse, WorkerLost, WorkerProcess
+from runner.cluster.hand import Hand
+from runner.cluster.words import Catch, EngineKnown, Joined, Launcher, Pulse, WorkerLost
 from runner.engines.base import BaseEngine
 from runner.errors import BadOption, DeltarunnerError, EngineDead, unwrapped
 
-__all__ = ["Driver", "Hand"]
+__all__ = ["Driver"]
 
 PULSE_SECONDS: Final = 1.0
 """A worker is asked how it does this often."""
@@ -37,67 +38,6 @@ TOLD: Final = 100
 
 END_SECONDS: Final = 30.0
 """How long workers may take to end by themselves."""
-
-
-class Heard(Protocol):
-    """An attempt on a worker, which is told what the worker says of it."""
-
-    def hear(self, playing: PlayingNow | None, since: float) -> None:
-        """Take note of a pulse.
-
-        Args:
-            playing: what its worker said of it; None where others have waited longer.
-            since: when it began to wait for what it waits for, in the event loop's time; or where nothing was said of
-                it, when at the earliest.
-        """
-
-
-@dataclass(eq=False, slots=True)
-class Hand:
-    """A worker of the fleet, as its driver knows it."""
-
-    number: int
-    """No other worker of the fleet was or will be called so."""
-    seat: Seat
-    process: WorkerProcess
-    joined: Joined | None = None
-    """What it said of itself; None while it starts."""
-    pulse: Pulse | None = None
-    """What it said last."""
-    heard: float = 0.0
-    """When that was, in the event loop's time."""
-    ahead: float = 0.0
-    """How far this event loop's time is ahead of its. Measured once, so that what stands still there does here."""
-    attempts: dict[int, Heard] = field(default_factory=dict)
-    """What it plays, by the numbers of the attempts."""
-    version: str = ""
-    """The version of its weights."""
-    why: str = ""
-    """Why its driver ended it, where it did."""
-    gone: anyio.Event = field(default_factory=anyio.Event)
-    """Set once it is struck off the books: what it played may be asked for again."""
-
-    @property
-    def name(self) -> str:
-        """What it is called, for people."""
-        return f"worker {self.number}" + (f" on {self.joined.node}" if self.joined is not None else "")
-
-    def hear(self, pulse: Pulse) -> None:
-        """Take note of a pulse, and let what is played know."""
-        self.heard = anyio.current_time()
-        if self.pulse is None:
-            self.ahead = self.heard - pulse.now
-        self.pulse = pulse
-        told = {playing.number: playing for playing in pulse.oldest}
-        youngest = max((playing.since for playing in pulse.oldest), default=-math.inf)
-        for number, attempt in self.attempts.items():
-            playing = told.get(number)
-            attempt.hear(playing, self.ahead + (youngest if playing is None else playing.since))
-
-    def dismiss(self, why: str) -> None:
-        """End it; what it plays is played again by others."""
-        self.why = self.why or why
-        self.process.kill()
 
 
 @dataclass(eq=False, slots=True)
@@ -176,11 +116,24 @@ class Driver:
                 await self.launcher.close()
 
     async def _until_enough(self) -> None:
+        began = anyio.current_time()
         while not self.fleet.enough:
             if self._failure is not None:
                 raise self._failure
-            await self._next_change()
+            # How long an engine takes to start is its own affair; a worker that no machine has room for is not there.
+            if anyio.current_time() - began > self._stall_seconds and self._there < self.fleet.least:
+                raise EngineDead(
+                    f"for {self._stall_seconds:g} s there was room for {self._there} workers, of at least "
+                    f"{self.fleet.least}: the cluster has too few free cores or GPUs."
+                )
+            with anyio.move_on_after(PULSE_SECONDS):
+                await self._next_change()
         self._begun = True
+
+    @property
+    def _there(self) -> int:
+        """How many workers have a machine, whether their engines run or not."""
+        return sum(hand.placed for hand in self._hands.values())
 
     async def _next_change(self) -> None:
         await self._changed.wait()
@@ -251,7 +204,7 @@ class Driver:
         self.lost_count += 1
         if hand.pulse is not None:
             self.sampled_by_the_lost += hand.pulse.stats.sampled_tokens
-        self.launcher.forget(hand.number)
+        self.launcher.forget(hand.number, hand.joined)
         playing = f"; the {len(lost)} episodes that it played are played again" if lost else ""
         self._tell(f"{hand.name} is lost: {error}{playing}")
         if hand.seat.state is SeatState.RESTING:
@@ -288,6 +241,8 @@ class Driver:
     # --- a worker comes in
 
     async def _bring_in(self, hand: Hand) -> None:
+        await hand.process.send("hello")
+        hand.placed = True
         joined: Joined = await hand.process.send("join")
         self._require_like_the_first(hand, joined)
         hand.joined, hand.version = joined, joined.weight_version

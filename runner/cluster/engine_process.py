@@ -8,9 +8,11 @@ import socket
 from typing import Final, cast
 
 import anyio
+import anyio.to_thread
 
 from runner.cluster.words import EngineKnown, Joined
 from runner.engines.base import BaseEngine, Engine, vocabulary_size
+from runner.engines.vllm.worker.shared_memory import shared_memory_of
 from runner.errors import EngineDead
 from runner.runs.process import collector_settings
 from runner.runs.watchdogs import until_dead
@@ -27,10 +29,12 @@ class EngineProcess:
 
     Args:
         engine: an engine that nobody entered.
+        place: the machine, as the launcher knows it.
     """
 
-    def __init__(self, engine: BaseEngine) -> None:
+    def __init__(self, engine: BaseEngine, place: str = "") -> None:
         self.engine = engine
+        self._place = place
         self._joined = anyio.Event()
         self._end = anyio.Event()
         self._failure: Exception | None = None
@@ -67,6 +71,9 @@ class EngineProcess:
         if deaths:
             raise deaths[0]
 
+    async def hello(self) -> None:
+        """Answer, whatever the engine does."""
+
     async def join(self) -> Joined:
         """Say what this worker is, once its engine runs.
 
@@ -79,7 +86,9 @@ class EngineProcess:
         engine = self.engine
         return Joined(
             node=socket.gethostname(),
+            place=self._place,
             pid=os.getpid(),
+            shared_memory=tuple(await anyio.to_thread.run_sync(shared_memory_of, os.getpid())),
             places=engine.places,
             context=engine.context,
             weight_version=engine.weight_version,

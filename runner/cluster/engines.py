@@ -13,8 +13,9 @@ import anyio
 from anyio.lowlevel import current_token
 
 from runner import checked
-from runner.cluster.driver import Driver, Hand
+from runner.cluster.driver import Driver
 from runner.cluster.fleet import Fleet
+from runner.cluster.hand import Hand
 from runner.cluster.hosted import HostedEngine
 from runner.cluster.player import FleetPlayer
 from runner.cluster.runtime import FleetRuntime

@@ -59,8 +59,8 @@ class _Client:
 class EngineHost(EngineProcess):
     """Serves one engine to many clients. A number of a stream or a session is its client's own."""
 
-    def __init__(self, engine: BaseEngine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: BaseEngine, place: str = "") -> None:
+        super().__init__(engine, place)
         self._clients: defaultdict[str, _Client] = defaultdict(_Client)
 
     async def stream(self, client_name: str, number: int, sent: Sent) -> None:

@@ -8,8 +8,9 @@ from typing import Final
 
 import anyio
 
-from runner.cluster.driver import Driver, Hand
+from runner.cluster.driver import Driver
 from runner.cluster.fleet import Ticket
+from runner.cluster.hand import Hand
 from runner.cluster.words import Played, PlayingNow, WorkerLost
 from runner.episode.key import EpisodeKey
 from runner.episode.limits import Ending

@@ -9,7 +9,7 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Awaitable, Generator, Mapping
+from collections.abc import Awaitable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -19,9 +19,10 @@ from runner.cluster.arrays import as_arrays, as_tensors
 from runner.cluster.engine_process import EngineProcess
 from runner.cluster.hosting import EngineHost
 from runner.cluster.limiters import LimiterDesk
-from runner.cluster.words import Stored, WorkerLost, WorkerProcess
+from runner.cluster.words import Joined, Stored, WorkerLost, WorkerProcess
 from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
+from runner.engines.vllm.worker.shared_memory import release
 from runner.errors import BadOption, DeltarunnerError, EngineDead
 
 __all__ = ["RayLauncher", "host_called"]
@@ -75,6 +76,10 @@ class RayLauncher:
 
     def _connect(self) -> None:
         ray = _ray()
+        if ray.is_initialized() and self._runtime_env:
+            raise BadOption(
+                f"{self._who}(runtime_env=...): Ray is initialised in this process already; give it to ray.init(...)."
+            )
         if not ray.is_initialized():
             address = self._address or os.environ.get("RAY_ADDRESS")
             own = address is None
@@ -175,9 +180,17 @@ class RayLauncher:
             return str(await (await anyio.Path(value).expanduser()).absolute())
         return await anyio.to_thread.run_sync(_in_store, value)
 
-    def forget(self, worker: int) -> None:
-        """Give back the leases of a worker that is gone."""
+    def forget(self, worker: int, joined: Joined | None) -> None:
+        """Give back the leases of a worker that is gone, and shared memory whose names it left on its machine."""
         self._desk.forget.remote(worker)
+        if joined is not None and joined.shared_memory:
+            self._release_at(joined.place, joined.shared_memory)
+
+    def _release_at(self, place: str, names: Sequence[str]) -> None:
+        # Ray kills all that a worker has started together with it, Python's own tracker of shared memory included.
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        there = strategies.NodeAffinitySchedulingStrategy(place, soft=False)
+        _ray().remote(release).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(names)
 
     def forget_run(self, run: int) -> None:
         """Forget the limiters of a run."""
@@ -294,6 +307,11 @@ def _raised(kind: type[DeltarunnerError], text: str) -> Raised:
     return Raised(error)
 
 
+def _place() -> str:
+    node: str = _ray().get_runtime_context().get_node_id()
+    return node
+
+
 def _search() -> tuple[str, ...]:
     """Where modules are looked for here, for processes that see the same files."""
     return tuple(map(os.path.abspath, sys.path))
@@ -326,7 +344,7 @@ class WorkerActor(EngineActor):
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
         """A worker of this number, which asks this desk for leases."""
         number, desk = arguments
-        return Worker(engine, number, RayDesk(desk))
+        return Worker(engine, number, RayDesk(desk), _place())
 
 
 class HostActor(EngineActor):
@@ -334,7 +352,7 @@ class HostActor(EngineActor):
 
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
         """A host."""
-        return EngineHost(engine)
+        return EngineHost(engine, _place())
 
 
 class RayDesk:

@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 from runner.cluster.hosted import HostedEngine
 from runner.cluster.hosting import EngineHost
 from runner.cluster.limiters import LimiterDesk
-from runner.cluster.words import Stored, WorkerLost
+from runner.cluster.words import Joined, Stored, WorkerLost
 from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
 from runner.errors import BadOption, DeltarunnerError, unwrapped
@@ -50,7 +50,7 @@ class InProcess:
     async def put(self, value: Any) -> Any:
         return StoredHere(value)
 
-    def forget(self, worker: int) -> None:
+    def forget(self, worker: int, joined: Joined | None) -> None:
         self.group.start_soon(self.desk.forget, worker)
 
     def forget_run(self, run: int) -> None:
