@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
+import cloudpickle
 from anyio.abc import TaskGroup
 
 from runner.cluster.hosted import HostedEngine
@@ -43,7 +44,7 @@ class InProcess:
 
     def pack(self, value: Any, what: str) -> Any:
         try:
-            return pickle.dumps(value)
+            return cloudpickle.dumps(value)
         except Exception as error:
             raise BadOption(f"{what} be pickled: {error}") from None
 

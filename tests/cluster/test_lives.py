@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -278,15 +279,15 @@ async def refused(match: str, engine: Any, environment: Any = Dice, **options: A
 
 async def test_arguments_that_cannot_be_sent_are_refused_by_name_before_a_worker_starts() -> None:
     async with fleet(2) as (engine, launcher):
-        await refused(r"Picky\(given=\) cannot be pickled", engine, Picky(lambda: None))
-        await refused("template_options= cannot be pickled", engine, template_options={"now": lambda: None})
+        await refused(r"Picky\(given=\) cannot be pickled", engine, Picky(threading.Lock()))
+        await refused("template_options= cannot be pickled", engine, template_options={"now": threading.Lock()})
         assert not launcher.workers
 
 
 async def test_a_task_that_cannot_be_sent_ends_the_run_by_its_name() -> None:
     from runner import BadTask
 
-    bad = Task(id="bad", prompt="Throw.", info={"call": lambda: None})
+    bad = Task(id="bad", prompt="Throw.", info={"lock": threading.Lock()})
     async with fleet(1) as (engine, _):
         with pytest.raises(BadTask, match=r"task 'bad' goes to a worker, and cannot be pickled"):
             await played(Dice, engine, tasks=[*game_tasks(2), bad])

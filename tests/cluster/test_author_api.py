@@ -1,0 +1,52 @@
+"""The environments that the author's API was drawn for, as they stand, on two workers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from runner import Environment, ScriptedEngine, Trajectory
+from runner.cluster.engines import FleetEngine
+from runner.testing import assert_exact
+from tests.cluster.in_process import in_process
+from tests.cluster.playing import played
+from tests.environment import test_author_api as author_api
+
+pytestmark = pytest.mark.anyio
+
+ENVIRONMENTS = {
+    name.removeprefix("test_"): function
+    for name, function in vars(author_api).items()
+    if name.startswith("test_") and inspect.iscoroutinefunction(function)
+}
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+async def test_an_environment_of_the_authors_api_plays_on_two_workers(
+    environment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers_played: list[int] = []
+
+    async def play_all(environment: type[Environment[Any]], replies: Any, **options: Any) -> list[Trajectory]:
+        engine = replies if isinstance(replies, ScriptedEngine) else ScriptedEngine(replies)
+        async with in_process() as launcher:
+            trajectories = await played(environment, FleetEngine(engine, launcher, 2), **options)
+            workers_played.extend(
+                number for number, worker in launcher.workers.items() if "play" in (call for call, _ in worker.calls)
+            )
+        for trajectory in trajectories:
+            assert_exact(trajectory)
+        return sorted(trajectories, key=lambda each: (each.id, each.agent != "main"))
+
+    async def play(environment: type[Environment[Any]], replies: Any, **options: Any) -> Trajectory:
+        (trajectory,) = await play_all(environment, replies, **options)
+        return trajectory
+
+    monkeypatch.setattr(author_api, "play_all", play_all)
+    monkeypatch.setattr(author_api, "play", play)
+    plays: Callable[[], Awaitable[None]] = ENVIRONMENTS[environment]
+    await plays()
+    assert workers_played
