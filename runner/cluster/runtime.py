@@ -12,6 +12,8 @@ from runner.engines.adapters import Adapters, AdapterVersion
 from runner.engines.gate import AdmissionGate
 from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
+from runner.engines.weights import LocalTransfer, WeightTransfer
+from runner.errors import BadOption
 
 __all__ = ["FleetRuntime"]
 
@@ -56,7 +58,13 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
 
         Raises:
             BadWeights: they do not fit; nothing was touched anywhere.
+            BadOption: they are sent in a way that joins a trainer with one engine.
         """
+        if isinstance(given, LocalTransfer | WeightTransfer):
+            raise BadOption(
+                f"update_weights({type(given).__name__}(...)): workers take weights from a folder that all machines "
+                "see, or from a state dict. A transfer joins a trainer with one engine."
+            )
         weights = await self.driver.launcher.put(given)
         seconds = await self.driver.ask_all("check_weights", weights, version)
         return CheckedUpdate(version, max(seconds.values(), default=0.0), weights)

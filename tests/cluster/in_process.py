@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 from anyio.abc import TaskGroup
 
 from runner.cluster.hosted import HostedEngine

@@ -1,7 +1,7 @@
 """The environments that the author's API was drawn for: each is writable without a further concept.
 
-Of the sixteen, the agent that speaks to an OpenAI endpoint is missing, and OpenEnv and MCP stand here as the servers of
-tools that they are to an author; `serve()` is not built yet.
+Of the sixteen, the agent that speaks to an OpenAI endpoint is in tests/endpoint, and OpenEnv and MCP stand here as the
+servers of tools that they are to an author. tests/cluster plays them all on two workers.
 """
 
 from __future__ import annotations
