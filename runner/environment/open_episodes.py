@@ -17,14 +17,17 @@ __all__ = ["OpenEpisodes"]
 
 
 class OpenEpisodes(Environment):
-    """One key, one episode: it ends with `POST base_url/end`, whose body may have a reward, or with the run."""
+    """One key, one episode: it ends with `POST base_url/end`, whose body may have a reward, or with the run.
+
+    An episode of which nobody says a reward has none.
+    """
 
     limits = Limits(seconds=None)
 
     def __init__(self, tell: Callable[[str, Endpoint, Path], None]) -> None:
         """Say who is told of a new key: the episode's id, its endpoint, and the folder with settings of clients."""
         self.tell = tell
-        self.reported: float = 0.0
+        self.reported: float | None = None
 
     def tasks(self) -> Iterator[Task]:
         """A task a key."""
@@ -34,10 +37,9 @@ class OpenEpisodes(Environment):
         """Serve until somebody says that it is over."""
         async with self.episode.serve() as endpoint:
             self.tell(self.episode.id, endpoint, await endpoint.home())
-            said = await endpoint.wait()
-            self.reported = float(said.get("reward", 0.0))
+            self.reported = (await endpoint.wait()).get("reward")
 
     @reward
-    def reported_reward(self) -> float:
+    def reported_reward(self) -> float | None:
         """What the client reported."""
         return self.reported

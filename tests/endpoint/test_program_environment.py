@@ -147,6 +147,24 @@ def test_serve_gives_out_a_key_an_episode_until_it_is_told_to_end(work: Path) ->
 _TOOL = {"type": "function", "function": {"name": "run", "description": "", "parameters": {"type": "object"}}}
 
 
+@pytest.mark.anyio
+async def test_an_episode_of_which_nobody_says_a_reward_has_none() -> None:
+    class One(OpenEpisodes):
+        def tasks(self) -> Any:
+            return itertools.islice(super().tasks(), 1)
+
+    def by_hand(base_url: str) -> None:
+        body = {"messages": [{"role": "user", "content": "One."}], "tools": [_TOOL]}
+        httpx.post(f"{base_url}/chat/completions", json=body)
+        httpx.post(f"{base_url}/end")
+
+    def tell(episode: str, endpoint: Endpoint, home: Path) -> None:
+        threading.Thread(target=by_hand, args=(endpoint.base_url,)).start()
+
+    (trajectory,) = await play_all(One(tell), ["Done."])
+    assert (trajectory.outcome, len(trajectory.turns), trajectory.reward) == (Outcome.COMPLETED, 1, None)
+
+
 def test_the_lines_of_a_key_are_what_a_shell_takes() -> None:
     address = Address("http://127.0.0.1:1/e/k/v1", "http://127.0.0.1:1/e/k", "k", "a model", 100)
     endpoint = Endpoint.__new__(Endpoint)
