@@ -41,7 +41,7 @@ def serve_command(
         if told is not None:
             told(lines)
 
-    environment = OpenEpisodes(tell)
+    environment = OpenEpisodes(tell, train=settings.train)
     plan = partial(Plan.of_environment, settings, environment, make_engine)
     return play_plan(settings, plan, lambda shown: say.append(shown.say))
 

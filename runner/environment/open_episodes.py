@@ -24,9 +24,15 @@ class OpenEpisodes(Environment):
 
     limits = Limits(seconds=None)
 
-    def __init__(self, tell: Callable[[str, Endpoint, Path], None]) -> None:
-        """Say who is told of a new key: the episode's id, its endpoint, and the folder with settings of clients."""
+    def __init__(self, tell: Callable[[str, Endpoint, Path], None], train: bool | None = None) -> None:
+        """Say who is told of a new key.
+
+        Args:
+            tell: is given the episode's id, its endpoint, and the folder with settings of clients.
+            train: whether all threads are trained; None trains those that are offered tools.
+        """
         self.tell = tell
+        self.train = train
         self.reported: float | None = None
 
     def tasks(self) -> Iterator[Task]:
@@ -35,7 +41,7 @@ class OpenEpisodes(Environment):
 
     async def rollout(self, conversation: Conversation) -> None:
         """Serve until somebody says that it is over."""
-        async with self.episode.serve() as endpoint:
+        async with self.episode.serve(train=self.train) as endpoint:
             self.tell(self.episode.id, endpoint, await endpoint.home())
             self.reported = (await endpoint.wait()).get("reward")
 

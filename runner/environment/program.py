@@ -38,6 +38,7 @@ class Program(Environment):
         wrap: str = "",
         programs: int = 0,
         code: bool = True,
+        train: bool | None = None,
     ) -> None:
         """Say what is run.
 
@@ -49,6 +50,7 @@ class Program(Environment):
             wrap: what both commands are put behind, such as `bwrap ...`.
             programs: how many may run at once; 0 for four a core.
             code: a program that ends with another code than 0 fails; else the check decides alone.
+            train: whether all of its threads are trained; None trains those that are offered tools.
         """
         self.argv = _split("agent", agent)
         if not any(PROMPT in each for each in self.argv):
@@ -60,8 +62,14 @@ class Program(Environment):
         if self.copy is not None and not self.copy.is_dir():
             raise BadEnvironment(f"copy={copy!r}: there is no such folder.")
         self.wrap = _split("wrap", wrap) if wrap else []
+        if self.wrap:  # what runs behind it may be there alone
+            _refuse_missing("wrap", wrap, self.wrap)
+        else:
+            _refuse_missing("agent", agent, self.argv)
+            _refuse_missing("check", check, self.checking)
         self.programs = programs or 4 * (os.cpu_count() or 1)
         self.code = code
+        self.train = train
         self.folder = Path()
         self.finished: FinishedProgram | None = None
 
@@ -81,7 +89,8 @@ class Program(Environment):
         prompt = self.task.prompt if isinstance(self.task.prompt, str) else ""
         if not prompt:
             raise BadEnvironment(f"task {self.task.id!r}: an agent program is given a prompt that is a string.")
-        async with self.episode.limiter("programs", self.programs), self.episode.serve() as endpoint:
+        limiter, serving = self.episode.limiter("programs", self.programs), self.episode.serve(train=self.train)
+        async with limiter, serving as endpoint:
             known = {PROMPT: prompt, "{model}": endpoint.model, "{base_url}": endpoint.base_url}
             argv = [_filled(each, known) for each in self.argv]
             self.finished = await endpoint.run(argv, cwd=self.folder, wrap=self.wrap, check=self.code)
@@ -105,6 +114,12 @@ def _split(name: str, command: str) -> list[str]:
     if not argv:
         raise BadEnvironment(f"{name}={command!r:.80}: give a command.")
     return argv
+
+
+def _refuse_missing(name: str, command: str, argv: list[str]) -> None:
+    """Refuse a program that is looked for on PATH and not there; one with a path may come with the folder."""
+    if argv and not os.path.dirname(argv[0]) and shutil.which(argv[0]) is None:
+        raise BadEnvironment(f"{name}={command!r:.80}: there is no program {argv[0]!r} on PATH: install it.")
 
 
 def _filled(text: str, known: dict[str, str]) -> str:

@@ -106,11 +106,36 @@ def test_options_of_programs_go_together(work: Path, further: Any, named: str) -
         ({"agent": "claude 'oh {prompt}"}, "a shell could not split it"),
         ({"agent": "claude {prompt}", "copy": "/no/such/folder"}, "no such folder"),
         ({"agent": "claude {prompt}", "check": " "}, "give a command"),
+        ({"agent": "no-such-agent {prompt}"}, "agent='no-such-agent .*there is no program 'no-such-agent' on PATH"),
+        ({"agent": "sh {prompt}", "check": "no-such-check -q"}, "check='no-such-check -q': there is no program"),
+        ({"agent": "inside {prompt}", "wrap": "no-such-sandbox"}, "wrap='no-such-sandbox': there is no program"),
     ],
 )
 def test_a_command_that_cannot_be_is_refused_before_anything_runs(given: Any, named: str) -> None:
     with pytest.raises(BadEnvironment, match=named):
         Program(**given)
+
+
+def test_a_command_that_only_its_sandbox_has_is_let_be() -> None:
+    assert Program("inside {prompt}", check="inside-too", wrap="env").argv == ["inside", "{prompt}"]
+
+
+TALKS = ASKS.replace('"tools"', '"of no api"')
+
+
+@pytest.mark.parametrize(("train", "rewards"), [(None, [None, None]), (True, [0.0, 1.0]), (False, [None, None])])
+def test_a_program_that_offers_no_tools_is_trained_where_that_is_asked_for(
+    work: Path, train: bool | None, rewards: Any
+) -> None:
+    assert '"tools"' not in TALKS
+    (work / "agent.py").write_text(TALKS + WRITES)
+    check = f"{shlex.quote(sys.executable)} -c \"assert '1' in open('answer.txt').read()\""
+    given = settings(work, train=train, check=check).with_program()
+    assert run_command(given, engine_of(lambda asked: asked.prompt.rpartition("Say ")[2].partition("<")[0])) == 0
+    with RunFile(work / "run.db") as stored:
+        played = sorted(stored.trajectories(), key=lambda each: each.id)
+    assert [each.reward for each in played] == rewards
+    assert [bool(each.turns) for each in played] == [bool(train)] * 2
 
 
 def test_serve_gives_out_a_key_an_episode_until_it_is_told_to_end(work: Path) -> None:
