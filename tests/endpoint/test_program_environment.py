@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 import threading
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from runner import BadEnvironment, BadOption, Outcome, RunFile
 from runner.cli.run import run_command
 from runner.cli.serve import key_lines, serve_command
 from runner.cli.settings import RunSettings
-from runner.endpoint.clients import Address, pointers
+from runner.endpoint.clients import Address, files, pointers
 from runner.endpoint.endpoint import Endpoint
 from runner.environment.open_episodes import OpenEpisodes
 from runner.environment.program import Program
@@ -193,16 +194,27 @@ async def test_an_episode_of_which_nobody_says_a_reward_has_none() -> None:
 def test_the_lines_of_a_key_are_what_a_shell_takes() -> None:
     address = Address("http://127.0.0.1:1/e/k/v1", "http://127.0.0.1:1/e/k", "k", "a model", 100)
     endpoint = Endpoint.__new__(Endpoint)
-    endpoint.base_url, endpoint.api_key, endpoint.model = address.base_url, address.api_key, address.model
+    endpoint.base_url, endpoint.root_url, endpoint.context = address.base_url, address.root_url, address.context
+    endpoint.api_key, endpoint.model = address.api_key, address.model
     endpoint.environ = {"OPENAI_MODEL": "a model", "OPENAI_API_KEY": "k"}
     lines = key_lines("key-0#0", endpoint, Path("/of a key"))
     exported = next(line for line in lines if "export" in line).partition("export ")[2]
     assert dict(each.partition("=")[::2] for each in shlex.split(exported)) == endpoint.environ
     codex = shlex.split(next(line for line in lines if "codex exec" in line).split(maxsplit=1)[1])
-    assert "a model" in codex
+    told = "\n".join(each for before, each in itertools.pairwise(codex) if before == "-c")
+    given, file = tomllib.loads(told.replace("=deltarunner", '="deltarunner"')), tomllib.loads(_codex_file(address))
+    assert codex[codex.index("-m") + 1] == file.pop("model") == "a model"
+    provider, of_file = (each["model_providers"]["deltarunner"] for each in (given, file))
+    assert {name: of_file[name] for name in provider} == provider, "as in the file that programs of ours are given"
+    assert {name for name in file if name.startswith(("model", "tool"))} == set(given)
+    assert all(file[name] == value for name, value in given.items() if name != "model_providers")
     named = {line.split()[0]: shlex.split(line)[1:] for line in lines if "of a key" in line}
     assert named["opencode"] == ["OPENCODE_CONFIG=/of a key/.config/opencode/opencode.json", "opencode"]
     assert set(named) == {"opencode", "qwen", "pi"}
+
+
+def _codex_file(address: Address) -> str:
+    return files(address)[".codex/config.toml"]
 
 
 @pytest.mark.anyio
