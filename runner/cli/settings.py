@@ -77,7 +77,8 @@ class RunSettings:
     ] = None
     copy: Annotated[Path | None, typer.Option(help="With --agent: the folder that it works in a copy of.")] = None
     wrap: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="With --agent: what it runs behind, such as a sandbox.")
+        str | None,
+        typer.Option(metavar="COMMAND", help="With --agent: what it runs behind, such as a sandbox; {folder}, {home}."),
     ] = None
     train: Annotated[
         bool | None,

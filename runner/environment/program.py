@@ -47,7 +47,8 @@ class Program(Environment):
                 endpoint's. It is split as a shell does, and no shell runs it.
             check: a command that ends with 0 in the folder where the program did what it was asked.
             copy: the folder that each episode has a copy of.
-            wrap: what both commands are put behind, such as `bwrap ...`.
+            wrap: what both commands are put behind, such as `bwrap ...`; `{folder}` in it is where they work, `{home}`
+                their HOME.
             programs: how many may run at once; 0 for four a core.
             code: a program that ends with another code than 0 fails; else the check decides alone.
             train: whether all of its threads are trained; None trains those that are offered tools.
@@ -93,17 +94,23 @@ class Program(Environment):
         async with limiter, serving as endpoint:
             known = {PROMPT: prompt, "{model}": endpoint.model, "{base_url}": endpoint.base_url}
             argv = [_filled(each, known) for each in self.argv]
-            self.finished = await endpoint.run(argv, cwd=self.folder, wrap=self.wrap, check=self.code)
+            wrap = self._wrapping(await endpoint.home())
+            self.finished = await endpoint.run(argv, cwd=self.folder, wrap=wrap, check=self.code)
 
     @reward
     async def passes(self) -> float:
         """Whether the check passes."""
         if not self.checking:
             return float(self.finished is not None and self.finished.ok)
-        argv = [*self.wrap, *self.checking]
-        async with running(argv, cwd=self.folder, env=own_environ(self.folder.parent)) as checking:
+        home = self.folder.parent
+        argv = [*self._wrapping(home), *self.checking]
+        async with running(argv, cwd=self.folder, env=own_environ(home)) as checking:
             finished = await checking.wait()
         return float(finished.ok)
+
+    def _wrapping(self, home: Path) -> list[str]:
+        known = {"{folder}": str(self.folder), "{home}": str(home)}
+        return [_filled(each, known) for each in self.wrap]
 
 
 def _split(name: str, command: str) -> list[str]:

@@ -117,6 +117,22 @@ def test_a_command_that_cannot_be_is_refused_before_anything_runs(given: Any, na
         Program(**given)
 
 
+def test_a_sandbox_is_told_where_the_commands_work_and_where_their_home_is(work: Path) -> None:
+    box = work / "box"
+    box.write_text(
+        f'#!/bin/sh\nset -e\ntest "$PWD" = "$1"\ntest "$HOME" = "$2"\necho "$3" >> {shlex.quote(str(work / "told"))}\n'
+        'shift 3\nexec "$@"\n'
+    )
+    box.chmod(0o755)
+    given = settings(work, wrap=f"{shlex.quote(str(box))} {{folder}} {{home}} in={{folder}},{{prompt}}").with_program()
+    assert run_command(given, engine_of(lambda asked: asked.prompt.rpartition("Say ")[2].partition("<")[0])) == 0
+    with RunFile(work / "run.db") as stored:
+        assert sorted(each.reward for each in stored.trajectories()) == [0.0, 1.0]
+    told = (work / "told").read_text().splitlines()
+    assert len(told) == 4, "two programs, and what checks each"
+    assert all(each.startswith("in=/") and each.endswith("/work,{prompt}") for each in told)
+
+
 def test_a_command_that_only_its_sandbox_has_is_let_be() -> None:
     assert Program("inside {prompt}", check="inside-too", wrap="env").argv == ["inside", "{prompt}"]
 
