@@ -142,7 +142,7 @@ TALKS = ASKS.replace('"tools"', '"of no api"')
 
 @pytest.mark.parametrize(("train", "rewards"), [(None, [None, None]), (True, [0.0, 1.0]), (False, [None, None])])
 def test_a_program_that_offers_no_tools_is_trained_where_that_is_asked_for(
-    work: Path, train: bool | None, rewards: Any
+    work: Path, train: bool | None, rewards: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert '"tools"' not in TALKS
     (work / "agent.py").write_text(TALKS + WRITES)
@@ -153,6 +153,7 @@ def test_a_program_that_offers_no_tools_is_trained_where_that_is_asked_for(
         played = sorted(stored.trajectories(), key=lambda each: each.id)
     assert [each.reward for each in played] == rewards
     assert [bool(each.turns) for each in played] == [bool(train)] * 2
+    assert ("nothing that was asked is trained" in capfd.readouterr().out) is not bool(train)
 
 
 def test_serve_gives_out_a_key_an_episode_until_it_is_told_to_end(work: Path) -> None:
