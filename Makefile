@@ -3,6 +3,8 @@
 PYTHON ?=
 ENGINE ?= cpu
 BIN := .venv/bin
+# Modules stay compiled whatever the shell says: tests start hundreds of processes, and each would compile all of them.
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run check test-quick test test-all test-clients train train-proof bench docs clean

@@ -1,5 +1,7 @@
 """The public names, each with its module: the one list that type checkers read and `__init__.py` loads from."""
 
+from .cluster.ray_engine import RayEngine as RayEngine
+from .cluster.ray_engines import RayEngines as RayEngines
 from .endpoint.endpoint import ChatThread as ChatThread
 from .endpoint.endpoint import Endpoint as Endpoint
 from .endpoint.programs import FinishedProgram as FinishedProgram
@@ -74,6 +76,7 @@ from .options import Limits as Limits
 from .options import Sampling as Sampling
 from .parsing.events import ContentPiece as ContentPiece
 from .parsing.events import ReasoningPiece as ReasoningPiece
+from .runs.player import FleetWorker as FleetWorker
 from .runs.process import run as run
 from .runs.run import Run as Run
 from .runs.summary import Summary as Summary

@@ -24,7 +24,7 @@ from hypothesis import settings
 from runner.engines.vllm.engine import VllmEngine
 from runner.models import demo_model
 from runner.testing.engine_pool import EngineAtHome
-from tests import lanes, sweeps
+from tests import lanes, lasting, sweeps
 from tests.engines.sharing import as_it_was
 from tests.engines.small_model import small_model
 
@@ -53,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     sweeps.begin(whole=whole, seed=option.sweep_seed)
     settings.load_profile("whole" if whole else "quick")
     if hasattr(config, "workerinput"):
+        lasting.begin()
         # One core for vLLM and for torch, the others for the other lanes: their threads wait for one another by
         # spinning, and two of them on cores that are taken cost several times what one costs. The first process has
         # the tests that share an engine, and only one of the others has tests that start one.
@@ -89,8 +90,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _may_be_on_trio(metafunc: pytest.Metafunc) -> bool:
-    """The test is asynchronous, on no real engine, and neither it nor its module says on what it runs."""
-    real = "session_engine" in metafunc.fixturenames or metafunc.definition.get_closest_marker("engine")
+    """The test is asynchronous, on no real engine nor workers, and neither it nor its module says on what it runs."""
+    real = "session_engine" in metafunc.fixturenames or any(
+        metafunc.definition.get_closest_marker(name) for name in ("engine", "ray")
+    )
     if real or "anyio_backend" not in metafunc.fixturenames:
         return False
     own = any("anyio_backend" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
@@ -160,16 +163,19 @@ def _turn(item: pytest.Item) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End what the tests of a real engine share with the last of them.
+    """End what the tests of a real engine share with the last of them, and the cluster with the last test on it.
 
     The process goes on with other tests, and an event loop that is still there would be in the way of their own.
     """
-    if _shares_an_engine(item) and nextitem is not None and not _shares_an_engine(nextitem):
+    if _shared_by(item) and nextitem is not None and _shared_by(nextitem) != _shared_by(item):
         item.session._setupstate.teardown_exact(None)  # private, and as pytest 8 and 9 have it
 
 
-def _shares_an_engine(item: pytest.Item) -> bool:
-    return bool(item.get_closest_marker("engine")) and not item.get_closest_marker("apart")
+def _shared_by(item: pytest.Item) -> str:
+    """Whose tests those are that share something of the kind with this one; "" where none do."""
+    if item.get_closest_marker("ray"):
+        return "ray"
+    return "engine" if item.get_closest_marker("engine") and not item.get_closest_marker("apart") else ""
 
 
 # --- engines

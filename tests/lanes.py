@@ -18,7 +18,7 @@ import pytest
 
 __all__ = ["scheduler", "tell"]
 
-GROUPS = ("apart", "engine", "timing")
+GROUPS = ("ray", "apart", "engine", "timing")
 """Markers of tests that stay together, the first one that a test has; the largest group is begun first."""
 
 
@@ -49,6 +49,46 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
             if self.groups is None:
                 self.groups = json.loads((_folder(config) / "groups.json").read_text(encoding="utf-8"))
             return self.groups.get(nodeid, nodeid)
+
+        def add_node_collection(self, node: Any, collection: Sequence[str]) -> None:
+            if lacking := set(self.collection or ()) - set(collection):
+                # The run would wait for them for ever.
+                pytest.exit(
+                    f"{node.gateway.id} takes the place of a process that ended and does not find {min(lacking)}: "
+                    f"were files changed meanwhile?",
+                    returncode=pytest.ExitCode.INTERNAL_ERROR,
+                )
+            self.registered_collections[node] = list(collection)
+
+        def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+            nodeid = self.registered_collections[node][item_index]
+            group = self.assigned_work[node][self._split_scope(nodeid)]
+            group[nodeid] = True
+            if all(group.values()):
+                # What is kept is counted at every test, and given out again when the process ends before its time.
+                del self.assigned_work[node][self._split_scope(nodeid)]
+            self._reschedule(node)
+
+        def remove_node(self, node: Any) -> str | None:
+            """Give the tests of a process that ended to others, but for the one that ended it."""
+            left: dict[str, dict[str, bool]] = self.assigned_work.pop(node)
+            waiting = ((group, nodeid) for group in left.values() for nodeid, done in group.items() if not done)
+            ended_by = None
+            if (ending := next(waiting, None)) is not None:
+                group, ended_by = ending
+                group[ended_by] = True  # it failed by that, and would end the next process too
+            self.workqueue.update({scope: group for scope, group in left.items() if not all(group.values())})
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return ended_by
+
+        def _reschedule(self, node: Any) -> None:
+            if node not in self.registered_collections:  # it takes another one's place, and does not know the tests yet
+                return
+            super()._reschedule(node)
+            # A process begins a test when it knows the one after it, and a single one may be all that it was given.
+            while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+                self._assign_work_unit(node)
 
     return Lanes(config, log)
 

@@ -1,18 +1,25 @@
-"""What tests/lanes.py promises: tests that share an engine are in one process, and so are those of the other groups."""
+"""What tests/lanes.py promises: a group of tests is in one process, and one that ends takes no tests along.
+
+And what tests/lasting.py promises: a process of tests is ended by nothing of ours, and by nothing without a word.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 
 pytest_plugins = ["pytester"]
 
+WATCHDOG = 120.0
+
 CONFTEST = """
 import pytest
-from tests import lanes
+from tests import lanes, lasting
 
 def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        lasting.begin()
     for marker in ("apart", "engine", "timing", "whole"):
         config.addinivalue_line("markers", marker)
 
@@ -50,10 +57,18 @@ def test_other(n, worker_id): played("other", worker_id)
 """
 
 
-def test_groups_stay_together_and_all_else_is_where_there_is_time(pytester: pytest.Pytester) -> None:
+def play(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *options: str) -> pytest.RunResult:
+    """Play with pytest-xdist and without the other plugins, which every process would import."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    return pytester.runpytest_subprocess("-p", "xdist", "-p", "no:cacheprovider", *options, timeout=WATCHDOG)
+
+
+def test_groups_stay_together_and_all_else_is_where_there_is_time(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(TESTS)
-    result = pytester.runpytest_subprocess("-n", "3", "-p", "no:asyncio", "-p", "no:cacheprovider")
+    result = play(pytester, monkeypatch, "-n", "3")
     result.assert_outcomes(passed=32)
     workers = defaultdict(list)
     for line in (pytester.path / "played.txt").read_text().splitlines():
@@ -63,3 +78,89 @@ def test_groups_stay_together_and_all_else_is_where_there_is_time(pytester: pyte
     groups = [set(workers[kind]) for kind in ("engine", "timing", "apart")]
     assert list(map(len, groups)) == [1, 1, 1]
     assert len(set.union(*groups)) == 3
+
+
+DYING = """
+import os, pathlib, pytest, signal
+
+def played(name, worker):
+    with pathlib.Path("played.txt").open("a") as file:
+        print(name, worker, file=file)
+
+@pytest.mark.engine
+@pytest.mark.parametrize("n", range(20))
+def test_engine(n, worker_id):
+    played(f"engine{n}", worker_id)
+    if n in DEADLY:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+@pytest.mark.parametrize("n", range(40))
+def test_other(n, worker_id):
+    played(f"other{n}", worker_id)
+    if f"{n}" in DEADLY:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("deadly", [{5}, {19, "3", "39"}], ids=["one of a group", "last of a group and single ones"])
+def test_tests_of_a_process_that_is_killed_are_played_by_others_but_for_the_one_that_killed_it(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, deadly: set[object]
+) -> None:
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(DYING.replace("DEADLY", repr(deadly)))
+    result = play(pytester, monkeypatch, "-n", "2")
+    result.assert_outcomes(passed=60 - len(deadly), failed=len(deadly))
+    played = Counter(line.split()[0] for line in (pytester.path / "played.txt").read_text().splitlines())
+    assert played == Counter([f"engine{n}" for n in range(20)] + [f"other{n}" for n in range(40)])
+
+
+ENDED = """
+import ctypes, os, signal
+from tests.testing.inner import run
+
+pytest_plugins = ["pytester"]
+
+def test_inner(pytester):
+    run(pytester, "def test_it(): pass").assert_outcomes(passed=1)
+
+def test_crash():
+    ctypes.string_at(0)
+
+def test_ending():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def test_exit():
+    from runner.runs.process import exit_now
+    exit_now(7)
+"""
+
+
+def test_a_process_that_ends_says_where_and_nothing_of_ours_ends_it(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(ENDED)
+    result = play(pytester, monkeypatch, "-n", "1")
+    result.assert_outcomes(passed=1, failed=3)
+    result.stderr.fnmatch_lines(["Fatal Python error: Segmentation fault", "*in test_crash"])
+    result.stderr.fnmatch_lines(["SIGTERM ends process * in *::test_ending (call)"])
+    result.stdout.fnmatch_lines(["*AssertionError: runner.runs.process would have ended the process of the tests*7"])
+
+
+CHANGING = """
+import os, pytest, signal
+
+@pytest.mark.parametrize("n", range(9) if os.environ["PYTEST_XDIST_WORKER"] == "gw0" else range(5))
+def test_it(n):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_takes_the_place_of_another_one_and_finds_other_tests_ends_the_run(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(CHANGING)
+    result = play(pytester, monkeypatch, "-n", "1")
+    result.stdout.fnmatch_lines(["*gw1 takes the place of a process that ended and does not find *5]: were files*"])
+    assert result.ret == pytest.ExitCode.INTERNAL_ERROR

@@ -12,15 +12,27 @@ from runner import errors, generation, training
 from tests.repository import ROOT
 
 PACKAGE = ROOT / "runner"
-HEAVY = ("torch", "transformers", "vllm", "aiohttp", "tokenizers", "pyarrow", "anyio", "pydantic", "rich", "typer")
+HEAVY = (
+    "torch",
+    "transformers",
+    "vllm",
+    "ray",
+    "aiohttp",
+    "tokenizers",
+    "pyarrow",
+    "anyio",
+    "pydantic",
+    "rich",
+    "typer",
+)
 
 
 def test_public_names() -> None:
     assert runner.__all__ == sorted(runner.__all__)
     authors = "Conversation Environment Episode Group Task Tool Turn group_reward metric reward tool"
     running = (
-        "ChatEngine Concurrency Engine History HistoryPolicy Limits MessageEngine RemoteEngine RetryPolicy Run RunFile "
-        "Sampling ScriptedEngine ServerDialect Summary TaskSource VllmEngine run"
+        "ChatEngine Concurrency Engine FleetWorker History HistoryPolicy Limits MessageEngine RayEngine RayEngines "
+        "RemoteEngine RetryPolicy Run RunFile Sampling ScriptedEngine ServerDialect Summary TaskSource VllmEngine run"
     )
     records = "FinishReason Message Outcome Prompt Reply Segment ToolCall Trajectory Usage"
     heard = "ContentPiece ReasoningPiece StreamedTurn ToolCalled TurnEvent TurnRestarted"
@@ -96,7 +108,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 def test_no_public_name_loads_the_engine() -> None:
     names = loaded_by("import runner\nfor name in runner.__all__: getattr(runner, name)")
-    assert names.isdisjoint({"torch", "transformers", "vllm"})
+    assert names.isdisjoint({"torch", "transformers", "vllm", "ray"})
 
 
 def test_no_module_takes_a_public_name_from_the_root_package() -> None:

@@ -23,6 +23,7 @@ from runner.runs.figures import (
     calls_in_words,
     ranks_in_words,
     shown_line,
+    worker_in_words,
     writes_otherwise,
 )
 from runner.runs.reporter import PlainReporter, WatchingReporter
@@ -81,8 +82,9 @@ class LiveDisplay(_OnConsole):
         if self._live is not None:
             self._live.update(renderable, refresh=True)
 
-    def _starting(self, seconds: float) -> None:
-        self._show(Spinner("dots", Text(f"{self.title}: starting the engine, {seconds:.0f} s"), speed=1.0))
+    def _starting(self, seconds: float, workers: str) -> None:
+        text = Text(f"{self.title}: starting the engine, {seconds:.0f} s{workers}")
+        self._show(Spinner("dots", text, speed=1.0))
 
     def _playing(self, figures: Figures) -> None:
         self._show(live_view(figures, self.title, width=self.console.width, height=self.console.height))
@@ -97,6 +99,8 @@ def live_view(figures: Figures, title: str, *, width: int, height: int) -> Rende
     if width >= NARROW and figures.total:
         lines.append(_bar(figures.total, figures.done, width))
     lines += [_counts(figures, width), _pace(figures)]
+    if figures.workers is not None:
+        lines += _workers(figures)
     if figures.blocker is not None:
         lines.append(Text(f"slow loop: {figures.blocker.where} {figures.blocker.advice}", style="yellow"))
     if figures.malformed:
@@ -137,6 +141,13 @@ def _pace(figures: Figures) -> Text:
     parts.append((as_time(figures.elapsed) + (f", {as_time(left)} left" if left is not None else ""), ""))
     parts.append((f"loop lag {1000 * figures.lag:.0f} ms", "yellow" if figures.lag > LATE_SECONDS else "dim"))
     return _joined(parts)
+
+
+def _workers(figures: Figures) -> Iterator[Text]:
+    style = "yellow" if figures.few_workers else "" if figures.workers == figures.most_workers else "bold"
+    yield Text(f"{figures.workers} of {figures.most_workers} workers", style)
+    for worker in figures.late_workers:
+        yield Text(f"  {worker_in_words(worker)}", "yellow", no_wrap=True, overflow="ellipsis")
 
 
 def _joined(parts: Sequence[tuple[str, str]]) -> Text:

@@ -25,6 +25,7 @@ from runner.cli.quiet_output import quiet_output
 from runner.cli.report import lag_lines, make_console, own_command, quoted, summary_table
 from runner.cli.settings import RunSettings
 from runner.cli.values import limits_of, logit_bias_of, pairs, plain_values
+from runner.cli.workers import many_of
 from runner.engines.base import BaseEngine, Engine
 from runner.environment.checks import check_playable
 from runner.environment.environment import Environment
@@ -214,7 +215,11 @@ class Plan:
             # Now: a run of another configuration is refused before an engine takes its time to start.
             _check_resumable(settings.file, environment, options, model=settings.spoken_by)
         return cls(
-            settings=settings, environment=environment, engine=make_engine(settings), options=options, total=total
+            settings=settings,
+            environment=environment,
+            engine=many_of(settings, make_engine),
+            options=options,
+            total=total,
         )
 
     @property
@@ -224,7 +229,8 @@ class Plan:
         at = "" if where is None else f" at {where}"
         given = settings.engine_options or ()
         sizes = "".join(f", {option}" for option in given if option.partition("=")[0].endswith("_parallel_size"))
-        return f"{short_name(settings.played)} on {settings.spoken_by}{at}{sizes}"
+        workers = "" if settings.workers is None else f", {settings.workers} workers"
+        return f"{short_name(settings.played)} on {settings.spoken_by}{at}{sizes}{workers}"
 
 
 def _options(settings: RunSettings) -> RunOptions:
@@ -320,8 +326,12 @@ class ShownRun(Reporter):
         from runner.engines.remote.engine import RemoteEngine
         from runner.engines.vllm.engine import VllmEngine
         from runner.models import resolve_model
+        from runner.runs.player import PlayingEngine
 
-        if isinstance(self._plan.engine, VllmEngine | RemoteEngine):
+        engine = self._plan.engine
+        if isinstance(engine, PlayingEngine):  # its workers find here what they look for, where they are here
+            engine = engine.engine
+        if isinstance(engine, VllmEngine | RemoteEngine):
             resolve_model(self._settings.model, say=self.say)
 
     def _require_tool_format(self) -> None:

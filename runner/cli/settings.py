@@ -125,6 +125,16 @@ class RunSettings:
         str | None,
         typer.Option(envvar="DELTARUNNER_API_KEY", help="What lets requests in there.", show_envvar=True),
     ] = None
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", help="So many engines, with the episodes that they play: 4, or 8-64 as machines come."
+        ),
+    ] = None
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="A cluster of Ray for --workers (auto); default RAY_ADDRESS, or its own."),
+    ] = None
     settings: Annotated[list[str] | None, SETTINGS] = None
     tasks: Annotated[Path | None, typer.Option(help="Tasks from a JSONL file instead of the environment's own.")] = None
     group_size: Annotated[int | None, typer.Option(min=1, help="Episodes of each task; default 1.")] = None
@@ -195,8 +205,10 @@ class RunSettings:
         Raises:
             BadOption: there is neither or both, or an option of programs without one.
         """
+        # Absolute where others look for it: a worker stands in a folder of its own.
+        copy = self.copy.absolute() if self.copy is not None and self.workers is not None else self.copy
         train = None if self.train is None else str(self.train).lower()
-        of_program = {"agent": self.agent, "check": self.check, "copy": self.copy, "wrap": self.wrap, "train": train}
+        of_program = {"agent": self.agent, "check": self.check, "copy": copy, "wrap": self.wrap, "train": train}
         given = [f"{name}={value}" for name, value in of_program.items() if value is not None]
         if self.agent is None and given:
             raise BadOption(f"--{given[0].partition('=')[0]} goes with --agent: give the program's command.")

@@ -94,9 +94,14 @@ class Adapters:
 
     # --- for the engine's control
 
-    async def add(self, name: str, given: Any, *, config: Mapping[str, Any] | None = None) -> str:
+    async def add(
+        self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None
+    ) -> str:
         """Add an adapter, or a new version of it; gives its label."""
-        version = AdapterVersion(_checked(name), self._newest.get(name, 0) + 1, next(self._keys), _folder(given))
+        newest = self._newest.get(name, 0)
+        if number is not None and number <= newest:
+            raise BadOption(f"add_adapter({name!r}, number={number}): there was a {name}@{newest} already.")
+        version = AdapterVersion(_checked(name), number or newest + 1, next(self._keys), _folder(given))
         await self.load(version, given, config)
         self._retire(name)
         self._current[name], self._newest[name] = version, version.number

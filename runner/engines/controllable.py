@@ -15,7 +15,7 @@ from anyio.lowlevel import current_token
 
 from runner.concurrency.clocks import Standstill
 from runner.engines.runtime import EngineRuntime
-from runner.engines.state import SLEEP_TAGS, EngineState, PauseMode, WeightUpdate
+from runner.engines.state import SLEEP_TAGS, CheckedUpdate, EngineState, PauseMode, WeightUpdate
 from runner.errors import BadControl, BadOption
 
 __all__ = ["Controllable"]
@@ -127,19 +127,59 @@ class Controllable:
         """
         runtime, mode = self._controlled(), PauseMode.of(mode)
         async with runtime.lock:
-            runtime.require_weights_awake("update_weights()")
-            new = runtime.new_version(version)
-            began = time.monotonic()
-            checked = await runtime.check_weights(given)
-            compared = time.monotonic()
-            if runtime.state is EngineState.RUNNING:
-                await runtime.halt(mode)
-            halted = time.monotonic()
-            await runtime.exchange(checked, new)
-            done = time.monotonic()
-        return WeightUpdate(new, compared - began, halted - compared, done - halted)
+            return await self._apply(await self._check(given, version), mode)
 
-    async def add_adapter(self, name: str, given: Any, *, config: Mapping[str, Any] | None = None) -> str:
+    async def check_update(self, given: Any, *, version: str | None = None) -> CheckedUpdate:
+        """The first half of `update_weights`, for who updates several engines: nothing is touched yet.
+
+        Args:
+            given: as `update_weights` takes it.
+            version: names the new weights.
+
+        Returns:
+            What `apply_update` takes, once all engines have said that the weights fit.
+
+        Raises:
+            BadWeights, BadControl, BadOption: as `update_weights`.
+        """
+        async with self._controlled().lock:
+            return await self._check(given, version)
+
+    async def apply_update(self, checked: CheckedUpdate, *, mode: PauseMode | str = PauseMode.KEEP) -> WeightUpdate:
+        """The second half of `update_weights`.
+
+        Args:
+            checked: what `check_update` gave.
+            mode: what becomes of the turns that are being sampled.
+
+        Raises:
+            BadControl: the memory of the weights fell asleep in between.
+            EngineDead: the exchange failed half way.
+        """
+        async with self._controlled().lock:
+            return await self._apply(checked, PauseMode.of(mode))
+
+    async def _check(self, given: Any, version: str | None) -> CheckedUpdate:
+        runtime = self._controlled()
+        runtime.require_weights_awake("update_weights()")
+        new = runtime.new_version(version)
+        began = time.monotonic()
+        checked = await runtime.check_weights(given)
+        return CheckedUpdate(new, time.monotonic() - began, checked)
+
+    async def _apply(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
+        runtime = self._controlled()
+        runtime.require_weights_awake("update_weights()")
+        began = time.monotonic()
+        if runtime.state is EngineState.RUNNING:
+            await runtime.halt(mode)
+        halted = time.monotonic()
+        await runtime.exchange(checked.weights, checked.version)
+        return WeightUpdate(checked.version, checked.seconds, halted - began, time.monotonic() - halted)
+
+    async def add_adapter(
+        self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None
+    ) -> str:
         """Add a LoRA adapter, or a new version of one that is there; what does not fit changes nothing.
 
         Turns in flight go on with the version that they began with, later ones are sampled with the new one.
@@ -148,6 +188,7 @@ class Controllable:
             name: what `Sampling(adapter=name)` asks for.
             given: a folder as PEFT saves it, or its tensors by name; copied.
             config: what adapter_config.json would hold; needed where tensors are given.
+            number: what its label ends with, for an engine that joins others; by default additions are counted.
 
         Returns:
             What the weight versions of ids that it samples end with, after a "+": "poet@2".
@@ -160,7 +201,7 @@ class Controllable:
         runtime = self._controlled()
         async with runtime.lock:
             runtime.require_weights_awake("add_adapter()")
-            label = await runtime.adapters.add(name, given, config=config)
+            label = await runtime.adapters.add(name, given, config=config, number=number)
         runtime.tell()
         return label
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 from runner.errors import BadOption
 
-__all__ = ["SLEEP_TAGS", "EngineState", "PauseMode", "WeightUpdate"]
+__all__ = ["SLEEP_TAGS", "CheckedUpdate", "EngineState", "PauseMode", "WeightUpdate"]
 
 SLEEP_TAGS = ("weights", "kv_cache")
 """The parts of an engine's memory that can be woken one by one."""
@@ -46,6 +47,18 @@ class EngineState(enum.StrEnum):
     """The engine's weights are being exchanged."""
     ASLEEP = "asleep"
     """The engine's memory was given up, or part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedUpdate:
+    """New weights that an engine has compared with its model, and not loaded yet."""
+
+    version: str
+    """The version that they will have."""
+    seconds: float
+    """How long the comparison took."""
+    weights: Any
+    """What the engine needs of them to load them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,11 @@ class Environment(Generic[TaskT]):
         args, kwargs = self._construction
         return type(self)(*args, **kwargs)
 
+    @property
+    def made_with(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the call that made this one, as they were given."""
+        return self._construction
+
     def overrides(self, hook: str) -> bool:
         """Tell whether the author wrote this hook; one that nobody wrote is not called."""
         return getattr(type(self), hook) is not getattr(Environment, hook)

@@ -18,7 +18,7 @@ from runner.episode.episode import Episode
 from runner.episode.hooks import check_system_prompts
 from runner.episode.key import MAIN, EpisodeKey
 from runner.episode.limits import Ending
-from runner.episode.outcome import failure, judge
+from runner.episode.outcome import failure, judge, silent
 from runner.episode.shared import RunShared
 from runner.episode.state import EpisodeState
 from runner.episode.threads import name_threads
@@ -82,6 +82,11 @@ class Play(EpisodeState):
     def permanent(self) -> bool:
         """Whether it would end the same if it were played again."""
         return self._ending is not None and self._ending.permanent
+
+    @property
+    def turns_taken(self) -> int:
+        """How many turns of `main` there are so far."""
+        return len(self.episode.turns)
 
     def trained_logs(self) -> Iterator[TokenLog]:
         """The token logs so far of the agents that are trained."""
@@ -186,13 +191,9 @@ class Play(EpisodeState):
             system_prompt=environment.system_prompt,
             prompt=messages,
             tools=environment.tools,
-            train=self._trains_main,
-            counted=self._trains_main or self.shared.evaluates(MAIN),
+            train=self.shared.trains_main,
+            counted=self.shared.trains_main or self.shared.evaluates(MAIN),
         )
-
-    @property
-    def _trains_main(self) -> bool:
-        return MAIN not in self.shared.other_models and not self.shared.evaluates(MAIN)
 
     # --- the play
 
@@ -311,23 +312,11 @@ class Play(EpisodeState):
         return [main, *others]
 
     def _empty(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
-        key = self.key
-        return Trajectory(
-            id=key.id,
-            task=key.task,
-            index=key.index,
-            agent=agent,
-            seed=self.seed,
-            visit=key.visit,
-            attempt=key.attempt,
-            trained=agent == MAIN and self._trains_main,
-            outcome=ending.outcome,
-            limit=ending.limit,
-            limit_agent=self.renamed.get(ending.agent, ending.agent),
-            reason=self.episode.reason,
-            error=ending.error,
-            seconds=seconds,
-        )
+        trajectory = silent(self.shared, self.key, ending, agent)
+        trajectory.limit_agent = self.renamed.get(ending.agent, ending.agent)
+        trajectory.reason = self.episode.reason
+        trajectory.seconds = seconds
+        return trajectory
 
     def _trajectory(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
         state = self.states[agent]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from runner.concurrency.user_code import TooSlow, describe_error
+from runner.episode.key import MAIN, EpisodeKey
 from runner.episode.limits import Ending
+from runner.episode.shared import RunShared
 from runner.episode.state import EpisodeState
 from runner.errors import EpisodeOver
-from runner.trajectory import Outcome
+from runner.trajectory import Outcome, Trajectory
 
-__all__ = ["failure", "judge"]
+__all__ = ["failure", "judge", "silent"]
 
 
 def judge(play: EpisodeState, error: BaseException | None) -> Ending:
@@ -37,6 +39,24 @@ def judge(play: EpisodeState, error: BaseException | None) -> Ending:
 def failure(error: BaseException) -> Ending:
     """The ending of an episode whose environment raised."""
     return Ending(Outcome.ENV_ERROR, _limit_of(error), error=describe_error(error))
+
+
+def silent(shared: RunShared, key: EpisodeKey, ending: Ending, agent: str = MAIN) -> Trajectory:
+    """The trajectory of an agent that has said nothing, of an episode that ended so."""
+    return Trajectory(
+        id=key.id,
+        task=key.task,
+        index=key.index,
+        agent=agent,
+        seed=key.seed(shared.seed),
+        visit=key.visit,
+        attempt=key.attempt,
+        trained=agent == MAIN and shared.trains_main,
+        outcome=ending.outcome,
+        limit=ending.limit,
+        limit_agent=ending.agent,
+        error=ending.error,
+    )
 
 
 def _is_only(error: BaseException, kind: type[BaseException]) -> bool:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 
 from runner.concurrency.threads import Workers
 from runner.endpoint.server import EndpointServer
 from runner.episode.hooks import Hooks
+from runner.episode.key import MAIN
 from runner.episode.model import MessageModel, Model
 from runner.errors import BadOption
 from runner.options import Limits, Sampling
 from runner.scoring import Scorer
 
-__all__ = ["RunShared"]
+__all__ = ["Limiter", "RunShared"]
+
+
+class Limiter(Protocol):
+    """Lets so many in at once."""
+
+    async def acquire_on_behalf_of(self, borrower: object) -> None:
+        """Wait until the borrower is let in."""
+
+    def release_on_behalf_of(self, borrower: object) -> None:
+        """Let the next one in."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,8 +56,10 @@ class RunShared:
     """Serves episodes to agent programs."""
     resources: Any = None
     """What `lifespan()` yielded."""
+    make_limiter: Callable[[str, int], Limiter] = lambda _, limit: anyio.CapacityLimiter(limit)
+    """Makes a limiter of this name, which lets so many in; another one where several processes play the run."""
     _asked: set[str] = field(default_factory=set)
-    _limiters: dict[str, anyio.CapacityLimiter] = field(default_factory=dict)
+    _limiters: dict[str, tuple[int, Limiter]] = field(default_factory=dict)
     # By `counted`, for conversations without sampling of their own. Nearly all episodes ask for one of these two, and
     # merging the layers for each of them costs a good part of a turn.
     _sampling: dict[bool, Sampling] = field(default_factory=dict)
@@ -92,15 +105,18 @@ class RunShared:
             )
         return self.own_limits.over(environment).over(Limits.defaults())
 
-    def limiter(self, name: str, limit: int) -> anyio.CapacityLimiter:
+    @property
+    def trains_main(self) -> bool:
+        """Whether what `main` says is trained on."""
+        return MAIN not in self.other_models and not self.evaluates(MAIN)
+
+    def limiter(self, name: str, limit: int) -> Limiter:
         """The run's limiter of that name, for `Episode.limiter`."""
         if limit < 1:
             raise BadOption(f"limiter({name!r}, {limit}): at least one must get in.")
-        limiter = self._limiters.get(name)
-        if limiter is None:
-            limiter = self._limiters[name] = anyio.CapacityLimiter(limit)
-        if limiter.total_tokens != limit:
-            raise BadOption(
-                f"limiter({name!r}, {limit}): it was opened with {limiter.total_tokens} before; use one limit."
-            )
+        if name not in self._limiters:
+            self._limiters[name] = limit, self.make_limiter(name, limit)
+        before, limiter = self._limiters[name]
+        if before != limit:
+            raise BadOption(f"limiter({name!r}, {limit}): it was opened with {before} before; use one limit.")
         return limiter

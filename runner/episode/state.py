@@ -11,8 +11,8 @@ objects of the author.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import anyio
@@ -111,6 +111,45 @@ class EpisodeState:
         return any(_says(turn, message) for state in self.states.values() for turn in state.turns)
 
 
+# Classes and no generators: a turn enters both, and a generator costs three times as much.
+
+
+class NumberOfTurn:
+    """A block that has the number of a turn."""
+
+    __slots__ = ("_number", "_state")
+
+    def __init__(self, state: ConversationState) -> None:
+        self._state = state
+
+    def __enter__(self) -> int:
+        self._number = self._state.numbered
+        self._state.numbered += 1
+        return self._number
+
+    def __exit__(self, *_: object) -> None:
+        state, number = self._state, self._number
+        taken = bool(state.turns) and state.turns[-1].number >= number
+        if not taken and state.numbered == number + 1:
+            state.numbered = number
+
+
+class SessionOfTurn:
+    """A block that has one of a conversation's sessions."""
+
+    __slots__ = ("_session", "_state")
+
+    def __init__(self, state: ConversationState) -> None:
+        self._state = state
+
+    def __enter__(self) -> Session:
+        self._session = self._state.take_session()
+        return self._session
+
+    def __exit__(self, *_: object) -> None:
+        self._state.give_back(self._session)
+
+
 class ConversationState:
     """What one agent has seen and said, and what waits to be put before it."""
 
@@ -162,7 +201,7 @@ class ConversationState:
         self._sessions = [self.model.engine.session(late=bool(play.states), beside=self._another())]
         self._free_sessions = list(self._sessions)
 
-    @property
+    @cached_property
     def chat(self) -> ChatModel:
         """The model that speaks for it, by ids."""
         assert isinstance(self.model, ChatModel), "who asks for ids has looked what speaks"
@@ -175,17 +214,20 @@ class ConversationState:
         engine = self.model.engine.context
         return engine if limit is None else min(limit, engine)
 
-    @contextmanager
-    def session(self) -> Iterator[Session]:
+    def session(self) -> SessionOfTurn:
         """What the engine keeps of this conversation between turns; of turns at the same time, each has its own."""
+        return SessionOfTurn(self)
+
+    def take_session(self) -> Session:
+        """One that no turn has; a block with `session` gives it back."""
         if not self._free_sessions:
             self._sessions.append(self.model.engine.session(late=True, beside=self._sessions[0]))
             self._free_sessions.append(self._sessions[-1])
-        session = self._free_sessions.pop()
-        try:
-            yield session
-        finally:
-            self._free_sessions.append(session)
+        return self._free_sessions.pop()
+
+    def give_back(self, session: Session) -> None:
+        """Leave the session of a turn that is over to the next one."""
+        self._free_sessions.append(session)
 
     def _another(self) -> Session | None:
         """What the same engine keeps of another conversation of the episode, if there is one."""
@@ -197,17 +239,9 @@ class ConversationState:
         for session in self._sessions:
             self.model.engine.close_session(session)
 
-    @contextmanager
-    def number(self) -> Iterator[int]:
+    def number(self) -> NumberOfTurn:
         """The number of a turn that begins now. What comes to no turn gives it back, unless a later one is given."""
-        number = self.numbered
-        self.numbered += 1
-        try:
-            yield number
-        finally:
-            taken = bool(self.turns) and self.turns[-1].number >= number
-            if not taken and self.numbered == number + 1:
-                self.numbered = number
+        return NumberOfTurn(self)
 
     def record(self, node: Node) -> None:
         """Add a turn to the forest; one that was begun earlier may end later."""

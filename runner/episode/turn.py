@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,7 +61,7 @@ async def take_turn(
         with numbered as number, state.session() as session:
             asking = MessageTurn(state, state.model.engine, head, number, session)
             return await asking.take(sampling, tool_choice, handle=handle, tell=tell, watch=watch)
-    with _extending(state, head) as extend, numbered as number, state.session() as session:
+    with _Extending(state, head) as extend, numbered as number, state.session() as session:
         prompt = await next_prompt(state, head, extend=extend)
         _refuse_too_long(state, prompt)
         place = _Place(state, head, number, session)
@@ -100,18 +100,24 @@ class _Place:
     """What the engine keeps of the turns before."""
 
 
-@contextmanager
-def _extending(state: ConversationState, head: Head) -> Iterator[bool]:
+class _Extending:
     """Whether the turn may extend the segment of the one before it; nobody else may meanwhile, nor once it has."""
-    node = head.node
-    if node is None or not node.ends_segment or not state.has(node.segment):
-        yield False
-        return
-    node.extended = True
-    try:
-        yield True
-    finally:
-        node.extended = len(node.segment.log) > node.turn.end
+
+    __slots__ = ("_node",)
+
+    def __init__(self, state: ConversationState, head: Head) -> None:
+        node = head.node
+        self._node = node if node is not None and node.ends_segment and state.has(node.segment) else None
+
+    def __enter__(self) -> bool:
+        if self._node is not None:
+            self._node.extended = True
+        return self._node is not None
+
+    def __exit__(self, *_: object) -> None:
+        node = self._node
+        if node is not None:
+            node.extended = len(node.segment.log) > node.turn.end
 
 
 def _refuse_too_long(state: ConversationState, prompt: PreparedPrompt) -> None:

@@ -153,7 +153,7 @@ class CallPatterns:
         first, *others = cut.of(self.format.close.strip()) or [""]
         return first if others and (cut.is_tag(first) or first in _CLOSING) else None
 
-    @property
+    @cached_property
     def quoted(self) -> bool:
         """Strings in arguments stand in quotation marks, in which those of the string itself are escaped."""
         form = self.format.arguments

@@ -109,14 +109,14 @@ class TaggedReader:
     ) -> tuple[Any, int]:
         """The value behind its key, and where the text goes on behind it."""
         problem: Unreadable | None = None
-        for opening, styles in self._openings:
+        for opening, styles, nested in self._openings:
             opened = opening.match(text, at)
             if opened is None:
                 continue
             try:
                 if isinstance(styles[0].notation, AS_TEXT):
                     return self._raw(styles, text, opened.end(), schema, root, whole)
-                return _literal(styles, text, opened.end())
+                return _literal(styles, nested, text, opened.end())
             except Unreadable as error:
                 problem = problem or error
         raise Unreadable(f"the value of {name}: {problem}" if problem else f"the value of {name} is missing")
@@ -161,16 +161,17 @@ class TaggedReader:
         return compiled(rf"""\s*(?P<key>{WORD}+?)(?={"|".join(openings)})""")
 
     @cached_property
-    def _openings(self) -> Sequence[tuple[re.Pattern[str], Sequence[ValueStyle]]]:
+    def _openings(self) -> Sequence[tuple[re.Pattern[str], Sequence[ValueStyle], Nested | None]]:
         """The styles by how they open, the longest opening first; in each those of text come first."""
         grouped: dict[str, list[ValueStyle]] = {}
         for style in self.format.styles.values():
             grouped.setdefault(style.open, []).append(style)
-        result: list[tuple[re.Pattern[str], Sequence[ValueStyle]]] = []
+        result: list[tuple[re.Pattern[str], Sequence[ValueStyle], Nested | None]] = []
         for opening, styles in sorted(grouped.items(), key=lambda item: len(item[0]), reverse=True):
             styles.sort(key=lambda style: not isinstance(style.notation, AS_TEXT))
             raw = isinstance(styles[0].notation, AS_TEXT)
-            result.append((compiled(behind_key(opening) if raw else lenient(opening)), styles))
+            nested = next((style.notation for style in styles if isinstance(style.notation, Nested)), None)
+            result.append((compiled(behind_key(opening) if raw else lenient(opening)), styles, nested))
         return result
 
     @cached_property
@@ -190,8 +191,7 @@ def _joined(literal: str, pattern: str) -> str:
     return behind_raw(literal) + pattern if literal else pattern.removeprefix(r"\s*")
 
 
-def _literal(styles: Sequence[ValueStyle], text: str, start: int) -> tuple[Any, int]:
-    nested = next((style.notation for style in styles if isinstance(style.notation, Nested)), None)
+def _literal(styles: Sequence[ValueStyle], nested: Nested | None, text: str, start: int) -> tuple[Any, int]:
     value, end = read_nested(nested, text, start) if nested is not None else read_literal(text, start)
     for style in styles:
         closed = compiled(lenient(style.close)).match(text, end)

@@ -9,9 +9,8 @@ import anyio
 
 from runner.engines.base import BaseEngine
 from runner.episode.key import EpisodeKey
-from runner.episode.lifecycle import Play
-from runner.episode.shared import RunShared
 from runner.errors import EngineDead
+from runner.runs.player import Attempt, Player
 from runner.runs.staleness import Staleness
 from runner.runs.state import RunState
 from runner.store.writer import RunWriter
@@ -33,8 +32,8 @@ class Attempts:
     engines: Sequence[BaseEngine]
     """Are asked whether they can answer again."""
 
-    shared: RunShared
-    """What every episode gets."""
+    player: Player
+    """Plays each attempt, here or elsewhere."""
 
     writer: RunWriter
     """Keeps the attempts that are no results."""
@@ -49,13 +48,13 @@ class Attempts:
         """The trajectories of the last attempt, not yet committed; earlier ones are."""
         failed = 0
         while True:
-            play = Play(self.shared, key)
-            trajectories = await self._played(play)
+            attempt = self.player.begin(key, last_try=failed >= self.retries)
+            trajectories = await self._played(attempt)
             if self.staleness.drop_stale(trajectories):
                 self.state.summary.stale += 1
                 if self.state.draining:  # which a run that failed is too
                     return trajectories
-            elif not play.permanent and await self._failed_by_the_engine(trajectories[0], failed):
+            elif not attempt.permanent and await self._failed_by_the_engine(trajectories[0], failed):
                 failed += 1
                 self.state.summary.retried += 1
             else:
@@ -63,18 +62,18 @@ class Attempts:
             await self.writer.commit_episode(trajectories, retry=True)
             key = replace(key, attempt=key.attempt + 1)
 
-    async def _played(self, play: Play) -> list[Trajectory]:
-        self.state.plays.add(play)
+    async def _played(self, attempt: Attempt) -> list[Trajectory]:
+        self.state.begin(attempt)
         try:
-            return await play.run()
+            return await attempt.run()
         except anyio.get_cancelled_exc_class():
             # What was sampled so far is kept as partial, although nothing may be awaited here unshielded.
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + COMMIT_SECONDS):
-                await self.writer.commit_episode(play.trajectories())
+                await self.writer.commit_episode(attempt.trajectories())
             raise
         finally:
-            self.state.plays.discard(play)
-            self.state.summary.faults.extend(f"{play.key.id}: {fault}" for fault in play.faults)
+            self.state.plays.discard(attempt)
+            self.state.summary.faults.extend(f"{attempt.key.id}: {fault}" for fault in attempt.faults)
 
     async def _failed_by_the_engine(self, trajectory: Trajectory, before: int) -> bool:
         """Whether the engine failed it, not for the first `retries` times yet, and can answer again."""

@@ -7,18 +7,20 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from operator import attrgetter
 from typing import Final
 
 import anyio
 
 from runner.concurrency.loop_lag import Blocker
-from runner.episode.lifecycle import Play
+from runner.runs.player import Attempt, FleetWorker, PlayingEngine
 from runner.runs.run import Run
 from runner.transcript import printable
 
 __all__ = [
     "LATE_SECONDS",
+    "WAITED_SECONDS",
     "WRITES_OTHERWISE",
     "Figures",
     "Gauge",
@@ -28,6 +30,7 @@ __all__ = [
     "in_words",
     "ranks_in_words",
     "shown_line",
+    "worker_in_words",
     "writes_otherwise",
 ]
 
@@ -38,7 +41,13 @@ RATE_SECONDS: Final = 5.0
 """Seconds over which the pace is measured."""
 
 SLOWEST: Final = 5
-"""So many episodes that have waited longest are told of."""
+"""So many episodes that have waited longest are told of, and so many workers that are late or stuck."""
+
+SILENT_SECONDS: Final = 15.0
+"""A worker that was not heard for so long is told of: it should be every five seconds at least."""
+
+WAITED_SECONDS: Final = 60.0
+"""A worker is told of where an episode of its has waited so long for one thing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +119,21 @@ class Figures:
     blocker: Blocker | None = None
     """Whose code makes the loop late, where it is."""
 
+    workers: int | None = None
+    """How many workers play, where the engine has workers."""
+
+    most_workers: int = 0
+    """How many there are to be at most."""
+
+    few_workers: bool = False
+    """Whether there are fewer than there have to be."""
+
+    late_workers: tuple[FleetWorker, ...] = ()
+    """Those that are late, silent, or behind with their weights, or have an episode that does not get on."""
+
+    news: tuple[str, ...] = ()
+    """What happened to workers since the figures were read last."""
+
     slowest: tuple[Stuck, ...] = ()
     """The episodes that have waited longest for one thing."""
 
@@ -136,6 +160,7 @@ class Gauge:
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
+        self._last_event = ""
 
     def read(self, run: Run, *, total: int | None = None, before: int = 0, last_fault: str = "") -> Figures:
         """The figures now; what else is given is known to whoever shows them, and none of the run's."""
@@ -145,6 +170,9 @@ class Gauge:
         # Only of a loop that is late: whose code ran longest is no news while it was fast.
         blockers = run.lag.blockers(1) if lag > LATE_SECONDS else []
         reward = summary.reward
+        engine = run.engine if isinstance(run.engine, PlayingEngine) else None
+        workers = engine.workers() if engine is not None else []
+        playing = engine is not None and not run.over  # afterwards they end, one by one
         return Figures(
             total=total,
             before=before,
@@ -162,11 +190,22 @@ class Gauge:
             elapsed=summary.elapsed,
             lag=lag,
             blocker=blockers[0] if blockers else None,
+            workers=len(workers) if playing else None,
+            most_workers=engine.most if engine is not None else 0,
+            few_workers=engine is not None and len(workers) < engine.least,
+            late_workers=_late(workers, engine.weight_version) if engine is not None else (),
+            news=self._news(engine.events) if engine is not None else (),
             slowest=tuple(_stuck(play) for play in heapq.nsmallest(SLOWEST, run.plays, key=attrgetter("since"))),
             fault=shown_line(last_fault or (summary.faults[-1] if summary.faults else "")),
             calls=summary.calls,
             malformed=summary.malformed_calls,
         )
+
+    def _news(self, events: Sequence[str]) -> tuple[str, ...]:
+        # The very object: two workers may be lost in the same words.
+        news = tuple(takewhile(lambda event: event is not self._last_event, reversed(events)))[::-1]
+        self._last_event = news[-1] if news else self._last_event
+        return news
 
     def _rate(self, sampled: int) -> float:
         now = time.monotonic()
@@ -178,9 +217,36 @@ class Gauge:
         return (sampled - before) / (now - since) if now > since else 0.0
 
 
-def _stuck(play: Play) -> Stuck:
+def _stuck(play: Attempt) -> Stuck:
     waited = anyio.current_time() - play.since
-    return Stuck(shown_line(play.key.id), len(play.episode.turns), shown_line(play.activity), waited)
+    return Stuck(shown_line(play.key.id), play.turns_taken, shown_line(play.activity), waited)
+
+
+def _late(workers: Sequence[FleetWorker], version: str) -> tuple[FleetWorker, ...]:
+    late = (worker for worker in workers if any(_troubles(worker, version)))
+    return tuple(heapq.nlargest(SLOWEST, late, key=lambda worker: (worker.silent, worker.waited, worker.lag)))
+
+
+def _troubles(worker: FleetWorker, version: str) -> Iterator[bool]:
+    yield worker.silent > SILENT_SECONDS
+    yield worker.waited > WAITED_SECONDS
+    yield worker.lag > LATE_SECONDS
+    yield worker.version != version
+
+
+def worker_in_words(worker: FleetWorker) -> str:
+    """A worker in words."""
+    parts = [
+        f"worker {worker.number} on {shown_line(worker.node)}",
+        f"{worker.playing} playing",
+        f"weights {shown_line(worker.version)}",
+        f"loop lag {1000 * worker.lag:.0f} ms",
+    ]
+    if worker.silent > SILENT_SECONDS:
+        parts.append(f"silent for {worker.silent:.0f} s")
+    if worker.oldest:
+        parts.append(f"{shown_line(worker.oldest)} for {worker.waited:.0f} s")
+    return ", ".join(parts)
 
 
 def shown_line(text: str) -> str:
@@ -192,6 +258,8 @@ def in_words(figures: Figures) -> Iterator[str]:
     """The figures in words."""
     yield f"{figures.done} of {figures.total} episodes" if figures.total else f"{figures.done} episodes"
     yield f"{figures.running} running"
+    if figures.workers is not None:
+        yield f"{figures.workers} of {figures.most_workers} workers"
     if figures.waiting:
         yield f"{figures.waiting} waiting for the engine"
     if figures.ranks:

@@ -14,7 +14,8 @@ from typing import IO, Final
 import anyio
 import anyio.to_thread
 
-from runner.runs.figures import Figures, Gauge, in_words
+from runner.runs.figures import Figures, Gauge, in_words, shown_line, worker_in_words
+from runner.runs.player import PlayingEngine
 from runner.runs.run import Run
 from runner.trajectory import Trajectory
 from runner.transcript import printable
@@ -77,10 +78,10 @@ class WatchingReporter(Reporter):
         with self._shown():
             while True:
                 if not run.summary.elapsed:
-                    draw = partial(self._starting, time.monotonic() - began)
+                    draw = partial(self._starting, time.monotonic() - began, _workers_so_far(run))
                 else:
                     figures = gauge.read(run, total=self.total, before=self.before, last_fault=self.last_fault)
-                    draw = partial(self._stopping if run.over else self._playing, figures)
+                    draw = partial(self._draw, figures, over=run.over)
                 await anyio.to_thread.run_sync(draw, limiter=thread)
                 await anyio.sleep(REFRESH_SECONDS)
 
@@ -94,14 +95,28 @@ class WatchingReporter(Reporter):
     def _shown(self) -> Iterator[None]:
         yield
 
+    def _draw(self, figures: Figures, *, over: bool) -> None:
+        for event in figures.news:
+            self._happened(event)
+        (self._stopping if over else self._playing)(figures)
+
+    def _happened(self, event: str) -> None:
+        """Hear what happened to a worker."""
+        self.last_fault = event
+
     @abstractmethod
-    def _starting(self, seconds: float) -> None: ...
+    def _starting(self, seconds: float, workers: str) -> None: ...
 
     @abstractmethod
     def _playing(self, figures: Figures) -> None: ...
 
     @abstractmethod
     def _stopping(self, figures: Figures) -> None: ...
+
+
+def _workers_so_far(run: Run) -> str:
+    engine = run.engine
+    return f", {len(engine.workers())} of {engine.least} workers" if isinstance(engine, PlayingEngine) else ""
 
 
 class PlainReporter(WatchingReporter):
@@ -113,7 +128,11 @@ class PlainReporter(WatchingReporter):
         self._tenths = 0
         self._next = PLAIN_SECONDS
 
-    def _starting(self, seconds: float) -> None:
+    def _happened(self, event: str) -> None:
+        super()._happened(event)
+        self.say(shown_line(event))
+
+    def _starting(self, seconds: float, workers: str) -> None:
         if not self._said:
             self._said = True
             self.say(f"{self.title}: starting the engine")
@@ -128,6 +147,8 @@ class PlainReporter(WatchingReporter):
         self.say(", ".join(in_words(figures)))
         if figures.blocker is not None:
             self.say(f"{figures.blocker.where} {figures.blocker.advice}")
+        for worker in figures.late_workers:
+            self.say(f"  {worker_in_words(worker)}")
 
     def _stopping(self, figures: Figures) -> None:
         if self._tenths >= 0:  # once, with the last figures

@@ -17,10 +17,11 @@ from runner.engines.base import BaseEngine
 from runner.environment.checks import as_environment, check_playable
 from runner.environment.environment import Environment
 from runner.environment.task_feed import Tasks
-from runner.episode.lifecycle import Play
 from runner.errors import unwrapped
 from runner.runs.options import RunKeywords, RunOptions, check_engine
+from runner.runs.player import Attempt
 from runner.runs.results import Results
+from runner.runs.stage import Stage
 from runner.runs.start import Start
 from runner.runs.started import StartedRun
 from runner.runs.state import RunState
@@ -101,7 +102,7 @@ class Run:
         return self._state.file
 
     @property
-    def plays(self) -> Set[Play]:
+    def plays(self) -> Set[Attempt]:
         """The episodes in flight."""
         return self._state.plays
 
@@ -116,16 +117,15 @@ class Run:
         if self._entered:
             raise RuntimeError("a run is entered once: make another Run(...) to play again")
         self._entered = True
-        start = Start(
+        stage = Stage(
             environment=self.environment,
             engines=self.engines,
             options=self.options,
             limits=self.limits,
             scorers=self.scorers,
             workers=self.workers,
-            lag=self.lag,
-            state=self._state,
         )
+        start = Start(stage=stage, lag=self.lag, state=self._state)
         async with AsyncExitStack() as exit_stack:
             self._started = started = await start.enter(exit_stack)
             self.summary.start()
@@ -155,7 +155,7 @@ class Run:
         """Begin no further episode; those in flight are played to their end."""
         self._state.drain()
         if self._started is not None:
-            self._started.shared.endpoints.draining.set()
+            self._started.player.drain()
 
     def cancel(self) -> None:
         """Cut every episode in flight; each is closed and kept as partial."""

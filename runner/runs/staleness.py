@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 
 from runner.engines.base import BaseEngine
-from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
 from runner.errors import BadOption
+from runner.runs.player import Attempt
 from runner.tokens.log import Source, TokenLog
 from runner.trajectory import Outcome, Trajectory
 
@@ -27,12 +27,12 @@ class Staleness:
         self._max_lag = max_lag
 
     @contextmanager
-    def cutting(self, plays: Collection[Play]) -> Iterator[None]:
+    def cutting(self, plays: Collection[Attempt]) -> Iterator[None]:
         """After each update of the weights, cut those of `plays` that are too old."""
         with self._engine.telling(partial(self._cut_stale, plays)):
             yield
 
-    def _cut_stale(self, plays: Iterable[Play]) -> None:
+    def _cut_stale(self, plays: Iterable[Attempt]) -> None:
         """Cut the episodes that are too old already: the rest of them would be played in vain."""
         for play in plays:
             why = self._why_too_old(play.trained_logs())

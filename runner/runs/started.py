@@ -19,10 +19,11 @@ from runner.errors import DeltarunnerError
 from runner.runs.attempts import Attempts
 from runner.runs.group_scoring import GroupScoring
 from runner.runs.options import RunOptions
+from runner.runs.player import Player
 from runner.runs.results import Results
 from runner.runs.staleness import Staleness
 from runner.runs.state import RunState
-from runner.runs.task_feeder import TaskFeeder
+from runner.runs.task_feeder import Slots, TaskFeeder
 from runner.runs.watchdogs import Breaker, until_dead, until_stuck
 from runner.store.writer import RunWriter
 
@@ -53,6 +54,7 @@ class StartedRun:
     options: RunOptions
     engines: Sequence[BaseEngine]
     shared: RunShared
+    player: Player
     writer: RunWriter
     feed: TaskFeed
     state: RunState
@@ -60,14 +62,13 @@ class StartedRun:
 
     def __post_init__(self) -> None:
         options, state, shared, writer = self.options, self.state, self.shared, self.writer
-        # Twice as many as the engine takes: while some wait for tools or their environment, others are sampled.
-        width = options.concurrency.episodes or 2 * self.engines[0].places
+        slots = Slots(self.player)
         self._breaker = Breaker(options.breaker)
         self._scoring = scoring = GroupScoring(shared, writer, state.summary, group_size=options.group_size)
         self._attempts = Attempts(
             state=state,
             engines=self.engines,
-            shared=shared,
+            player=self.player,
             writer=writer,
             staleness=self.staleness,
             retries=options.retries,
@@ -79,9 +80,9 @@ class StartedRun:
             scoring=scoring,
             state=state,
             indices=range(options.group_size) if options.indices is None else options.indices,
-            width=width,
+            slots=slots,
         )
-        self.results = Results(state, self.feed, scoring.groups_of, width=width)
+        self.results = Results(state, self.feed, scoring.groups_of, width=slots.width)
 
     async def play_all(self) -> None:
         """Play every task, and watch over it; why it ended before its work did is left in the run's state."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import anyio
 
-from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
 from runner.errors import DeltarunnerError, EngineDead
+from runner.runs.player import Attempt
 from runner.runs.summary import Summary
 from runner.trajectory import Outcome
 
@@ -26,7 +26,7 @@ class RunState:
     file: Path | None = None
     """The path of the run file; None where there is none, or none is named yet."""
 
-    plays: set[Play] = field(default_factory=set)
+    plays: set[Attempt] = field(default_factory=set)
     """The episodes in flight."""
 
     failure: DeltarunnerError | None = None
@@ -34,6 +34,9 @@ class RunState:
 
     draining: bool = False
     """Whether no further episode begins."""
+
+    cut_with: Ending | None = None
+    """How episodes ended that were in flight when they were all cut; None before."""
 
     over: bool = False
     """Whether every episode has ended and the last result is on its way to the reader."""
@@ -49,8 +52,15 @@ class RunState:
     def cancel(self, ending: Ending | None = None) -> None:
         """Cut every episode in flight, with this ending or as partial."""
         self.drain()
+        self.cut_with = self.cut_with or ending or Ending(Outcome.CANCELLED)
         for play in self.plays:
             play.cancel(ending)
+
+    def begin(self, play: Attempt) -> None:
+        """An attempt begins; it is cut at once where the run was while its task had not taken its first step."""
+        self.plays.add(play)
+        if self.cut_with is not None:
+            play.cancel(self.cut_with)
 
     def fail(self, failure: DeltarunnerError, *, cancel: bool = False) -> None:
         """End the run for this reason; episodes in flight go on to their end, or with `cancel` are cut."""

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from runner.concurrency.threads import Job
@@ -18,12 +19,44 @@ from runner.episode.shared import RunShared
 from runner.errors import BadTask, DeltarunnerError
 from runner.messages import as_messages
 from runner.runs.group_scoring import GroupScoring
+from runner.runs.player import Player
 from runner.runs.state import RunState
 from runner.store.claims import Claimed
 from runner.store.writer import RunWriter
 from runner.tasks import Task
 
-__all__ = ["TaskFeeder"]
+__all__ = ["Slots", "TaskFeeder"]
+
+
+class Slots:
+    """As many as there should be episodes in flight; each has one from before its task is asked for until it ends.
+
+    Whoever plays the episodes says how many there are, also while the run plays: workers come and go.
+    """
+
+    def __init__(self, player: Player) -> None:
+        self.width = 0
+        """How many slots there are now."""
+        self._taken = 0
+        self._one_is_free = anyio.Event()
+        player.tell_width(self._set_width)
+
+    async def take(self) -> None:
+        """Wait until a slot is free, and take it. One task alone asks for slots."""
+        await anyio.lowlevel.checkpoint()
+        while self._taken >= self.width:
+            self._one_is_free = anyio.Event()
+            await self._one_is_free.wait()
+        self._taken += 1
+
+    def give_back(self) -> None:
+        """Let a further episode begin."""
+        self._taken -= 1
+        self._one_is_free.set()
+
+    def _set_width(self, width: int) -> None:
+        self.width = width
+        self._one_is_free.set()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -37,11 +70,9 @@ class TaskFeeder:
     state: RunState
     indices: Sequence[int]
     """The episodes of each group that are played."""
-    width: int
-    """How many slots there are; an episode has one from before its task is asked for until it is over."""
+    slots: Slots
 
     def __post_init__(self) -> None:
-        self._slots = anyio.Semaphore(self.width)
         self._given = 0  # tasks
 
     async def begin_episodes(self, episodes: TaskGroup, play: Callable[[EpisodeKey], Awaitable[None]]) -> None:
@@ -54,18 +85,18 @@ class TaskFeeder:
             try:
                 await play(key)
             finally:
-                self._slots.release()
+                self.slots.give_back()
 
         try:
             while True:
                 # The slot before the task: a source decides on the next task only when it can be played.
-                await self._slots.acquire()
+                await self.slots.take()
                 task = await self.feed.next()
                 if task is None:
                     return
                 for number, key in enumerate(await self._episodes_of(task, episodes)):
                     if number:
-                        await self._slots.acquire()
+                        await self.slots.take()
                     episodes.start_soon(play_in_slot, key, name=f"episode {key.id}")
         except DeltarunnerError as error:
             self.state.fail(error)
@@ -80,7 +111,7 @@ class TaskFeeder:
         if missing:
             self.scoring.open(task, claimed.visit, len(missing))
         else:
-            self._slots.release()
+            self.slots.give_back()
             if self.scoring.has_rewards and not claimed.group_scored:
                 episodes.start_soon(self._score_stored, task, claimed.visit)
         return [

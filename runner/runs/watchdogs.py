@@ -9,8 +9,8 @@ from typing import Final
 import anyio
 
 from runner.engines.base import BaseEngine
-from runner.episode.lifecycle import Play
 from runner.errors import EngineDead, RunStuck, TooManyFailures
+from runner.runs.player import Attempt
 from runner.trajectory import Outcome, Trajectory
 
 __all__ = ["Breaker", "until_dead", "until_stuck"]
@@ -67,7 +67,7 @@ async def until_dead(engines: Collection[BaseEngine]) -> EngineDead:
         await anyio.sleep(HEALTH_SECONDS)
 
 
-async def until_stuck(plays: Collection[Play], progress: Callable[[], Hashable]) -> RunStuck:
+async def until_stuck(plays: Collection[Attempt], progress: Callable[[], Hashable]) -> RunStuck:
     """Return when nothing happened for `STUCK_SECONDS`, with an error that says who waits for what.
 
     Args:
@@ -86,11 +86,11 @@ async def until_stuck(plays: Collection[Play], progress: Callable[[], Hashable])
             return RunStuck(_who_waits(plays))
 
 
-def _who_waits(plays: Collection[Play]) -> str:
+def _who_waits(plays: Collection[Attempt]) -> str:
     now = anyio.current_time()
     longest = sorted(plays, key=lambda play: play.since)[:LISTED]
     lines = [f"nothing happened for {STUCK_SECONDS:.0f} s; {len(plays)} episodes in flight:"]
-    lines += [f"  {play.episode.id} waits for {play.activity} since {now - play.since:.0f} s" for play in longest]
+    lines += [f"  {play.key.id} waits for {play.activity} since {now - play.since:.0f} s" for play in longest]
     if len(plays) > len(longest):
         lines.append(f"  and {len(plays) - len(longest)} more")
     return "\n".join(lines)

@@ -22,6 +22,7 @@ NAMES = (
     "streams",
     "endpoint",
     "parity",
+    "fleet",
     "ranks",
 )
 

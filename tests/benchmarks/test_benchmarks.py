@@ -15,6 +15,7 @@ from runner import VllmEngine
 from runner.engines.vllm.parallel import BINDING
 from tests.benchmarks.__main__ import NAMES
 from tests.benchmarks.figures import Figure
+from tests.cluster.ray_cluster import require_ray
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "turns": {"ROUNDS": 1, "EPISODES": 4},
     "live": {"EPISODES": 8, "SPOKEN": 20, "TICK": 0.01, "SECONDS": 0.05},
     "streams": {"ROUNDS": 1, "STREAMS": 4, "STEPS": 10},
+    "fleet": {"ROUNDS": 1, "EPISODES": 4, "WAITING_EPISODES": 4, "WORKERS": 2, "WAIT": 1},
     "endpoint": {"ROUNDS": 1, "ALONE": 3, "STREAMS": 4, "SHORT": 2, "LONG": 5, "SPREAD": 0.1, "TURNS": 9, "LAST": 2},
     "parity": {"ROUNDS": 1, "EPISODES": 2, "TURNS": 2, "WORDS": "one two three"},
     "ranks": {"EPISODES": 4, "TURNS": 2, "PLACES": 2, "WORDS": "one two three"},
@@ -37,6 +39,8 @@ SMALL: dict[str, dict[str, Any]] = {
 
 VLLM = ("streams", "parity", "ranks")
 """Those that load vLLM."""
+RAY = ("fleet",)
+"""Those that start workers."""
 
 
 def for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,8 +72,16 @@ def test_none_is_left_out() -> None:
     assert set(SMALL) == set(NAMES) == with_measures
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in VLLM])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*VLLM, *RAY)])
 def test_a_benchmark_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_measured(small(name, monkeypatch).measure())
+
+
+@pytest.mark.ray
+@pytest.mark.whole
+@pytest.mark.parametrize("name", RAY)
+def test_a_benchmark_of_workers_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_ray()
     assert_measured(small(name, monkeypatch).measure())
 
 

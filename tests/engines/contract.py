@@ -18,6 +18,7 @@ from runner.testing import Latency, ScriptedEngine
 from runner.testing.contract_promises import ENDLESS, EngineUnderTest, Keep
 from runner.testing.engine_pool import EngineAtHome
 from runner.tokens.tokenizer import load_tokenizer
+from tests.cluster.in_process import HostedHere
 from tests.engines.function.functions import engine_over
 from tests.engines.lora import adapter_tensors, save_adapter
 from tests.engines.remote.loopback import Loopback, serving
@@ -137,6 +138,17 @@ def over_a_function(backend: str) -> Callable[[pytest.FixtureRequest], Keep]:
     return lambda _: lambda promise: anyio.run(main, promise, backend=backend)
 
 
+def hosted(backend: str) -> Callable[[pytest.FixtureRequest], Keep]:
+    """A scripted engine that a host has, as of another process."""
+
+    async def main(promise: Promise) -> None:
+        async with HostedHere(ScriptedEngine(TEXT, places=2, latency=Latency(between=1))) as engine:
+            refused = frozenset({"pause", "keep", "sleep", "wake", "update_weights", "add_adapter", "remove_adapter"})
+            await promise(EngineUnderTest(engine, "any folder", "any folder", settled=engine.look, refused=refused))
+
+    return lambda _: lambda promise: anyio.run(main, promise, backend=backend)
+
+
 ENGINES: dict[str, Any] = {
     "scripted": scripted("asyncio"),
     "scripted on trio": scripted("trio"),
@@ -144,11 +156,12 @@ ENGINES: dict[str, Any] = {
     "scripted, slow start": scripted("trio", latency=Latency(first=5, between=3)),
     "function": over_a_function("asyncio"),
     "function on trio": over_a_function("trio"),
+    "hosted": hosted("asyncio"),
     "remote, vllm's": remote(ServerDialect.VLLM),
     "remote, completions": remote(ServerDialect.COMPLETIONS),
     "remote, sglang's": remote(ServerDialect.SGLANG),
     "remote, sglang's, incremental": remote(ServerDialect.SGLANG, incremental=True),
-    "remote, a real one": pytest.param(remote_on_vllm, marks=[pytest.mark.engine, pytest.mark.apart]),
+    "remote, a real one": pytest.param(remote_on_vllm, marks=pytest.mark.engine),
     "vllm, somebody else's": pytest.param(lent_vllm, marks=pytest.mark.engine("float32_engine")),
     "vllm": pytest.param(vllm, marks=pytest.mark.engine("float32_engine")),
 }

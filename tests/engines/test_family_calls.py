@@ -101,7 +101,7 @@ def assert_called(turns: list[Turn]) -> None:
         assert {(call.name, call.error) for call in turn.tool_calls} == {("add", None)}
 
 
-@pytest.mark.parametrize("name", sweeps.part(list(FAMILIES), 6))
+@pytest.mark.parametrize("name", sweeps.part(list(FAMILIES), 12))
 async def test_required_calls_of_a_family_are_read_without_an_error(name: str, engine: VllmEngine) -> None:
     turns = await turns_of(Adder, name, engine, lambda form: ending_thoughts(form, engine))
     assert_called([turn for turn in turns if turn.finish is FinishReason.STOP])
@@ -142,7 +142,7 @@ def forced_ids(reply: Reply, encoder: ReplyEncoder, engine: VllmEngine) -> list[
     return ids if ids[-1] in engine.stop_ids else [*ids, reply.stop]
 
 
-@pytest.mark.parametrize("name", sweeps.part(list(TEMPLATES), 6))
+@pytest.mark.parametrize("name", sweeps.part(list(TEMPLATES), 12))
 async def test_what_a_family_says_is_read_as_it_was_meant_and_stays_as_it_was_sampled(
     name: str, engine: VllmEngine
 ) -> None:

@@ -16,6 +16,7 @@ from runner.tokens.tokenizer import load_tokenizer
 from tests import sweeps
 from tests.engines.polyglot import family_folder
 from tests.parsing.families import Family, family
+from tests.verifying import verify
 
 pytestmark = [pytest.mark.engine, pytest.mark.apart]
 
@@ -40,7 +41,7 @@ def brief(of: Family, model: Path) -> list[str]:
     return [f"--logit-bias={token_id}={bias}" for token_id, bias in biases.items()]
 
 
-@pytest.mark.parametrize("name", sweeps.part(RUN, 8))
+@pytest.mark.parametrize("name", sweeps.part(RUN, len(RUN)))
 def test_the_calculator_plays_on_a_model_of_a_family_and_what_was_kept_is_verified(
     name: str, polyglot_folder: Path, tmp_path: Path
 ) -> None:
@@ -61,5 +62,5 @@ def test_the_calculator_plays_on_a_model_of_a_family_and_what_was_kept_is_verifi
         assert call.error is None
         assert call.name in ("add", "subtract", "multiply", "answer")
         assert all(type(value) is int for value in call.arguments.values())
-    verified = deltarunner(tmp_path, "verify", "run.db")
-    assert verified.returncode == 0, verified.stdout + verified.stderr
+    verified = verify(tmp_path / "run.db", "--model", str(model))
+    assert verified.exit_code == 0, verified.output

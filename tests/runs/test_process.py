@@ -304,10 +304,11 @@ def test_a_busy_loop_is_named_by_its_frame_and_ends_the_process_with_what_is_don
 HANGING = """
     class Hanging(Base):
         limits = Limits(setup_seconds=0.1)
+        def tasks(self):
+            return super().tasks()[:1]  # the limit would strike others too on a machine that is busy
         def setup(self):
-            if self.task.id == "0":
-                while True:
-                    time.sleep(3600)
+            while True:
+                time.sleep(3600)
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from runner import (
     BadOption,
     BadTask,
     ConfigurationChanged,
+    Conversation,
     EngineDead,
     Environment,
     Group,
@@ -33,7 +35,7 @@ from runner import (
 from runner.options import Concurrency
 from runner.store.writer import RunWriter
 from runner.testing import Fault, Latency, ScriptedEngine, assert_exact, no_leaks
-from tests.playing import Plain, play, play_all, recording, tasks, until_end
+from tests.playing import Plain, play, play_all, recording, talking, tasks, until_end
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
@@ -475,3 +477,18 @@ async def test_a_run_is_entered_once() -> None:
         with pytest.raises(RuntimeError, match="entered once"):
             await run.__aenter__()
         assert [trajectory.outcome async for trajectory in run] == [Outcome.COMPLETED]
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # trio has no such order
+async def test_an_episode_whose_task_has_not_taken_its_first_step_is_cut_with_the_others() -> None:
+    async def for_ever(conversation: Conversation) -> None:
+        await anyio.sleep_forever()
+
+    async def one() -> AsyncIterator[Task]:
+        # Heard once the episode of this task was begun, and before it runs.
+        asyncio.get_running_loop().call_soon(run.cancel)
+        yield Task("t0", "Go.")
+
+    with anyio.fail_after(60):
+        async with Run(talking(for_ever), ScriptedEngine("hi"), tasks=one()) as run:
+            assert [trajectory.outcome async for trajectory in run] == [Outcome.CANCELLED]

@@ -15,7 +15,7 @@ import runner.testing.report
 import runner.testing.strategies  # noqa: F401  # all of them are used in inner runs only
 from tests.repository import ROOT
 
-__all__ = ["CALCULATOR", "run", "run_apart"]
+__all__ = ["CALCULATOR", "PLAIN", "run", "run_apart"]
 
 CALCULATOR = '''
 from runner import Environment, Task, reward, tool
@@ -35,6 +35,9 @@ class Calculator(Environment):
         return self.task.answer in self.episode.text.split()
 '''
 
+PLAIN = ("-pno:asyncio", "-pno:cacheprovider", "-pno:faulthandler")
+"""Options of every pytest inside this process: its handler of crashes would leave ours writing to what is captured."""
+
 HEAD = """
 import pytest
 from calculator import Calculator
@@ -50,7 +53,7 @@ def written(pytester: pytest.Pytester, test: str, **files: str) -> None:
 def run(pytester: pytest.Pytester, test: str, *options: str, **files: str) -> pytest.RunResult:
     """The outcome of a test file, by a pytest inside this process."""
     written(pytester, test, **files)
-    return pytester.runpytest_inprocess("-p", "no:asyncio", "-p", "no:cacheprovider", *options)
+    return pytester.runpytest_inprocess(*PLAIN, *options)
 
 
 def run_apart(pytester: pytest.Pytester, test: str, *options: str, **files: str) -> pytest.RunResult:

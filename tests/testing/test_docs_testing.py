@@ -10,6 +10,7 @@ import pytest
 from runner import pytest_plugin
 from runner.testing import QueuedEngine, strategies  # noqa: F401  # the latter is used in inner runs
 from tests.repository import DOCS
+from tests.testing.inner import PLAIN
 
 pytest_plugins = ["pytester"]
 
@@ -31,8 +32,7 @@ def calculator(pytester: pytest.Pytester) -> pytest.Pytester:
 
 def run(calculator: pytest.Pytester, test: str, *options: str) -> pytest.RunResult:
     calculator.makepyfile(test_page=test)
-    options = ("-p", "no:asyncio", "-p", "no:cacheprovider", "--strict-markers", "-W", "error", *options)
-    return calculator.runpytest_inprocess(*options)
+    return calculator.runpytest_inprocess(*PLAIN, "--strict-markers", "-W", "error", *options)
 
 
 @pytest.mark.parametrize("number", [number for number, test in enumerate(TESTS) if test not in (FAILING, REAL)])

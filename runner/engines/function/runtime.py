@@ -35,7 +35,9 @@ class FunctionRequest(OpenRequest, Protocol):
 class FunctionAdapters(Adapters):
     """The adapters that a function knows by name; nobody changes them here."""
 
-    async def add(self, name: str, given: Any, *, config: Mapping[str, Any] | None = None) -> str:
+    async def add(
+        self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None
+    ) -> str:
         raise BadControl(f"add_adapter({name!r}): {_OWNER} loads adapters; name them in TokenEngine(adapters=).")
 
     async def remove(self, name: str) -> None:

@@ -35,7 +35,9 @@ class RemoteRequest(OpenRequest, Protocol):
 class RemoteAdapters(Adapters):
     """The adapters that a server has: they are there or not, and nobody changes them here."""
 
-    async def add(self, name: str, given: Any, *, config: Mapping[str, Any] | None = None) -> str:
+    async def add(
+        self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None
+    ) -> str:
         raise BadControl(f"add_adapter({name!r}): a server's adapters are loaded by whoever runs it (--lora-modules).")
 
     async def remove(self, name: str) -> None:

@@ -33,9 +33,13 @@ class ReplyEncoder:
     """Turns replies into ids, with the engine's tokenizer and the tool format of its template."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self._tokenizer = tokenizer
         self._template = template
         # Functions repeat themselves; a bounded cache, since they also may not.
         self._encode = lru_cache(maxsize=1024)(tokenizer.encode)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReplyEncoder, (self._tokenizer, self._template)  # a cache cannot be sent to another process
 
     def encode(self, answer: Answer) -> EncodedReply:
         """The ids of a reply."""

@@ -1,16 +1,12 @@
-"""What the end of an engine leaves behind, since its processes are killed where they take too long to leave."""
+"""What the end of an engine says in vLLM's log, since its processes are killed where they take too long to leave."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing.shared_memory import SharedMemory
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
-__all__ = ["expected_end", "release", "shared_memory_of"]
-
-_SHARED_MEMORY = "/dev/shm/psm_"  # as Python names its own
+__all__ = ["expected_end"]
 
 
 @contextmanager
@@ -36,20 +32,3 @@ def _unexpected(record: logging.LogRecord) -> bool:
     error = record.exc_info[0] if record.exc_info else None
     died = error is not None and error.__name__ == "EngineDeadError"
     return not died and not record.getMessage().startswith("[shutdown]")
-
-
-def shared_memory_of(pid: int) -> set[str]:
-    """The names of the shared memory that a process uses; none where it is gone."""
-    with suppress(OSError):
-        mapped = (line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
-        return {path.rpartition("/")[2] for path in mapped if path.startswith(_SHARED_MEMORY)}
-    return set()
-
-
-def release(names: Iterable[str]) -> None:
-    """Free shared memory whose owner was killed; Python would do it at our own end, and warn."""
-    for name in names:
-        with suppress(FileNotFoundError):
-            memory = SharedMemory(name)
-            memory.close()
-            memory.unlink()

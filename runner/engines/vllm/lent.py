@@ -168,7 +168,9 @@ class LentCount(SchedulerCount):
 class LentAdapters(VllmAdapters):
     """No adapters: what adapters there are is known to the owner alone."""
 
-    async def add(self, name: str, given: Any, *, config: Mapping[str, Any] | None = None) -> str:
+    async def add(
+        self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None
+    ) -> str:
         _not_ours(f"add_adapter({name!r})", "adapters are its owner's; ask for them through a TokenEngine")
 
     async def remove(self, name: str) -> None:

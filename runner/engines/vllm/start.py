@@ -22,12 +22,13 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from runner.engines.vllm.ending import expected_end, release, shared_memory_of
+from runner.engines.vllm.ending import expected_end
 from runner.engines.vllm.engine_folder import SOCKETS, EngineFolder
 from runner.engines.vllm.parallel import check_machine
 from runner.engines.vllm.scheduler_count import SchedulerCount
 from runner.engines.vllm.settings import VllmSettings, choose_settings
 from runner.engines.vllm.worker import grammars, parent_watch, waiting
+from runner.engines.vllm.worker.shared_memory import release, shared_memory_of
 from runner.errors import BadInput, BadModel, BadOption, one_line
 from runner.models import ResolvedModel
 

@@ -3,11 +3,13 @@
 import json
 import sys
 
-import anthropic
-import openai
 import shell
 
 FORM, STREAMS, PROMPT = sys.argv[1], sys.argv[2] == "stream", sys.argv[3]
+if FORM == "messages":  # each takes seconds to import
+    import anthropic
+else:
+    import openai
 ASKED = {"role": "user", "content": PROMPT}
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 BASH = {"name": "bash", "description": "Run a command."}

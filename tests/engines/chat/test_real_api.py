@@ -25,6 +25,7 @@ from runner import (
 )
 from runner.engines.chat.engine import ChatEngine
 from runner.testing import ScriptedEngine, play_many_async
+from tests import sweeps
 from tests.engines.remote.model_server import ModelServer
 from tests.engines.remote.model_server import model_server as start_server
 from tests.playing import Plain, talking
@@ -58,16 +59,17 @@ def asking(server: ModelServer, **options: Any) -> ChatEngine:
 
 async def test_a_whole_run_evaluates_a_real_server_and_is_gone_on_with(server: ModelServer, tmp_path: Path) -> None:
     file, two = tmp_path / "run.db", Concurrency(episodes=2)
-    options: Any = {"sampling": COUNTED, "concurrency": two, "limits": Limits(turns=4)}
-    async with Run(Calculator(questions=4), asking(server), file=file, **options) as run:
+    questions = sweeps.times(4, 3)  # one that is over, and two that were begun
+    options: Any = {"sampling": COUNTED, "concurrency": two, "limits": Limits(turns=sweeps.times(4, 2))}
+    async with Run(Calculator(questions=questions), asking(server), file=file, **options) as run:
         first = await anext(run)
-    async with Run(Calculator(questions=4), asking(server), file=file, **options) as run:
+    async with Run(Calculator(questions=questions), asking(server), file=file, **options) as run:
         got = [first, *[each async for each in run]]
         summary = run.summary.as_dict()
     with RunFile(file) as run_file:
         assert run_file.complete
         stored = [run_file.trajectory(row) for row in run_file.rows(trained=None)]
-    assert len(stored) == 4
+    assert len(stored) == questions
     assert {each.id for each in got} <= {each.id for each in stored}
     turns = [turn for each in stored for turn in each.turns]
     assert all(each.outcome.scored for each in stored), [each.error for each in stored]
@@ -86,7 +88,7 @@ async def test_a_whole_run_evaluates_a_real_server_and_is_gone_on_with(server: M
 async def test_a_greedy_server_says_the_same_twice(server: ModelServer) -> None:
     async def once() -> list[Any]:
         played = await play_many_async(
-            Calculator(questions=2), asking(server), sampling=COUNTED, limits=Limits(turns=4)
+            Calculator(questions=2), asking(server), sampling=COUNTED, limits=Limits(turns=sweeps.times(4, 2))
         )
         return [(each.id, each.reward, [said(turn) for turn in each.turns]) for each in played]
 

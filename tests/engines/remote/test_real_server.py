@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from envs.calculator import Calculator
@@ -16,16 +17,16 @@ from runner import Concurrency, Limits, Outcome, RequestRejected, Run, RunFile, 
 from runner.engines.base import Engine, FinishReason, GenerationRequest
 from runner.engines.remote.dialect import ServerDialect
 from runner.engines.remote.engine import RemoteEngine
-from runner.engines.vllm.engine import VllmEngine
 from runner.errors import BadModel
 from runner.options import Constraint, ConstraintKind
 from runner.testing import assert_exact
+from runner.testing.engine_pool import EngineAtHome
 from runner.tokens.top_logprobs import TopLogprobs
 from tests.engines.remote.model_folder import byte_model
 from tests.engines.remote.model_server import ModelServer
 from tests.verifying import verify
 
-pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.apart]
+pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
 WATCHDOG = 120.0
 PROMPT = list(range(60, 100))
@@ -75,15 +76,16 @@ ASKED = {
 
 
 async def test_a_server_samples_what_our_own_engine_samples_with_the_same_weights_and_seeds(
-    model_server: ModelServer,
+    model_server: ModelServer, float32_engine: EngineAtHome
 ) -> None:
     async with remote(model_server) as engine:
         far = {name: await said(engine, request) for name, request in ASKED.items()}
     async with remote(model_server, dialect=ServerDialect.COMPLETIONS) as engine:
         completed = {name: await said(engine, request) for name, request in ASKED.items()}
-    own = VllmEngine(model_server.folder, template="pythonic", dtype="float32", max_num_seqs=8, max_model_len=2048)
-    async with own as engine_here:
-        near = {name: await said(engine_here, request) for name, request in ASKED.items()}
+    near = {
+        name: await anyio.to_thread.run_sync(float32_engine.home.call, said, float32_engine.inner, request)
+        for name, request in ASKED.items()
+    }
     for name, ours in near.items():
         for theirs in (far[name], completed[name]):
             assert (theirs["ids"], theirs["finish"]) == (ours["ids"], ours["finish"]), name

@@ -53,7 +53,7 @@ def test_shared_memory_of_a_process_that_was_killed_is_freed_without_a_warning()
     script = """
     import multiprocessing, os
     from multiprocessing.shared_memory import SharedMemory
-    from runner.engines.vllm.ending import release, shared_memory_of
+    from runner.engines.vllm.worker.shared_memory import release, shared_memory_of
 
     def hold(pipe):
         memory = SharedMemory(create=True, size=64)

@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+from runner.engines.vllm.worker.shared_memory import release, shared_memory_of
+
 __all__ = [
     "ENTRY_POINT",
     "FAILURES",
@@ -92,6 +94,8 @@ def _exit_without(parent: str) -> None:
     while _alive(parent):
         time.sleep(_SECONDS)
     # By each of the processes, since none knows which is the last.
+    # What Python makes goes with its own tracker; what vLLM's CPU workers make would stay.
+    release(shared_memory_of(os.getpid()))
     if folder := os.environ.get(FOLDER):
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

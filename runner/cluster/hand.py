@@ -1,0 +1,77 @@
+"""A worker of a fleet, as its driver knows it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import anyio
+
+from runner.cluster.fleet import Seat
+from runner.cluster.words import Joined, PlayingNow, Pulse, WorkerProcess
+
+__all__ = ["Hand", "Heard"]
+
+
+class Heard(Protocol):
+    """An attempt on a worker, which is told what the worker says of it."""
+
+    def hear(self, playing: PlayingNow | None, since: float) -> None:
+        """Take note of a pulse.
+
+        Args:
+            playing: what its worker said of it; None where others have waited longer.
+            since: when it began to wait for what it waits for, in the event loop's time; or where nothing was said of
+                it, when at the earliest.
+        """
+
+
+@dataclass(eq=False, slots=True)
+class Hand:
+    """A worker of the fleet, as its driver knows it."""
+
+    number: int
+    """No other worker of the fleet was or will be called so."""
+    seat: Seat
+    process: WorkerProcess
+    joined: Joined | None = None
+    """What it said of itself; None while it starts."""
+    pulse: Pulse | None = None
+    """What it said last."""
+    heard: float = 0.0
+    """When that was, in the event loop's time."""
+    ahead: float = 0.0
+    """How far this event loop's time is ahead of its. Measured once, so that what stands still there does here."""
+    attempts: dict[int, Heard] = field(default_factory=dict)
+    """What it plays, by the numbers of the attempts."""
+    version: str = ""
+    """The version of its weights."""
+    placed: bool = False
+    """Whether it has a machine, and its process runs."""
+    why: str = ""
+    """Why its driver ended it, where it did."""
+    gone: anyio.Event = field(default_factory=anyio.Event)
+    """Set once it is struck off the books: what it played may be asked for again."""
+
+    @property
+    def name(self) -> str:
+        """What it is called, for people."""
+        return f"worker {self.number}" + (f" on {self.joined.node}" if self.joined is not None else "")
+
+    def hear(self, pulse: Pulse) -> None:
+        """Take note of a pulse, and let what is played know."""
+        self.heard = anyio.current_time()
+        if self.pulse is None:
+            self.ahead = self.heard - pulse.now
+        self.pulse = pulse
+        told = {playing.number: playing for playing in pulse.oldest}
+        youngest = max((playing.since for playing in pulse.oldest), default=-math.inf)
+        for number, attempt in self.attempts.items():
+            playing = told.get(number)
+            attempt.hear(playing, self.ahead + (youngest if playing is None else playing.since))
+
+    def dismiss(self, why: str) -> None:
+        """End it; what it plays is played again by others."""
+        self.why = self.why or why
+        self.process.kill()

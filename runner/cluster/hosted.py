@@ -1,0 +1,316 @@
+"""An engine in another process: requests go there one by one, and the deltas of all of them come back together."""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Final, Self, cast
+from uuid import uuid4
+
+import anyio
+import numpy as np
+from anyio.abc import TaskGroup
+from anyio.lowlevel import current_token
+
+from runner.cluster.hosting import Ended, News, Sent
+from runner.cluster.words import EngineKnown, Joined, WorkerLost, WorkerProcess
+from runner.engines.base import Delta, DeltaStream, Engine, EngineStats, Finish, FinishReason, GenerationRequest
+from runner.engines.gate import Session, affinity_beside
+from runner.errors import DeltarunnerError, EngineDead, EngineError
+
+__all__ = ["HostedEngine"]
+
+STATS_SECONDS: Final = 1.0
+"""The host is asked this often what it does."""
+
+DRAIN_SECONDS: Final = 10.0
+"""How long a stream that is left waits for what was still under way."""
+
+
+@dataclass(slots=True)
+class HostedSession(Session):
+    """A conversation, by the number under which the host knows it."""
+
+    number: int = 0
+    beside: int | None = None
+
+
+class HostedEngine(Engine):
+    """An engine that another process has, perhaps for others too. Its trainer's calls are not taken here.
+
+    A subclass says how the process is reached.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._name = uuid4().hex
+        self._streams: dict[int, HostedStream] = {}
+        self._process: WorkerProcess | None = None
+        self._joined: Joined | None = None
+        self.sampled = 0
+        """Ids that came here."""
+        self._stats = EngineStats(open=0)
+        self._death: EngineDead | None = None
+        self._exit = AsyncExitStack()
+
+    @abstractmethod
+    async def _reach(self, exit_stack: AsyncExitStack) -> WorkerProcess:
+        """Reach the host, or start it, until the exit stack is left.
+
+        Raises:
+            BadInput, EngineError: it cannot be reached or does not start.
+        """
+
+    async def __aenter__(self) -> Self:
+        if self.running:
+            raise RuntimeError("this engine is already running")
+        async with AsyncExitStack() as exit_stack:
+            process = await self._reach(exit_stack)
+            try:
+                joined: Joined = await process.send("join")
+                known: EngineKnown = await process.send("engine_known")
+            except WorkerLost as lost:
+                raise EngineDead(f"the engine's process did not start: {lost}") from lost
+            self._joined, self._process, self._death = joined, process, None
+            self.tokenizer, self.template, self.stop_ids = known.tokenizer, known.template, known.stop_ids
+            self.vocabulary, self.context, self.places = known.vocabulary, joined.context, joined.places
+            group = await exit_stack.enter_async_context(anyio.create_task_group())
+            exit_stack.callback(group.cancel_scope.cancel)
+            self._begin_listening(group, process)
+            self._exit = exit_stack.pop_all()
+        self.running, self.loop = True, current_token()
+        return self
+
+    def _begin_listening(self, group: TaskGroup, process: WorkerProcess) -> None:
+        group.start_soon(self._hear, process, name="deltarunner hosted engine")
+        group.start_soon(self._ask_stats, name="deltarunner hosted engine's figures")
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.running = False
+        self._die("it was closed")
+        if self._process is not None:
+            self._process.send("leave", self._name)
+        # Nothing is passed on: an exception that leaves the block is not the task group's to wrap.
+        await self._exit.__aexit__(None, None, None)
+
+    async def _hear(self, process: WorkerProcess) -> None:
+        try:
+            while True:
+                for number, news in await process.send("news", self._name):
+                    if number in self._streams:
+                        self._streams[number].hear(news)
+        except (WorkerLost, DeltarunnerError) as error:
+            self._die(str(error))
+
+    async def _ask_stats(self) -> None:
+        try:
+            while True:
+                await self.look()
+                await anyio.sleep(STATS_SECONDS)
+        except (WorkerLost, DeltarunnerError) as error:
+            self._die(str(error))
+
+    async def look(self) -> None:
+        """Ask what the engine does now, for `stats`."""
+        assert self._process is not None, "it was entered"
+        self._stats = await self._process.send("stats")
+
+    def _die(self, why: str) -> None:
+        if self._death is None:
+            self._death = EngineDead(f"the engine's process is gone: {why}")
+            for stream in list(self._streams.values()):
+                stream.hear(self._death)
+
+    @property
+    def pid(self) -> int:
+        """The process that has the engine, on its machine."""
+        if self._joined is None:
+            raise EngineDead("the engine is not running")
+        return self._joined.pid
+
+    # --- what a run asks
+
+    def stream(self, request: GenerationRequest) -> DeltaStream:
+        """The deltas of one request; nothing happens before the block is entered."""
+        return HostedStream(self, request)
+
+    def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
+        """A handle for one conversation."""
+        other = beside.number if isinstance(beside, HostedSession) else None
+        return HostedSession(late=late, affinity=affinity_beside(beside), number=next(self._numbers), beside=other)
+
+    def close_session(self, session: Session) -> None:
+        """Give the session's room back; twice is allowed."""
+        if isinstance(session, HostedSession) and not session.closed and self._process is not None:
+            self._process.send("close_session", self._name, session.number)
+        session.closed = True
+
+    def stats(self) -> EngineStats:
+        """What the engine did when it was asked last; requests and ids are those of this process, as of now."""
+        waiting = sum(not stream.admitted for stream in self._streams.values())
+        return replace(self._stats, open=len(self._streams) - waiting, waiting=waiting, sampled_tokens=self.sampled)
+
+    def is_alive(self) -> bool:
+        """Whether it can answer, as far as is known."""
+        return self.running and self._death is None
+
+    async def health(self) -> None:
+        """Return when the engine can answer.
+
+        Raises:
+            EngineDead: it cannot, with the cause.
+        """
+        self.require_alive()
+        assert self._process is not None, "it is alive"
+        try:
+            await self._process.send("call", "health")
+        except WorkerLost as lost:
+            self._die(str(lost))
+            self.require_alive()
+
+    def describe(self) -> dict[str, Any]:
+        """What a run's header keeps: what the engine says of itself."""
+        if self._joined is None:
+            raise EngineDead("the engine is not running")
+        return dict(self._joined.description)
+
+    def require_alive(self) -> None:
+        """Return if requests can be answered, as far as is known.
+
+        Raises:
+            EngineDead: they cannot.
+        """
+        if self._death is not None:
+            raise EngineDead(str(self._death)) from self._death
+        if self._process is None:
+            raise EngineDead("the engine is not running")
+
+    # --- its streams
+
+    def begin(self, stream: HostedStream, request: GenerationRequest) -> int:
+        """Send a request; gives its number, by which the stream is told what becomes of it."""
+        self.require_alive()
+        assert self._process is not None, "it is alive"
+        number = next(self._numbers)
+        self._streams[number] = stream
+        session = request.session if isinstance(request.session, HostedSession) else None
+        sent = Sent(
+            # As an array, which is pickled as it lies in memory; a list of ids takes ten times as long.
+            replace(request, session=None, prompt=cast("Sequence[int]", np.array(request.prompt, dtype=np.int32))),
+            session=None if session is None else session.number,
+            late=session is not None and session.late,
+            beside=None if session is None else session.beside,
+        )
+        self._process.send("stream", self._name, number, sent)
+        return number
+
+    def cut(self, number: int) -> None:
+        """Have the host leave a stream."""
+        if self._process is not None and self._death is None:
+            self._process.send("cut", self._name, number)
+
+    def forget(self, number: int) -> None:
+        """A stream is over."""
+        self._streams.pop(number, None)
+
+
+class HostedStream(DeltaStream):
+    """The deltas of one request to a host."""
+
+    def __init__(self, engine: HostedEngine, request: GenerationRequest) -> None:
+        self.rest: list[Delta] = []
+        self.finish: Finish | None = None
+        self._engine = engine
+        self._request = request
+        self._number = -1
+        self._deltas: deque[Delta] = deque()
+        self.admitted = False
+        """Whether the engine has let the request in."""
+        self._inside = False
+        self._ended: Ended | None = None
+        self._failure: DeltarunnerError | None = None
+        self._news = anyio.Event()
+
+    def hear(self, news: News) -> None:
+        """Take what the host says of it."""
+        if isinstance(news, Delta):
+            self._deltas.append(news)
+            self._engine.sampled += len(news.token_ids)
+        elif isinstance(news, Ended):
+            self._ended = news
+            self._engine.sampled += sum(len(delta.token_ids) for delta in news.rest)
+        elif news is None:
+            self.admitted = True
+        else:
+            self._failure = self._failure or news
+        self._news.set()
+
+    async def _next_news(self) -> None:
+        self._news = anyio.Event()
+        await self._news.wait()
+
+    async def __aenter__(self) -> Self:
+        self._number = self._engine.begin(self, self._request)
+        try:
+            while not self.admitted:
+                if self._failure is not None:
+                    raise self._failure
+                await self._next_news()
+        except BaseException:
+            await self._cut()
+            raise
+        if self._request.session is not None:
+            self._request.session.late = True
+        self._inside = True
+        return self
+
+    @property
+    def _is_over(self) -> bool:
+        return self._ended is not None or self._failure is not None
+
+    async def _cut(self) -> None:
+        """Have the host leave it, and wait for its last word."""
+        try:
+            if not self._is_over:
+                self._engine.cut(self._number)
+                with anyio.move_on_after(DRAIN_SECONDS, shield=True):
+                    while not self._is_over:
+                        await self._next_news()
+        finally:
+            self._engine.forget(self._number)
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self.finish is not None:
+                raise StopAsyncIteration
+            if self._failure is not None:
+                self.finish = Finish(FinishReason.ERROR, stop=str(self._failure))
+                raise self._failure
+            if self._ended is not None:
+                raise EngineError(f"{self._request.name}: the engine ended the turn without saying how")
+            await self._next_news()
+        delta = self._deltas.popleft()
+        if delta.finish is not None:
+            self.finish = delta.finish
+        return delta
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self._inside:
+            return
+        self._inside = False
+        try:
+            # One whose finish was read is left by the host itself.
+            await self._cut()
+        finally:
+            self.rest.extend(self._deltas)
+            self._deltas.clear()
+            ended = self._ended
+            self.rest.extend(ended.rest if ended is not None else ())
+            self.finish = self.finish or (ended and ended.finish) or Finish(FinishReason.ABORT)

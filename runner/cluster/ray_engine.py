@@ -1,0 +1,103 @@
+"""`RayEngine`: one engine in an actor of Ray, which a run and all its workers ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
+from typing import Any, Final
+from uuid import uuid4
+
+import anyio
+
+from runner.cluster.hosted import HostedEngine
+from runner.cluster.ray_engines import gpus_of, require_ray
+from runner.cluster.ray_launcher import RayLauncher, host_called
+from runner.cluster.words import WorkerLost, WorkerProcess
+from runner.engines.base import Engine
+from runner.errors import BadOption, DeltarunnerError
+
+__all__ = ["RayEngine"]
+
+END_SECONDS: Final = 30.0
+"""How long the engine may take to end by itself."""
+
+
+class RayEngine(HostedEngine):
+    """One engine in a process of its own, on this machine or another one, for all who are to ask the same.
+
+        judge = RayEngine(VllmEngine("judge-70b", tensor_parallel_size=4))
+        run(Game, RayEngines(VllmEngine("policy"), workers=8), engines={"judge": judge})
+
+    Judges and simulated users that many workers share, or the model of environments that cannot move. Whoever enters
+    it starts it and ends it; the workers of a run that it is given to ask the same one. Requests go there one by one,
+    the deltas of all of them come back in one message a tick. Its weights are not exchanged from here.
+
+    Args:
+        engine: what the process has; nobody has entered it.
+        address: of a cluster of Ray that stands, or "auto"; by default RAY_ADDRESS, or one that is started here.
+        cpus: what it takes of Ray's count of processor cores.
+        gpus: the same for GPUs; by default as many as the engine's arguments ask for, none where there are none.
+        runtime_env: passed to Ray, for a machine that does not see this one's files.
+
+    Raises (when it is entered):
+        BadOption: Ray is not installed, there is no cluster, or too little of it.
+        BadModel, EngineError: the engine does not start.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        address: str | None = None,
+        cpus: float = 0,
+        gpus: float | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        require_ray("RayEngine", address)
+        if not isinstance(engine, Engine) or isinstance(engine, HostedEngine) or engine.running:
+            raise BadOption(
+                f"RayEngine({type(engine).__name__}(...)): give an engine of token ids that nobody has entered, such "
+                "as VllmEngine('MODEL')."
+            )
+        self.engine = engine
+        """What the process has."""
+        self._host = f"deltarunner-{uuid4().hex}"
+        self._launcher = RayLauncher(
+            "RayEngine",
+            address=address,
+            cpus=cpus,
+            gpus=gpus_of(engine) if gpus is None else gpus,
+            runtime_env=runtime_env,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Guest, (self._host,)
+
+    async def _reach(self, exit_stack: AsyncExitStack) -> WorkerProcess:
+        await self._launcher.open()
+        exit_stack.push_async_callback(self._launcher.close)
+        process = self._launcher.start_host(self.engine, self._host)
+        exit_stack.push_async_callback(_end, process, process.send("live"))
+        return process
+
+
+class _Guest(HostedEngine):
+    """The same engine in a process that has not started it."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__()
+        self._host = host
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Guest, (self._host,)
+
+    async def _reach(self, exit_stack: AsyncExitStack) -> WorkerProcess:
+        return host_called(self._host)
+
+
+async def _end(process: WorkerProcess, lived: Any) -> None:
+    with anyio.move_on_after(END_SECONDS, shield=True), suppress(WorkerLost, DeltarunnerError):
+        await process.send("end")
+        await lived
+    process.kill()

@@ -1,0 +1,87 @@
+"""`RayEngines`: engines and environments in actors of Ray, on this machine or on a cluster, as one engine of a run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from runner.cluster.engines import STALL_SECONDS, FleetEngine
+from runner.cluster.ray_launcher import RayLauncher
+from runner.engines.base import Engine
+from runner.errors import BadOption
+
+__all__ = ["RayEngines", "require_ray"]
+
+
+class RayEngines(FleetEngine):
+    """Engines on many machines, or several on this one; whole episodes are played where they are.
+
+        run(Weather, RayEngines(VllmEngine("Qwen/Qwen3-8B"), workers=4))
+
+    Each worker is a process with an engine and the environments of its episodes. What the run keeps stays here: tasks,
+    the run file, groups, and what is announced. A worker that dies is replaced, and its episodes are played again.
+
+    Args:
+        engine: what every worker has; nobody has entered it.
+        workers: how many; or the least to begin with and the most, which join as machines come: (8, 64).
+        address: of a cluster of Ray that stands, or "auto"; by default RAY_ADDRESS, or one that is started here.
+        cpus: what a worker takes of Ray's count of processor cores.
+        gpus: the same for GPUs; by default as many as the engine's arguments ask for, none where there are none.
+        runtime_env: passed to Ray, such as {"working_dir": "."} for machines that do not see this one's files.
+        stall_seconds: how long there may be fewer workers than the least before the run ends.
+
+    Raises (when it is entered):
+        BadOption: Ray is not installed, there is no cluster, or too little of it; a worker is unlike the others.
+        BadModel, EngineError: an engine does not start.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        workers: int | tuple[int, int],
+        address: str | None = None,
+        cpus: float = 1,
+        gpus: float | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
+        require_ray("RayEngines", address)
+        launcher = RayLauncher(
+            "RayEngines",
+            address=address,
+            cpus=cpus,
+            gpus=gpus_of(engine) if gpus is None else gpus,
+            runtime_env=runtime_env,
+        )
+        super().__init__(engine, launcher, workers, stall_seconds=stall_seconds)
+        launcher.least, launcher.most = self.least, self.most
+
+
+def require_ray(who: str, address: str | None = None) -> None:
+    """Refuse to go on without Ray, or with an address that it cannot be used by.
+
+    Raises:
+        BadOption: it is not installed, or the address is one of Ray Client.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise BadOption(f"{who} needs Ray: pip install 'deltarunner[ray]'.")
+    if address is not None and address.startswith("ray://"):
+        raise BadOption(
+            f"{who}(address={address!r}): through Ray Client every call would take a detour; start the script on a "
+            "machine of the cluster, with address='auto'."
+        )
+
+
+def gpus_of(engine: Any) -> int:
+    """How many GPUs a worker needs for this engine, by its arguments; 0 where this machine's vLLM has none."""
+    given: Mapping[str, Any] = getattr(engine, "given", {})
+    sizes = [given.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline", "data")]
+    return sizes[0] * sizes[1] * sizes[2] if given and _has_gpus() else 0
+
+
+def _has_gpus() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())

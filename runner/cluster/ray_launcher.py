@@ -1,0 +1,387 @@
+"""Workers as actors of Ray: the only module that imports Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Awaitable, Generator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import anyio.to_thread
+
+from runner.cluster.arrays import as_arrays, as_tensors
+from runner.cluster.engine_process import EngineProcess
+from runner.cluster.hosting import EngineHost
+from runner.cluster.limiters import LimiterDesk
+from runner.cluster.words import Joined, Stored, WorkerLost, WorkerProcess
+from runner.cluster.worker import Worker
+from runner.engines.base import BaseEngine
+from runner.engines.vllm.worker.shared_memory import release
+from runner.errors import BadOption, DeltarunnerError, EngineDead
+
+__all__ = ["RayLauncher", "host_called"]
+
+CALLS: Final = 100_000
+"""How many calls an actor works on at once; Ray would queue the rest in silence behind a thousand."""
+
+STORE_BYTES: Final = 512 * 1024**2
+"""The object store of a cluster of our own: weights that are put into it; what does not fit goes to a disk."""
+
+
+CONNECT_SECONDS: Final = 10.0
+"""How long a cluster that stands may take to answer at all."""
+
+
+class RayLauncher:
+    """Starts workers on a cluster of Ray.
+
+    Args:
+        who: what errors call whoever wants a cluster.
+        address: of a cluster that stands; None takes RAY_ADDRESS, or else starts one on this machine.
+        cpus: what each of them takes of Ray's count.
+        gpus: the same.
+        runtime_env: passed to Ray, for workers on machines that do not see this one's files.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        *,
+        address: str | None,
+        cpus: float,
+        gpus: float,
+        runtime_env: Mapping[str, Any] | None,
+    ) -> None:
+        self._address = address
+        self.least = 1
+        """How many workers there have to be."""
+        self.most = 1
+        """How many there are to be at most."""
+        self._cpus = cpus
+        self._gpus = gpus
+        self._who = who
+        self._runtime_env = dict(runtime_env or {})
+        self._started = False
+        self._desk: Any = None
+
+    async def open(self) -> None:
+        """Reach the cluster, or start one."""
+        await anyio.to_thread.run_sync(self._connect)
+
+    def _connect(self) -> None:
+        ray = _ray()
+        if ray.is_initialized() and self._runtime_env:
+            raise BadOption(
+                f"{self._who}(runtime_env=...): Ray is initialised in this process already; give it to ray.init(...)."
+            )
+        if not ray.is_initialized():
+            address = self._address or os.environ.get("RAY_ADDRESS")
+            own = address is None
+            if address is not None:
+                self._require_listener(address)
+            settings: dict[str, Any] = {
+                "include_dashboard": False,
+                "num_cpus": max(os.cpu_count() or 1, round(self.most * self._cpus)),
+                "object_store_memory": STORE_BYTES,
+            }
+            try:
+                ray.init(
+                    address="local" if own else address,
+                    runtime_env=self._runtime_env or None,
+                    logging_level=logging.ERROR,
+                    **(settings if own else {}),
+                )
+            except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+                where = "on this machine" if own else f"at {address!r}"
+                raise BadOption(
+                    f"{self._who}(address={self._address!r}): no cluster of Ray {where}: {error}"
+                ) from error
+            self._started = True
+        self._require_resources(ray.cluster_resources())
+        self._desk = ray.remote(num_cpus=0, max_concurrency=CALLS)(LimiterDesk).remote()
+
+    def _require_listener(self, address: str) -> None:
+        """Ask by ourselves first: Ray would go on asking for minutes."""
+        host, _, port = address.rpartition(":")
+        if not port.isdigit():  # "auto" finds one on this machine, or says at once that there is none
+            return
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+        except OSError as error:
+            raise BadOption(
+                f"{self._who}(address={self._address!r}): no cluster of Ray at {address!r}: nothing answers there "
+                f"({error}). Give the address that `ray start --head` told, or none for one of this machine's own."
+            ) from None
+
+    def _require_resources(self, there: Mapping[str, float]) -> None:
+        for name, each in (("GPU", self._gpus), ("CPU", self._cpus)):
+            if each * self.least > there.get(name, 0):
+                raise BadOption(
+                    f"{self._who}: {self.least} workers of {each:g} {name} each need {each * self.least:g}, and the "
+                    f"cluster has {there.get(name, 0):g}. Give fewer workers, or more machines."
+                )
+
+    async def close(self) -> None:
+        """Leave the cluster, and end it where it is ours."""
+        await anyio.to_thread.run_sync(self._disconnect)
+
+    def _disconnect(self) -> None:
+        ray = _ray()
+        if self._desk is not None:
+            ray.kill(self._desk)
+            self._desk = None
+        if self._started:
+            self._started = False
+            ray.shutdown()
+
+    def start(self, engine: BaseEngine, number: int) -> WorkerProcess:
+        """A new worker, which may wait for a machine."""
+        return RayWorker(self._actor(WorkerActor).remote(self._packed(engine), _search(), number, self._desk))
+
+    def start_host(self, engine: BaseEngine, name: str) -> WorkerProcess:
+        """A process that has an engine for all who know its name."""
+        return RayWorker(self._actor(HostActor, name=name).remote(self._packed(engine), _search()))
+
+    def _actor(self, kind: type[Any], **options: Any) -> Any:
+        return (
+            _ray()
+            .remote(kind)
+            .options(
+                num_cpus=self._cpus,
+                num_gpus=self._gpus,
+                max_restarts=0,  # a restarted actor would have lost its engine and its weights
+                max_task_retries=0,
+                max_concurrency=CALLS,
+                scheduling_strategy="SPREAD",
+                **options,
+            )
+        )
+
+    def _packed(self, engine: BaseEngine) -> bytes:
+        packed: bytes = self.pack(engine, f"{self._who}: {type(engine).__name__} cannot")
+        return packed
+
+    def pack(self, value: Any, what: str) -> Any:
+        """A value pickled as Ray does, which takes classes of a script along."""
+        try:
+            return _ray().cloudpickle.dumps(value)
+        except Exception as error:
+            raise BadOption(f"{what} be pickled ({error}): make it in lifespan() or setup(), on the worker.") from None
+
+    async def put(self, value: Any) -> Any:
+        """A large value in Ray's store; a folder is told by its path, and has to be there on every machine."""
+        if isinstance(value, str | os.PathLike):
+            return str(await (await anyio.Path(value).expanduser()).absolute())
+        return await anyio.to_thread.run_sync(_in_store, value)
+
+    def forget(self, worker: int, joined: Joined | None) -> None:
+        """Give back the leases of a worker that is gone, and shared memory whose names it left on its machine."""
+        self._desk.forget.remote(worker)
+        if joined is not None and joined.shared_memory:
+            self._release_at(joined.place, joined.shared_memory)
+
+    def _release_at(self, place: str, names: Sequence[str]) -> None:
+        # Ray kills all that a worker has started together with it, Python's own tracker of shared memory included.
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        there = strategies.NodeAffinitySchedulingStrategy(place, soft=False)
+        _ray().remote(release).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(names)
+
+    def forget_run(self, run: int) -> None:
+        """Forget the limiters of a run."""
+        self._desk.close_run.remote(run)
+
+
+def host_called(name: str) -> WorkerProcess:
+    """The host of this name, which another process of the same program has started.
+
+    Raises:
+        EngineDead: there is none any more.
+    """
+    try:
+        return RayWorker(_ray().get_actor(name))
+    except ValueError as error:
+        raise EngineDead("the engine's process is gone") from error
+
+
+def _ray() -> Any:
+    # Not at the top, since it takes a second; and as Any, since its types do not know its own options.
+    return importlib.import_module("ray")
+
+
+class RayWorker:
+    """A worker in an actor of Ray."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._open: set[asyncio.Future[Any]] = set()
+        self._killed = False
+
+    def send(self, call: str, *arguments: Any) -> Awaitable[Any]:
+        """Have a method of the worker called."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._killed:
+            answer.set_exception(WorkerLost("it was ended"))
+        else:
+            self._open.add(answer)
+            told = asyncio.wrap_future(self._actor.ask.remote(call, *arguments).future())
+            told.add_done_callback(partial(self._answered, answer))
+        return RayAnswer(answer)
+
+    def _answered(self, answer: asyncio.Future[Any], told: asyncio.Future[Any]) -> None:
+        self._open.discard(answer)
+        error = told.exception()
+        if answer.done():  # it was killed meanwhile
+            return
+        if error is None:
+            answer.set_result(told.result())
+        else:
+            answer.set_exception(error)
+            answer.exception()  # looked at, so that nobody is told of one that nobody waits for
+
+    def kill(self) -> None:
+        """End the worker. Who waits for an answer is told at once: a machine that is silent would never tell."""
+        ray = _ray()
+        if self._killed:
+            return
+        self._killed = True
+        ray.kill(self._actor)
+        for answer in self._open:
+            if not answer.done():
+                answer.set_exception(WorkerLost("it was ended"))
+                answer.exception()
+
+
+class RayAnswer:
+    """The answer to a call; it stays when who waits for it is cancelled."""
+
+    def __init__(self, answer: asyncio.Future[Any]) -> None:
+        self._answer = answer
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._read().__await__()
+
+    async def _read(self) -> Any:
+        from ray.exceptions import RayError
+
+        try:
+            answer = await asyncio.shield(self._answer)
+        except RayError as error:
+            raise WorkerLost(_why(error)) from error
+        if isinstance(answer, Raised):
+            raise answer.error
+        return answer
+
+
+def _why(error: Exception) -> str:
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+
+    if isinstance(error, RayTaskError):
+        return f"it failed: {error.cause!r}"
+    if isinstance(error, ActorUnavailableError):
+        return "its machine cannot be reached"
+    if isinstance(error, ActorDiedError):
+        return "its process died"
+    return str(error).strip().splitlines()[0]
+
+
+class Raised:
+    """An error that a method of a worker raised, on its way to the driver."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By class and text: what it was raised from may not be pickled, and says nothing there.
+        return _raised, (type(self.error), str(self.error))
+
+
+def _raised(kind: type[DeltarunnerError], text: str) -> Raised:
+    error = kind.__new__(kind)
+    error.args = (text,)
+    return Raised(error)
+
+
+def _place() -> str:
+    node: str = _ray().get_runtime_context().get_node_id()
+    return node
+
+
+def _search() -> tuple[str, ...]:
+    """Where modules are looked for here, for processes that see the same files."""
+    return tuple(map(os.path.abspath, sys.path))
+
+
+class EngineActor:
+    """An `EngineProcess` inside an actor: every call of who has it comes through one method."""
+
+    process: EngineProcess
+
+    def __init__(self, packed: bytes, search: tuple[str, ...], *arguments: Any) -> None:
+        sys.path.extend(folder for folder in search if folder not in sys.path and os.path.isdir(folder))
+        self.process = self.make(pickle.loads(packed), *arguments)
+
+    def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
+        """The object whose methods are called."""
+        raise NotImplementedError
+
+    async def ask(self, call: str, *arguments: Any) -> Any:
+        """Call a method of it."""
+        try:
+            return await getattr(self.process, call)(*arguments)
+        except DeltarunnerError as error:
+            return Raised(error)
+
+
+class WorkerActor(EngineActor):
+    """A `Worker` in an actor."""
+
+    def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
+        """A worker of this number, which asks this desk for leases."""
+        number, desk = arguments
+        return Worker(engine, number, RayDesk(desk), _place())
+
+
+class HostActor(EngineActor):
+    """An `EngineHost` in an actor."""
+
+    def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
+        """A host."""
+        return EngineHost(engine, _place())
+
+
+class RayDesk:
+    """The desk of limiters, as a worker reaches it."""
+
+    def __init__(self, desk: Any) -> None:
+        self._desk = desk
+
+    async def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> bool:
+        """Wait for a lease."""
+        granted: bool = await self._desk.acquire.remote(run, name, limit, worker, lease)
+        return granted
+
+    def release(self, worker: int, lease: int) -> None:
+        """Give a lease back."""
+        self._desk.release.remote(worker, lease)
+
+
+class StoredInRay(Stored):
+    """A value in Ray's store."""
+
+    def __init__(self, reference: Any) -> None:
+        self._reference = reference
+
+    def read(self) -> Any:
+        """The value; its tensors are views of the store and take no memory of the worker's own."""
+        ray = _ray()
+        return as_tensors(ray.get(self._reference))
+
+
+def _in_store(value: Any) -> StoredInRay:
+    return StoredInRay(_ray().put(as_arrays(value)))

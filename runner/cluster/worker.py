@@ -1,0 +1,270 @@
+"""A worker: an engine and the environments of its episodes in one process, which does what its driver says."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import pickle
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import partial
+from typing import Any, Final, NoReturn
+
+import anyio
+import anyio.to_thread
+
+from runner.cluster.engine_process import EngineProcess
+from runner.cluster.limiters import Desk, LeasedLimiter
+from runner.cluster.words import Catch, Played, PlayingNow, Pulse, RunSent, Stored
+from runner.concurrency.loop_lag import Blocker, LagMonitor
+from runner.concurrency.threads import Workers
+from runner.engines.base import BaseEngine
+from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
+from runner.episode.key import EpisodeKey
+from runner.episode.lifecycle import Play
+from runner.episode.limits import Ending
+from runner.episode.shared import RunShared
+from runner.errors import BadEnvironment
+from runner.runs.process import exit_now
+from runner.runs.stage import Stage
+from runner.runs.staleness import Staleness
+from runner.scoring import with_weights
+from runner.tasks import Task
+
+__all__ = ["Worker"]
+
+OLDEST: Final = 10
+"""So many episodes are told of in a pulse: those that have waited longest."""
+
+NO_TASK: Final = Task("", "")
+
+
+@dataclass(eq=False, kw_only=True)
+class WorkerRun:
+    """A run on this worker."""
+
+    shared: RunShared = field(init=False)
+    lag: LagMonitor | None = None
+    plays: dict[int, Play] = field(default_factory=dict)
+    """The attempts in flight, by the driver's numbers."""
+    cut: dict[int, Ending | None] = field(default_factory=dict)
+    """Attempts that were cut when they had not begun, or had just ended."""
+    opened: anyio.Event = field(default_factory=anyio.Event)
+    """Set once it can be played, or cannot."""
+    over: anyio.Event = field(default_factory=anyio.Event)
+    """Set when it is to be left."""
+    closed: anyio.Event = field(default_factory=anyio.Event)
+    """Set once it is left."""
+    failure: Exception | None = None
+    """Why it cannot be played, or could not be left."""
+
+
+class Worker(EngineProcess):
+    """An engine and the episodes that are played on it. Its driver calls the methods, each in a task of its own.
+
+    Args:
+        engine: an engine that nobody entered.
+        number: what the driver calls the worker; no other one was or will be called so.
+        desk: where limiters that the whole run shares are asked for.
+        place: the machine, as the launcher knows it.
+    """
+
+    def __init__(self, engine: BaseEngine, number: int, desk: Desk, place: str = "") -> None:
+        super().__init__(engine, place)
+        self.number = number
+        self._desk = desk
+        self._runs: dict[int, WorkerRun] = {}
+        self._checked: CheckedUpdate | None = None
+        self._leases = itertools.count()
+
+    async def end(self) -> None:
+        """Let `live` return; runs that are open end first."""
+        for number in list(self._runs):
+            await self.close_run(number)
+        await super().end()
+
+    async def pulse(self) -> Pulse:
+        """What goes on here."""
+        plays = [(number, play) for run in self._runs.values() for number, play in run.plays.items()]
+        oldest = heapq.nsmallest(OLDEST, plays, key=lambda numbered: numbered[1].since)
+        return Pulse(
+            now=anyio.current_time(),
+            stats=self.engine.stats(),
+            lag=max((run.lag.percentile(99) for run in self._runs.values() if run.lag is not None), default=0.0),
+            playing=len(plays),
+            oldest=[PlayingNow(number, play.turns_taken, play.activity, play.since) for number, play in oldest],
+        )
+
+    # --- runs
+
+    async def keep_run(self, number: int, packed: bytes, clock: datetime) -> None:
+        """Set a run up, and keep it until `close_run`; `run_opened` and that say what went wrong.
+
+        Args:
+            number: the driver's number for it.
+            packed: a `RunSent`.
+            clock: the time that chat templates see.
+        """
+        run = self._runs[number] = WorkerRun()
+        try:
+            async with self._set_up(run, number, packed, clock):
+                run.opened.set()
+                await run.over.wait()
+        except Exception as error:
+            run.failure = error
+        finally:
+            run.opened.set()
+            run.closed.set()
+
+    async def run_opened(self, number: int) -> None:
+        """Return once `keep_run` has set the run up.
+
+        Raises:
+            BadInput: it cannot be played here.
+        """
+        run = self._runs[number]
+        await run.opened.wait()
+        if run.failure is not None:
+            raise run.failure
+
+    @asynccontextmanager
+    async def _set_up(self, run: WorkerRun, number: int, packed: bytes, clock: datetime) -> AsyncIterator[None]:
+        sent = self._unpacked(packed)
+        options = sent.options
+        environment = _constructed(sent)
+        workers = Workers(options.concurrency.threads)
+        stage = Stage(
+            environment=environment,
+            engines=list(dict.fromkeys((self.engine, *options.engines.values()))),
+            options=options,
+            limits=options.limits_of(environment),
+            scorers=with_weights(environment.scorers, options.weights),
+            workers=workers,
+        )
+        async with AsyncExitStack() as exit_stack:
+            exit_stack.callback(workers.close)
+            for engine in stage.engines[1:]:
+                await exit_stack.enter_async_context(engine)
+            run.lag = await exit_stack.enter_async_context(LagMonitor(workers))
+            run.lag.on_stuck = partial(_end_stuck, self.number)
+            run.shared, _ = await stage.open(exit_stack, clock)  # what is to be said of it the driver says too
+            run.shared.make_limiter = partial(LeasedLimiter, self._desk, self._leases, number, self.number)
+            staleness = Staleness(self.engine, options.max_version_lag)
+            exit_stack.enter_context(staleness.cutting(run.plays.values()))
+            yield
+
+    def _unpacked(self, packed: bytes) -> RunSent:
+        try:
+            sent: RunSent = pickle.loads(packed)
+        except ImportError as error:
+            raise BadEnvironment(
+                f"worker {self.number} on {socket.gethostname()} cannot import what the run is of ({error}): install "
+                f"it on every machine, or give RayEngines(runtime_env={{'working_dir': '.'}})."
+            ) from None
+        except Exception as error:
+            raise BadEnvironment(
+                f"worker {self.number} on {socket.gethostname()} cannot make the run again from what was sent: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return sent
+
+    async def close_run(self, number: int) -> list[str]:
+        """End a run here, once nothing of it is played; gives what went wrong on the way out, for people."""
+        run = self._runs.pop(number)
+        run.over.set()
+        await run.closed.wait()
+        return [f"worker {self.number}: {run.failure}"] if run.failure is not None else []
+
+    async def drain(self, number: int) -> None:
+        """Take note that no further episode of this run begins."""
+        if number in self._runs:
+            self._runs[number].shared.endpoints.draining.set()
+
+    # --- episodes
+
+    async def play(self, run_number: int, number: int, packed: bytes) -> Played:
+        """Play an attempt at an episode to its end; which one, is an `EpisodeKey` that was pickled."""
+        run = self._runs[run_number]
+        key: EpisodeKey = pickle.loads(packed)
+        play = run.plays[number] = Play(run.shared, key)
+        if number in run.cut:  # the word of it was faster
+            play.cancel(run.cut.pop(number))
+        try:
+            trajectories = await play.run()
+        finally:
+            del run.plays[number]
+        # The driver has the task, and its reader shall find the very object that it gave.
+        return Played([replace(each, task=NO_TASK) for each in trajectories], play.faults, play.permanent)
+
+    async def cancel(self, run_number: int, number: int, ending: Ending | None) -> None:
+        """Cut an attempt where it stands; `play` then gives what there is of it."""
+        run = self._runs.get(run_number)
+        if run is None:
+            return
+        if number in run.plays:
+            run.plays[number].cancel(ending)
+        else:
+            run.cut[number] = ending
+
+    # --- the engine, for its trainer
+
+    async def check_weights(self, given: Any, version: str) -> float:
+        """Compare new weights with the model, which goes on; gives the seconds that it took."""
+        self._checked = await self.engine.check_update(await _read(given), version=version)
+        return self._checked.seconds
+
+    async def update_weights(self, fleet: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
+        """Exchange the weights for those that were checked last."""
+        checked, self._checked = self._checked, None
+        if checked is None or checked.version != fleet.version:  # it joined after the others had compared theirs
+            checked = await self.engine.check_update(await _read(fleet.weights), version=fleet.version)
+        return await self.engine.apply_update(checked, mode=mode)
+
+    async def add_adapter(self, name: str, number: int, given: Any, config: Mapping[str, Any] | None) -> str:
+        """Add an adapter under the number that it has on all workers."""
+        return await self.engine.add_adapter(name, await _read(given), config=config, number=number)
+
+    async def control(self, call: str, *arguments: Any, **named: Any) -> Any:
+        """One of the engine's other calls for its trainer."""
+        return await getattr(self.engine, call)(*arguments, **named)
+
+    async def catch_up(self, catch: Catch) -> None:
+        """Bring the engine to where the others are."""
+        engine = self.engine
+        if catch.version:
+            await engine.update_weights(await _read(catch.weights), version=catch.version)
+        for adapter in catch.adapters:
+            await self.add_adapter(*adapter)
+        if catch.paused or catch.asleep:
+            await engine.pause()
+        if catch.asleep:
+            await engine.sleep(catch.asleep)
+
+
+async def _read(given: Any) -> Any:
+    """What the driver gave: where it put it, or the very thing."""
+    # In a thread: it may have to come from another machine first, and episodes go on meanwhile.
+    return await anyio.to_thread.run_sync(given.read) if isinstance(given, Stored) else given
+
+
+def _constructed(sent: RunSent) -> Any:
+    arguments, named = sent.arguments
+    try:
+        return sent.environment(*arguments, **named)
+    except (Exception, SystemExit) as error:
+        raise BadEnvironment(f"{sent.environment.__name__} could not be constructed: {error}") from error
+
+
+def _end_stuck(number: int, blocker: Blocker) -> NoReturn:
+    """End the process, from the thread that watches: its event loop cannot. The driver plays its episodes again."""
+    print(
+        f"worker {number}: the event loop stands still in {blocker.where} and cannot be freed from outside: "
+        f"{blocker.advice}. The worker ends.",
+        file=sys.stderr,
+        flush=True,
+    )
+    exit_now(1)

@@ -1,0 +1,168 @@
+"""Who plays the episodes of a run: this process, or an engine that has them played where its workers are."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Protocol
+
+from runner.engines.base import BaseEngine, Engine
+from runner.episode.key import EpisodeKey
+from runner.episode.lifecycle import Play
+from runner.episode.limits import Ending
+from runner.episode.shared import RunShared
+from runner.runs.stage import Stage
+from runner.tokens.log import TokenLog
+from runner.trajectory import Trajectory
+
+__all__ = ["Attempt", "FleetWorker", "LocalPlayer", "Player", "PlayingEngine", "width_of"]
+
+
+class Attempt(Protocol):
+    """One attempt at an episode, as the run that asked for it sees it; `Play` is one."""
+
+    key: EpisodeKey
+    """Which play of which task it is."""
+    faults: list[str]
+    """What went wrong without changing the outcome."""
+    activity: str
+    """What it waits for, for people."""
+    since: float
+    """When it began to wait for that, in the event loop's time."""
+
+    @property
+    def turns_taken(self) -> int:
+        """How many turns of `main` there are so far."""
+
+    @property
+    def permanent(self) -> bool:
+        """Whether it would end the same if it were played again."""
+
+    def cancel(self, ending: Ending | None = None) -> None:
+        """Cut it where it stands; it is closed and kept, as partial unless another ending is given."""
+
+    async def run(self) -> list[Trajectory]:
+        """Play it, and give the trajectories of its agents, `main` first; cancelled from outside, it closes first."""
+
+    def trajectories(self) -> list[Trajectory]:
+        """What there is of it, once `run` was cancelled."""
+
+    def trained_logs(self) -> Iterator[TokenLog]:
+        """The token logs so far of the agents that are trained, as far as this process has them."""
+
+
+class Player(Protocol):
+    """Plays episodes."""
+
+    def begin(self, key: EpisodeKey, *, last_try: bool) -> Attempt:
+        """An attempt at an episode, which begins when it is run.
+
+        Args:
+            key: which play of which task.
+            last_try: whether it is not played again if its engine fails once more.
+        """
+
+    def tell_width(self, listener: Callable[[int], None]) -> None:
+        """Call the listener with the number of episodes that should be in flight, now and whenever that changes."""
+
+    def drain(self) -> None:
+        """Take note that no further episode begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlayer:
+    """Plays episodes on the event loop of the run itself."""
+
+    shared: RunShared
+    """What every episode gets."""
+    width: int
+    """How many episodes should be in flight."""
+
+    def begin(self, key: EpisodeKey, *, last_try: bool) -> Attempt:
+        """An attempt, on this event loop."""
+        return Play(self.shared, key)
+
+    def tell_width(self, listener: Callable[[int], None]) -> None:
+        """Call the listener, once: the width is what the engine's places say."""
+        listener(self.width)
+
+    def drain(self) -> None:
+        """Let those who wait for keys of served episodes know that there are no further ones."""
+        self.shared.endpoints.draining.set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetWorker:
+    """A worker of a fleet, as it was when it was last heard."""
+
+    number: int
+    """No other worker of the fleet was or will be called so."""
+    node: str
+    """The machine it is on."""
+    pid: int
+    """Its process there."""
+    playing: int
+    """How many episodes it plays."""
+    version: str
+    """The version of its weights."""
+    lag: float
+    """How late its event loop is in seconds, 99th percentile."""
+    silent: float
+    """Seconds since it was last heard."""
+    oldest: str
+    """What that episode of its waits for that has waited longest; "" where it plays none."""
+    waited: float
+    """How many seconds that is."""
+
+
+class PlayingEngine(Engine):
+    """An engine that plays whole episodes, on workers that have both the model and the environment."""
+
+    engine: Engine
+    """What every worker has."""
+    least: int
+    """With fewer workers it does not begin."""
+    most: int
+    """No more workers are started."""
+
+    @property
+    @abstractmethod
+    def events(self) -> Sequence[str]:
+        """What happened to workers so far, for people: those that were lost, and why."""
+
+    @abstractmethod
+    def workers(self) -> list[FleetWorker]:
+        """The workers that play, as they were when they were last heard."""
+
+    @abstractmethod
+    def packed(self, stage: Stage) -> bytes:
+        """What a run's episodes are played with, in the form in which workers get it; asked before anything starts.
+
+        Raises:
+            BadOption: something of it cannot be sent.
+        """
+
+    @abstractmethod
+    def player(
+        self, packed: bytes, shared: RunShared, clock: datetime, width: int | None, told: Callable[[str], None]
+    ) -> AbstractAsyncContextManager[Player]:
+        """What plays the episodes of one run, while the block lasts.
+
+        Args:
+            packed: what `packed` gave; each worker sets it up for itself.
+            shared: the same in this process.
+            clock: the time that chat templates see.
+            width: how many episodes are in flight at most; None for as many as the workers take.
+            told: called with what happens to workers meanwhile, for people.
+
+        Raises:
+            BadInput: a worker cannot play them; the message names the worker and why.
+        """
+
+
+def width_of(engine: BaseEngine) -> int:
+    """Twice as many as the engine takes: while some wait for tools or their environment, others are sampled."""
+    return 2 * engine.places

@@ -1,0 +1,123 @@
+"""The stage of a run: what its episodes are played with, set up in each process that plays them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+from runner.concurrency.threads import Job, Workers
+from runner.endpoint.server import EndpointServer
+from runner.engines.base import BaseEngine, Engine
+from runner.engines.message_engine import MessageEngine
+from runner.environment.checks import check_tools
+from runner.environment.environment import Environment
+from runner.environment.lifespan import lifespan_of
+from runner.episode.key import MAIN
+from runner.episode.model import ChatModel, MessageModel, Model
+from runner.episode.shared import RunShared
+from runner.errors import BadOption
+from runner.options import Limits
+from runner.parsing.foreign import NamedReader
+from runner.runs.options import RunOptions
+from runner.runs.preflight import check_appends, check_templates
+from runner.scoring import Scorer
+from runner.tokens.tokenizer import Tokenizer
+
+__all__ = ["Stage"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Stage:
+    """What the episodes of a run are played with."""
+
+    environment: Environment[Any]
+    engines: Sequence[BaseEngine]
+    """All engines of the run, each once; that of agents without one of their own comes first."""
+    options: RunOptions
+    limits: Limits
+    """What every episode may use, every field set."""
+    scorers: tuple[Scorer, ...]
+    """The environment's rewards and metrics, with the run's weights."""
+    workers: Workers
+    """The threads in which the author's synchronous code runs."""
+
+    async def check_options(self) -> None:
+        """Refuse what no engine has to be started for."""
+        options = self.options
+        if isinstance(self.engines[0], MessageEngine) and options.tool_format is not None:
+            raise BadOption(
+                f"tool_format={options.tool_format!r}: the engine's server reads calls itself; leave it out."
+            )
+        if options.template_options and not any(isinstance(engine, Engine) for engine in self.engines):
+            raise BadOption(
+                f"template_options={options.template_options!r:.60}: the chat template is the server's; what it takes "
+                "of that goes into ChatEngine(extra_body=), such as {'chat_template_kwargs': {...}} for vLLM."
+            )
+        if options.tool_format is not None:
+            from runner.engines.vllm.call_reader import require_format
+
+            await self.workers.call(Job(partial(require_format, options.tool_format), "vLLM's tool parser"))
+
+    async def check_templates(self, now: datetime) -> None:
+        """Refuse a chat template of the engines, which run by now, that serves no conversation."""
+        await check_templates(
+            [each.template for each in self.engines if isinstance(each, Engine)], self.options.template_options, now
+        )
+
+    async def open(self, exit_stack: AsyncExitStack, now: datetime) -> tuple[RunShared, list[str]]:
+        """What all episodes share, until the exit stack is left, and what is to be said of it to people.
+
+        Templates that cannot serve the run are refused before anything is sampled.
+        """
+        environment, options = self.environment, self.options
+        await self.check_templates(now)
+        chat = self._model(self.engines[0], now, named=self._named())
+        other_models = {name: self._model(engine, now) for name, engine in options.engines.items()}
+        shared = RunShared(
+            environment=environment,
+            chat=chat,
+            other_models=other_models,
+            sampling=options.sampling,
+            limits=self.limits,
+            own_limits=options.limits,
+            scorers=self.scorers,
+            seed=options.seed,
+            workers=self.workers,
+            endpoints=EndpointServer(options.listen),
+        )
+        faults = await self._look_at(other_models.get(MAIN, chat), now)
+        lifespan = lifespan_of(environment, self.workers, close_seconds=self.limits.close_seconds)
+        # Outermost but for what it serves from: it is left once no episode is played any more.
+        await exit_stack.enter_async_context(shared.endpoints)
+        shared.resources = await exit_stack.enter_async_context(lifespan)
+        return shared, faults
+
+    async def _look_at(self, main: Model, now: datetime) -> list[str]:
+        if not isinstance(main, ChatModel):
+            return []
+        environment = self.environment
+        tools = bool(environment.bound_tools())
+        system = getattr(type(environment), "system_prompt", None) is not None
+        faults = check_tools(environment, main)
+        return [*faults, *await check_appends(main, now, self.workers, tools=tools, system=system)]
+
+    def _named(self) -> Callable[[Tokenizer], NamedReader] | None:
+        """Makes what reads calls in the format that the user named."""
+        if self.options.tool_format is None:
+            return None
+        from runner.engines.vllm.call_reader import named_reader
+
+        return partial(named_reader, self.options.tool_format)
+
+    def _model(
+        self, engine: BaseEngine, now: datetime, *, named: Callable[[Tokenizer], NamedReader] | None = None
+    ) -> Model:
+        if isinstance(engine, MessageEngine):
+            return MessageModel(engine)
+        assert isinstance(engine, Engine), "an engine takes ids or messages"
+        options = self.options
+        return ChatModel(engine, options=options.template_options, now=now, history=options.history, named=named)

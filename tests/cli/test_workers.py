@@ -1,0 +1,86 @@
+"""`deltarunner run --workers`: what is refused, and what becomes of what is asked for."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from runner import BadOption, ChatEngine, ScriptedEngine
+from runner.cli.app import app
+from runner.cli.run import run_command
+from runner.cli.settings import RunSettings
+from runner.cluster.engines import FleetEngine
+from tests.cluster.ray_cluster import require_ray
+
+AUTHOR = '''
+from runner import Environment, Task, reward
+
+class Greeting(Environment):
+    """Says hello."""
+    def tasks(self):
+        return [Task(id=f"t-{n}", prompt="hello") for n in range(6)]
+    @reward
+    def polite(self):
+        return self.episode.text == "hi"
+'''
+
+
+def play(engine: Any = None, **options: Any) -> int:
+    return run_command(RunSettings(**options), lambda settings: engine or ScriptedEngine("hi"))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"cluster": "auto"}, "--cluster auto: give --workers too"),
+        ({"workers": "0"}, "--workers 0: give how many"),
+        ({"workers": "many"}, "--workers many: give how many"),
+        ({"workers": "8-4"}, "the least to begin with and the most"),
+        ({"workers": "4-"}, "--workers 4-: give how many"),
+        ({"workers": "2", "server": "http://127.0.0.1:1"}, "--workers 2 and --server"),
+        ({"workers": "2", "api_model": "gpt"}, "--workers 2 and --api-model"),
+        ({"workers": "2", "debug": True}, "--workers 2 and --debug"),
+        ({"workers": "2", "listen": "127.0.0.1:8000"}, "--listen 127.0.0.1:8000: each worker serves its own"),
+    ],
+)
+def test_what_does_not_go_with_workers_is_refused_before_anything_starts(
+    folder: Path, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(BadOption, match=re.escape(told)):
+        play(environment="mine.py:Greeting", **options)
+    assert not Path("runs").exists()
+
+
+def test_without_ray_it_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(BadOption, match=re.escape("--workers needs Ray: pip install 'deltarunner[ray]'")):
+        play(environment="mine.py:Greeting", workers="2")
+
+
+def test_an_engine_of_messages_has_no_workers(folder: Path) -> None:
+    require_ray()
+    with pytest.raises(BadOption, match="ChatEngine samples no token ids"):
+        play(ChatEngine("gpt", api_key="key"), environment="mine.py:Greeting", workers="2")
+
+
+def test_the_help_names_workers_and_cluster() -> None:
+    told = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    assert "--workers" in told
+    assert "--cluster" in told
+
+
+def test_how_many_becomes_the_range_of_the_fleet(folder: Path) -> None:
+    require_ray()
+    from runner.cli.workers import many_of
+
+    ranges = []
+    for workers in ("4", "8-64"):
+        engine = many_of(RunSettings(workers=workers), lambda _: ScriptedEngine("hi"))
+        assert isinstance(engine, FleetEngine)
+        ranges.append((engine.least, engine.most))
+    assert ranges == [(4, 4), (8, 64)]

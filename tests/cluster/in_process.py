@@ -1,0 +1,187 @@
+"""Workers as tasks of the test's own event loop: all of a fleet but Ray, with deaths on demand."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from runner.cluster.hosted import HostedEngine
+from runner.cluster.hosting import EngineHost
+from runner.cluster.limiters import LimiterDesk
+from runner.cluster.words import Joined, Stored, WorkerLost
+from runner.cluster.worker import Worker
+from runner.engines.base import BaseEngine
+from runner.errors import BadOption, DeltarunnerError, unwrapped
+
+
+class InProcess:
+    """A launcher whose workers are objects here; what they are sent is pickled as it would be for a process."""
+
+    def __init__(self, group: TaskGroup) -> None:
+        self.group = group
+        self.workers: dict[int, InProcessWorker] = {}
+        """Every worker that was started, by number."""
+        self.desk = LimiterDesk()
+        self.on_start: Callable[[InProcessWorker], None] = lambda _: None
+        """Called with every new worker."""
+        self.most_in_use = 0
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def start(self, engine: BaseEngine, number: int) -> InProcessWorker:
+        packed = self.pack(engine, "an engine cannot")
+        worker = self.workers[number] = InProcessWorker(self, Worker(pickle.loads(packed), number, InProcessDesk(self)))
+        self.on_start(worker)
+        return worker
+
+    def pack(self, value: Any, what: str) -> Any:
+        try:
+            return pickle.dumps(value)
+        except Exception as error:
+            raise BadOption(f"{what} be pickled: {error}") from None
+
+    async def put(self, value: Any) -> Any:
+        return StoredHere(value)
+
+    def forget(self, worker: int, joined: Joined | None) -> None:
+        self.group.start_soon(self.desk.forget, worker)
+
+    def forget_run(self, run: int) -> None:
+        self.group.start_soon(self.desk.close_run, run)
+
+    @property
+    def alive(self) -> list[InProcessWorker]:
+        return [worker for worker in self.workers.values() if not worker.killed]
+
+
+class StoredHere(Stored):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def read(self) -> Any:
+        return self.value
+
+
+class InProcessDesk:
+    def __init__(self, launcher: InProcess) -> None:
+        self._launcher = launcher
+
+    async def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> bool:
+        return await self._launcher.desk.acquire(run, name, limit, worker, lease)
+
+    def release(self, worker: int, lease: int) -> None:
+        self._launcher.group.start_soon(self._launcher.desk.release, worker, lease)
+
+
+class InProcessWorker:
+    """A worker whose calls are tasks; `kill` cuts them all where they stand."""
+
+    def __init__(self, launcher: InProcess, worker: Any) -> None:
+        self.worker = worker
+        self.killed = False
+        self.why = ""
+        self.silent = False
+        """Whether it answers to nothing any more, as a machine that was unplugged."""
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        """What was asked of it, in order."""
+        self.fail_in: dict[str, Exception] = {}
+        """What calls of a name raise instead of being made."""
+        self._launcher = launcher
+        self._open: dict[Answer, anyio.CancelScope] = {}
+
+    def send(self, call: str, *arguments: Any) -> Awaitable[Any]:
+        self.calls.append((call, arguments))
+        answer = Answer()
+        if self.killed:
+            answer.fail(WorkerLost(self.why))
+        else:
+            scope = self._open[answer] = anyio.CancelScope()
+            self._launcher.group.start_soon(self._call, answer, scope, call, pickle.dumps(arguments))
+        return answer
+
+    async def _call(self, answer: Answer, scope: anyio.CancelScope, call: str, packed: bytes) -> None:
+        with scope:
+            try:
+                if self.silent:
+                    await anyio.sleep_forever()
+                if call in self.fail_in:
+                    raise self.fail_in[call]
+                result = await getattr(self.worker, call)(*pickle.loads(packed))
+                if self.silent:
+                    await anyio.sleep_forever()
+                answer.succeed(pickle.loads(pickle.dumps(result)) if call in ("play", "news") else result)
+            except (DeltarunnerError, WorkerLost) as error:
+                answer.fail(error)
+        self._open.pop(answer, None)
+
+    def kill(self, why: str = "its process died") -> None:
+        if self.killed:
+            return
+        self.killed, self.why = True, why
+        for answer, scope in self._open.items():
+            answer.fail(WorkerLost(why))
+            scope.cancel()
+
+
+class Answer:
+    def __init__(self) -> None:
+        self._done = anyio.Event()
+        self._result: Any = None
+        self._error: Exception | None = None
+
+    def succeed(self, result: Any) -> None:
+        if not self._done.is_set():
+            self._result = result
+            self._done.set()
+
+    def fail(self, error: Exception) -> None:
+        if not self._done.is_set():
+            self._error = error
+            self._done.set()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._read().__await__()
+
+    async def _read(self) -> Any:
+        await self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class HostedHere(HostedEngine):
+    """An engine that a host on the same loop has; what goes between the two is pickled."""
+
+    def __init__(self, engine: BaseEngine) -> None:
+        super().__init__()
+        self.host = EngineHost(engine)
+        self.process: InProcessWorker
+
+    async def _reach(self, exit_stack: AsyncExitStack) -> InProcessWorker:
+        launcher = await exit_stack.enter_async_context(in_process())
+        self.process = InProcessWorker(launcher, self.host)
+        self.process.send("live")
+        exit_stack.push_async_callback(self._end)
+        return self.process
+
+    async def _end(self) -> None:
+        await self.process.send("end")
+        await anyio.wait_all_tasks_blocked()
+
+
+@asynccontextmanager
+async def in_process() -> AsyncIterator[InProcess]:
+    """A launcher, and after the block nothing of its workers."""
+    try:
+        async with anyio.create_task_group() as group:
+            yield InProcess(group)
+            group.cancel_scope.cancel()
+    except BaseExceptionGroup as error:
+        raise unwrapped(error) from None

@@ -1,0 +1,129 @@
+"""A cluster of Ray in a process of its own, for tests; and whether anything of such a process is left.
+
+Usage: python -m tests.cluster.ray_cluster FOLDER CPUS. It says its address, and adds and kills nodes as stdin says.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.repository import ROOT
+
+__all__ = ["Standing", "family", "require_ray", "standing", "until_gone"]
+
+WATCHDOG = 120.0
+
+CPUS = 16
+
+
+def require_ray() -> None:
+    """Skip a test where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+
+
+def family(pid: int) -> set[int]:
+    """A process and all that it has started, and these, as far as it lives.
+
+    Not by a variable of theirs: Ray's processes write their titles over it.
+    """
+    found = {pid}
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # that thread has just ended
+            for child in children.read_text().split():
+                found |= family(int(child))
+    return found
+
+
+def until_gone(pids: Collection[int]) -> None:
+    """Wait until none of these processes is left."""
+    until = time.monotonic() + WATCHDOG
+    while left := [pid for pid in pids if _lives(pid)]:
+        if time.monotonic() > until:
+            commands = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left]
+            raise AssertionError(f"left: {commands}")
+        time.sleep(0.1)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A cluster that stands."""
+
+    address: str
+    process: subprocess.Popen[str]
+
+    def tell(self, order: str) -> None:
+        """Have it `add` a node, or `kill` the one that was added last; returns when it is so."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{order}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline().strip() == order
+
+
+@contextmanager
+def standing(folder: Path, *, cpus: int = CPUS) -> Iterator[Standing]:
+    """A cluster, and after the block nothing of it."""
+    command = [sys.executable, "-m", "tests.cluster.ray_cluster", str(folder), str(cpus)]
+    with (
+        (folder / "cluster.log").open("w") as log,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("address "), (folder / "cluster.log").read_text()
+        try:
+            yield Standing(line.split()[1], process)
+        finally:
+            started = family(process.pid)
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(WATCHDOG)
+    until_gone(started)
+
+
+def main() -> None:
+    from ray.cluster_utils import Cluster
+
+    folder, cpus = sys.argv[1:]
+    node: Mapping[str, Any] = {"include_dashboard": False, "object_store_memory": 100 * 1024**2}
+    cluster: Any = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": int(cpus), "temp_dir": folder})
+    print(f"address {cluster.address}", flush=True)
+    added = []
+    for line in sys.stdin:
+        order = line.strip()
+        if order == "add":
+            added.append(cluster.add_node(num_cpus=1, object_store_memory=100 * 1024**2))
+        elif order == "kill":
+            cluster.remove_node(added.pop(), allow_graceful=False)
+        print(order, flush=True)
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""What workers play in tests: environments that are importable there; also a process that plays them.
+
+Usage: python -m tests.cluster.ray_games FILE WORKERS
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from runner import Conversation, Environment, RayEngines, Run, Sampling, ScriptedEngine, Task, Turn, reward, tool
+from runner.concurrency.loop_lag import LagMonitor
+from runner.engines.scripted.script import Answer, Latency, ModelCall, call
+from runner.runs.process import on_event_loop
+from tests.faults.crowd import Crowd, talk
+
+__all__ = ["Crowd", "Hangs", "Leased", "Poison", "Slow", "Sworn", "TalksLong", "slow_crowd"]
+
+GROUP_SIZE = 4
+
+
+def slow_crowd() -> ScriptedEngine:
+    """The model of a crowd, slow enough for a worker to die in the middle."""
+    return ScriptedEngine(talk, seed=5, places=4, chunks="random", latency=Latency(first=20, jitter=5))
+
+
+def crowd() -> ScriptedEngine:
+    return ScriptedEngine(talk, seed=5, places=4, chunks="random", latency=Latency(jitter=5))
+
+
+class Leased(Environment):
+    """Goes through one door that only one episode of the run may go through; each writes down when it is inside."""
+
+    def __init__(self, diary: str) -> None:
+        self.diary = diary
+
+    def tasks(self) -> list[Task]:
+        return [Task(id=str(number), prompt="knock") for number in range(12)]
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        async with self.episode.limiter("door", 1):
+            _write(self.diary, f"in {os.getpid()}")
+            await anyio.sleep(0.01)
+            _write(self.diary, f"out {os.getpid()}")
+
+    @reward
+    def there(self) -> bool:
+        return True
+
+
+class Sworn(Environment):
+    """Has a lifespan that says when it is entered and left, and by whom."""
+
+    def __init__(self, diary: str) -> None:
+        self.diary = diary
+
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[int]:
+        _write(self.diary, f"enter {os.getpid()}")
+        yield os.getpid()
+        _write(self.diary, f"leave {os.getpid()}")
+
+    def tasks(self) -> list[Task]:
+        return [Task(id=str(number), prompt="hello") for number in range(8)]
+
+    @reward
+    def same_process(self) -> bool:
+        return bool(self.shared == os.getpid())
+
+
+class Slow(Environment):
+    """Takes its time."""
+
+    def tasks(self) -> list[Task]:
+        return [Task(id=str(number), prompt="hello") for number in range(40)]
+
+    async def rollout(self, conversation: Conversation) -> None:
+        for _ in range(3):
+            await conversation.generate()
+            await anyio.sleep(0.2)
+            conversation.add("and?")
+
+    @reward
+    def spoke(self) -> float:
+        return self.episode.rng.random()
+
+
+class Poison(Environment):
+    """One of its episodes kills the process that plays it."""
+
+    def tasks(self) -> list[Task]:
+        return [Task(id=name, prompt=name) for name in ("a", "b", "poison", "c", "d")]
+
+    @tool
+    def drink(self) -> str:
+        """Drink it."""
+        if self.task.id == "poison":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "water"
+
+    @reward
+    def alive(self) -> bool:
+        return True
+
+
+def drinks(asked: ModelCall) -> Answer:
+    return call("drink") if asked.turn == 0 else "It was good."
+
+
+class Hangs(Environment):
+    """One of its episodes blocks the event loop of the first worker that plays it, for ever; not of the driver."""
+
+    def __init__(self, trace: str, driver: int) -> None:
+        self.trace = trace
+        if os.getpid() != driver:  # two seconds instead of a minute, in the process of a worker
+            defaults: Any = LagMonitor.__init__.__kwdefaults__
+            defaults["stuck_seconds"] = 2.0
+
+    def tasks(self) -> list[Task]:
+        return [Task(id=str(number), prompt="hello") for number in range(6)]
+
+    async def step(self, turn: Turn) -> str | None:
+        if self.task.id == "3":
+            self._block_once()
+        return None
+
+    def _block_once(self) -> None:
+        if not Path(self.trace).exists():
+            Path(self.trace).write_text(str(os.getpid()))
+            time.sleep(3600)
+
+    @reward
+    def spoke(self) -> bool:
+        return True
+
+
+class TalksLong(Environment):
+    """Lets a real model talk until it is cut."""
+
+    sampling = Sampling(max_tokens=96, min_tokens=96)
+
+    def tasks(self) -> Iterator[Task]:
+        for number in range(8):
+            yield Task(id=str(number), prompt=f"Tell me a long story of {number} wolves.")
+
+    @reward
+    def spoke(self) -> bool:
+        return True
+
+
+def _write(diary: str, line: str) -> None:
+    """Append a line in one piece, whatever other processes append."""
+    descriptor = os.open(diary, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(descriptor, f"{line}\n".encode())
+    os.close(descriptor)
+
+
+async def _announce(file: Path, workers: int) -> None:
+    engine: Any = RayEngines(slow_crowd(), workers=workers)
+    async with Run(Crowd(12), engine, group_size=GROUP_SIZE, file=file, seed=9) as run:
+        pids = " ".join(str(worker.pid) for worker in engine.workers())
+        os.write(1, f"workers {pids}\n".encode())
+        async for trajectory in run:
+            os.write(1, f"{trajectory.id}\t{trajectory.agent}\n".encode())
+
+
+if __name__ == "__main__":
+    on_event_loop(_announce, Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,239 @@
+"""A fleet's engines as one engine to its trainer: weights, adapters, pauses, and workers that join or die meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner import BadControl, BadOption, BadWeights, EngineDead, Run, Sampling, Trajectory
+from runner.engines.state import EngineState
+from runner.testing import VirtualClock
+from tests import sweeps
+from tests.cluster.in_process import InProcessWorker
+from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played, until
+
+pytestmark = pytest.mark.anyio
+
+
+def versions(trajectory: Trajectory) -> list[str]:
+    spans = [span.version for segment in trajectory.segments for span in segment.log.versions if span.version]
+    return [version for version in dict.fromkeys(spans) if version]
+
+
+def state_of(worker: InProcessWorker) -> str:
+    state: str = worker.worker.engine.state
+    return state
+
+
+def asked_of(worker: InProcessWorker, *names: str) -> list[str]:
+    return [call for call, _ in worker.calls if call in names]
+
+
+async def test_an_update_reaches_every_worker_and_every_id_says_which_weights_sampled_it() -> None:
+    async with fleet(3) as (engine, launcher), Run(Dice, engine, tasks=game_tasks(120)) as run:
+        # So many may have been begun before the update that the reader asks for.
+        ahead = 2 * engine.driver.fleet.width
+        seen = []
+        async for trajectory in run:
+            seen.append(trajectory)
+            if len(seen) == 20:
+                update = await engine.update_weights("new")
+                assert update.version == "1"
+                assert {each.version for each in engine.workers()} == {"1"}
+                assert {each.worker.engine.weight_version for each in launcher.alive} == {"1"}
+        assert {version for each in seen[:20] for version in versions(each)} == {"scripted"}
+        assert {version for each in seen[20 + ahead :] for version in versions(each)} == {"1"}
+        assert all(versions(each) in (["scripted"], ["scripted", "1"], ["1"]) for each in seen)
+        assert engine.weight_version == "1"
+
+
+async def test_an_episode_that_begins_after_the_update_returned_is_never_of_older_weights() -> None:
+    async with fleet(2) as (engine, _), engine:
+        for number in range(1, 4):
+            await engine.update_weights("new")
+            got = await played(Dice, engine)
+            assert {version for each in got for version in versions(each)} == {str(number)}
+
+
+async def test_weights_that_one_worker_refuses_with_the_others_change_nothing_anywhere() -> None:
+    async with fleet(2) as (engine, launcher), engine:
+        for worker in launcher.alive:
+            worker.fail_in["check_weights"] = BadWeights("tensor 'a' has another shape")
+        with pytest.raises(BadWeights, match="tensor 'a'"):
+            await engine.update_weights("bad")
+        assert engine.weight_version == "scripted"
+        assert [asked_of(worker, "update_weights") for worker in launcher.alive] == [[], []]
+        for worker in launcher.alive:
+            worker.fail_in.clear()
+        assert (await engine.update_weights("good")).version == "1"
+
+
+@pytest.mark.parametrize("stage", ["check_weights", "update_weights"])
+def test_a_worker_that_fails_alone_is_replaced_and_the_next_one_begins_with_the_new_weights(stage: str) -> None:
+    async def run() -> None:
+        async with fleet(2) as (engine, launcher), engine:
+            launcher.workers[1].fail_in[stage] = BadWeights("its disk is full")
+            await engine.update_weights("new", version="seven")
+            await until(lambda: len(engine.workers()) == 2)
+            assert launcher.workers[1].killed
+            assert {each.version for each in engine.workers()} == {"seven"}
+            assert asked_of(launcher.workers[2], "catch_up", "play") == ["catch_up"]
+            assert "its disk is full" in engine.driver.told[-1]
+            got = await played(Dice, engine)
+            assert {version for each in got for version in versions(each)} == {"seven"}
+
+    VirtualClock().run(run)
+
+
+def test_a_worker_that_joins_late_has_the_newest_weights_adapters_and_state_before_its_first_episode() -> None:
+    async def run() -> None:
+        async with fleet((1, 2)) as (engine, launcher), engine:
+            await until(lambda: len(engine.workers()) == 2)
+            await engine.update_weights("a")
+            await engine.update_weights("b", version="b")
+            await engine.add_adapter("poet", "folder")
+            assert await engine.add_adapter("poet", "folder") == "poet@2"
+            await engine.pause("keep")
+            launcher.workers[0].kill()
+            await until(lambda: len(engine.workers()) == 2 and 0 not in {each.number for each in engine.workers()})
+            joined = launcher.workers[2]
+            assert joined.worker.engine.weight_version == "b"
+            assert state_of(joined) == "paused"
+            await engine.resume()
+            assert state_of(joined) == "running"
+            got = await played(Dice, engine, sampling=Sampling(adapter="poet"))
+            assert {version for each in got for version in versions(each)} == {"b+poet@2"}
+
+    VirtualClock().run(run)
+
+
+@settings(max_examples=sweeps.times(100, 10))
+@given(kills=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), max_size=4), updates=st.integers(1, 4))
+def test_versions_never_go_back_within_a_worker_and_nothing_is_lost_whatever_dies_under_updates(
+    kills: list[tuple[int, int]], updates: int
+) -> None:
+    async def run() -> None:
+        async with fleet(3) as (engine, launcher), Run(Dice, engine, tasks=game_tasks(40), retries=9) as run:
+
+            async def train() -> None:
+                for _ in range(updates):
+                    await engine.update_weights("new")
+                    await anyio.sleep(0.1)
+
+            async def kill() -> None:
+                for steps, which in kills:
+                    for _ in range(steps):
+                        await checkpoint()
+                    if alive := launcher.alive:
+                        alive[which % len(alive)].kill()
+
+            got = []
+            async with anyio.create_task_group() as group:
+                group.start_soon(train)
+                group.start_soon(kill)
+                got += [trajectory async for trajectory in run]
+        assert len(compared(got)) == 40
+        known = ["scripted", *map(str, range(1, updates + 1))]
+        for each in got:
+            numbers = [known.index(version) for version in versions(each)]
+            assert numbers == sorted(numbers)
+        for worker in launcher.workers.values():
+            runtime = worker.worker.engine.runtime
+            assert runtime is not None
+            assert runtime.versions == sorted(runtime.versions, key=known.index)
+
+    VirtualClock().run(run)
+
+
+def test_an_update_that_too_few_workers_survive_ends_the_run_by_name() -> None:
+    async def run() -> None:
+        async with fleet(2, stall_seconds=30) as (engine, launcher), engine:
+            launcher.on_start = lambda worker: worker.fail_in.update(catch_up=BadWeights("no"))
+            launcher.workers[1].fail_in["update_weights"] = BadWeights("its disk is full")
+            with pytest.raises(EngineDead, match=r"fewer than 2 workers|1 workers are left of at least 2"):
+                await engine.update_weights("new")
+
+    VirtualClock().run(run)
+
+
+def test_an_episode_too_far_behind_is_dropped_and_played_again_also_on_workers() -> None:
+    async def run() -> None:
+        async with fleet(2) as (engine, _), Run(Dice, engine, tasks=game_tasks(12), max_version_lag=0) as run:
+            got = []
+            async for trajectory in run:
+                got.append(trajectory)
+                if len(got) in (2, 5):
+                    await engine.update_weights("new")
+        assert len(compared(got)) == 12
+        assert run.summary.stale > 0
+        assert all(len(versions(each)) == 1 for each in got)
+
+    VirtualClock().run(run)
+
+
+async def test_pause_keeps_what_is_sampled_and_resume_goes_on_on_every_worker() -> None:
+    async with fleet(2) as (engine, launcher), Run(Dice, engine, tasks=game_tasks(20)) as run:
+        alone = compared(await played(Dice, dice_engine(), tasks=game_tasks(20)))
+        got = []
+        async for trajectory in run:
+            got.append(trajectory)
+            if len(got) == 3:
+                await engine.pause("keep")
+                assert {worker.worker.engine.state for worker in launcher.alive} == {EngineState.PAUSED}
+                with pytest.raises(BadControl, match="paused already"):
+                    await engine.pause()
+                await engine.resume()
+        assert compared(got) == alone
+
+
+async def test_sleep_and_wake_reach_every_worker() -> None:
+    async with fleet(2) as (engine, launcher), engine:
+        await engine.sleep()
+        assert {worker.worker.engine.state for worker in launcher.alive} == {EngineState.ASLEEP}
+        await engine.wake()
+        assert {worker.worker.engine.state for worker in launcher.alive} == {EngineState.RUNNING}
+        assert len(await played(Dice, engine)) == 8
+        await engine.reset_prefix_cache()
+        assert await engine.devices() == []
+
+
+async def test_a_version_that_was_there_is_refused_before_any_worker_is_asked() -> None:
+    async with fleet(2) as (engine, launcher), engine:
+        await engine.update_weights("new", version="a")
+        with pytest.raises(BadOption, match="version='a'"):
+            await engine.update_weights("new", version="a")
+        assert [asked_of(worker, "check_weights") for worker in launcher.alive] == [["check_weights"]] * 2
+
+
+async def test_an_adapter_that_is_removed_is_there_for_no_worker() -> None:
+    async with fleet(2) as (engine, launcher), engine:
+        await engine.add_adapter("poet", "folder")
+        assert all("poet" in worker.worker.engine.adapters for worker in launcher.alive)
+        await engine.remove_adapter("poet")
+        assert not any("poet" in worker.worker.engine.adapters for worker in launcher.alive)
+        with pytest.raises(BadOption, match="no adapter"):
+            await played(Dice, engine, sampling=Sampling(adapter="poet"))
+
+
+async def test_a_fleet_samples_nothing_by_itself() -> None:
+    async with fleet(1) as (engine, _), engine:
+        with pytest.raises(BadControl, match="plays whole episodes"):
+            engine.stream(None)  # type: ignore[arg-type]  # it is not looked at
+
+
+async def test_several_runs_share_a_fleet() -> None:
+    async with fleet(2) as (engine, _), engine:
+        results: list[Any] = []
+
+        async def play() -> None:
+            results.append(compared(await played(Dice, engine, group_size=2)))
+
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(play)
+    assert results == [compared(await played(Dice, dice_engine(), group_size=2))] * 3

@@ -1,0 +1,105 @@
+"""What may happen to workers on a real cluster of Ray, in full: machines that die and come, loops that hang, poison."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from runner import Outcome, RayEngines, Run, RunFile, ScriptedEngine
+from tests.cluster.ray_cluster import Standing, family, require_ray, standing, until_gone
+from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hangs, Poison, Slow, crowd, drinks
+from tests.cluster.test_ray import WATCHDOG, announcing, played
+
+pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.whole]
+
+
+@pytest.fixture
+def small_cluster(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standing]:
+    """A cluster with room for one worker, of this test alone."""
+    require_ray()
+    with standing(short_folder, cpus=1) as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
+
+
+async def test_a_late_machine_gives_a_worker_and_its_death_loses_nothing(
+    small_cluster: Standing, tmp_path: Path
+) -> None:
+    engine = RayEngines(ScriptedEngine("hi", places=4), workers=(1, 2))
+    file = tmp_path / "run.db"
+    with anyio.fail_after(2 * WATCHDOG):
+        async with Run(Slow, engine, file=file) as run:
+            assert len(engine.workers()) == 1
+            await anyio.to_thread.run_sync(small_cluster.tell, "add")
+            # Nothing is read meanwhile, so that no more is played than is in flight.
+            while len(engine.workers()) < 2:  # noqa: ASYNC110  # nobody tells
+                await anyio.sleep(0.1)
+            got = [await anext(run)]
+            await anyio.to_thread.run_sync(small_cluster.tell, "kill")
+            got += [trajectory async for trajectory in run]
+    assert len([event for event in engine.events if "is lost" in event]) == 1
+    assert {trajectory.outcome for trajectory in got} == {Outcome.COMPLETED}
+    assert len({trajectory.id for trajectory in got}) == len(got) == 40
+    with RunFile(file) as run_file:
+        assert run_file.complete
+
+
+async def test_kill_9_of_a_driver_with_a_cluster_of_its_own_leaves_no_process_and_no_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_ray()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before = set(os.listdir("/dev/shm"))
+    file = tmp_path / "run.db"
+    with announcing(file, 2) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline().startswith(b"workers")
+        driver.stdout.readline()
+        started = family(driver.pid)
+        assert len(started) > 5, "the driver, its workers, and Ray"
+        os.kill(driver.pid, signal.SIGKILL)
+        driver.stdout.read()
+    await anyio.to_thread.run_sync(until_gone, started)
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if re.match("plasma|ray", name)}
+
+
+async def test_a_cluster_of_ones_own_is_gone_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_ray()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before = family(os.getpid())
+    async with Run(Crowd(2), RayEngines(crowd(), workers=2), group_size=GROUP_SIZE) as run:
+        started = family(os.getpid()) - before
+        trajectories = [trajectory async for trajectory in run]
+    assert len(trajectories) == 2 * GROUP_SIZE * 2
+    assert len(started) > 4, "workers, and Ray"
+    await anyio.to_thread.run_sync(until_gone, started)
+
+
+async def test_a_worker_whose_loop_hangs_ends_and_its_episodes_are_played_again(
+    cluster: Standing, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace"
+    engine = RayEngines(ScriptedEngine("hi"), workers=2)
+    trajectories = await played(Hangs(str(trace), os.getpid()), engine)
+    assert {trajectory.outcome for trajectory in trajectories} == {Outcome.COMPLETED}
+    assert len(trajectories) == 6
+    assert any("is lost" in event for event in engine.events)
+    await anyio.to_thread.run_sync(until_gone, [int(trace.read_text())])
+
+
+async def test_an_episode_that_kills_its_workers_fails_and_the_others_are_played(cluster: Standing) -> None:
+    trajectories = await played(Poison(), RayEngines(ScriptedEngine(drinks), workers=2))
+    by_task = {trajectory.task.id: trajectory for trajectory in trajectories}
+    assert {name for name, each in by_task.items() if each.outcome is Outcome.COMPLETED} == {"a", "b", "c", "d"}
+    poison = by_task["poison"]
+    assert poison.outcome is Outcome.ENGINE_ERROR
+    assert re.match(
+        r"3 workers were lost while playing it, the last one worker \d+ on \S+: its process died", poison.error
+    )

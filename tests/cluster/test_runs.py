@@ -1,0 +1,176 @@
+"""Runs on fleets whose workers are tasks of the test's own loop: what comes out, whatever happens to workers."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner import Outcome, Run, RunFile, Trajectory
+from runner.cluster.driver import SILENT_SECONDS
+from runner.cluster.words import Played
+from runner.testing import VirtualClock
+from tests import sweeps
+from tests.cluster.in_process import InProcess, InProcessWorker
+from tests.cluster.playing import Dice, Grouped, compared, dice_engine, fleet, played
+
+pytestmark = pytest.mark.anyio
+
+
+def kill_at(launcher: InProcess, plays: set[int], *, after: int = 0) -> None:
+    """Kill the worker that is asked to play for the nth time in all, some steps of the loop later."""
+    asked = 0
+
+    def watch(worker: InProcessWorker) -> None:
+        send = worker.send
+
+        def counting(call: str, *arguments: Any) -> Any:
+            nonlocal asked
+            answer = send(call, *arguments)
+            if call == "play":
+                asked += 1
+                if asked in plays:
+                    launcher.group.start_soon(dies, worker)
+            return answer
+
+        worker.send = counting  # type: ignore[method-assign]
+
+    async def dies(worker: InProcessWorker) -> None:
+        for _ in range(after):
+            await checkpoint()
+        worker.kill()
+
+    launcher.on_start = watch
+
+
+def kills_whoever_plays(launcher: InProcess, task: str) -> list[int]:
+    """A task that kills its workers; gives the list of those that it has killed."""
+    killed: list[int] = []
+
+    def watch(worker: InProcessWorker) -> None:
+        play = worker.worker.play
+
+        async def deadly(run_number: int, number: int, packed: bytes) -> Played:
+            if pickle.loads(packed).task.id == task:
+                for _ in range(20):
+                    await checkpoint()
+                killed.append(worker.worker.number)
+                worker.kill()
+                await checkpoint()
+            came: Played = await play(run_number, number, packed)
+            return came
+
+        worker.worker.play = deadly
+
+    launcher.on_start = watch
+    return killed
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("environment", [Dice, Grouped])
+async def test_any_number_of_workers_gives_the_trajectories_of_one_process_bit_for_bit(
+    workers: int, environment: type[Dice], tmp_path: Path
+) -> None:
+    alone = compared(await played(environment, dice_engine(), group_size=3))
+    async with fleet(workers) as (engine, _):
+        on_many = await played(environment, engine, group_size=3, file=tmp_path / "run.db")
+    assert compared(on_many) == alone
+    with RunFile(tmp_path / "run.db") as stored:
+        assert compared(kept(stored)) == alone
+
+
+@settings(max_examples=sweeps.times(100, 10))
+@given(
+    deaths=st.sets(st.integers(1, 24), min_size=1, max_size=3),
+    after=st.integers(0, 30),
+    workers=st.integers(2, 4),
+    file=st.booleans(),
+)
+def test_with_deaths_at_any_moment_it_gives_them_too(
+    deaths: set[int], after: int, workers: int, file: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("fleet") / "run.db" if file else None
+
+    async def play() -> None:
+        alone = compared(await played(Grouped, dice_engine(), group_size=2))
+        async with fleet(workers) as (engine, launcher):
+            kill_at(launcher, deaths, after=after)
+            on_many = await played(Grouped, engine, group_size=2, retries=5, file=path)
+        assert compared(on_many) == alone
+        if path is not None:
+            with RunFile(path) as stored:
+                assert compared(kept(stored)) == alone
+
+    VirtualClock().run(play)
+
+
+async def test_what_is_announced_is_in_the_file_and_the_same_command_goes_on_with_another_number_of_workers(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "run.db"
+    first: list[Trajectory] = []
+    async with fleet(3) as (engine, _), Run(Grouped, engine, group_size=2, file=file) as run:
+        async for trajectory in run:
+            first.append(trajectory)
+            if len(first) == 6:
+                break
+    with RunFile(file) as stored:
+        there = {(each.id, each.agent) for each in stored if not each.outcome.cut_short}
+    assert {(each.id, each.agent) for each in first} <= there
+    async with fleet(2) as (engine, _):
+        rest = await played(Grouped, engine, group_size=2, file=file)
+    assert not {each.id for each in rest} & {each.id for each in first}
+    alone = compared(await played(Grouped, dice_engine(), group_size=2))
+    with RunFile(file) as stored:
+        assert compared(kept(stored)) == alone
+
+
+def test_an_episode_that_kills_its_workers_is_given_up_by_name_and_the_others_are_played() -> None:
+    async def run() -> None:
+        async with fleet(2) as (engine, launcher):
+            killed = kills_whoever_plays(launcher, "t3")
+            got = await played(Dice, engine, retries=2, breaker=1)
+        assert len(killed) == 3
+        outcomes = {each.task.id: each.outcome for each in got}
+        assert outcomes.pop("t3") is Outcome.ENGINE_ERROR
+        assert set(outcomes.values()) == {Outcome.COMPLETED}
+        (poison,) = (each for each in got if each.task.id == "t3")
+        assert (
+            poison.error == f"3 workers were lost while playing it, the last one {place(killed[-1])}: its process died"
+        )
+
+    VirtualClock().run(run)
+
+
+def test_a_worker_that_says_nothing_any_more_is_lost_and_its_episodes_are_played_elsewhere() -> None:
+    async def run() -> None:
+        async with fleet(2) as (engine, launcher):
+            began = anyio.current_time()
+
+            def told(trajectory: Trajectory) -> None:
+                launcher.workers[0].silent = True
+
+            got = await played(Dice, engine, told=told, group_size=4)
+            assert {each.outcome for each in got} == {Outcome.COMPLETED}
+            assert len(compared(got)) == 32
+            assert launcher.workers[0].killed
+            assert anyio.current_time() - began >= SILENT_SECONDS
+
+    VirtualClock().run(run)
+
+
+def kept(file: RunFile) -> list[Trajectory]:
+    """What the file holds of episodes that are over."""
+    return [file.trajectory(row) for row in file if not row.superseded and not row.outcome.cut_short]
+
+
+def place(number: int) -> str:
+    import socket
+
+    return f"worker {number} on {socket.gethostname()}"

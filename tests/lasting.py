@@ -1,0 +1,33 @@
+"""The process that plays the tests lasts: nothing of ours ends it, and what else does is told on its stderr."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+__all__ = ["begin"]
+
+_end = os._exit
+
+
+def begin() -> None:
+    """Guard this process, before anything is captured."""
+    process, stderr = os.getpid(), os.dup(2)
+
+    def end(code: int) -> None:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        # In this process alone, and only for ours: a child that was forked ends so, and a worker whose tests are over.
+        if os.getpid() == process and caller.partition(".")[0] == "runner":
+            raise AssertionError(f"{caller} would have ended the process of the tests with code {code}")
+        _end(code)
+
+    def told(number: int, frame: FrameType | None) -> None:
+        played = os.environ.get("PYTEST_CURRENT_TEST", "no test")
+        os.write(stderr, f"\n{signal.Signals(number).name} ends process {process} in {played}\n".encode())
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    os._exit = end  # type: ignore[assignment]  # it does not return where it may end the process
+    signal.signal(signal.SIGTERM, told)
