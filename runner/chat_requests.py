@@ -81,7 +81,7 @@ class Tolerated(enum.StrEnum):
     SYSTEM_AS_USER = "system_as_user"
     """System messages in mid-conversation, which were asked to be put before the model as a user's."""
     CUT_ITEMS = "cut_items"
-    """FinishedProgram parts of a turn that was cut, which are left out."""
+    """Finished parts of a turn that was cut, which are left out."""
 
 
 class Delivery(enum.StrEnum):

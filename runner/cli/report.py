@@ -24,6 +24,7 @@ __all__ = ["lag_lines", "make_console", "own_command", "quoted", "summary_table"
 FAULTS = 3
 NOTABLE_SECONDS = 1.0
 PIPED_WIDTH = 200
+UNTRAINED = "nothing that was asked is trained: programs that offer no tools are with --train, or serve(train=True)"
 
 
 class _ReaderOptionalConsole(Console):
@@ -68,6 +69,8 @@ def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, Rende
     yield "episodes", Text(f"{played} in {as_time(summary['seconds'])}{pace}", style="bold")
     first, *others = _by_agent(summary)
     yield first[0], Text(_mean(first[1]), style="bold")
+    if summary.get("requests") and summary["turns"] and not summary["agents"] and first[1]["mean"] is None:
+        yield "", Text(UNTRAINED, "yellow")
     for name, mean in summary["rewards"].items():
         yield f"  {printable_line(name)}", Text(_mean(mean))
     for name, mean in others:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runner.cli.run import Plan, play_plan, real_engine
 from runner.cli.settings import RunSettings
-from runner.endpoint.clients import pointers
+from runner.endpoint.clients import Address, flags, pointers
 from runner.endpoint.endpoint import Endpoint
 from runner.engines.base import BaseEngine
 from runner.environment.open_episodes import OpenEpisodes
@@ -41,7 +41,7 @@ def serve_command(
         if told is not None:
             told(lines)
 
-    environment = OpenEpisodes(tell)
+    environment = OpenEpisodes(tell, train=settings.train)
     plan = partial(Plan.of_environment, settings, environment, make_engine)
     return play_plan(settings, plan, lambda shown: say.append(shown.say))
 
@@ -49,8 +49,8 @@ def serve_command(
 def key_lines(episode: str, endpoint: Endpoint, home: Path) -> list[str]:
     """What somebody needs who starts a program by hand; settings that are files are in a folder beside their own."""
     exported = _assigned(endpoint.environ)
-    provider = f'model_providers.deltarunner={{name="deltarunner",base_url="{endpoint.base_url}",wire_api="responses"}}'
-    codex = f"-c model_provider=deltarunner -m {shlex.quote(endpoint.model)} -c {shlex.quote(provider)}"
+    address = Address(endpoint.base_url, endpoint.root_url, endpoint.api_key, endpoint.model, endpoint.context)
+    codex = shlex.join(flags(address)["codex"])
     return [
         f"{episode}",
         f"  base_url     {endpoint.base_url}",

@@ -52,6 +52,7 @@ SERVED = (
         "limits",
         "history",
         "listen",
+        "train",
         "concurrency",
         "file",
         "json",
@@ -76,7 +77,15 @@ class RunSettings:
     ] = None
     copy: Annotated[Path | None, typer.Option(help="With --agent: the folder that it works in a copy of.")] = None
     wrap: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="With --agent: what it runs behind, such as a sandbox.")
+        str | None,
+        typer.Option(metavar="COMMAND", help="With --agent: what it runs behind, such as a sandbox; {folder}, {home}."),
+    ] = None
+    train: Annotated[
+        bool | None,
+        typer.Option(
+            "--train/--no-train",
+            help="Of agent programs: train all threads, or none; default those that are offered tools.",
+        ),
     ] = None
     episodes: Annotated[
         int | None, typer.Option("--episodes", "-n", min=1, help="How many to play; default all of its tasks.")
@@ -198,7 +207,8 @@ class RunSettings:
         """
         # Absolute where others look for it: a worker stands in a folder of its own.
         copy = self.copy.absolute() if self.copy is not None and self.workers is not None else self.copy
-        of_program = {"agent": self.agent, "check": self.check, "copy": copy, "wrap": self.wrap}
+        train = None if self.train is None else str(self.train).lower()
+        of_program = {"agent": self.agent, "check": self.check, "copy": copy, "wrap": self.wrap, "train": train}
         given = [f"{name}={value}" for name, value in of_program.items() if value is not None]
         if self.agent is None and given:
             raise BadOption(f"--{given[0].partition('=')[0]} goes with --agent: give the program's command.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -29,6 +30,9 @@ MESSAGES: Final = 10_000
 """The most messages, or items, that a history may have: nobody is answered while they are read."""
 
 _KINDS: Final = {str: "a string", bool: "true or false", dict: "an object", list: "a list", int: "a whole number"}
+
+_OF_SAMPLING: Final = re.compile(r"\ASampling\((\w+)=(.*?)\): ", re.DOTALL)
+"""How an error of ours begins that names a field of `Sampling`, which clients know by another name."""
 
 SamplingFields = Mapping[str, str]
 """The fields of a body that ask for sampling, by the name that `Sampling` has for each."""
@@ -107,7 +111,8 @@ def sampling_of(body: Mapping[str, Any], fields: SamplingFields, **further: Any)
     try:
         return Sampling(**given) if given else None
     except BadOption as error:
-        bad(str(error))
+        theirs = {ours: theirs for theirs, ours in fields.items()}
+        bad(_OF_SAMPLING.sub(lambda found: f"{theirs.get(found[1], found[1])}={found[2]}: ", str(error)))
 
 
 def json_schema(form: Mapping[str, Any], where: str) -> dict[str, Any] | None:

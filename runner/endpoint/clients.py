@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-__all__ = ["CLIENTS", "Address", "Client", "environ", "files", "pointers"]
+__all__ = ["CLIENTS", "Address", "Client", "environ", "files", "flags", "pointers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,8 @@ class Client:
     """The files that it reads, by their path in its home."""
     pointers: Mapping[str, str] = field(default_factory=dict)
     """The variables by which it finds them in another folder than its home, which is `{home}`."""
+    flags: Sequence[str] = ()
+    """What it is told on its command line where it has neither."""
 
 
 _OPENCODE = {
@@ -128,6 +130,18 @@ stream_idle_timeout_ms = 3600000
 """
 
 
+_CODEX_FLAGS = (
+    *("-m", "{model}"),
+    *("-c", "model_provider=deltarunner"),
+    *("-c", "model_context_window={context}"),
+    *("-c", "model_auto_compact_token_limit={compact_at}"),
+    *("-c", "tool_output_token_limit={tool_output}"),
+    "-c",
+    'model_providers.deltarunner={name="deltarunner",base_url="{base_url}",wire_api="responses",'
+    "stream_idle_timeout_ms=3600000}",
+)
+
+
 def _json(value: object) -> str:
     return re.sub('"#([a-z_]+)#"', r"{\1}", json.dumps(value, indent=2))  # numbers are no strings
 
@@ -180,6 +194,7 @@ CLIENTS: Final = (
         "responses",
         "codex exec --skip-git-repo-check {prompt}",
         files={".codex/config.toml": _CODEX},
+        flags=_CODEX_FLAGS,
     ),
     Client(
         "opencode",
@@ -249,6 +264,13 @@ def environ(address: Address) -> dict[str, str]:
 def files(address: Address) -> dict[str, str]:
     """The files of all clients, by their path in the home of a program."""
     return {path: address.fill(text) for client in CLIENTS for path, text in client.files.items()}
+
+
+def flags(address: Address) -> dict[str, list[str]]:
+    """What programs are told by on their command line that have nothing else, by their commands."""
+    return {
+        client.command.split()[0]: [address.fill(flag) for flag in client.flags] for client in CLIENTS if client.flags
+    }
 
 
 def pointers(home: Path) -> dict[str, dict[str, str]]:

@@ -57,6 +57,8 @@ class Endpoint:
     """The key, for clients that want one: it is that of this episode, and ends with it."""
     model: str
     """The name of the model."""
+    context: int
+    """How many ids the model can have, prompt and answer together, for clients that keep within it."""
     environ: Mapping[str, str]
     """Variables by which known clients find the endpoint."""
 
@@ -77,7 +79,7 @@ class Endpoint:
         self._draining = draining
         door.told_over = self._over.set
         self.base_url, self.root_url = address.base_url, address.root_url
-        self.api_key, self.model = address.api_key, address.model
+        self.api_key, self.model, self.context = address.api_key, address.model, address.context
         self.environ = environ(address)
 
     @property

@@ -17,14 +17,23 @@ __all__ = ["OpenEpisodes"]
 
 
 class OpenEpisodes(Environment):
-    """One key, one episode: it ends with `POST base_url/end`, whose body may have a reward, or with the run."""
+    """One key, one episode: it ends with `POST base_url/end`, whose body may have a reward, or with the run.
+
+    An episode of which nobody says a reward has none.
+    """
 
     limits = Limits(seconds=None)
 
-    def __init__(self, tell: Callable[[str, Endpoint, Path], None]) -> None:
-        """Say who is told of a new key: the episode's id, its endpoint, and the folder with settings of clients."""
+    def __init__(self, tell: Callable[[str, Endpoint, Path], None], train: bool | None = None) -> None:
+        """Say who is told of a new key.
+
+        Args:
+            tell: is given the episode's id, its endpoint, and the folder with settings of clients.
+            train: whether all threads are trained; None trains those that are offered tools.
+        """
         self.tell = tell
-        self.reported: float = 0.0
+        self.train = train
+        self.reported: float | None = None
 
     def tasks(self) -> Iterator[Task]:
         """A task a key."""
@@ -32,12 +41,11 @@ class OpenEpisodes(Environment):
 
     async def rollout(self, conversation: Conversation) -> None:
         """Serve until somebody says that it is over."""
-        async with self.episode.serve() as endpoint:
+        async with self.episode.serve(train=self.train) as endpoint:
             self.tell(self.episode.id, endpoint, await endpoint.home())
-            said = await endpoint.wait()
-            self.reported = float(said.get("reward", 0.0))
+            self.reported = (await endpoint.wait()).get("reward")
 
     @reward
-    def reported_reward(self) -> float:
+    def reported_reward(self) -> float | None:
         """What the client reported."""
         return self.reported

@@ -38,6 +38,7 @@ class Program(Environment):
         wrap: str = "",
         programs: int = 0,
         code: bool = True,
+        train: bool | None = None,
     ) -> None:
         """Say what is run.
 
@@ -46,9 +47,11 @@ class Program(Environment):
                 endpoint's. It is split as a shell does, and no shell runs it.
             check: a command that ends with 0 in the folder where the program did what it was asked.
             copy: the folder that each episode has a copy of.
-            wrap: what both commands are put behind, such as `bwrap ...`.
+            wrap: what both commands are put behind, such as `bwrap ...`; `{folder}` in it is where they work, `{home}`
+                their HOME.
             programs: how many may run at once; 0 for four a core.
             code: a program that ends with another code than 0 fails; else the check decides alone.
+            train: whether all of its threads are trained; None trains those that are offered tools.
         """
         self.argv = _split("agent", agent)
         if not any(PROMPT in each for each in self.argv):
@@ -60,8 +63,14 @@ class Program(Environment):
         if self.copy is not None and not self.copy.is_dir():
             raise BadEnvironment(f"copy={copy!r}: there is no such folder.")
         self.wrap = _split("wrap", wrap) if wrap else []
+        if self.wrap:  # what runs behind it may be there alone
+            _refuse_missing("wrap", wrap, self.wrap)
+        else:
+            _refuse_missing("agent", agent, self.argv)
+            _refuse_missing("check", check, self.checking)
         self.programs = programs or 4 * (os.cpu_count() or 1)
         self.code = code
+        self.train = train
         self.folder = Path()
         self.finished: FinishedProgram | None = None
 
@@ -81,20 +90,27 @@ class Program(Environment):
         prompt = self.task.prompt if isinstance(self.task.prompt, str) else ""
         if not prompt:
             raise BadEnvironment(f"task {self.task.id!r}: an agent program is given a prompt that is a string.")
-        async with self.episode.limiter("programs", self.programs), self.episode.serve() as endpoint:
+        limiter, serving = self.episode.limiter("programs", self.programs), self.episode.serve(train=self.train)
+        async with limiter, serving as endpoint:
             known = {PROMPT: prompt, "{model}": endpoint.model, "{base_url}": endpoint.base_url}
             argv = [_filled(each, known) for each in self.argv]
-            self.finished = await endpoint.run(argv, cwd=self.folder, wrap=self.wrap, check=self.code)
+            wrap = self._wrapping(await endpoint.home())
+            self.finished = await endpoint.run(argv, cwd=self.folder, wrap=wrap, check=self.code)
 
     @reward
     async def passes(self) -> float:
         """Whether the check passes."""
         if not self.checking:
             return float(self.finished is not None and self.finished.ok)
-        argv = [*self.wrap, *self.checking]
-        async with running(argv, cwd=self.folder, env=own_environ(self.folder.parent)) as checking:
+        home = self.folder.parent
+        argv = [*self._wrapping(home), *self.checking]
+        async with running(argv, cwd=self.folder, env=own_environ(home)) as checking:
             finished = await checking.wait()
         return float(finished.ok)
+
+    def _wrapping(self, home: Path) -> list[str]:
+        known = {"{folder}": str(self.folder), "{home}": str(home)}
+        return [_filled(each, known) for each in self.wrap]
 
 
 def _split(name: str, command: str) -> list[str]:
@@ -105,6 +121,12 @@ def _split(name: str, command: str) -> list[str]:
     if not argv:
         raise BadEnvironment(f"{name}={command!r:.80}: give a command.")
     return argv
+
+
+def _refuse_missing(name: str, command: str, argv: list[str]) -> None:
+    """Refuse a program that is looked for on PATH and not there; one with a path may come with the folder."""
+    if argv and not os.path.dirname(argv[0]) and shutil.which(argv[0]) is None:
+        raise BadEnvironment(f"{name}={command!r:.80}: there is no program {argv[0]!r} on PATH: install it.")
 
 
 def _filled(text: str, known: dict[str, str]) -> str:

@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 import threading
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from runner import BadEnvironment, BadOption, Outcome, RunFile
 from runner.cli.run import run_command
 from runner.cli.serve import key_lines, serve_command
 from runner.cli.settings import RunSettings
-from runner.endpoint.clients import Address, pointers
+from runner.endpoint.clients import Address, files, pointers
 from runner.endpoint.endpoint import Endpoint
 from runner.environment.open_episodes import OpenEpisodes
 from runner.environment.program import Program
@@ -106,11 +107,53 @@ def test_options_of_programs_go_together(work: Path, further: Any, named: str) -
         ({"agent": "claude 'oh {prompt}"}, "a shell could not split it"),
         ({"agent": "claude {prompt}", "copy": "/no/such/folder"}, "no such folder"),
         ({"agent": "claude {prompt}", "check": " "}, "give a command"),
+        ({"agent": "no-such-agent {prompt}"}, "agent='no-such-agent .*there is no program 'no-such-agent' on PATH"),
+        ({"agent": "sh {prompt}", "check": "no-such-check -q"}, "check='no-such-check -q': there is no program"),
+        ({"agent": "inside {prompt}", "wrap": "no-such-sandbox"}, "wrap='no-such-sandbox': there is no program"),
     ],
 )
 def test_a_command_that_cannot_be_is_refused_before_anything_runs(given: Any, named: str) -> None:
     with pytest.raises(BadEnvironment, match=named):
         Program(**given)
+
+
+def test_a_sandbox_is_told_where_the_commands_work_and_where_their_home_is(work: Path) -> None:
+    box = work / "box"
+    box.write_text(
+        f'#!/bin/sh\nset -e\ntest "$PWD" = "$1"\ntest "$HOME" = "$2"\necho "$3" >> {shlex.quote(str(work / "told"))}\n'
+        'shift 3\nexec "$@"\n'
+    )
+    box.chmod(0o755)
+    given = settings(work, wrap=f"{shlex.quote(str(box))} {{folder}} {{home}} in={{folder}},{{prompt}}").with_program()
+    assert run_command(given, engine_of(lambda asked: asked.prompt.rpartition("Say ")[2].partition("<")[0])) == 0
+    with RunFile(work / "run.db") as stored:
+        assert {each.reward for each in stored.trajectories()} == {0.0, 1.0}
+    told = (work / "told").read_text().splitlines()
+    assert len(told) == 4, "two programs, and what checks each"
+    assert all(each.startswith("in=/") and each.endswith("/work,{prompt}") for each in told)
+
+
+def test_a_command_that_only_its_sandbox_has_is_let_be() -> None:
+    assert Program("inside {prompt}", check="inside-too", wrap="env").argv == ["inside", "{prompt}"]
+
+
+TALKS = ASKS.replace('"tools"', '"of no api"')
+
+
+@pytest.mark.parametrize(("train", "rewards"), [(None, [None, None]), (True, [0.0, 1.0]), (False, [None, None])])
+def test_a_program_that_offers_no_tools_is_trained_where_that_is_asked_for(
+    work: Path, train: bool | None, rewards: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert '"tools"' not in TALKS
+    (work / "agent.py").write_text(TALKS + WRITES)
+    check = f"{shlex.quote(sys.executable)} -c \"assert '1' in open('answer.txt').read()\""
+    given = settings(work, train=train, check=check).with_program()
+    assert run_command(given, engine_of(lambda asked: asked.prompt.rpartition("Say ")[2].partition("<")[0])) == 0
+    with RunFile(work / "run.db") as stored:
+        played = sorted(stored.trajectories(), key=lambda each: each.id)
+    assert [each.reward for each in played] == rewards
+    assert [bool(each.turns) for each in played] == [bool(train)] * 2
+    assert ("nothing that was asked is trained" in capfd.readouterr().out) is not bool(train)
 
 
 def test_serve_gives_out_a_key_an_episode_until_it_is_told_to_end(work: Path) -> None:
@@ -147,19 +190,48 @@ def test_serve_gives_out_a_key_an_episode_until_it_is_told_to_end(work: Path) ->
 _TOOL = {"type": "function", "function": {"name": "run", "description": "", "parameters": {"type": "object"}}}
 
 
+@pytest.mark.anyio
+async def test_an_episode_of_which_nobody_says_a_reward_has_none() -> None:
+    class One(OpenEpisodes):
+        def tasks(self) -> Any:
+            return itertools.islice(super().tasks(), 1)
+
+    def by_hand(base_url: str) -> None:
+        body = {"messages": [{"role": "user", "content": "One."}], "tools": [_TOOL]}
+        httpx.post(f"{base_url}/chat/completions", json=body)
+        httpx.post(f"{base_url}/end")
+
+    def tell(episode: str, endpoint: Endpoint, home: Path) -> None:
+        threading.Thread(target=by_hand, args=(endpoint.base_url,)).start()
+
+    (trajectory,) = await play_all(One(tell), ["Done."])
+    assert (trajectory.outcome, len(trajectory.turns), trajectory.reward) == (Outcome.COMPLETED, 1, None)
+
+
 def test_the_lines_of_a_key_are_what_a_shell_takes() -> None:
     address = Address("http://127.0.0.1:1/e/k/v1", "http://127.0.0.1:1/e/k", "k", "a model", 100)
     endpoint = Endpoint.__new__(Endpoint)
-    endpoint.base_url, endpoint.api_key, endpoint.model = address.base_url, address.api_key, address.model
+    endpoint.base_url, endpoint.root_url, endpoint.context = address.base_url, address.root_url, address.context
+    endpoint.api_key, endpoint.model = address.api_key, address.model
     endpoint.environ = {"OPENAI_MODEL": "a model", "OPENAI_API_KEY": "k"}
     lines = key_lines("key-0#0", endpoint, Path("/of a key"))
     exported = next(line for line in lines if "export" in line).partition("export ")[2]
     assert dict(each.partition("=")[::2] for each in shlex.split(exported)) == endpoint.environ
     codex = shlex.split(next(line for line in lines if "codex exec" in line).split(maxsplit=1)[1])
-    assert "a model" in codex
+    told = "\n".join(each for before, each in itertools.pairwise(codex) if before == "-c")
+    given, file = tomllib.loads(told.replace("=deltarunner", '="deltarunner"')), tomllib.loads(_codex_file(address))
+    assert codex[codex.index("-m") + 1] == file.pop("model") == "a model"
+    provider, of_file = (each["model_providers"]["deltarunner"] for each in (given, file))
+    assert {name: of_file[name] for name in provider} == provider, "as in the file that programs of ours are given"
+    assert {name for name in file if name.startswith(("model", "tool"))} == set(given)
+    assert all(file[name] == value for name, value in given.items() if name != "model_providers")
     named = {line.split()[0]: shlex.split(line)[1:] for line in lines if "of a key" in line}
     assert named["opencode"] == ["OPENCODE_CONFIG=/of a key/.config/opencode/opencode.json", "opencode"]
     assert set(named) == {"opencode", "qwen", "pi"}
+
+
+def _codex_file(address: Address) -> str:
+    return files(address)[".codex/config.toml"]
 
 
 @pytest.mark.anyio

@@ -162,7 +162,7 @@ def test_codex_says_who_asks_and_what_for() -> None:
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.mode"),
         ({"temperature": "hot"}, "temperature"),
-        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens=0: give"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"stream": "yes"}, "stream"),

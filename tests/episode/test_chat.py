@@ -303,6 +303,23 @@ async def test_results_of_calls_made_at_once_are_put_in_the_order_of_the_calls(a
     assert Tolerated.REORDERED in trajectory.requests[1].tolerated
 
 
+@pytest.mark.parametrize("answered", [[], [1], [0, 0], [0, 1, 1]])
+async def test_a_client_may_leave_calls_without_a_result_or_answer_them_twice(
+    answered: list[int], tmp_path: Path
+) -> None:
+    async def loop(episode: Any) -> None:
+        turn = await episode.chat([SYSTEM, TASK], tools=[RUN])
+        results = [result(turn, f"result {place}", number) for place, number in enumerate(answered)]
+        await episode.chat([SYSTEM, TASK, turn.as_message(), *results, user("Never mind.")], tools=[RUN])
+
+    file = tmp_path / "run.db"
+    (trajectory,) = await asked(loop, [[call("run", command=each) for each in "ab"], "Done."], file=file)
+    assert verdicts(trajectory) == ["new", "append"]
+    assert len(trajectory.segments) == 1
+    checked = await anyio.to_thread.run_sync(verify, file)
+    assert checked.exit_code == 0, checked.output
+
+
 async def test_a_row_of_assistant_messages_is_joined_no_more_often_than_it_is_long(monkeypatch: Any) -> None:
     """What a turn could have been is looked for only where turns were said."""
     looked: list[int] = []

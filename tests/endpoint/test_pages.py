@@ -1,0 +1,74 @@
+"""Agent programs as the README and the page of agent programs have them are played as they stand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from runner import Outcome
+from tests.endpoint.test_programs import ASKS
+from tests.playing import play_all
+from tests.repository import ROOT
+
+pytestmark = pytest.mark.anyio
+
+PAGES = {"README.md": "claude", "docs/agents.md": "mini"}
+"""Each page, and the program of its first example."""
+
+AT_ONCE = 3
+
+
+def example(page: str, name: str) -> str:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+    return next(block for block in map(str, blocks) if f"class {name}(" in block)
+
+
+def command(path: Path, code: str) -> None:
+    script = path.with_suffix(".py")
+    script.write_text(code)
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(script))} "$@"\n')
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("page", PAGES)
+async def test_an_agent_program_is_an_environment_and_works_in_a_folder_of_its_own(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "bin"
+    there.mkdir()
+    tells = "word = next(each for each in sys.argv if each.startswith('Say '))\nopen('said', 'a').write(ask(word))"
+    command(there / PAGES[page], ASKS + tells)
+    command(there / "pytest", "assert open('said').read() == open('given').read() == 'Yes.'")
+    monkeypatch.setenv("PATH", f"{there}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "template").mkdir()
+    (tmp_path / "template" / "given").write_text("Yes.")
+    lines = ({"id": f"t{number}", "prompt": f"Say {number}"} for number in range(AT_ONCE))
+    (tmp_path / "tasks.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    names: dict[str, Any] = {"__name__": "repair"}
+    exec(compile(example(page, "Repair"), page, "exec"), names)
+    # No check before all programs have ended: what one wrote into the folder of another is seen.
+    together = threading.Barrier(AT_ONCE, timeout=60)
+    made = names["Repair"].rollout
+
+    async def rollout(self: Any, conversation: Any) -> None:
+        await made(self, conversation)
+        await anyio.to_thread.run_sync(together.wait)
+
+    monkeypatch.setattr(names["Repair"], "rollout", rollout)
+    trajectories = await play_all(names["Repair"], lambda asked: "Yes.", tasks="tasks.jsonl")
+    assert [(each.outcome, each.reward) for each in trajectories] == [(Outcome.COMPLETED, 1.0)] * AT_ONCE
+
+
+def test_the_readme_shows_an_agent_program_in_fifteen_lines() -> None:
+    assert len([line for line in example("README.md", "Repair").splitlines() if line]) <= 15
