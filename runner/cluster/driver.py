@@ -86,6 +86,7 @@ class Driver:
         self._failure: DeltarunnerError | None = None
         self._group: TaskGroup
         self._begun = False
+        self._not_placed = ""
         self._ending = False
 
     # --- its life
@@ -124,7 +125,7 @@ class Driver:
             if anyio.current_time() - began > self._stall_seconds and self._there < self.fleet.least:
                 raise EngineDead(
                     f"for {self._stall_seconds:g} s there was room for {self._there} workers, of at least "
-                    f"{self.fleet.least}: the cluster has too few free cores or GPUs."
+                    f"{self.fleet.least}: the cluster has too few free cores or GPUs. {self._not_placed}".rstrip()
                 )
             with anyio.move_on_after(PULSE_SECONDS):
                 await self._next_change()
@@ -200,6 +201,10 @@ class Driver:
 
     def _note_loss(self, hand: Hand, error: Exception) -> None:
         now = anyio.current_time()
+        if not hand.placed and isinstance(error, WorkerLost):
+            self._not_placed = str(error)
+            self.fleet.not_placed(hand.seat, now)
+            return
         lost = self.fleet.lost(hand.seat, now)
         self.lost_count += 1
         if hand.pulse is not None:

@@ -19,6 +19,9 @@ RESTARTS: Final = 3
 BACK_OFF_SECONDS: Final = 1.0
 """How long a seat stays empty after its worker's first death; twice as long after each further one."""
 
+ROOM_SECONDS: Final = 2.0
+"""How long a seat stays empty whose worker no machine took."""
+
 COMPANY: Final = 2
 """An episode goes where others of its task are played while that worker has at most so many more than the idlest."""
 
@@ -154,6 +157,10 @@ class Fleet:
             seat.state = SeatState.EMPTY
             seat.free_at = now + BACK_OFF_SECONDS * 2 ** (len(seat.deaths) - 1)
         return lost
+
+    def not_placed(self, seat: Seat, now: float) -> None:
+        """No machine took the seat's worker: it never was, and is asked for again in a while."""
+        seat.state, seat.free_at = SeatState.EMPTY, now + ROOM_SECONDS
 
     # --- episodes
 

@@ -23,7 +23,7 @@ from runner.cluster.words import Joined, Stored, WorkerLost, WorkerProcess
 from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
 from runner.engines.vllm.worker.shared_memory import release
-from runner.errors import BadOption, DeltarunnerError, EngineDead
+from runner.errors import BadOption, DeltarunnerError, EngineDead, EngineError
 
 __all__ = ["RayLauncher", "host_called"]
 
@@ -272,6 +272,8 @@ class RayAnswer:
         try:
             answer = await asyncio.shield(self._answer)
         except RayError as error:
+            if "creation task" in str(error):  # what keeps one from being made keeps them all
+                raise EngineError(f"a worker cannot be made: {_last_line(error)}") from error
             raise WorkerLost(_why(error)) from error
         if isinstance(answer, Raised):
             raise answer.error
@@ -288,6 +290,10 @@ def _why(error: Exception) -> str:
     if isinstance(error, ActorDiedError):
         return "its process died"
     return str(error).strip().splitlines()[0]
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1].strip()
 
 
 class Raised:

@@ -58,6 +58,14 @@ class Books(RuleBasedStateMachine):
                 self.fleet.ask(ticket)
             self.give_out()
 
+    @rule(number=st.integers(0, 3))
+    def no_machine_takes_one(self, number: int) -> None:
+        seat = self.fleet.seats[number]
+        if seat.state is SeatState.STARTING:
+            self.fleet.not_placed(seat, self.now)
+            assert self.starts[seat].pop() <= self.now
+            assert seat.free_at > self.now
+
     @rule(target=tickets, group=st.integers(0, 2), again=st.booleans(), last_chance=st.booleans())
     def one_is_asked_for(self, group: int, again: bool, last_chance: bool) -> Ticket:
         ticket = Ticket(group=group, again=again, last_chance=last_chance)

@@ -12,7 +12,7 @@ from anyio.lowlevel import checkpoint
 
 from runner import BadOption, Conversation, EngineDead, Outcome, Run, RunFile, Task, Trajectory
 from runner.cluster.fleet import RESTARTS
-from runner.cluster.words import Joined
+from runner.cluster.words import Joined, WorkerLost
 from runner.options import Concurrency
 from runner.testing import ScriptedEngine, VirtualClock, assert_exact
 from tests.cluster.in_process import InProcess
@@ -130,7 +130,7 @@ def test_a_fleet_without_workers_waits_and_goes_on_when_one_comes() -> None:
 def test_workers_that_die_as_they_start_end_the_start_by_name_after_a_few() -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher):
-            launcher.on_start = lambda worker: worker.kill("its machine has no memory left")
+            launcher.on_start = lambda worker: worker.fail_in.update(join=WorkerLost("its machine has no memory left"))
             with pytest.raises(EngineDead, match="workers die as they start: its machine has no memory left"):
                 await played(Dice, engine)
             assert len(launcher.workers) <= 2 * (RESTARTS + 1)
