@@ -41,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--sweeps", choices=("sampled", "whole"), default="sampled", help="a part of them, or all")
     group.addoption("--sweep-seed", type=int, help="which part and which random cases; by default the commit says")
     parser.getgroup("clients").addoption("--clients", action="store_true", help="play with agent programs too")
+    parser.getgroup("ray").addoption("--ray", action="store_true", help="play on Ray in this process: test_on_ray does")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -126,9 +127,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not sweeps.whole():
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("whole")])
-        items[:] = [item for item in items if not item.get_closest_marker("whole")]
+    left_out = [] if sweeps.whole() else ["whole"]
+    if not config.option.ray:
+        left_out.append("ray")
+    for name in left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(name)])
+        items[:] = [item for item in items if not item.get_closest_marker(name)]
     items.sort(key=_turn)
     lanes.tell(config, items)
 

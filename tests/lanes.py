@@ -18,7 +18,7 @@ import pytest
 
 __all__ = ["scheduler", "tell"]
 
-GROUPS = ("ray", "apart", "engine", "timing")
+GROUPS = ("on_ray", "ray", "apart", "engine", "timing")
 """Markers of tests that stay together, the first one that a test has; the largest group is begun first."""
 
 

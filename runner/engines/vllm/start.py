@@ -150,7 +150,8 @@ class VllmProcess:
                 raise BadModel(f"vLLM cannot run the model {self.model.name!r}: {cause}") from error
             finally:
                 started = self._started()
-                self.cores, self._others = [each for each in started if each.name.startswith(_CORE)], None
+                cores = [each for each in started if each.name.startswith(_CORE)]
+                self.cores, self._others = sorted(cores, key=lambda core: core.name), None  # by ranks
                 if self.llm is None:
                     _end(started)  # where vLLM forgot one
                 if self._given_up:

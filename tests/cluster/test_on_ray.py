@@ -1,0 +1,37 @@
+"""The tests on real Ray, in a process of their own: its native threads stay in it, and may end it later."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests import sweeps
+from tests.cluster.ray_cluster import require_ray
+from tests.repository import ROOT
+
+
+@pytest.mark.on_ray
+@pytest.mark.slow
+def test_all_that_is_promised_of_ray_holds_on_ray(request: pytest.FixtureRequest) -> None:
+    """To play one of them: `pytest --ray tests/cluster -k NAME`."""
+    require_ray()
+    option = request.config.option
+    how = ["--sweeps", "whole" if sweeps.whole() else "sampled", "--sweep-seed", str(option.sweep_seed)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--ray",
+        "-m",
+        "ray",
+        "-p",
+        "no:cacheprovider",
+        *how,
+        "tests/cluster",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
+    print(done.stdout.strip().splitlines()[-1])
