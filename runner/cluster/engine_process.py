@@ -89,6 +89,7 @@ class EngineProcess:
             place=self._place,
             pid=os.getpid(),
             shared_memory=tuple(await anyio.to_thread.run_sync(shared_memory_of, os.getpid())),
+            folder=str(getattr(engine, "folder", None) or ""),
             places=engine.places,
             context=engine.context,
             weight_version=engine.weight_version,

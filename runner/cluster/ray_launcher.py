@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import pickle
+import shutil
 import socket
 import sys
 from collections.abc import Awaitable, Generator, Mapping, Sequence
@@ -183,14 +184,12 @@ class RayLauncher:
     def forget(self, worker: int, joined: Joined | None) -> None:
         """Give back the leases of a worker that is gone, and shared memory whose names it left on its machine."""
         self._desk.forget.remote(worker)
-        if joined is not None and joined.shared_memory:
-            self._release_at(joined.place, joined.shared_memory)
-
-    def _release_at(self, place: str, names: Sequence[str]) -> None:
-        # Ray kills all that a worker has started together with it, Python's own tracker of shared memory included.
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
-        there = strategies.NodeAffinitySchedulingStrategy(place, soft=False)
-        _ray().remote(release).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(names)
+        if joined is not None and (joined.shared_memory or joined.folder):
+            # Ray kills all that a worker has started together with it, Python's own tracker of shared memory included.
+            strategies = importlib.import_module("ray.util.scheduling_strategies")
+            there = strategies.NodeAffinitySchedulingStrategy(joined.place, soft=False)
+            clean = _ray().remote(_clean_up).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+            clean.remote(joined.shared_memory, joined.folder)
 
     def forget_run(self, run: int) -> None:
         """Forget the limiters of a run."""
@@ -311,6 +310,12 @@ def _raised(kind: type[DeltarunnerError], text: str) -> Raised:
     error = kind.__new__(kind)
     error.args = (text,)
     return Raised(error)
+
+
+def _clean_up(shared_memory: Sequence[str], folder: str) -> None:
+    release(shared_memory)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _place() -> str:

@@ -51,7 +51,9 @@ class Joined:
     """The same as the launcher knows it."""
     pid: int
     shared_memory: tuple[str, ...]
-    """The names of shared memory that its processes made, which stay where they are killed."""
+    """The names of shared memory that its processes made, which stay where they are all killed."""
+    folder: str
+    """The folder in which its engine's processes meet, which stays as well; "" where it has none."""
     places: int
     """Requests that its engine runs at once."""
     context: int

@@ -11,6 +11,7 @@ import anyio.to_thread
 import pytest
 
 from runner import Outcome, RayEngines, Run, Trajectory, VllmEngine
+from tests.cluster.playing import until
 from tests.cluster.ray_cluster import Standing, family, until_gone
 from tests.cluster.ray_games import TalksLong
 
@@ -35,6 +36,7 @@ async def test_two_real_engines_take_new_weights_under_episodes_and_one_that_is_
     engine = RayEngines(inner, workers=(1, 2), gpus=0, runtime_env={"env_vars": on_cpu})
     got: list[Trajectory] = []
     orphans: set[int] = set()
+    left: list[Path] = []
     with anyio.fail_after(START + WATCHDOG):
         async with engine:
             while len(engine.workers()) < 2:  # noqa: ASYNC110  # the second one joins when it is ready
@@ -49,9 +51,15 @@ async def test_two_real_engines_take_new_weights_under_episodes_and_one_that_is_
                     if len(got) == 3:
                         victim = max(engine.workers(), key=lambda worker: worker.playing)
                         orphans = family(victim.pid)
+                        (joined,) = (hand.joined for hand in engine.driver.hands if hand.number == victim.number)
+                        assert joined is not None
+                        left = [Path("/dev/shm", name) for name in joined.shared_memory] + [Path(joined.folder)]
+                        assert len(left) > 1
+                        assert all(path.exists() for path in left)
                         assert len(orphans) > 1, "vLLM has processes of its own"
                         os.kill(victim.pid, signal.SIGKILL)
             await anyio.to_thread.run_sync(until_gone, orphans)
+            await until(lambda: not any(path.exists() for path in left))
     assert len({trajectory.id for trajectory in got}) == len(got) == 16
     assert {trajectory.outcome for trajectory in got} == {Outcome.TOKEN_LIMIT}
     for trajectory in got:

@@ -225,6 +225,12 @@ class VllmEngine(Engine):
         """Return when the scheduler has no open request."""
         await self.vllm.process.count.until_idle()
 
+    @property
+    def folder(self) -> Path | None:
+        """Where the engine's processes meet; it goes with them, unless all are killed at once. None for one of others."""
+        folder = self.vllm.process.folder
+        return None if folder is None else folder.path
+
     def processes(self) -> list[int]:
         """Process ids of the engine cores."""
         return [core.pid for core in self.vllm.process.cores if core.pid is not None]
