@@ -227,7 +227,7 @@ class VllmEngine(Engine):
 
     @property
     def folder(self) -> Path | None:
-        """Where the engine's processes meet; it goes with them, unless all are killed at once. None for one of others."""
+        """Where its processes meet; it goes with them, unless all are killed at once. None for an engine of others."""
         folder = self.vllm.process.folder
         return None if folder is None else folder.path
 
