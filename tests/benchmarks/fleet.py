@@ -24,6 +24,8 @@ WORKERS = 4
 PLACES = 8
 WAIT = 80
 """Ticks from a request to its first id, of those engines that wait."""
+TICK = 0.002
+"""Seconds of a tick: some twelve trajectories a second of one of them, so that none of them is busy."""
 
 
 def measure() -> Iterator[Figure]:
@@ -66,7 +68,7 @@ async def _waiting() -> tuple[float, ...]:
 
 
 def _slow() -> ScriptedEngine:
-    return ScriptedEngine(REPLIES, places=PLACES, latency=Latency(first=WAIT))
+    return ScriptedEngine(REPLIES, places=PLACES, latency=Latency(first=WAIT), tick=TICK)
 
 
 async def _play(engine: Any, episodes: int, file: Path | None) -> tuple[float, float]:
