@@ -77,12 +77,12 @@ class Captured:
 def captured() -> Iterator[list[Captured]]:
     """The requests that endpoints are sent inside of the block."""
     came: list[Captured] = []
-    read_by = {form: form.read for form in (ChatCompletions, Responses, AnthropicMessages)}
+    read_by: dict[type[WireForm], Any] = {form: form.read for form in (ChatCompletions, Responses, AnthropicMessages)}
     record = ChatDesk._record
 
     def reading(form: type[WireForm]) -> Callable[..., WireRequest]:
         def read(self: WireForm, body: Mapping[str, Any], headers: Mapping[str, str]) -> WireRequest:
-            request = read_by[form](self, body, headers)  # type: ignore[index]  # one of these
+            request: WireRequest = read_by[form](self, body, headers)
             came.append(Captured(body, headers, self.name))
             known[id(request.asked.messages)] = came[-1]
             kept.append(request)
@@ -138,13 +138,12 @@ def silent(program: Program) -> Says:
     return in_order(*said)
 
 
-def cut(name: str, *begun: Any) -> Scenario:
+def cut(name: str, begun: str = "", tick: float = 0.002) -> Scenario:
+    """Its second answer breaks off in the middle of a text."""
     program = PROGRAMS[name]
     says = [*program.says()[:2], program.last[-1]]
-    says[1] = replace(
-        says[1], text=f"{''.join(begun)}Now I write, and I say at length what it is that I write, and why."
-    )
-    slow = {"tick": 0.002, "latency": Latency(between=1), "chunks": 4}
+    says[1] = replace(says[1], text=f"{begun}Now I write, and I say at length what it is that I write, and why.")
+    slow = {"tick": tick, "latency": Latency(between=1), "chunks": 4}
     return Scenario(program=program, says=by_history(*says), engine=slow, trouble=Trouble.CUT)
 
 
@@ -174,7 +173,8 @@ def scenarios() -> dict[str, Scenario]:
             program=claude, says=in_order(*claude.says()), env={"CLAUDE_CODE_ATTRIBUTION_HEADER": "1"}
         ),
         "claude.cut": cut("claude"),
-        "codex.cut": cut("codex", "<think>Hm.</think>"),
+        # So quick that its reasoning is whole by the cut.
+        "codex.cut": cut("codex", "<think>Hm.</think>", tick=0.0008),
         "mini-swe-agent.forgets": Scenario(program=mini, says=in_order("It holds nothing.", *mini.says())),
         "smolagents.code": Scenario(
             program=smolagents,

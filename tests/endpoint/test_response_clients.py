@@ -251,11 +251,7 @@ async def test_what_a_recorded_client_does_to_its_items_has_the_verdict_of_its_m
 async def ask_again(episode: Any, request: Request, turns: list[Any]) -> None:
     tools = [{"type": "function", **tool["function"]} for tool in request.tools]
     body: dict[str, Any] = {"input": items_of(filled_in(request.messages, turns)), "tools": tools}
-    if request.sampling is not None:
-        body["temperature"] = request.sampling.temperature
-    if request.tool_choice is not None:
-        body["tool_choice"] = request.tool_choice
-    turn, _ = await respond(episode, body, {"x-session-id": request.label})
+    turn, _ = await respond(episode, body)
     turns.append(turn)
 
 

@@ -1,6 +1,6 @@
 """What agent programs do to the histories that they send back, by number, and the recordings in which they do it.
 
-Those that no program does which is installed for tests are in `client_recordings`, made by hand.
+Those that no program does today which is installed for tests are in `client_recordings`, made by hand.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def marks_move(requests: Sequence[RecordedRequest]) -> bool:
 
 def system_speaks_later(requests: Sequence[RecordedRequest]) -> bool:
     roles = [[message.get("role") for message in messages(each)] for each in requests]
-    return any("assistant" in each and "system" in each[each.index("assistant") :] for each in roles)
+    return any("user" in each and "system" in each[each.index("user") :] for each in roles)
 
 
 def turns_are_several_items(requests: Sequence[RecordedRequest]) -> bool:
@@ -80,7 +80,8 @@ def turns_are_several_items(requests: Sequence[RecordedRequest]) -> bool:
 
 def begin_alike(requests: Sequence[RecordedRequest]) -> bool:
     """Two requests have the same messages and tools, and neither is a retry."""
-    asked = [(messages(each), each.body.get("tools")) for each in requests if each.again in ("", "sibling")]
+    own = [each for each in requests if each.again in ("", "sibling")]
+    asked = [([{**item, "id": None} for item in messages(each)], each.body.get("tools")) for each in own]
     return any(one == other for place, one in enumerate(asked) for other in asked[place + 1 :])
 
 
@@ -140,6 +141,12 @@ def asks_otherwise(requests: Sequence[RecordedRequest]) -> bool:
     )
 
 
+def cut_parts_stay(requests: Sequence[RecordedRequest]) -> bool:
+    """They stay where it is asked again, and behind that too."""
+    kept = [each.verdict for each in requests if "cut_items" in each.tolerated]
+    return kept == ["again", "append"]
+
+
 MUTATIONS: Final = (
     Mutation(
         1,
@@ -165,7 +172,7 @@ MUTATIONS: Final = (
         ("mini-swe-agent.tools", "mini-swe-agent.forgets"),
         found("rewound"),
     ),
-    Mutation(15, "finished parts of a turn that was cut stay", ("codex.cut",), tolerated("cut_items")),
+    Mutation(15, "finished parts of a turn that was cut stay", ("codex.cut",), cut_parts_stay),
     Mutation(16, "a retry by another transport, without a mark", ("claude.cut",), asks_otherwise),
     Mutation(
         17,

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from runner import Conversation, Outcome, RunFile, Trajectory
+from runner.chat_requests import ChatRequest
 from runner.cli.app import app
 from runner.testing import assert_exact
 from tests.episode.awkward import misspelling
@@ -25,14 +26,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def ask(episode: Any, request: Request, turns: list[Any]) -> None:
-    turn = await episode.chat(
-        filled_in(request.messages, turns),
-        tools=request.tools,
-        label=request.label,
-        sampling=request.sampling,
-        tool_choice=request.tool_choice,
-    )
-    turns.append(turn)
+    turns.append(await episode.chat(filled_in(request.messages, turns), tools=request.tools))
 
 
 async def ask_and_go_away(episode: Any, request: Request, turns: list[Any], engine: Any) -> None:
@@ -95,7 +89,7 @@ async def test_what_came_of_a_recording_follows_from_the_file_and_is_shown(name:
     assert result.exit_code == 0, result.output
     with RunFile(path) as run_file:
         stored = [run_file.trajectory(row) for row in run_file]
-    assert [each.requests for each in stored] == [each.requests for each in trajectories]
+    assert by_number(stored) == by_number(trajectories)
     shown = await anyio.to_thread.run_sync(show, path)
     for request in requests:
         if request.trained:
@@ -116,6 +110,10 @@ async def test_what_came_of_it_follows_from_the_file_and_is_shown(name: str, tmp
     for request in recorded.requests:
         assert request.verdict in shown
         assert all(name in shown for name in request.tolerated)
+
+
+def by_number(trajectories: list[Trajectory]) -> list[ChatRequest]:
+    return sorted((each for own in trajectories for each in own.requests), key=lambda each: each.number)
 
 
 def show(path: Path) -> str:
