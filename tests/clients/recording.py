@@ -57,7 +57,8 @@ class Captured:
         """The same with what was said, and what it was found to be."""
         assert self.thread is not None
         assert self.record is not None
-        turn = next(node.turn for node in self.thread.nodes if node.turn.number == self.record.turn)
+        node = next(each for each in self.thread.nodes if each.turn.number == self.record.turn)
+        turn = node.turn
         return SentRequest(
             form=self.form,
             headers=self.headers,
@@ -70,6 +71,7 @@ class Captured:
             again=self.record.again.value,
             tolerated=[each.value for each in self.record.tolerated],
             parent=None if self.parent is None else places[self.parent.number],
+            cause=node.segment.cause,
         )
 
 

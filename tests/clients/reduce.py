@@ -65,6 +65,8 @@ class SentRequest:
     """What it changed without meaning it."""
     parent: int | None
     """The request whose turn it goes on from, by its place in the list."""
+    cause: str
+    """Why the segment was begun in which its turn stands."""
 
 
 @dataclass(slots=True)
@@ -137,9 +139,7 @@ class _Marks:
 
     def _of_word(self, word: re.Match[str]) -> str:
         mark = self.line(word[0].lower())
-        if not self.settled or not word[0][0].isupper():
-            return mark
-        return mark.removesuffix("»") + "^»" if mark.count("«") == 1 else mark
+        return mark.replace("»", "^»", 1) if self.settled and word[0][0].isupper() else mark
 
 
 class _Reducer:
@@ -169,6 +169,7 @@ class _Reducer:
             "again": sent.again,
             "tolerated": sorted(sent.tolerated),
             "parent": sent.parent,
+            "cause": sent.cause,
         }
 
     def _headers(self, headers: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.clients.recording import SCENARIOS
-from tests.episode.recorded import FOLDER, NAMES, recorded
+from tests.episode.recorded import FOLDER, NAMES, Found, recorded
 
 pytestmark = pytest.mark.anyio
 
@@ -41,7 +41,7 @@ async def test_a_program_sends_what_is_recorded_of_it(name: str, tmp_path: Path)
     played, sent = await SCENARIOS[name].play(tmp_path)
     known = recorded(name)
     assert [shape(each.body) for each in sent] == [shape(each.body) for each in known], played.told()
-    found = [(each.verdict, each.again, frozenset(each.tolerated), each.parent) for each in sent]
+    found = [Found(each.verdict, each.again, frozenset(each.tolerated), each.parent, each.cause) for each in sent]
     assert found == [each.found for each in known], played.told()
 
 

@@ -27,6 +27,7 @@ def sent(*messages: Any, handle: str = HANDLE, says: str = SAYS, **given: Any) -
         "again": "",
         "tolerated": [],
         "parent": None,
+        "cause": "start",
     }
     return SentRequest(body=body, handle=handle, says=says, **{**known, **given})
 

@@ -24,12 +24,13 @@ from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.chat_completions import ChatCompletions
 from runner.endpoint.responses import Responses
 from runner.endpoint.wire import WireForm
+from runner.episode.forest import Node
 from runner.testing import Fault, Reply
 from runner.trajectory import Turn
 from tests.filler import expanded
 from tests.playing import Plain, play_all
 
-__all__ = ["FOLDER", "NAMES", "RecordedRequest", "Replayed", "recorded", "replay", "replies"]
+__all__ = ["FOLDER", "NAMES", "Found", "RecordedRequest", "Replayed", "recorded", "replay", "replies"]
 
 FOLDER: Final = Path(__file__).parent / "recordings"
 
@@ -41,6 +42,19 @@ _FORMS: Final[Mapping[str, WireForm]] = {
 }
 _LISTS: Final = ("system", "tools", "messages", "input")
 _PLACEHOLDER: Final = re.compile(r"\$(\d+)\$")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a request was found to be."""
+
+    verdict: str
+    again: str
+    tolerated: frozenset[str]
+    parent: int | None
+    """The request whose turn it goes on from."""
+    cause: str
+    """Why the segment was begun in which its turn stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +73,7 @@ class RecordedRequest:
     again: str
     tolerated: frozenset[str]
     parent: int | None
-    """The request whose turn it goes on from."""
+    cause: str
 
     def asked(self, handles: Mapping[int, str]) -> Asked:
         """What it asks, with what names the turns of this time."""
@@ -68,9 +82,9 @@ class RecordedRequest:
         return replace(asked, train=self.trained)
 
     @property
-    def found(self) -> tuple[str, str, frozenset[str], int | None]:
+    def found(self) -> Found:
         """What it was found to be."""
-        return self.verdict, self.again, self.tolerated, self.parent
+        return Found(self.verdict, self.again, self.tolerated, self.parent, self.cause)
 
 
 @cache
@@ -105,11 +119,10 @@ class Replayed:
     """What came of a recording."""
 
     trajectories: list[Trajectory]
-    found: list[tuple[str, str, frozenset[str], int | None]]
+    found: list[Found]
     """What each request was found to be, in order."""
     forms: list[str]
-    turns: list[str]
-    """What the turn said that answered each request."""
+    """The form of each."""
 
 
 class _Gone(Exception):
@@ -131,7 +144,7 @@ async def replay(
         ask: makes a request of a recorded one, with what names the turns of this time.
         options: as for a run.
     """
-    replayed = Replayed([], [], [], [])
+    replayed = Replayed([], [], [])
 
     class Foreign(Plain):
         async def rollout(self, conversation: Conversation) -> None:
@@ -139,14 +152,16 @@ async def replay(
             handles: dict[int, str] = {}
             for number, request in enumerate(requests):
                 await _ask(desk, ask(request, handles), request, engine)
-                handles[number] = _turn(desk, number).handle
-            own = {(turn.agent, turn.number): number for number, turn in _turns(desk, len(requests))}
+                handles[number] = _node(desk, number).turn.handle
+            # Of a turn that was given twice the first request counts.
+            turns = [(_node(desk, number).turn, number) for number in reversed(range(len(requests)))]
+            own = {(turn.agent, turn.number): number for turn, number in turns}
             for number in range(len(requests)):
-                record, turn = _record(desk, number), _turn(desk, number)
+                record = _record(desk, number)
                 parent = None if record.parent_turn is None else own[record.parent_agent, record.parent_turn]
-                found = record.verdict.value, record.again.value, frozenset(each.value for each in record.tolerated)
-                replayed.found.append((*found, parent))
-                replayed.turns.append(turn.text)
+                tolerated = frozenset(each.value for each in record.tolerated)
+                cause = _node(desk, number).segment.cause
+                replayed.found.append(Found(record.verdict.value, record.again.value, tolerated, parent, cause))
                 replayed.forms.append(record.form)
 
     replayed.trajectories = await play_all(Foreign, engine, **options)
@@ -192,14 +207,9 @@ def _record(desk: Any, number: int) -> ChatRequest:
     return next(each for each in records if each.number == number)
 
 
-def _turn(desk: Any, number: int) -> Turn:
-    """The turn that answered a request."""
+def _node(desk: Any, number: int) -> Node:
+    """The turn that answered a request, in the forest."""
     record = _record(desk, number)
     thread = next(each for each in desk.threads if record in each.requests)
-    turns: Iterator[Turn] = (node.turn for node in thread.nodes)
-    return next(each for each in turns if each.number == record.turn)
-
-
-def _turns(desk: Any, count: int) -> list[tuple[int, Turn]]:
-    """The turns with the number of the first request that each answered: of a replayed one there are two."""
-    return [(number, _turn(desk, number)) for number in reversed(range(count))]
+    nodes: Iterator[Node] = iter(thread.nodes)
+    return next(each for each in nodes if each.turn.number == record.turn)
