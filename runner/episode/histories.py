@@ -273,7 +273,8 @@ class Histories:
         for last in range(end, index, -1) if any(each.said for each in place.after.values()) else ():
             whole = joined(messages[index:last])
             known = place.after.get((whole.key, None))
-            if known is not None and known.said:
+            # What a cut turn thought may stand before the turn that was sampled in its stead.
+            if known is not None and known.said and (last == index + 1 or _thinks_alike(whole, known)):
                 return last - index, whole
         if end > index + 1 and any(_is_part(message, attempt) for attempt in place.asked if attempt.gone):
             walk.tolerated.add(Tolerated.CUT_ITEMS)
@@ -375,6 +376,13 @@ def _is_part(message: ReadMessage, attempt: Attempt) -> bool:
         return False
     names = [call["function"]["name"] for call in calls]
     return names == [call["function"]["name"] for call in made][: len(names)]
+
+
+def _thinks_alike(message: ReadMessage, known: Place) -> bool:
+    """Whether a message has the reasoning of a turn that said the same; it may lack it."""
+    heard = message.message.get("reasoning_content", "").strip()
+    thoughts = (each.node.reply.get("reasoning_content", "") for each in known.said if each.node is not None)
+    return not heard or any(heard == thought.strip() for thought in thoughts)
 
 
 def _begins(part: str, whole: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import anyio.lowlevel
 import pytest
 
 from runner import Conversation, Outcome, Trajectory, Turn
+from runner.chat_requests import Asked
 from runner.endpoint.responses import Responses
 from runner.endpoint.wire import Answered
 from runner.testing import Fault, Reply, assert_exact, call
@@ -20,6 +22,7 @@ from tests.endpoint.response_building import as_codex_keeps, deltas, events_of, 
 from tests.endpoint.serving import Heard
 from tests.episode.awkward import misspelling
 from tests.episode.client_recordings import RECORDINGS, SENT, Recording, Request, filled_in
+from tests.episode.recorded import NAMES, RecordedRequest, recorded, replay, replies
 from tests.playing import Plain, play_all
 
 pytestmark = pytest.mark.anyio
@@ -199,7 +202,7 @@ async def test_a_compaction_is_recorded_as_what_the_client_says_it_is() -> None:
     ]
 
 
-# --- the recordings of all clients, as items
+# --- the recordings of other clients, as items
 
 
 def items_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -221,14 +224,33 @@ def items_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return items
 
 
+def as_items(request: RecordedRequest, handles: Mapping[int, str]) -> Asked:
+    """What a client of chat asked, as a client of Responses would ask it."""
+    chat = request.asked(handles)
+    body: dict[str, Any] = {
+        "input": items_of(chat.messages),
+        "tools": [{"type": "function", **tool["function"]} for tool in chat.tools],
+        "tool_choice": chat.tool_choice,
+    }
+    return replace(Responses().read(body, request.headers).asked, train=chat.train)
+
+
+OF_CHAT = [name for name in NAMES if {each.form for each in recorded(name)} == {"chat"}]
+
+
+@pytest.mark.parametrize("name", OF_CHAT)
+async def test_what_a_recorded_client_does_to_its_items_has_the_verdict_of_its_messages(name: str) -> None:
+    requests = recorded(name)
+    replayed = await replay(requests, misspelling(replies(requests), context=1_000_000), ask=as_items)
+    found = [replace(each, tolerated=frozenset()) for each in replayed.found]
+    assert found == [replace(each.found, tolerated=frozenset()) for each in requests]
+    assert replayed.forms == ["responses"] * len(requests)
+
+
 async def ask_again(episode: Any, request: Request, turns: list[Any]) -> None:
     tools = [{"type": "function", **tool["function"]} for tool in request.tools]
     body: dict[str, Any] = {"input": items_of(filled_in(request.messages, turns)), "tools": tools}
-    if request.sampling is not None:
-        body["temperature"] = request.sampling.temperature
-    if request.tool_choice is not None:
-        body["tool_choice"] = request.tool_choice
-    turn, _ = await respond(episode, body, {"x-session-id": request.label})
+    turn, _ = await respond(episode, body)
     turns.append(turn)
 
 

@@ -14,7 +14,9 @@ from tests.playing import recording
 __all__ = ["misspelling"]
 
 
-def misspelling(says: Callable[[Any], Any] | Sequence[Any] | Mapping[str, Sequence[Any]]) -> ScriptedEngine:
+def misspelling(
+    says: Callable[[Any], Any] | Sequence[Any] | Mapping[str, Sequence[Any]], **settings: Any
+) -> ScriptedEngine:
     """An engine that says so: what a function gives, or a list in the order in which it is asked, also by agent."""
     tokenizer = AwkwardTokenizer()
     lists = {agent: iter(replies) for agent, replies in says.items()} if isinstance(says, Mapping) else {}
@@ -28,6 +30,6 @@ def misspelling(says: Callable[[Any], Any] | Sequence[Any] | Mapping[str, Sequen
         text = tokenizer.decode(encoder.encode(reply).ids)
         return replace(reply, text="", calls=(), ids=tokenizer.misspell(text))
 
-    engine = recording(spelt, tokenizer=tokenizer, template="hermes")
+    engine = recording(spelt, tokenizer=tokenizer, template="hermes", **settings)
     encoder = ReplyEncoder(engine.tokenizer, engine.template)
     return engine

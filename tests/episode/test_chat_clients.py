@@ -12,10 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from runner import Conversation, Outcome, RunFile, Trajectory
+from runner.chat_requests import ChatRequest
 from runner.cli.app import app
 from runner.testing import assert_exact
 from tests.episode.awkward import misspelling
 from tests.episode.client_recordings import RECORDINGS, SENT, Recording, Request, filled_in
+from tests.episode.mutations import MUTATIONS, Mutation
+from tests.episode.recorded import NAMES, recorded, replay, replies
 from tests.playing import Plain, play_all, recording
 from tests.verifying import verify
 
@@ -23,14 +26,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def ask(episode: Any, request: Request, turns: list[Any]) -> None:
-    turn = await episode.chat(
-        filled_in(request.messages, turns),
-        tools=request.tools,
-        label=request.label,
-        sampling=request.sampling,
-        tool_choice=request.tool_choice,
-    )
-    turns.append(turn)
+    turns.append(await episode.chat(filled_in(request.messages, turns), tools=request.tools))
 
 
 async def ask_and_go_away(episode: Any, request: Request, turns: list[Any], engine: Any) -> None:
@@ -83,6 +79,24 @@ async def test_what_a_client_does_to_its_history_has_its_verdict(name: str) -> N
     assert tuple(segment.cause for segment in last.segments) == recorded.causes
 
 
+@pytest.mark.parametrize("name", NAMES)
+async def test_what_came_of_a_recording_follows_from_the_file_and_is_shown(name: str, tmp_path: Path) -> None:
+    requests, path = recorded(name), tmp_path / "run.db"
+    words = iter(replies(requests))
+    engine = recording(lambda asked: next(words), template="hermes", context=1_000_000)
+    trajectories = (await replay(requests, engine, file=path)).trajectories
+    result = await anyio.to_thread.run_sync(verify, path)
+    assert result.exit_code == 0, result.output
+    with RunFile(path) as run_file:
+        stored = [run_file.trajectory(row) for row in run_file]
+    assert by_number(stored) == by_number(trajectories)
+    shown = await anyio.to_thread.run_sync(show, path)
+    for request in requests:
+        if request.trained:
+            assert request.verdict in shown
+            assert all(name in shown for name in request.tolerated)
+
+
 @pytest.mark.parametrize("name", RECORDINGS)
 async def test_what_came_of_it_follows_from_the_file_and_is_shown(name: str, tmp_path: Path) -> None:
     recorded, path = RECORDINGS[name], tmp_path / "run.db"
@@ -98,11 +112,28 @@ async def test_what_came_of_it_follows_from_the_file_and_is_shown(name: str, tmp
         assert all(name in shown for name in request.tolerated)
 
 
+def by_number(trajectories: list[Trajectory]) -> list[ChatRequest]:
+    return sorted((each for own in trajectories for each in own.requests), key=lambda each: each.number)
+
+
 def show(path: Path) -> str:
     result = CliRunner().invoke(app, ["show", str(path), "t0#0", "--requests"], terminal_width=400)
     assert result.exit_code == 0, result.output
     return result.output
 
 
+@pytest.mark.parametrize(
+    ("mutation", "name"),
+    [
+        pytest.param(mutation, name, id=f"{mutation.number}-{name}")
+        for mutation in MUTATIONS
+        for name in mutation.recordings
+    ],
+)
+def test_a_mutation_is_shown_by_the_recordings_that_are_named_for_it(mutation: Mutation, name: str) -> None:
+    assert mutation.shows(recorded(name)), mutation.what
+
+
 def test_every_mutation_is_among_the_recordings() -> None:
-    assert {int(name.split()[0]) for name in RECORDINGS} == set(range(1, 24))
+    by_hand = {int(name.split()[0]) for name in RECORDINGS}
+    assert by_hand | {mutation.number for mutation in MUTATIONS} == set(range(1, 24))

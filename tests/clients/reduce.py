@@ -1,0 +1,322 @@
+"""Reduces what agent programs sent to what a test needs of it: every text of theirs becomes filler of the same length.
+
+What stays is the structure: keys, roles, numbers, how often what stands where, white space at the ends of lines, and
+the spacing of JSON. Equal texts become equal filler, and a line that begins as another whole one does goes on beginning
+so. What names our turns becomes a placeholder: `call_$3$_0` is the first call of the turn that answered request 3.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from runner.endpoint.labels import _LABELS
+from runner.episode.reading import VOLATILE
+from tests.filler import filler
+from tests.recorded_words import IDENTIFIER, KEPT, STAYS
+
+__all__ = ["SentRequest", "as_text", "reduced"]
+
+CAP: Final = 400
+"""A text is no longer than this: the ids of longer ones cost time and tell nothing more."""
+
+DESCRIPTION: Final = 40
+"""What describes a tool is no longer than this."""
+
+_LEAST: Final = 4
+"""So long a line has to be for another one to be told to begin with it."""
+
+_CODEX: Final = "x-codex-turn-metadata"
+_HANDLE: Final = re.compile(r"([a-z]+_)([0-9a-f]{12})((?:_\d+j?)?)")
+_WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_STRING: Final = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?')
+_SAID: Final = re.compile(r"(<think>|</think>|<tool_call>|</tool_call>)")
+_CALLED: Final = re.compile(r'<tool_call>\s*\{"name": "([^"]+)"')
+_LISTS: Final = ("system", "tools", "messages", "input")
+_DESCRIBES: Final = frozenset({"description", "title", "definition", "pattern"})
+
+
+@dataclass(slots=True, kw_only=True)
+class SentRequest:
+    """A request as a client sent it, and what became of it."""
+
+    form: str
+    """The name of its wire form."""
+    headers: Mapping[str, str]
+    """Its headers."""
+    body: Mapping[str, Any]
+    """Its body."""
+    says: str
+    """What was sampled for it, as text with all marks; "" where nothing was."""
+    handle: str
+    """What names the turn that answered it."""
+    ends: str
+    """How far the answer came: `delivered`, `cut` or `undelivered`."""
+    trained: bool
+    """Whether its thread is trained."""
+    verdict: str
+    """What it was found to be."""
+    again: str
+    """What was done where it had been asked before."""
+    tolerated: Sequence[str]
+    """What it changed without meaning it."""
+    parent: int | None
+    """The request whose turn it goes on from, by its place in the list."""
+    cause: str
+    """Why the segment was begun in which its turn stands."""
+
+
+@dataclass(slots=True)
+class _Marks:
+    """Puts marks in the place of texts. What was not `seen` before all is settled has none yet."""
+
+    seen: set[str] = field(default_factory=set)
+    """The lines to be marked, without white space at their ends."""
+    known: dict[str, str] = field(default_factory=dict)
+    """Their marks."""
+    settled: bool = False
+    _tails: dict[tuple[int, str], str] = field(default_factory=dict)
+    _used: set[str] = field(default_factory=set)
+    _next: int = 0
+
+    def settle(self) -> None:
+        """Give every line its mark, the shorter ones first."""
+        self.settled = True
+        for line in sorted(self.seen, key=lambda each: (len(each), each)):
+            self.line(line)
+
+    def line(self, line: str) -> str:
+        """The mark of a line, or those of a line that it begins with and of its rest."""
+        if not self.settled:
+            self.seen.add(line)
+            return line
+        if line not in self.known:
+            ends = range(len(line) - 1, _LEAST - 1, -1)
+            whole = next((line[:end] for end in ends if line[:end] in self.known), "")
+            self.known[line] = self.known[whole] + self.text(line[len(whole) :]) if whole else self._new(len(line))
+        return self.known[line]
+
+    def _tail(self, text: str, length: int) -> str:
+        """What a text that is too long ends with, which no other one does."""
+        key = length, text
+        if self.settled and key not in self._tails:
+            self._tails[key] = self._new(length)
+        return self._tails.get(key, "")
+
+    def _new(self, length: int) -> str:
+        # The shortest ones have few letters to differ by.
+        for number in range(self._next if length > 2 else 0, self._next + 400):
+            if filler(number, length) not in self._used:
+                break
+        else:
+            raise ValueError(f"there is no filler left of {length} characters")
+        self._next = max(self._next, number + 1)
+        self._used.add(filler(number, length))
+        return f"«{number}:{length}»"
+
+    def text(self, text: str, cap: int = CAP) -> str:
+        """A text, line by line; of one that is too long the begin, and something that is its own."""
+        if len(text) > cap:
+            end = text[len(text.rstrip()) :][:cap]
+            return self.text(text[: cap - cap // 4], cap) + self._tail(text.strip(), cap // 4) + end
+        return "".join(self._of_line(each) for each in re.split(r"(\n)", text))
+
+    def _of_line(self, line: str) -> str:
+        volatile = next((mark for mark in VOLATILE if line.startswith(mark)), "")
+        rest = line.removeprefix(volatile)
+        core = rest.strip()
+        begin, _, end = rest.partition(core) if core else (rest, "", "")
+        return volatile + begin + (self.line(core) if core else "") + end
+
+    def name(self, name: str) -> str:
+        """A name of a tool, word by word: names that are put together of names go on being so."""
+        if re.fullmatch(r"[\w.-]+", name, re.ASCII) is None:
+            return self.text(name)
+        return _WORD.sub(self._of_word, name)
+
+    def _of_word(self, word: re.Match[str]) -> str:
+        mark = self.line(word[0].lower())
+        return mark.replace("»", "^»", 1) if self.settled and word[0][0].isupper() else mark
+
+
+class _Reducer:
+    """Reduces the requests of one recording; twice, once to see all texts and once to mark them."""
+
+    def __init__(self, sent: Sequence[SentRequest], marks: _Marks) -> None:
+        self._marks = marks
+        self._sent = sent
+        self._handles: dict[str, int] = {}
+        for place, request in enumerate(sent):
+            self._handles.setdefault(request.handle.removeprefix("call_"), place)
+        self._called = {name for request in sent for name in _CALLED.findall(request.says)}
+
+    def requests(self) -> list[dict[str, Any]]:
+        return [self._request(each) for each in self._sent]
+
+    def _request(self, sent: SentRequest) -> dict[str, Any]:
+        body = {key: self._tools(each) if key == "tools" else self._value(each, key) for key, each in sent.body.items()}
+        return {
+            "form": sent.form,
+            "headers": self._headers(sent.headers),
+            "body": body,
+            "says": self._said(sent.says),
+            "ends": sent.ends,
+            "trained": sent.trained,
+            "verdict": sent.verdict,
+            "again": sent.again,
+            "tolerated": sorted(sent.tolerated),
+            "parent": sent.parent,
+            "cause": sent.cause,
+        }
+
+    def _headers(self, headers: Mapping[str, str]) -> dict[str, str]:
+        kept = {name: self._marks.text(headers[name]) for name in _LABELS if headers.get(name)}
+        if _CODEX in headers:
+            told = json.loads(headers[_CODEX])
+            kept[_CODEX] = json.dumps(
+                {key: self._string(told[key], key) for key in ("thread_id", "request_kind") if key in told},
+                ensure_ascii=False,
+            )
+        return kept
+
+    def _value(self, value: Any, key: str) -> Any:
+        match value:
+            case dict():
+                return {self._key(name): self._value(each, name) for name, each in value.items()}
+            case list():
+                return [self._value(each, key) for each in value]
+            case str():
+                return self._string(value, key)
+            case _:
+                return value
+
+    def _key(self, key: str) -> str:
+        return key if IDENTIFIER.fullmatch(key) else self._marks.text(key)
+
+    def _string(self, text: str, key: str) -> str:
+        named = _HANDLE.fullmatch(text)
+        if named is not None and named[2] in self._handles:
+            return f"{named[1]}${self._handles[named[2]]}${named[3]}"
+        if text in KEPT.get(key, ()):
+            return text
+        if key in ("name", "namespace"):
+            return self._marks.name(text)
+        if key == "arguments":
+            return self._json(text)
+        return self._marks.text(text, DESCRIPTION if key in _DESCRIBES else CAP)
+
+    def _json(self, text: str) -> str:
+        """JSON with its own keys and spacing; what is none is a text."""
+        try:
+            json.loads(text)
+        except ValueError:
+            return self._marks.text(text)
+        last = ""
+
+        def put(found: re.Match[str]) -> str:
+            nonlocal last
+            value = json.loads(f'"{found[1]}"')
+            if found[2] is not None:
+                last = value
+                return json.dumps(self._key(value), ensure_ascii=False) + found[2]
+            return json.dumps(self._string(value, last), ensure_ascii=False)
+
+        return _STRING.sub(put, text)
+
+    def _said(self, text: str) -> str:
+        """What a model said: its tags stay, and what is between those of a call is JSON."""
+        parts, kept = _SAID.split(text), list[str]()
+        for place, part in enumerate(parts):
+            if place % 2:
+                kept.append(part)
+                continue
+            core = part.strip()
+            begin, _, end = part.partition(core) if core else (part, "", "")
+            is_call = place > 0 and parts[place - 1] == "<tool_call>"
+            kept.append(begin + (self._json(core) if is_call else self._marks.text(core)) + end)
+        return "".join(kept)
+
+    # --- tools
+
+    def _tools(self, tools: Any) -> Any:
+        return [self._tool(each) for each in tools] if isinstance(tools, list) else self._value(tools, "tools")
+
+    def _tool(self, tool: dict[str, Any]) -> dict[str, Any]:
+        inner = tool.get("function", tool)
+        name = inner.get("name", "")
+        called = any(each == name or each.endswith(f"__{name}") for each in self._called)
+        made: dict[str, Any] = {}
+        for key, value in tool.items():
+            if key == "function":
+                made[key] = self._tool(value)
+            elif key == "tools":  # of a namespace
+                made[key] = self._tools(value)
+            elif key in ("parameters", "input_schema") and isinstance(value, dict):
+                made[key] = self._schema(value if called else _outline(value))
+            else:
+                made[key] = self._value(value, key)
+        return made
+
+    def _schema(self, schema: Any, key: str = "") -> Any:
+        """A schema without what tells a value that a client has in mind."""
+        if isinstance(schema, list):
+            return [self._schema(each, key) for each in schema]
+        if not isinstance(schema, dict):
+            stays = STAYS.get(key)
+            is_kept = not isinstance(schema, str) or (stays is not None and stays.fullmatch(schema))
+            return schema if is_kept else self._string(schema, key)
+        if key == "properties":
+            return {self._key(name): self._schema(each) for name, each in schema.items()}
+        left_out = ("$schema", "default", "examples", "format", "pattern")
+        return {self._key(name): self._schema(each, name) for name, each in schema.items() if name not in left_out}
+
+
+def _outline(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the schema of a tool that nobody calls what it takes at most."""
+    taken = schema.get("properties", {})
+    types = {name: of.get("type") for name, of in taken.items() if isinstance(of, dict)}
+    properties = {name: {"type": kind} for name, kind in types.items() if isinstance(kind, str)}
+    required = [name for name in schema.get("required", ()) if name in properties]
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def reduced(client: str, version: str, scenario: str, sent: Sequence[SentRequest]) -> dict[str, Any]:
+    """The recording of one play, as it is written into a file.
+
+    What stands in several requests stands in the file once, as one of its `parts`.
+    """
+    marks = _Marks()
+    _Reducer(sent, marks).requests()
+    marks.settle()
+    requests = _Reducer(sent, marks).requests()
+    parts: dict[str, int] = {}
+    for request in requests:
+        body = request["body"]
+        for key in _LISTS:
+            if isinstance(body.get(key), list):
+                body[key] = [_shared(each, parts) for each in body[key]]
+    return {
+        "client": client,
+        "version": version,
+        "scenario": scenario,
+        "parts": [json.loads(each) for each in parts],
+        "requests": requests,
+    }
+
+
+def _shared(part: Any, parts: dict[str, int]) -> int:
+    return parts.setdefault(json.dumps(part, ensure_ascii=False), len(parts))
+
+
+def as_text(recording: Mapping[str, Any]) -> str:
+    """A recording as a file has it: a line for each part, and for each request."""
+
+    def lines(values: Iterable[Any]) -> str:
+        return ",\n".join(f"  {json.dumps(each, ensure_ascii=False)}" for each in values)
+
+    head = [f' "{key}": {json.dumps(recording[key])},\n' for key in ("client", "version", "scenario")]
+    lists = [f' "{key}": [\n{lines(recording[key])}\n ]' for key in ("parts", "requests")]
+    return "{\n" + "".join(head) + ",\n".join(lists) + "\n}\n"

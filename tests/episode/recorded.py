@@ -1,0 +1,215 @@
+"""Recordings of agent programs: the requests that they sent, reduced, and what each of them was found to be.
+
+They lie in `recordings/`, a file for each client and what it was made to do; `python -m tests.clients.recording` writes
+them. A recording is replayed by asking an episode the same in the same order, with the ids of this time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import anyio.lowlevel
+
+from runner import Conversation, Trajectory
+from runner.chat_requests import Asked, ChatRequest
+from runner.endpoint.anthropic_messages import AnthropicMessages
+from runner.endpoint.chat_completions import ChatCompletions
+from runner.endpoint.responses import Responses
+from runner.endpoint.wire import WireForm
+from runner.episode.forest import Node
+from runner.testing import Fault, Reply
+from runner.trajectory import Turn
+from tests.filler import expanded
+from tests.playing import Plain, play_all
+
+__all__ = ["FOLDER", "NAMES", "Found", "RecordedRequest", "Replayed", "recorded", "replay", "replies"]
+
+FOLDER: Final = Path(__file__).parent / "recordings"
+
+NAMES: Final = sorted(each.stem for each in FOLDER.glob("*.json"))
+"""The names of all recordings: the client, and what it was made to do."""
+
+_FORMS: Final[Mapping[str, WireForm]] = {
+    form.name: form for form in (ChatCompletions(), Responses(), AnthropicMessages())
+}
+_LISTS: Final = ("system", "tools", "messages", "input")
+_PLACEHOLDER: Final = re.compile(r"\$(\d+)\$")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a request was found to be."""
+
+    verdict: str
+    again: str
+    tolerated: frozenset[str]
+    parent: int | None
+    """The request whose turn it goes on from."""
+    cause: str
+    """Why the segment was begun in which its turn stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """A request of a recording."""
+
+    form: str
+    headers: Mapping[str, str]
+    body: Mapping[str, Any]
+    says: str
+    """What the model said to it; up to the cut, where it was cut."""
+    ends: str
+    """Whether the answer was delivered, undelivered, or cut while it was sampled."""
+    trained: bool
+    verdict: str
+    again: str
+    tolerated: frozenset[str]
+    parent: int | None
+    cause: str
+
+    def asked(self, handles: Mapping[int, str]) -> Asked:
+        """What it asks, with what names the turns of this time."""
+        body, headers = _filled((self.body, self.headers), handles)
+        asked = _FORMS[self.form].read(body, headers).asked
+        return replace(asked, train=self.trained)
+
+    @property
+    def found(self) -> Found:
+        """What it was found to be."""
+        return Found(self.verdict, self.again, self.tolerated, self.parent, self.cause)
+
+
+@cache
+def recorded(name: str) -> tuple[RecordedRequest, ...]:
+    """The requests of a recording, its marks expanded."""
+    read = json.loads((FOLDER / f"{name}.json").read_text())
+    parts = expanded(read["parts"])
+    return tuple(_request(each, parts) for each in read["requests"])
+
+
+def _request(given: Any, parts: list[Any]) -> RecordedRequest:
+    made = expanded(given)
+    body = made["body"]
+    body |= {key: [parts[part] for part in body[key]] for key in _LISTS if isinstance(body.get(key), list)}
+    return RecordedRequest(**{**made, "tolerated": frozenset(made["tolerated"])})
+
+
+def _filled(value: Any, handles: Mapping[int, str]) -> Any:
+    match value:
+        case dict():
+            return {key: _filled(each, handles) for key, each in value.items()}
+        case list() | tuple():
+            return [_filled(each, handles) for each in value]
+        case str():
+            return _PLACEHOLDER.sub(lambda found: handles[int(found[1])].removeprefix("call_"), value)
+        case _:
+            return value
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What came of a recording."""
+
+    trajectories: list[Trajectory]
+    found: list[Found]
+    """What each request was found to be, in order."""
+    forms: list[str]
+    """The form of each."""
+
+
+class _Gone(Exception):
+    """Whoever asked went away."""
+
+
+async def replay(
+    requests: Sequence[RecordedRequest],
+    engine: Any,
+    *,
+    ask: Callable[[RecordedRequest, Mapping[int, str]], Asked] = RecordedRequest.asked,
+    **options: Any,
+) -> Replayed:
+    """Ask an episode what was recorded.
+
+    Args:
+        requests: what was recorded.
+        engine: the engine, which is to say what was said.
+        ask: makes a request of a recorded one, with what names the turns of this time.
+        options: as for a run.
+    """
+    replayed = Replayed([], [], [])
+
+    class Foreign(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            desk = self.episode._play.desk
+            handles: dict[int, str] = {}
+            for number, request in enumerate(requests):
+                await _ask(desk, ask(request, handles), request, engine)
+                handles[number] = _node(desk, number).turn.handle
+            # Of a turn that was given twice the first request counts.
+            turns = [(_node(desk, number).turn, number) for number in reversed(range(len(requests)))]
+            own = {(turn.agent, turn.number): number for turn, number in turns}
+            for number in range(len(requests)):
+                record = _record(desk, number)
+                parent = None if record.parent_turn is None else own[record.parent_agent, record.parent_turn]
+                tolerated = frozenset(each.value for each in record.tolerated)
+                cause = _node(desk, number).segment.cause
+                replayed.found.append(Found(record.verdict.value, record.again.value, tolerated, parent, cause))
+                replayed.forms.append(record.form)
+
+    replayed.trajectories = await play_all(Foreign, engine, **options)
+    return replayed
+
+
+def replies(requests: Sequence[RecordedRequest]) -> list[Reply]:
+    """What the model says to the requests, but for those that are answered with what it had said before."""
+    return [_reply(each) for each in requests if each.again != "replayed"]
+
+
+def _reply(request: RecordedRequest) -> Reply:
+    if request.ends != "cut":
+        return Reply(request.says)
+    return Reply(request.says + "and so on", fault=Fault.stall(at=_ids(request)), chunks=1)
+
+
+def _ids(request: RecordedRequest) -> int:
+    # A scripted model spells by bytes.
+    return len(request.says.encode())
+
+
+async def _ask(desk: Any, asked: Asked, request: RecordedRequest, engine: Any) -> None:
+    async def give(turn: Turn, continued: Turn | None) -> None:
+        if request.ends == "undelivered":
+            raise _Gone
+
+    if request.ends != "cut":
+        with suppress(_Gone):
+            await desk.ask(asked, give=give)
+        return
+    enough = engine.stats().sampled_tokens + _ids(request)
+    async with anyio.create_task_group() as group:
+        group.start_soon(desk.ask, asked)
+        while engine.stats().sampled_tokens < enough:
+            await anyio.lowlevel.checkpoint()
+        group.cancel_scope.cancel()
+    await anyio.wait_all_tasks_blocked()
+
+
+def _record(desk: Any, number: int) -> ChatRequest:
+    records: Iterator[ChatRequest] = (each for thread in desk.threads for each in thread.requests)
+    return next(each for each in records if each.number == number)
+
+
+def _node(desk: Any, number: int) -> Node:
+    """The turn that answered a request, in the forest."""
+    record = _record(desk, number)
+    thread = next(each for each in desk.threads if record in each.requests)
+    nodes: Iterator[Node] = iter(thread.nodes)
+    return next(each for each in nodes if each.turn.number == record.turn)
