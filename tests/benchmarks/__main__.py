@@ -24,6 +24,7 @@ NAMES = (
     "parity",
     "fleet",
     "ranks",
+    "verifiers",
 )
 
 

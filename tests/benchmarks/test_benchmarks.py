@@ -13,6 +13,7 @@ import pytest
 
 from runner import VllmEngine
 from runner.engines.vllm.parallel import BINDING
+from tests.benchmarks import verifiers
 from tests.benchmarks.__main__ import NAMES
 from tests.benchmarks.figures import Figure
 from tests.cluster.ray_cluster import require_ray
@@ -34,10 +35,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "endpoint": {"ROUNDS": 1, "ALONE": 3, "STREAMS": 4, "SHORT": 2, "LONG": 5, "SPREAD": 0.1, "TURNS": 9, "LAST": 2},
     "parity": {"ROUNDS": 1, "EPISODES": 2, "TURNS": 2, "WORDS": "one two three"},
     "ranks": {"EPISODES": 4, "TURNS": 2, "PLACES": 2, "WORDS": "one two three"},
+    "verifiers": {"ROUNDS": 1, "EPISODES": 2},
 }
 
 
-VLLM = ("streams", "parity", "ranks")
+VLLM = ("streams", "parity", "ranks", "verifiers")
 """Those that load vLLM."""
 RAY = ("fleet",)
 """Those that start workers."""
@@ -88,11 +90,13 @@ def test_a_benchmark_of_workers_runs_through(name: str, monkeypatch: pytest.Monk
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own parts, by torch
 @pytest.mark.parametrize(
-    "name", ["streams", *(pytest.param(name, marks=pytest.mark.whole) for name in ("parity", "ranks"))]
+    "name", ["streams", *(pytest.param(name, marks=pytest.mark.whole) for name in ("parity", "ranks", "verifiers"))]
 )
 def test_a_benchmark_of_vllm_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "ranks":
         for_each_worker(monkeypatch)
+    if name == "verifiers":  # a test installs nothing, and plays with what is there
+        monkeypatch.setattr(verifiers, "install", lambda: verifiers.PEER.missing)
     assert_measured(small(name, monkeypatch).measure())
 
 
