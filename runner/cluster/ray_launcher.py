@@ -10,6 +10,7 @@ import pickle
 import shutil
 import socket
 import sys
+from abc import abstractmethod
 from collections.abc import Awaitable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -337,9 +338,9 @@ class EngineActor:
         sys.path.extend(folder for folder in search if folder not in sys.path and os.path.isdir(folder))
         self.process = self.make(pickle.loads(packed), *arguments)
 
+    @abstractmethod
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
         """The object whose methods are called."""
-        raise NotImplementedError
 
     async def ask(self, call: str, *arguments: Any) -> Any:
         """Call a method of it."""

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle  # type: ignore[import-untyped]  # it has no types of its own
 from anyio.abc import TaskGroup
 
 from runner.cluster.hosted import HostedEngine
