@@ -116,23 +116,29 @@ class VllmProcess:
     @property
     def has_lost_a_core(self) -> bool:
         """Whether one of the engine cores has ended; vLLM tells of it only once it has ended the others."""
-        return any(core.exitcode is not None for core in self.cores)
+        # By vLLM's word as well: it learns of an end from a pipe, which closes before there is an exit code.
+        return self._first_lost is not None or any(core.exitcode is not None for core in self.cores)
+
+    @property
+    def _first_lost(self) -> str | None:
+        """The name of the engine core whose end vLLM noticed, and answered by ending the others."""
+        manager = getattr(getattr(getattr(self.llm, "engine_core", None), "resources", None), "engine_manager", None)
+        return getattr(manager, "failed_proc_name", None)
 
     def cause_of_death(self) -> str:
         """Why the engine died, in one line."""
         noted = parent_watch.read_failure(self.folder.failures) if self.folder else None
         if noted is not None:
             return noted
-        dead = [core for core in self.cores if core.exitcode]
-        # vLLM ends the other ranks when one is dead, and says which one that was.
-        manager = getattr(getattr(getattr(self.llm, "engine_core", None), "resources", None), "engine_manager", None)
-        first = getattr(manager, "failed_proc_name", None)
-        dead.sort(key=lambda core: core.name != first)
-        if not dead or dead[0].exitcode is None:
+        first = self._first_lost
+        core = next((core for core in self.cores if core.name == first or (first is None and core.exitcode)), None)
+        if core is not None:
+            core.join(_STOP_SECONDS)  # it has ended, but perhaps so lately that there is no exit code yet
+        if core is None or not core.exitcode:
             return "its process says nothing; see the log"
-        rank = parent_watch.rank_named(dead[0].name)
+        rank = parent_watch.rank_named(core.name)
         whose = "its process" if rank is None else f"the process of its data-parallel rank {rank}"
-        code = dead[0].exitcode
+        code = core.exitcode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"{whose} {how}"
 

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from runner.engines.base import Delta, GenerationRequest
+from runner.engines.base import Delta, FinishReason, GenerationRequest
 from runner.engines.gate import AdmissionGate
 from runner.engines.state import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine
@@ -79,6 +79,7 @@ class Llm:
         self.hangs = self.fails = ""
         self.reset = True
         self.collectors: list[Collector] = []
+        self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=SimpleNamespace()))
         self.vllm_config = SimpleNamespace(
             device_config=SimpleNamespace(device_type=kind),
             model_config=SimpleNamespace(enable_sleep_mode=sleep_mode),
@@ -145,10 +146,15 @@ class NewLlm(Llm):
 class Core:
     """A process that can be ended."""
 
-    exitcode = None
+    exitcode: int | None = None
 
-    def __init__(self, llm: Llm) -> None:
+    def __init__(self, llm: Llm, name: str = "EngineCore") -> None:
         self.llm = llm
+        self.name = name
+
+    def join(self, timeout: float) -> None:
+        if self.name == getattr(self.llm.engine_core.resources.engine_manager, "failed_proc_name", None):
+            self.exitcode = -9  # no sooner, as where the system is still clearing it away
 
     def kill(self) -> None:
         self.llm.errored = True
@@ -355,6 +361,25 @@ async def test_waiting_for_turns_to_end_does_not_outlive_the_engine() -> None:
 
 
 # --- turns that are being sampled
+
+
+async def test_a_rank_that_is_dead_and_not_yet_cleared_away_is_named_and_cuts_nothing_as_an_ordinary_abort() -> None:
+    llm = Llm()
+    engine = engine_of(llm)
+    engine.vllm.process.llm = llm
+    engine.vllm.process.cores = [Core(llm, f"EngineCore_DP{rank}") for rank in (0, 1)]  # type: ignore[misc]  # as above
+    stream = engine.stream(request())
+    with anyio.fail_after(WATCHDOG):
+        async with stream:
+            llm.collectors[0].send(7)
+            assert (await anext(stream)).token_ids == [7]
+            # VLLM hears of the death from a pipe, ends the other rank, and that one cuts its request.
+            llm.engine_core.resources.engine_manager.failed_proc_name = "EngineCore_DP1"
+            llm.collectors[0].send(finish="abort")
+            with pytest.raises(EngineDead, match="its data-parallel rank 1 was ended by SIGKILL"):
+                await anext(stream)
+    assert stream.finish is not None
+    assert stream.finish.reason is FinishReason.ERROR
 
 
 async def test_wait_asks_vllm_only_once_the_last_turn_was_sent() -> None:
