@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -168,6 +168,7 @@ class Driver:
             return
         hand = self._hands[seat] = Hand(number, seat, process)
         why = await self._until_gone(hand)
+        hand.why = hand.why or str(why)
         process.kill()
         del self._hands[seat]
         if not self._ending:
@@ -254,12 +255,23 @@ class Driver:
         async with self.settled:
             if self.catch != Catch():
                 await hand.process.send("catch_up", self.catch)
-                hand.version = self.catch.version or hand.version
             for number, run in self._runs.items():
                 await self._open_on(hand, number, run)
-            # As wide as a run of one process: while some wait for tools, others are sampled.
-            self.fleet.joined(hand.seat, 2 * joined.places)
+            if self.catch.readable:
+                self.has_weights(hand, self.catch.version or hand.version)
+            else:
+                self.fleet.waits(hand.seat)
+                self._tell(f"{hand.name} waits for the next weights: a transfer brought those of the others")
         self._change()
+
+    def has_weights(self, hand: Hand, version: str) -> None:
+        """A worker has the weights of this version, and plays from now on where it did not."""
+        hand.version = version
+        if hand.seat.state is not SeatState.READY:
+            assert hand.joined is not None, "it has an engine"
+            # As wide as a run of one process: while some wait for tools, others are sampled.
+            self.fleet.joined(hand.seat, 2 * hand.joined.places)
+            self._change()
 
     def _require_like_the_first(self, hand: Hand, joined: Joined) -> None:
         if self.first is None:
@@ -286,7 +298,13 @@ class Driver:
     @property
     def hands(self) -> list[Hand]:
         """The workers that play, in the order of their seats."""
-        return [hand for seat, hand in self._hands.items() if seat.state is SeatState.READY]
+        return [hand for hand in self.members if hand.seat.state is SeatState.READY]
+
+    @property
+    def members(self) -> list[Hand]:
+        """The same, and those that play once they have the next weights."""
+        states = SeatState.READY, SeatState.WAITING
+        return [hand for seat, hand in self._hands.items() if seat.state in states and not hand.why]
 
     async def known(self) -> EngineKnown:
         """What is known of the engine, from the first worker that answers.
@@ -302,8 +320,12 @@ class Driver:
             return known
         raise EngineDead("every worker was lost while the fleet began")
 
-    async def ask_all(self, call: str, *arguments: Any, **named: Any) -> dict[Hand, Any]:
-        """Have a method called on all workers at once; gives the answers of those that are still there.
+    async def ask_all(self, call: str, *arguments: Any) -> dict[Hand, Any]:
+        """`ask` all workers."""
+        return await self.ask(self.members, call, *arguments)
+
+    async def ask(self, hands: Iterable[Hand], call: str, *arguments: Any) -> dict[Hand, Any]:
+        """Have a method called on workers at once; gives the answers of those that are still there.
 
         A worker that raises where another one does not is dismissed: it is not like the others any more.
 
@@ -315,14 +337,14 @@ class Driver:
 
         async def ask(hand: Hand) -> None:
             try:
-                answers[hand] = await hand.process.send(call, *arguments, **named)
+                answers[hand] = await hand.process.send(call, *arguments)
             except WorkerLost:
                 pass
             except DeltarunnerError as error:
                 errors[hand] = error
 
         async with anyio.create_task_group() as group:
-            for hand in self.hands:
+            for hand in hands:
                 group.start_soon(ask, hand)
         if errors and not answers:
             raise next(iter(errors.values()))
@@ -337,7 +359,8 @@ class Driver:
             EngineDead: there are not; says why.
         """
         fleet = self.fleet
-        last = f" The last thing that happened: {self.told[-1]}" if self.told else ""
+        waiting = f" {len(fleet.behind)} wait for the next weights." if fleet.behind else ""
+        last = waiting + (f" The last thing that happened: {self.told[-1]}" if self.told else "")
         if fleet.hopeless:
             raise EngineDead(f"{len(fleet.ready)} workers are left of at least {fleet.least}.{last}")
         if self._short_since is not None and anyio.current_time() - self._short_since > self._stall_seconds:
@@ -377,7 +400,7 @@ class Driver:
                     errors.append(error)
 
             async with anyio.create_task_group() as group:
-                for hand in self.hands:
+                for hand in self.members:
                     group.start_soon(open_on, hand)
             if errors:
                 await self.ask_all("close_run", number)
@@ -399,7 +422,7 @@ class Driver:
 
     def drain(self, number: int) -> None:
         """Tell every worker that no further episode of a run begins."""
-        for hand in self.hands:
+        for hand in self.members:
             hand.process.send("drain", number)
 
     @asynccontextmanager

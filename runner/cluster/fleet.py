@@ -33,6 +33,8 @@ class SeatState(enum.StrEnum):
     """No worker is there: none was started yet, or the last one died and the next one waits for its time."""
     STARTING = "starting"
     """A worker was asked for; it starts, or waits for a machine."""
+    WAITING = "waiting"
+    """Its worker has all but the weights of the others, which are nowhere to be read: it waits for the next ones."""
     READY = "ready"
     """Its worker plays."""
     RESTING = "resting"
@@ -106,14 +108,19 @@ class Fleet:
         return [seat for seat in self.seats if seat.state is SeatState.READY]
 
     @property
+    def behind(self) -> list[Seat]:
+        """The seats whose workers wait for the next weights."""
+        return [seat for seat in self.seats if seat.state is SeatState.WAITING]
+
+    @property
     def width(self) -> int:
         """How many episodes all workers play at once."""
         return sum(seat.width for seat in self.ready)
 
     @property
     def enough(self) -> bool:
-        """Whether there are as many workers as there have to be."""
-        return len(self.ready) >= self.least
+        """Whether there are as many workers as there have to be; those that wait for weights count while one plays."""
+        return bool(self.ready) and len(self.ready) + len(self.behind) >= self.least
 
     @property
     def hopeless(self) -> bool:
@@ -141,6 +148,10 @@ class Fleet:
     def joined(self, seat: Seat, width: int) -> None:
         """The seat's worker is ready to play so many episodes at once."""
         seat.state, seat.width = SeatState.READY, width
+
+    def waits(self, seat: Seat) -> None:
+        """The seat's worker plays nothing before it has got the next weights."""
+        seat.state = SeatState.WAITING
 
     def lost(self, seat: Seat, now: float) -> list[Ticket]:
         """The seat's worker is gone; gives what it played. Each of these may be asked for again."""

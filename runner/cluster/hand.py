@@ -50,7 +50,7 @@ class Hand:
     placed: bool = False
     """Whether it has a machine, and its process runs."""
     why: str = ""
-    """Why its driver ended it, where it did."""
+    """Why it is gone, or its driver has ended it; "" while it is there."""
     gone: anyio.Event = field(default_factory=anyio.Event)
     """Set once it is struck off the books: what it played may be asked for again."""
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from runner.cluster.driver import Driver
+from runner.cluster.hand import Hand
+from runner.cluster.transfers import FleetTransfers
 from runner.cluster.words import Joined
 from runner.engines.adapters import Adapters, AdapterVersion
 from runner.engines.gate import AdmissionGate
 from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
 from runner.engines.weights import LocalTransfer, WeightTransfer
-from runner.errors import BadOption
 
 __all__ = ["FleetRuntime"]
 
@@ -33,6 +35,8 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
             version=first.weight_version,
         )
         self.driver = driver
+        self.transfers = FleetTransfers(driver)
+        """Where weights come from that reach all workers at once."""
 
     def require_alive(self) -> None:
         self.driver.require_alive()
@@ -54,17 +58,17 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         raise NotImplementedError("a fleet exchanges weights with `apply_update`: no worker waits for another")
 
     async def check_update(self, given: Any, version: str) -> CheckedUpdate:
-        """Have every worker compare new weights with its model.
+        """Have every worker compare new weights with its model, and meet the trainer where one sends them.
 
         Raises:
-            BadWeights: they do not fit; nothing was touched anywhere.
-            BadOption: they are sent in a way that joins a trainer with one engine.
+            BadWeights: they do not fit, or the ends do not meet; nothing was touched anywhere.
+            EngineError: a worker was lost without whom the others cannot meet.
         """
         if isinstance(given, LocalTransfer | WeightTransfer):
-            raise BadOption(
-                f"update_weights({type(given).__name__}(...)): workers take weights from a folder that all machines "
-                "see, or from a state dict. A transfer joins a trainer with one engine."
-            )
+            began = time.monotonic()
+            await self.transfers.check(given, version)
+            return CheckedUpdate(version, time.monotonic() - began, given)
+        self.transfers.forget()
         weights = await self.driver.launcher.put(given)
         seconds = await self.driver.ask_all("check_weights", weights, version)
         return CheckedUpdate(version, max(seconds.values(), default=0.0), weights)
@@ -73,23 +77,38 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         """Have every worker exchange its weights, each when it has compared them, without waiting for the others.
 
         A worker that fails is dismissed, and the one after it begins with the new weights. Returns when all have them.
+        What a trainer sends reaches all of them at once, and those who join later get the weights after these.
 
         Raises:
+            EngineError: fewer workers than the least have got what was sent.
             EngineDead: not enough workers are left.
         """
+        if isinstance(checked.weights, LocalTransfer | WeightTransfer):
+            return await self._apply_transfer(checked, mode)
         driver = self.driver
         # First here: whoever comes to know an id of the new version can say how old it is.
         self._add_version(checked.version)
         async with driver.settled:
-            self._remember(version=checked.version, weights=checked.weights)
+            self._remember(version=checked.version, weights=checked.weights, readable=True)
             updates: Mapping[Any, WeightUpdate] = await driver.ask_all("update_weights", checked, mode)
             for hand in updates:
-                hand.version = checked.version
+                driver.has_weights(hand, checked.version)
         await driver.until(lambda: sum(hand.version == checked.version for hand in driver.hands) >= driver.fleet.least)
         self.tell()
-        pauses = [update.pause_seconds for update in updates.values()]
-        loads = [update.load_seconds for update in updates.values()]
-        return WeightUpdate(checked.version, checked.seconds, max(pauses, default=0.0), max(loads, default=0.0))
+        return _slowest(checked, updates.values())
+
+    async def _apply_transfer(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
+        def took(hand: Hand) -> None:
+            if self.version != checked.version:  # the first one
+                self._add_version(checked.version)
+                self._remember(version=checked.version, weights=None, readable=False)
+            self.driver.has_weights(hand, checked.version)
+
+        try:
+            updates = await self.transfers.apply(checked.weights, checked.version, mode, took)
+        finally:
+            self.tell()
+        return _slowest(checked, updates)
 
     async def reset_prefix_cache(self) -> None:
         await self._control("reset_prefix_cache")
@@ -116,6 +135,15 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
 
     def _remember(self, **changed: Any) -> None:
         self.driver.catch = replace(self.driver.catch, **changed)
+
+
+def _slowest(checked: CheckedUpdate, updates: Iterable[WeightUpdate]) -> WeightUpdate:
+    """An update of many engines as one, which took as long as the slowest of them."""
+    pauses, loads = [0.0], [0.0]
+    for update in updates:
+        pauses.append(update.pause_seconds)
+        loads.append(update.load_seconds)
+    return WeightUpdate(checked.version, checked.seconds, max(pauses), max(loads))
 
 
 class FleetAdapters(Adapters):

@@ -87,6 +87,8 @@ class Catch:
     """The version of the weights; "" for those that its engine starts with."""
     weights: Any = None
     """Where they are: what `Launcher.put` gave."""
+    readable: bool = True
+    """Whether they are anywhere: what a transfer has brought nobody keeps."""
     adapters: tuple[tuple[str, int, Any, Mapping[str, Any] | None], ...] = ()
     """Each adapter with its number, where it is, and its configuration."""
     asleep: int = 0

@@ -7,6 +7,7 @@ import itertools
 import pickle
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -23,12 +24,13 @@ from runner.cluster.words import Catch, Played, PlayingNow, Pulse, RunSent, Stor
 from runner.concurrency.loop_lag import Blocker, LagMonitor
 from runner.concurrency.threads import Workers
 from runner.engines.base import BaseEngine
-from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
+from runner.engines.state import CheckedUpdate, EngineState, PauseMode, WeightUpdate
+from runner.engines.transfers import Announced, RelayedTransfer, TransferStep
 from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
 from runner.episode.shared import RunShared
-from runner.errors import BadEnvironment
+from runner.errors import BadControl, BadEnvironment
 from runner.runs.process import exit_now
 from runner.runs.stage import Stage
 from runner.runs.staleness import Staleness
@@ -79,6 +81,11 @@ class Worker(EngineProcess):
         self._desk = desk
         self._runs: dict[int, WorkerRun] = {}
         self._checked: CheckedUpdate | None = None
+        self._relay: RelayedTransfer | None = None
+        self._halt = anyio.Lock()
+        self._halting = anyio.CancelScope()
+        self._called_off = 0
+        self._halted = False
         self._leases = itertools.count()
 
     async def end(self) -> None:
@@ -213,9 +220,20 @@ class Worker(EngineProcess):
     # --- the engine, for its trainer
 
     async def check_weights(self, given: Any, version: str) -> float:
-        """Compare new weights with the model, which goes on; gives the seconds that it took."""
-        self._checked = await self.engine.check_update(await _read(given), version=version)
+        """Compare new weights with the model, which goes on; gives the seconds that it took.
+
+        Weights that a transfer brings are only announced here; `meet` and `receive_weights` do the rest.
+        """
+        self._checked = self._relay = None
+        weights = await _read(given)
+        if isinstance(weights, Announced):
+            weights = self._relay = RelayedTransfer(weights)
+        self._checked = await self.engine.check_update(weights, version=version)
         return self._checked.seconds
+
+    async def forget_checked(self) -> None:
+        """Let go of what was compared last and was not loaded."""
+        self._checked = self._relay = None
 
     async def update_weights(self, fleet: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
         """Exchange the weights for those that were checked last."""
@@ -223,6 +241,73 @@ class Worker(EngineProcess):
         if checked is None or checked.version != fleet.version:  # it joined after the others had compared theirs
             checked = await self.engine.check_update(await _read(fleet.weights), version=fleet.version)
         return await self.engine.apply_update(checked, mode=mode)
+
+    # --- weights that come to all workers at once
+
+    async def meet(self, init: Mapping[str, Any]) -> None:
+        """Join the trainer of the transfer that was checked last.
+
+        Raises:
+            BadWeights: they do not meet.
+        """
+        checked, relay = self._checked, self._relay
+        self._checked = self._relay = None
+        assert checked is not None, "it was checked"
+        assert relay is not None, "it was announced"
+        relay = RelayedTransfer(relay.announced, init)
+        self._checked = await self.engine.check_update(relay, version=checked.version)
+        self._relay = relay
+
+    async def stand_still(self, number: int, mode: PauseMode) -> float:
+        """Pause until `receive_weights` or `go_on`, unless the engine does not run; gives the seconds that it took.
+
+        Args:
+            number: higher each time.
+            mode: what becomes of the turns that are being sampled.
+        """
+        began = time.monotonic()
+        async with self._halt:
+            with anyio.CancelScope() as self._halting:
+                if self.engine.state is EngineState.RUNNING and number > self._called_off:
+                    await self.engine.pause(mode)
+                    self._halted = True
+        return time.monotonic() - began
+
+    async def go_on(self, number: int) -> None:
+        """End the `stand_still` of this number, also where that has not paused yet or comes later than this."""
+        self._called_off = number
+        self._halting.cancel()
+        await self._end_halt()
+
+    async def _end_halt(self) -> None:
+        async with self._halt:
+            if self._halted:
+                self._halted = False
+                await self.engine.resume()
+
+    async def receive_weights(self, version: str) -> WeightUpdate:
+        """Exchange the weights for those that `take_step` brings, and go on.
+
+        Raises:
+            BadControl: other weights were checked meanwhile.
+        """
+        checked, relay = self._checked, self._relay
+        self._checked = None
+        try:
+            if checked is None or relay is None or checked.version != version:
+                raise BadControl(f"the weights {version!r} were not checked last")
+            return await self.engine.apply_update(checked)
+        finally:
+            if relay is not None:
+                relay.close()
+            await self._end_halt()
+
+    async def take_step(self, step: TransferStep, part: Any = None) -> None:
+        """Have the engine take a step of the transfer; returns when it did."""
+        assert self._relay is not None, "it was announced"
+        await self._relay.bring(step, part)
+
+    # --- the rest of what a trainer asks
 
     async def add_adapter(self, name: str, number: int, given: Any, config: Mapping[str, Any] | None) -> str:
         """Add an adapter under the number that it has on all workers."""
@@ -235,7 +320,7 @@ class Worker(EngineProcess):
     async def catch_up(self, catch: Catch) -> None:
         """Bring the engine to where the others are."""
         engine = self.engine
-        if catch.version:
+        if catch.version and catch.readable:
             await engine.update_weights(await _read(catch.weights), version=catch.version)
         for adapter in catch.adapters:
             await self.add_adapter(*adapter)

@@ -94,6 +94,10 @@ class InProcessWorker:
         """What was asked of it, in order."""
         self.fail_in: dict[str, Exception] = {}
         """What calls of a name raise instead of being made."""
+        self.held_in: dict[str, anyio.Event] = {}
+        """What calls of a name wait for before they are made."""
+        self.killed_in = ""
+        """The call in which it dies."""
         self._launcher = launcher
         self._open: dict[Answer, anyio.CancelScope] = {}
 
@@ -114,6 +118,10 @@ class InProcessWorker:
                     await anyio.sleep_forever()
                 if call in self.fail_in:
                     raise self.fail_in[call]
+                if call == self.killed_in:
+                    self.kill()
+                if call in self.held_in:
+                    await self.held_in[call].wait()
                 result = await getattr(self.worker, call)(*pickle.loads(packed))
                 if self.silent:
                     await anyio.sleep_forever()
@@ -129,6 +137,8 @@ class InProcessWorker:
         for answer, scope in self._open.items():
             answer.fail(WorkerLost(why))
             scope.cancel()
+        if (relay := getattr(self.worker, "_relay", None)) is not None:
+            relay.close()  # weights are received to their end, whoever is cancelled; a process would be gone
 
 
 class Answer:

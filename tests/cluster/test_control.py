@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from runner import BadControl, BadOption, BadWeights, EngineDead, Run, Sampling, Trajectory
 from runner.engines.state import EngineState
-from runner.engines.weights import LocalTransfer, WeightTransfer
 from runner.testing import VirtualClock
 from tests import sweeps
 from tests.cluster.in_process import InProcessWorker
@@ -209,15 +208,6 @@ async def test_a_version_that_was_there_is_refused_before_any_worker_is_asked() 
         with pytest.raises(BadOption, match="version='a'"):
             await engine.update_weights("new", version="a")
         assert [asked_of(worker, "check_weights") for worker in launcher.alive] == [["check_weights"]] * 2
-
-
-@pytest.mark.parametrize("transfer", [WeightTransfer({}), LocalTransfer(None, None)], ids=["elsewhere", "here"])
-async def test_a_transfer_to_one_engine_is_refused_before_any_worker_is_asked(transfer: Any) -> None:
-    async with fleet(2) as (engine, launcher), engine:
-        with pytest.raises(BadOption, match=f"{type(transfer).__name__}.* from a folder .* or from a state dict"):
-            await engine.update_weights(transfer)
-        assert [asked_of(worker, "check_weights") for worker in launcher.alive] == [[], []]
-        assert engine.weight_version == "scripted"
 
 
 async def test_an_adapter_that_is_removed_is_there_for_no_worker() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import anyio
@@ -13,6 +13,7 @@ from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.scripted.delivery import Planner
 from runner.engines.scripted.ticker import Ticker
 from runner.engines.state import PauseMode
+from runner.engines.transfers import RelayedTransfer, TransferStep
 from runner.errors import BadControl, EngineDead
 
 __all__ = ["ScriptedRequest", "ScriptedRuntime"]
@@ -24,6 +25,14 @@ class ScriptedRequest(OpenRequest, Protocol):
     def advance(self) -> int | None: ...
     def cut(self) -> None: ...
     def fail(self, error: EngineDead) -> None: ...
+
+
+class _Nowhere:
+    """Receives weights that nobody keeps."""
+
+    async def meet(self, init: Mapping[str, Any]) -> None: ...
+
+    async def step(self, step: TransferStep, part: Any = None) -> None: ...
 
 
 class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
@@ -71,11 +80,14 @@ class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
     async def resume(self) -> None:
         self.ticker.release()
 
-    async def check_weights(self, given: Any) -> None:
+    async def check_weights(self, given: Any) -> Any:
         """A scripted engine has no weights to compare with."""
+        return given
 
     async def load_weights(self, checked: Any, version: str) -> None:
-        """A scripted engine has no weights to exchange."""
+        """A scripted engine has no weights to exchange; what is brought step by step it hears to the end."""
+        if isinstance(checked, RelayedTransfer):
+            await checked.receive(_Nowhere())
 
     async def reset_prefix_cache(self) -> None:
         """A scripted engine has no prefix cache."""

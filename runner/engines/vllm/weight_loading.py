@@ -11,8 +11,10 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from runner.engines.transfers import RelayedTransfer
+from runner.engines.vllm.trainer_end import worker_said
 from runner.engines.vllm.weight_memory import WeightMemory, form_of
-from runner.engines.vllm.weight_transfer import VllmTransfers, worker_said
+from runner.engines.vllm.weight_transfer import Transfer, VllmTransfers
 from runner.engines.vllm.worker.extension import WeightWorker
 from runner.engines.weights import (
     FLOATS,
@@ -43,7 +45,7 @@ class CheckedWeights:
     """The tensors in them that the model has no use for."""
     memory: WeightMemory | None = None
     """The memory that holds a state dict, or None."""
-    transfer: WeightTransfer | LocalTransfer | None = None
+    transfer: Transfer | None = None
     """The transfer that brings them, or None."""
 
     def close(self) -> None:
@@ -76,7 +78,7 @@ class VllmWeights:
         assert model is not None
         if isinstance(model, BadWeights):
             raise model
-        if isinstance(given, WeightTransfer | LocalTransfer):
+        if isinstance(given, WeightTransfer | LocalTransfer | RelayedTransfer):
             await self._transfers.check(given, model)
             return CheckedWeights(transfer=given)
         check: Callable[[Any, Checkpoint], CheckedWeights]

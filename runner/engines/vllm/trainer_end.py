@@ -1,0 +1,136 @@
+"""VLLM's trainer end where it runs in this process: in threads, and what it asks for is done on the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import anyio
+import anyio.to_thread
+from anyio import from_thread
+from anyio.lowlevel import EventLoopToken, current_token
+
+from runner.engines.transfers import Receiver, TransferStep
+from runner.engines.weights import LocalTransfer, TensorForm
+from runner.errors import BadWeights
+
+__all__ = ["TrainerEnd", "forms_of_source", "worker_said"]
+
+SHUTDOWN_SECONDS = 10.0
+"""How long vLLM's trainer end may take to leave those whom it met; a connection that hangs is left as it is."""
+
+
+class TrainerEnd:
+    """Sends the weights of one source to one receiver, as often as it is asked to.
+
+    Args:
+        transfer: who sends, and by which of vLLM's backends.
+        receiver: the other end.
+    """
+
+    def __init__(self, transfer: LocalTransfer, receiver: Receiver) -> None:
+        self._transfer = transfer
+        self._receiver = receiver
+        self._client: _Client | None = None
+        self._trainer: Any = None
+
+    def is_for(self, transfer: LocalTransfer) -> bool:
+        """Whether it can send these weights too."""
+        return self._transfer.info == transfer.info and self._transfer.source is transfer.source
+
+    async def meet(self, info: Any) -> None:
+        """Join the receiver.
+
+        Args:
+            info: vLLM's init info for the trainer.
+
+        Raises:
+            Exception: whatever vLLM raises.
+        """
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        client = self._client = _Client(self._receiver, current_token())
+
+        def join() -> Any:
+            return WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._transfer.source)
+
+        met = False
+        try:
+            self._trainer = await anyio.to_thread.run_sync(join, abandon_on_cancel=True)
+            met = True
+        finally:
+            client.closed = not met
+
+    async def send(self) -> None:
+        """Send the weights as they are now; the receiver stands still.
+
+        Raises:
+            Exception: whatever vLLM raises.
+        """
+        await anyio.to_thread.run_sync(self._trainer.send_weights, abandon_on_cancel=True)
+
+    async def close(self) -> None:
+        """Leave the receiver, which threads that were given up reach no more."""
+        if self._client is not None:
+            self._client.closed = True
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            with anyio.move_on_after(SHUTDOWN_SECONDS, shield=True):
+                await anyio.to_thread.run_sync(_shut_down, trainer, abandon_on_cancel=True)
+
+
+def _shut_down(trainer: Any) -> None:
+    with suppress(Exception):  # of a connection that nobody uses any more
+        trainer.shutdown()
+
+
+class _Client:
+    """What vLLM's trainer end asks for, from whichever thread; vLLM's `VLLMWeightSyncClient`."""
+
+    def __init__(self, receiver: Receiver, loop: EventLoopToken) -> None:
+        self.closed = False
+        self._receiver = receiver
+        self._loop = loop
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call(self._receiver.meet, init_info)
+
+    def start_weight_update(self) -> None:
+        self._call(self._receiver.step, TransferStep.START)
+
+    def update_weights(self, update_info: Any) -> None:
+        self._call(self._receiver.step, TransferStep.LOAD, update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        # Versions are stamped by whoever asked for the update.
+        self._call(self._receiver.step, TransferStep.FINISH)
+
+    def _call(self, call: Callable[..., Coroutine[Any, Any, None]], *given: Any) -> None:
+        if self.closed:
+            raise ConnectionError("the transfer was given up")
+        # vLLM's NCCL trainer calls from threads of its own, which know no event loop.
+        from_thread.run(call, *given, token=self._loop)
+
+
+def worker_said(error: BaseException) -> str:
+    """What vLLM's worker said, where it was a worker that failed."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    _, found, rest = text.partition("Worker failed with error '")
+    return (rest.rpartition("', please check")[0] if found else text)[:1000]
+
+
+def forms_of_source(source: Any) -> dict[str, TensorForm]:
+    """The tensors that a trainer's source says it sends. Blocks.
+
+    Raises:
+        BadWeights: it cannot say that.
+    """
+    try:
+        metadata = source.metadata()
+        return {one.name: TensorForm(str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in metadata}
+    except Exception as error:  # a trainer's code, before anything was touched
+        raise BadWeights(
+            f"LocalTransfer(source=...) is {type(source).__name__}, which cannot say what it sends "
+            f"({worker_said(error)}): give vLLM's ModuleSource(model)."
+        ) from error

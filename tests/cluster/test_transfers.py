@@ -1,0 +1,261 @@
+"""Weights that a trainer sends to a whole fleet at once: who meets whom, who waits for whom, and what is refused."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+from runner import BadWeights, Run, WeightTransfer
+from runner.cluster.transfers import _on_a_free_port
+from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played, until
+from tests.cluster.rehearsed_trainer import Info, Parts, part
+from tests.cluster.sending import KINDS, by_virtual_time, either, elsewhere, here, inits, members, of_version, sizes
+from tests.cluster.test_control import asked_of, state_of, versions
+
+pytestmark = pytest.mark.anyio
+
+TRANSFER_CALLS = ("check_weights", "meet", "stand_still", "receive_weights", "go_on")
+
+
+# --- who meets whom
+
+
+async def test_each_worker_has_ranks_of_its_own_after_those_of_the_workers_before_it() -> None:
+    async with fleet(3) as (engine, launcher):
+        sizes(launcher, 2, 4, 1)
+        async with engine:
+            assert len(await engine.devices()) == 7
+            await engine.update_weights(elsewhere(8))
+            assert [(init["rank_offset"], init["world_size"]) for init in inits(launcher)] == [(1, 8), (3, 8), (7, 8)]
+            assert {init["master_address"] for init in inits(launcher)} == {"10.0.0.1"}
+            assert of_version(launcher) == ["1", "1", "1"]
+
+
+async def test_a_trainer_here_is_told_how_many_ranks_there_are() -> None:
+    source = Parts()
+    async with fleet(2) as (engine, launcher):
+        sizes(launcher, 2, 3)
+        async with engine:
+            await engine.update_weights(here(source))
+            assert source.met == [6]
+            assert [init["rank_offset"] for init in inits(launcher)] == [1, 3]
+
+
+@pytest.mark.parametrize("kind", [KINDS["without ranks"], KINDS["here without ranks"]], ids=["elsewhere", "here"])
+async def test_what_has_no_ranks_goes_to_all_as_it_is(kind: Callable[[], Any]) -> None:
+    async with fleet(2) as (engine, launcher), engine:
+        await engine.update_weights(kind())
+        assert inits(launcher) == [{"packed": False}] * 2
+
+
+async def test_a_world_of_another_size_is_refused_with_both_numbers_before_any_worker_compares() -> None:
+    async with fleet(2) as (engine, launcher):
+        sizes(launcher, 2, 2)
+        async with engine:
+            with pytest.raises(BadWeights, match=r"world_size=3, and there are 5 ranks.*len\(await engines.devices"):
+                await engine.update_weights(elsewhere(3))
+            with pytest.raises(BadWeights, match="rank_offset='1' is no whole number"):
+                await engine.update_weights(WeightTransfer(part("a"), init={"rank_offset": "1"}))
+            assert [asked_of(worker, *TRANSFER_CALLS) for worker in launcher.alive] == [[], []]
+            assert engine.weight_version == "scripted"
+
+
+async def test_those_who_met_meet_again_only_for_another_meeting() -> None:
+    async with fleet(2) as (engine, launcher), engine:
+        for given, meetings in (
+            (elsewhere(), 1),
+            (elsewhere(), 1),
+            (WeightTransfer(part("a")), 1),
+            (elsewhere(address="10.0.0.2"), 2),
+        ):
+            await engine.update_weights(given)
+            assert [len(asked_of(worker, "meet")) for worker in launcher.alive] == [meetings] * 2
+        source, other = Parts(), Parts()
+        for transfer, met in ((here(source), 1), (here(source), 1), (here(other), 1), (here(source), 2)):
+            await engine.update_weights(transfer)
+            assert len(transfer.source.met) == met
+        assert of_version(launcher) == ["8", "8"]
+
+
+def test_a_trainer_here_takes_another_port_where_its_own_is_still_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        info = NCCLTrainerInitInfo("127.0.0.1", port, 2, rank=0)
+        other = _on_a_free_port(info)
+        assert other.master_port != port
+        assert (other.master_address, other.world_size, other.rank) == ("127.0.0.1", 2, 0)
+    assert _on_a_free_port(info) == info
+    assert _on_a_free_port(Info()) == Info()
+
+
+async def test_without_a_meeting_weights_are_refused_before_any_worker_is_asked() -> None:
+    async with fleet(2) as (engine, launcher), engine:
+        with pytest.raises(BadWeights, match="engines and trainer have not met"):
+            await engine.update_weights(WeightTransfer(part("a")))
+        await engine.update_weights(here())
+        with pytest.raises(BadWeights, match="engines and trainer have not met"):
+            await engine.update_weights(WeightTransfer(part("a")))
+        assert [len(asked_of(worker, "check_weights")) for worker in launcher.alive] == [1, 1]
+
+
+@either
+def test_a_worker_that_has_not_met_is_named_before_any_worker_is_asked(kind: Callable[[], Any]) -> None:
+    async def run() -> None:
+        async with fleet(2) as (engine, launcher), engine:
+            await engine.update_weights(kind())
+            launcher.workers[1].kill()
+            await until(lambda: members(engine) == {0, 2})
+            asked = len(launcher.workers[0].calls)
+            if isinstance(kind(), WeightTransfer):
+                with pytest.raises(BadWeights, match=r"worker 2 on \S+ has not met it.*Meet anew, with init="):
+                    await engine.update_weights(WeightTransfer(part("a")))
+                assert not asked_of(launcher.workers[2], "check_weights")
+                assert [call for call, _ in launcher.workers[0].calls[asked:] if call != "pulse"] == []
+            await engine.update_weights(kind())
+            assert of_version(launcher) == ["2", "2"]
+
+    by_virtual_time(run)
+
+
+# --- who waits for whom
+
+
+@either
+async def test_nobody_stands_still_before_all_have_met_and_nobody_receives_before_all_stand_still(
+    kind: Callable[[], Any],
+) -> None:
+    async with fleet(2) as (engine, launcher), engine:
+        first, last = launcher.workers[0], launcher.workers[1]
+        held = last.held_in = {name: anyio.Event() for name in ("check_weights", "meet", "stand_still", "take_step")}
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine.update_weights, kind())
+            for at, after in (
+                ("check_weights", "meet"),
+                ("meet", "stand_still"),
+                ("stand_still", "take_step"),
+            ):
+                await until(lambda at=at: asked_of(last, at))  # type: ignore[misc]  # of this round
+                await anyio.wait_all_tasks_blocked()
+                assert not asked_of(first, after), f"{after} before the last one has done {at}"
+                assert state_of(first) == ("paused" if at == "stand_still" else "running")
+                held[at].set()
+            held["take_step"].set()
+        assert [state_of(worker) for worker in launcher.alive] == ["running", "running"]
+        assert of_version(launcher) == ["1", "1"]
+
+
+async def test_a_part_is_sent_when_every_worker_has_the_one_before_and_all_come_in_order() -> None:
+    source = Parts()
+    async with fleet(3) as (engine, launcher), engine, anyio.create_task_group() as group:
+        slow = launcher.workers[2]
+        slow.held_in["take_step"] = anyio.Event()
+        group.start_soon(engine.update_weights, here(source))
+        await until(lambda: asked_of(slow, "take_step"))
+        for number, _ in enumerate(("start", *source.names)):
+            assert len(source.sent) == max(0, number - 1)
+            released, slow.held_in["take_step"] = slow.held_in["take_step"], anyio.Event()
+            released.set()
+            await until(lambda now=number + 2: len(asked_of(slow, "take_step")) == now)  # type: ignore[misc]
+        slow.held_in["take_step"].set()
+    for worker in launcher.alive:
+        steps = [arguments for call, arguments in worker.calls if call == "take_step"]
+        assert [step for step, _ in steps] == ["start", "load", "load", "load", "finish"]
+        assert [given["names"] for _, given in steps if given] == [["a"], ["b"], ["c"]]
+
+
+@either
+async def test_an_update_under_episodes_changes_nothing_but_versions(kind: Callable[[], Any]) -> None:
+    alone = compared(await played(Dice, dice_engine(), tasks=game_tasks(60)))
+    async with fleet(2) as (engine, launcher), Run(Dice, engine, tasks=game_tasks(60)) as run:
+        got = []
+        async for trajectory in run:
+            got.append(trajectory)
+            if len(got) in (5, 25):
+                update = await engine.update_weights(kind())
+                assert of_version(launcher) == [update.version] * 2
+    assert compared(got) == alone
+    assert all(versions(each) == sorted(versions(each), key=["scripted", "1", "2"].index) for each in got)
+    assert {version for each in got for version in versions(each)} == {"scripted", "1", "2"}
+
+
+@either
+async def test_an_episode_that_begins_after_the_transfer_is_never_of_older_weights(kind: Callable[[], Any]) -> None:
+    async with fleet(2) as (engine, _), engine:
+        for number in range(1, 4):
+            await engine.update_weights(kind())
+            got = await played(Dice, engine)
+            assert {version for each in got for version in versions(each)} == {str(number)}
+
+
+@either
+async def test_a_fleet_that_its_trainer_paused_stays_paused(kind: Callable[[], Any]) -> None:
+    async with fleet(2) as (engine, launcher), engine:
+        await engine.pause()
+        await engine.update_weights(kind())
+        assert [state_of(worker) for worker in launcher.alive] == ["paused", "paused"]
+        assert of_version(launcher) == ["1", "1"]
+        await engine.resume()
+        assert [state_of(worker) for worker in launcher.alive] == ["running", "running"]
+
+
+# --- what is refused
+
+
+@either
+@pytest.mark.parametrize("at", ["check_weights", "meet"])
+async def test_what_every_worker_refuses_changes_nothing_and_leaves_nothing_behind(
+    kind: Callable[[], Any], at: str
+) -> None:
+    async with fleet(2) as (engine, launcher), engine:
+        for worker in launcher.alive:
+            worker.fail_in[at] = BadWeights("the tensor 'a' has another shape")
+        with pytest.raises(BadWeights, match="the tensor 'a' has another shape"):
+            await engine.update_weights(kind(), version="new")
+        await anyio.wait_all_tasks_blocked()
+        for worker in launcher.alive:
+            assert not asked_of(worker, "stand_still", *(("meet",) if at == "check_weights" else ()))
+            assert worker.worker._checked is worker.worker._relay is None
+            worker.fail_in.clear()
+        assert len(launcher.alive) == 2
+        assert engine.weight_version == "scripted"
+        await engine.update_weights(kind(), version="new")
+        assert of_version(launcher) == ["new", "new"]
+
+
+@either
+def test_a_trainer_that_nobody_meets_in_time_changes_nothing(kind: Callable[[], Any]) -> None:
+    async def run() -> None:
+        async with fleet(2) as (engine, launcher), engine:
+            for worker in launcher.alive:
+                worker.held_in["meet"] = anyio.Event()
+            with pytest.raises(BadWeights, match=r"do not meet: .*not within 600 s"):
+                await engine.update_weights(kind())
+            assert len(launcher.alive) == 2
+            assert [state_of(worker) for worker in launcher.alive] == ["running", "running"]
+            assert len(await played(Dice, engine)) == 8
+
+    by_virtual_time(run)
+
+
+@either
+def test_a_call_that_is_cancelled_while_some_stand_still_lets_them_go_on(kind: Callable[[], Any]) -> None:
+    async def run() -> None:
+        async with fleet(2) as (engine, launcher), engine:
+            launcher.workers[1].held_in["stand_still"] = anyio.Event()
+            with anyio.move_on_after(5):
+                await engine.update_weights(kind())
+            await anyio.wait_all_tasks_blocked()
+            launcher.workers[1].held_in["stand_still"].set()
+            await anyio.wait_all_tasks_blocked()
+            assert [state_of(worker) for worker in launcher.alive] == ["running", "running"]
+            await engine.update_weights(kind())
+            assert of_version(launcher) == ["1", "1"]
+
+    by_virtual_time(run)
