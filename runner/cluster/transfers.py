@@ -134,8 +134,7 @@ class FleetTransfers:
         self, transfer: WeightTransfer, version: str, mode: PauseMode, took: Callable[[Hand], None]
     ) -> list[WeightUpdate]:
         driver = self._driver
-        met = self._met
-        assert met is not None, "they met when it was checked"
+        met = self._met_elsewhere()
         members = [hand for hand in driver.members if hand in met.ranks]
         if not met.is_of(members):
             self._party = Party(members)
@@ -149,7 +148,7 @@ class FleetTransfers:
         for hand in self._lacking(version) if updates else ():
             if hand in driver.hands:
                 hand.dismiss("it came when the others had met their trainer, and has older weights")
-        if self._having(version) < driver.fleet.least:
+        if self._party.lost and self._having(version) < driver.fleet.least:
             raise EngineError(f"{self._shares(version)}, of at least {driver.fleet.least}: {self._who_was_lost()}")
         return updates
 
@@ -163,10 +162,9 @@ class FleetTransfers:
 
     async def _require_fitting(self, transfer: WeightTransfer, hands: Sequence[Hand]) -> None:
         """Refuse a meeting that could not be, before any worker compares anything."""
-        given, met = transfer.init, self._met
+        given = transfer.init
         if given is None:
-            if met is None or not isinstance(met.whom, Mapping):
-                raise BadWeights("WeightTransfer(init=...) is not given, and engines and trainer have not met before.")
+            met = self._met_elsewhere()
             if not met.is_of(hands):
                 told = [f"{hand.name} has not met it" for hand in hands if hand not in met.ranks]
                 told += [f"{hand.name}, which has, is gone" for hand in met.ranks if hand not in hands]
@@ -188,6 +186,13 @@ class FleetTransfers:
                 f"workers' own (rank_offset), and {there - offset} of {len(self._ranks)} workers. Count them by "
                 "`len(await engines.devices())` before the ends meet."
             )
+
+    def _met_elsewhere(self) -> _Meeting:
+        if self._met is None or not isinstance(self._met.whom, Mapping):
+            raise BadWeights(
+                "WeightTransfer(init=...) has to be given: engines and trainer have not met, or another one since."
+            )
+        return self._met
 
     async def _count_ranks(self, hands: Sequence[Hand]) -> None:
         devices = await self._driver.ask(hands, "control", "devices")
@@ -235,7 +240,7 @@ class FleetTransfers:
             return False
         if isinstance(transfer, LocalTransfer):
             return self._trainer is not None and self._trainer.is_for(transfer)
-        return transfer.init is None or met.whom == transfer.init
+        return isinstance(met.whom, Mapping) and transfer.init in (None, met.whom)
 
     async def _meet(self, transfer: WeightTransfer | LocalTransfer) -> None:
         """Have the party meet the trainer; where one is lost over it, nobody has met.
@@ -268,7 +273,7 @@ class FleetTransfers:
             raise BadWeights(f"{name}: engines and trainer do not meet: {worker_said(failure)}") from failure
         else:
             ranks = {hand: self._ranks.get(hand, 1) for hand in party.hands}
-            whom = transfer if isinstance(transfer, LocalTransfer) else transfer.init
+            whom = transfer if isinstance(transfer, LocalTransfer) else dict(transfer.init or {})
             self._met = _Meeting(whom, ranks, ranked)
 
     def _is_ranked(self, transfer: WeightTransfer | LocalTransfer) -> bool:
@@ -407,6 +412,8 @@ class FleetTransfers:
 
     def _broken_off(self) -> EngineError:
         self._met = None
+        for hand in self._party.hands:
+            hand.process.send("forget_checked")
         return EngineError(f"nothing was sent, and the weights are the old ones: {self._who_was_lost()}")
 
 

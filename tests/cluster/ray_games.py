@@ -22,7 +22,7 @@ from runner.engines.scripted.script import Answer, Latency, ModelCall, call
 from runner.runs.process import on_event_loop
 from tests.faults.crowd import Crowd, talk
 
-__all__ = ["Crowd", "Hangs", "Leased", "Poison", "Slow", "Sworn", "TalksLong", "slow_crowd"]
+__all__ = ["Crowd", "Hangs", "Leased", "Poison", "Says", "Slow", "Sworn", "TalksLong", "slow_crowd"]
 
 GROUP_SIZE = 4
 
@@ -151,6 +151,20 @@ class TalksLong(Environment):
     def tasks(self) -> Iterator[Task]:
         for number in range(8):
             yield Task(id=str(number), prompt=f"Tell me a long story of {number} wolves.")
+
+    @reward
+    def spoke(self) -> bool:
+        return True
+
+
+class Says(Environment):
+    """Lets a real model say what it is surest of."""
+
+    sampling = Sampling(max_tokens=8, min_tokens=8, temperature=0.0)
+
+    def tasks(self) -> Iterator[Task]:
+        for number in range(6):
+            yield Task(id=str(number), prompt=f"What do {number} wolves eat?")
 
     @reward
     def spoke(self) -> bool:

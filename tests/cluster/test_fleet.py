@@ -41,14 +41,21 @@ class Books(RuleBasedStateMachine):
     @rule(number=st.integers(0, 3), width=st.integers(1, 3))
     def one_joins(self, number: int, width: int) -> None:
         seat = self.fleet.seats[number]
-        if seat.state is SeatState.STARTING:
+        if seat.state in (SeatState.STARTING, SeatState.WAITING):
             self.fleet.joined(seat, width)
+            self.give_out()
+
+    @rule(number=st.integers(0, 3))
+    def one_waits_for_weights(self, number: int) -> None:
+        seat = self.fleet.seats[number]
+        if seat.state is SeatState.STARTING:
+            self.fleet.waits(seat)
             self.give_out()
 
     @rule(number=st.integers(0, 3))
     def one_is_lost(self, number: int) -> None:
         seat = self.fleet.seats[number]
-        if seat.state in (SeatState.STARTING, SeatState.READY):
+        if seat.state in (SeatState.STARTING, SeatState.WAITING, SeatState.READY):
             played = set(seat.tickets)
             lost = self.fleet.lost(seat, self.now)
             assert set(lost) == played
@@ -221,3 +228,17 @@ def test_there_are_enough_workers_when_the_least_are_ready() -> None:
     assert (fleet.enough, fleet.width) == (True, 8)
     fleet.lost(seats[0], 0.0)
     assert (fleet.enough, fleet.hopeless) == (False, False)
+
+
+def test_workers_that_wait_for_weights_count_among_the_least_while_one_plays() -> None:
+    fleet = Fleet(2, 3)
+    seats = fleet.to_start(0.0)
+    fleet.waits(seats[0])
+    fleet.waits(seats[1])
+    assert (fleet.enough, fleet.width, len(fleet.behind)) == (False, 0, 2), "nobody would ever play"
+    fleet.joined(seats[2], 4)
+    assert (fleet.enough, fleet.width, len(fleet.ready)) == (True, 4, 1)
+    fleet.lost(seats[0], 0.0)
+    assert fleet.enough
+    fleet.lost(seats[1], 0.0)
+    assert not fleet.enough

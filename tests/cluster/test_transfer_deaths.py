@@ -119,7 +119,9 @@ def test_of_a_trainer_elsewhere_that_waits_for_a_dead_worker_nothing_is_taken(at
             ):
                 await engine.update_weights(elsewhere(), version="new")
             assert engine.weight_version == "scripted"
+            await anyio.wait_all_tasks_blocked()
             assert state_of(launcher.workers[0]) == "running"
+            assert launcher.workers[0].worker._checked is None, "what was never sent is kept"
             await until(lambda: members(engine) == {0, 2})
             await engine.update_weights(elsewhere(), version="new")
             assert of_version(launcher) == ["new", "new"]
