@@ -124,6 +124,7 @@ class Controllable:
             BadControl: the memory of the weights is asleep.
             BadOption: the version was there before.
             EngineDead: the exchange failed half way.
+            EngineError: of many engines too few have what a trainer sent; says who was lost.
         """
         runtime, mode = self._controlled(), PauseMode.of(mode)
         async with runtime.lock:
