@@ -1,8 +1,7 @@
-"""Workers as actors of Ray: the only module that imports Ray."""
+"""Workers as actors of Ray: with `ray_calls` the only module that imports Ray."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import logging
 import os
@@ -11,8 +10,7 @@ import shutil
 import socket
 import sys
 from abc import abstractmethod
-from collections.abc import Awaitable, Generator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import anyio.to_thread
@@ -21,11 +19,12 @@ from runner.cluster.arrays import as_arrays, as_tensors
 from runner.cluster.engine_process import EngineProcess
 from runner.cluster.hosting import EngineHost
 from runner.cluster.limiters import LimiterDesk
-from runner.cluster.words import Joined, Stored, WorkerLost, WorkerProcess
+from runner.cluster.ray_calls import AnsweringActor, RayWorker
+from runner.cluster.words import Joined, Stored, WorkerProcess
 from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
 from runner.engines.vllm.worker.shared_memory import release
-from runner.errors import BadOption, DeltarunnerError, EngineDead, EngineError
+from runner.errors import BadOption, EngineDead
 
 __all__ = ["RayLauncher", "host_called"]
 
@@ -144,11 +143,13 @@ class RayLauncher:
 
     def start(self, engine: BaseEngine, number: int) -> WorkerProcess:
         """A new worker, which may wait for a machine."""
-        return RayWorker(self._actor(WorkerActor).remote(self._packed(engine), _search(), number, self._desk))
+        actor = self._actor(WorkerActor).remote(self._packed(engine), _search(), number, self._desk)
+        return RayWorker(actor, tick=WorkerActor.tick)
 
     def start_host(self, engine: BaseEngine, name: str) -> WorkerProcess:
         """A process that has an engine for all who know its name."""
-        return RayWorker(self._actor(HostActor, name=name).remote(self._packed(engine), _search()))
+        actor = self._actor(HostActor, name=name).remote(self._packed(engine), _search())
+        return RayWorker(actor, tick=HostActor.tick)
 
     def _actor(self, kind: type[Any], **options: Any) -> Any:
         return (
@@ -204,7 +205,7 @@ def host_called(name: str) -> WorkerProcess:
         EngineDead: there is none any more.
     """
     try:
-        return RayWorker(_ray().get_actor(name))
+        return RayWorker(_ray().get_actor(name), tick=HostActor.tick)
     except ValueError as error:
         raise EngineDead("the engine's process is gone") from error
 
@@ -212,105 +213,6 @@ def host_called(name: str) -> WorkerProcess:
 def _ray() -> Any:
     # Not at the top, since it takes a second; and as Any, since its types do not know its own options.
     return importlib.import_module("ray")
-
-
-class RayWorker:
-    """A worker in an actor of Ray."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-        self._open: set[asyncio.Future[Any]] = set()
-        self._killed = False
-
-    def send(self, call: str, *arguments: Any) -> Awaitable[Any]:
-        """Have a method of the worker called."""
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if self._killed:
-            answer.set_exception(WorkerLost("it was ended"))
-        else:
-            self._open.add(answer)
-            told = asyncio.wrap_future(self._actor.ask.remote(call, *arguments).future())
-            told.add_done_callback(partial(self._answered, answer))
-        return RayAnswer(answer)
-
-    def _answered(self, answer: asyncio.Future[Any], told: asyncio.Future[Any]) -> None:
-        self._open.discard(answer)
-        error = told.exception()
-        if answer.done():  # it was killed meanwhile
-            return
-        if error is None:
-            answer.set_result(told.result())
-        else:
-            answer.set_exception(error)
-            answer.exception()  # looked at, so that nobody is told of one that nobody waits for
-
-    def kill(self) -> None:
-        """End the worker. Who waits for an answer is told at once: a machine that is silent would never tell."""
-        ray = _ray()
-        if self._killed:
-            return
-        self._killed = True
-        ray.kill(self._actor)
-        for answer in self._open:
-            if not answer.done():
-                answer.set_exception(WorkerLost("it was ended"))
-                answer.exception()
-
-
-class RayAnswer:
-    """The answer to a call; it stays when who waits for it is cancelled."""
-
-    def __init__(self, answer: asyncio.Future[Any]) -> None:
-        self._answer = answer
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return self._read().__await__()
-
-    async def _read(self) -> Any:
-        from ray.exceptions import RayError
-
-        try:
-            answer = await asyncio.shield(self._answer)
-        except RayError as error:
-            if "creation task" in str(error):  # what keeps one from being made keeps them all
-                raise EngineError(f"a worker cannot be made: {_last_line(error)}") from error
-            raise WorkerLost(_why(error)) from error
-        if isinstance(answer, Raised):
-            raise answer.error
-        return answer
-
-
-def _why(error: Exception) -> str:
-    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
-
-    if isinstance(error, RayTaskError):
-        return f"it failed: {error.cause!r}"
-    if isinstance(error, ActorUnavailableError):
-        return "its machine cannot be reached"
-    if isinstance(error, ActorDiedError):
-        return "its process died"
-    return str(error).strip().splitlines()[0]
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[-1].strip()
-
-
-class Raised:
-    """An error that a method of a worker raised, on its way to the driver."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # By class and text: what it was raised from may not be pickled, and says nothing there.
-        return _raised, (type(self.error), str(self.error))
-
-
-def _raised(kind: type[DeltarunnerError], text: str) -> Raised:
-    error = kind.__new__(kind)
-    error.args = (text,)
-    return Raised(error)
 
 
 def _clean_up(shared_memory: Sequence[str], folder: str) -> None:
@@ -329,12 +231,11 @@ def _search() -> tuple[str, ...]:
     return tuple(map(os.path.abspath, sys.path))
 
 
-class EngineActor:
-    """An `EngineProcess` inside an actor: every call of who has it comes through one method."""
-
-    process: EngineProcess
+class EngineActor(AnsweringActor):
+    """An `EngineProcess` inside an actor."""
 
     def __init__(self, packed: bytes, search: tuple[str, ...], *arguments: Any) -> None:
+        super().__init__()
         sys.path.extend(folder for folder in search if folder not in sys.path and os.path.isdir(folder))
         self.process = self.make(pickle.loads(packed), *arguments)
 
@@ -342,16 +243,11 @@ class EngineActor:
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
         """The object whose methods are called."""
 
-    async def ask(self, call: str, *arguments: Any) -> Any:
-        """Call a method of it."""
-        try:
-            return await getattr(self.process, call)(*arguments)
-        except DeltarunnerError as error:
-            return Raised(error)
-
 
 class WorkerActor(EngineActor):
     """A `Worker` in an actor."""
+
+    tick = 0.01  # episodes take seconds, and short ones are many
 
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
         """A worker of this number, which asks this desk for leases."""
@@ -361,6 +257,8 @@ class WorkerActor(EngineActor):
 
 class HostActor(EngineActor):
     """An `EngineHost` in an actor."""
+
+    tick = 0.0  # who asks waits for the first id; what comes while a call of Ray's is made goes with the next one
 
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
         """A host."""

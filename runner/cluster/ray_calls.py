@@ -1,0 +1,237 @@
+"""Calls to an actor of Ray, many in one: a call of Ray's costs half a millisecond on either side, whatever is in it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import itertools
+import pickle
+from collections import defaultdict
+from collections.abc import Awaitable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+from uuid import uuid4
+
+import anyio
+
+from runner.cluster.words import WorkerLost
+from runner.errors import DeltarunnerError, EngineError
+
+__all__ = ["AnsweringActor", "RayWorker"]
+
+Call: TypeAlias = tuple[int, str, tuple[Any, ...]]
+"""Its number, the method, what it is given."""
+
+Answer: TypeAlias = tuple[int, bytes]
+"""The number of the call, and what came of it, pickled."""
+
+
+class RayWorker:
+    """An actor as who calls it has it.
+
+    What is sent within a tick goes as one call, and answers come the same way: one call of Ray's is always out that
+    waits for some. It also tells of the actor's death.
+
+    Args:
+        actor: Ray's handle of an `AnsweringActor`.
+        tick: how many seconds calls wait for others that go with them.
+    """
+
+    def __init__(self, actor: Any, *, tick: float) -> None:
+        self._actor = actor
+        self._take = actor.take.options(num_returns=0)
+        self._tick = tick
+        self._name = uuid4().hex
+        self._numbers = itertools.count()
+        self._calls: list[Call] = []
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._hears = False
+        self._lost: BaseException | None = None
+
+    def send(self, call: str, *arguments: Any) -> Awaitable[Any]:
+        """Have a method of the actor's object called."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+        if self._lost is not None:
+            _fail(answer, self._lost)
+            return RayAnswer(answer)
+        number = next(self._numbers)
+        self._answers[number] = answer
+        self._calls.append((number, call, arguments))
+        if len(self._calls) == 1:
+            loop.call_later(self._tick, self._send)
+        return RayAnswer(answer)
+
+    def _send(self) -> None:
+        calls, self._calls = self._calls, []
+        if self._lost is not None:
+            return
+        try:
+            self._take.remote(self._name, calls)
+        except Exception as error:  # Ray's, of what it cannot send
+            for number, *_ in calls:
+                _fail(self._answers.pop(number), error)
+        if self._answers and not self._hears:
+            self._hear()
+
+    def _hear(self) -> None:
+        self._hears = True
+        told = asyncio.wrap_future(self._actor.answers.remote(self._name).future())
+        told.add_done_callback(self._heard)
+
+    def _heard(self, told: asyncio.Future[Any]) -> None:
+        if (error := told.exception()) is not None:
+            self._lose(error)
+        else:
+            for number, packed in told.result():
+                answer = self._answers.pop(number)
+                try:
+                    answer.set_result(pickle.loads(packed))
+                except Exception as error:  # of a class that is not here
+                    _fail(answer, WorkerLost(f"what it gave cannot be read here: {error}"))
+            self._hears = False
+            if self._answers:
+                self._hear()
+
+    def _lose(self, error: BaseException) -> None:
+        self._lost = self._lost or error
+        for answer in self._answers.values():
+            _fail(answer, self._lost)
+        self._answers.clear()
+
+    def kill(self) -> None:
+        """End the actor. Who waits for an answer is told at once: a machine that is silent would never tell."""
+        if self._lost is None:
+            self._lose(WorkerLost("it was ended"))
+        importlib.import_module("ray").kill(self._actor)
+
+
+def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
+    answer.set_exception(error)
+    answer.exception()  # looked at, so that nobody is told of one that nobody waits for
+
+
+class RayAnswer:
+    """The answer to a call; it stays when who waits for it is cancelled."""
+
+    def __init__(self, answer: asyncio.Future[Any]) -> None:
+        self._answer = answer
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._read().__await__()
+
+    async def _read(self) -> Any:
+        from ray.exceptions import RayError
+
+        try:
+            answer = await asyncio.shield(self._answer)
+        except RayError as error:
+            if "creation task" in str(error):  # what keeps one from being made keeps them all
+                raise EngineError(f"a worker cannot be made: {_last_line(error)}") from error
+            raise WorkerLost(_why(error)) from error
+        if isinstance(answer, Raised | Failed):
+            raise answer.error
+        return answer
+
+
+def _why(error: BaseException) -> str:
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+
+    if isinstance(error, RayTaskError):
+        return f"it failed: {error.cause!r}"
+    if isinstance(error, ActorUnavailableError):
+        return "its machine cannot be reached"
+    if isinstance(error, ActorDiedError):
+        return "its process died"
+    return str(error).strip().splitlines()[0]
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1].strip()
+
+
+class Raised:
+    """An error that a method raised, on its way to who called it."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By class and text: what it was raised from may not be pickled, and says nothing there.
+        return _raised, (type(self.error), str(self.error))
+
+
+def _raised(kind: type[DeltarunnerError], text: str) -> Raised:
+    error = kind.__new__(kind)
+    error.args = (text,)
+    return Raised(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A method failed in a way that is none of ours: its worker is not to be relied on."""
+
+    why: str
+
+    @property
+    def error(self) -> WorkerLost:
+        """What who called it gets."""
+        return WorkerLost(f"it failed: {self.why}")
+
+
+@dataclass(eq=False, slots=True)
+class _Caller:
+    """One who calls, as the actor knows it."""
+
+    answers: list[Answer] = field(default_factory=list)
+    """What came of calls since it last heard."""
+    some: anyio.Event = field(default_factory=anyio.Event)
+    """Set when there is some."""
+
+
+class AnsweringActor:
+    """The other end: calls the methods of `process`."""
+
+    tick: float
+    """How many seconds answers wait for others that go with them."""
+    process: Any
+
+    def __init__(self) -> None:
+        self._callers: defaultdict[str, _Caller] = defaultdict(_Caller)
+
+    async def take(self, name: str, calls: Sequence[Call]) -> None:
+        """Call methods, each in a task of its own, for the caller of this name."""
+        caller = self._callers[name]
+        async with anyio.create_task_group() as group:
+            for call in calls:
+                group.start_soon(self._answer, caller, *call)
+
+    async def _answer(self, caller: _Caller, number: int, call: str, arguments: tuple[Any, ...]) -> None:
+        answer: Any
+        try:
+            answer = await getattr(self.process, call)(*arguments)
+        except DeltarunnerError as error:
+            answer = Raised(error)
+        except Exception as error:  # whatever it is, who called is told
+            answer = Failed(repr(error))
+        caller.answers.append((number, _packed(answer)))
+        caller.some.set()
+
+    async def answers(self, name: str) -> list[Answer]:
+        """What came of this caller's calls since it last heard, as soon as there is any."""
+        caller = self._callers[name]
+        await caller.some.wait()
+        await anyio.sleep(self.tick)
+        answers, caller.answers, caller.some = caller.answers, [], anyio.Event()
+        return answers
+
+
+def _packed(answer: Any) -> bytes:
+    try:
+        return pickle.dumps(answer)
+    except Exception:  # what only Ray's can, such as an object of a script's own class
+        try:
+            packed: bytes = importlib.import_module("ray").cloudpickle.dumps(answer)
+        except Exception as error:
+            packed = pickle.dumps(Failed(f"what it gave cannot be pickled: {error}"))
+        return packed

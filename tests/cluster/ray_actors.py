@@ -1,0 +1,53 @@
+"""An actor of Ray that counts the calls that came together, importable where it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+
+from runner.cluster.ray_calls import AnsweringActor
+from runner.errors import BadOption
+
+__all__ = ["Counting"]
+
+
+class Object:
+    """What is called."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    async def double(self, number: int) -> int:
+        return 2 * number
+
+    async def wait(self) -> None:
+        await anyio.sleep_forever()
+
+    async def refuse(self) -> None:
+        raise BadOption("not so")
+
+    async def fail(self) -> None:
+        raise KeyError("of nobody's making")
+
+    async def lock(self) -> Any:
+        return threading.Lock()
+
+    async def how_many(self) -> list[int]:
+        return self.batches
+
+
+class Counting(AnsweringActor):
+    """Writes down how many calls came together."""
+
+    tick = 0.01
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.process = Object()
+
+    async def take(self, name: str, calls: Sequence[Any]) -> None:
+        self.process.batches.append(len(calls))
+        await super().take(name, calls)

@@ -1,0 +1,77 @@
+"""Calls to an actor of Ray: many go as one, each has its own answer, and what goes wrong with one is no other's."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import pytest
+
+from runner.cluster.ray_calls import RayWorker
+from runner.cluster.words import WorkerLost
+from runner.errors import BadOption
+from tests.cluster.ray_actors import Counting
+from tests.cluster.ray_cluster import Standing, require_ray
+
+pytestmark = [pytest.mark.anyio, pytest.mark.ray]
+
+WATCHDOG = 60.0
+
+
+@pytest.fixture
+def worker(cluster: Standing) -> Iterator[RayWorker]:
+    require_ray()
+    ray: Any = importlib.import_module("ray")
+    ray.init(address=cluster.address, logging_level="ERROR")
+    worker = RayWorker(ray.remote(num_cpus=0, max_concurrency=1000)(Counting).remote(), tick=0.01)
+    yield worker
+    worker.kill()
+    ray.shutdown()
+
+
+async def test_calls_of_one_tick_go_together_and_each_has_its_own_answer(worker: RayWorker) -> None:
+    with anyio.fail_after(WATCHDOG):
+        waiting = worker.send("wait")
+        answers = [worker.send("double", number) for number in range(50)]
+        assert [await answer for answer in reversed(answers)] == [2 * number for number in reversed(range(50))]
+        assert await worker.send("how_many") == [51, 1]
+        worker.kill()
+        with pytest.raises(WorkerLost, match="it was ended"):
+            await waiting
+        with pytest.raises(WorkerLost, match="it was ended"):
+            await worker.send("double", 1)
+
+
+async def test_what_goes_wrong_with_a_call_is_told_to_its_caller_and_the_others_are_answered(worker: RayWorker) -> None:
+    with anyio.fail_after(WATCHDOG):
+        refused, failed, unsent = worker.send("refuse"), worker.send("fail"), worker.send("lock")
+        fine = worker.send("double", 4)
+        assert await fine == 8
+        with pytest.raises(BadOption, match="not so"):
+            await refused
+        with pytest.raises(WorkerLost, match=r"it failed: KeyError\(.of nobody's making"):
+            await failed
+        with pytest.raises(WorkerLost, match=r"what it gave cannot be pickled"):
+            await unsent
+
+
+async def test_who_waits_for_an_actor_that_dies_is_told(worker: RayWorker) -> None:
+    ray: Any = importlib.import_module("ray")
+    with anyio.fail_after(WATCHDOG):
+        assert await worker.send("double", 1) == 2
+        waiting = worker.send("wait")
+        with anyio.move_on_after(0.2):
+            await waiting
+        ray.kill(worker._actor)
+        with pytest.raises(WorkerLost, match="its process died"):
+            await waiting
+
+
+async def test_who_stops_waiting_for_an_answer_may_wait_again(worker: RayWorker) -> None:
+    with anyio.fail_after(WATCHDOG):
+        answer = worker.send("double", 3)
+        with anyio.move_on_after(0):
+            await answer
+        assert await answer == 6
