@@ -24,7 +24,7 @@ from hypothesis import settings
 from runner.engines.vllm.engine import VllmEngine
 from runner.models import demo_model
 from runner.testing.engine_pool import EngineAtHome
-from tests import lanes, lasting, sweeps
+from tests import lanes, lasting, sweeps, turns
 from tests.engines.sharing import as_it_was
 from tests.engines.small_model import small_model
 
@@ -133,6 +133,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for name in left_out:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(name)])
         items[:] = [item for item in items if not item.get_closest_marker(name)]
+    later = turns.of_others(items)
+    config.hook.pytest_deselected(items=list(later))
+    items[:] = [item for item in items if item not in later]
     items.sort(key=_turn)
     lanes.tell(config, items)
 

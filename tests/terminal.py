@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import select
 import shlex
 import struct
@@ -51,6 +52,14 @@ class Terminal:
         while text not in self.text[max(0, start - len(text)) :]:
             if not self._read(end - time.monotonic()):
                 raise AssertionError(f"{text!r} was not printed within {seconds:g} s, but: {self.text[-3000:]}")
+
+    def read_until_like(self, pattern: str, *, seconds: float) -> None:
+        """Read what is printed until something that is like `pattern` is among it."""
+        end = time.monotonic() + seconds
+        start = len(self.text)
+        while not re.search(pattern, self.text[start:]):
+            if not self._read(end - time.monotonic()):
+                raise AssertionError(f"{pattern!r} was not printed within {seconds:g} s, but: {self.text[-3000:]}")
 
     def press(self, keys: bytes) -> None:
         os.write(self._master, keys)

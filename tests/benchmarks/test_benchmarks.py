@@ -13,6 +13,7 @@ import pytest
 
 from runner import VllmEngine
 from runner.engines.vllm.parallel import BINDING
+from tests import sweeps
 from tests.benchmarks import verifiers
 from tests.benchmarks.__main__ import NAMES
 from tests.benchmarks.figures import Figure
@@ -74,7 +75,7 @@ def test_none_is_left_out() -> None:
     assert set(SMALL) == set(NAMES) == with_measures
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*VLLM, *RAY)])
+@pytest.mark.parametrize("name", sweeps.part([name for name in NAMES if name not in (*VLLM, *RAY)], 3))
 def test_a_benchmark_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_measured(small(name, monkeypatch).measure())
 
@@ -88,6 +89,7 @@ def test_a_benchmark_of_workers_runs_through(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.engine
+@pytest.mark.in_turns("benchmarks of vLLM")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own parts, by torch
 @pytest.mark.parametrize(
     "name", ["streams", *(pytest.param(name, marks=pytest.mark.whole) for name in ("parity", "ranks", "verifiers"))]
@@ -101,6 +103,7 @@ def test_a_benchmark_of_vllm_runs_through(name: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.anyio
+@pytest.mark.in_turns("benchmarks of vLLM")
 async def test_run_and_vllm_are_compared_on_an_engine_that_is_there(
     engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

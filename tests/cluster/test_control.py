@@ -112,7 +112,7 @@ def test_a_worker_that_joins_late_has_the_newest_weights_adapters_and_state_befo
     VirtualClock().run(run)
 
 
-@settings(max_examples=sweeps.times(100, 10))
+@settings(max_examples=sweeps.times(100, 5))
 @given(kills=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), max_size=4), updates=st.integers(1, 4))
 def test_versions_never_go_back_within_a_worker_and_nothing_is_lost_whatever_dies_under_updates(
     kills: list[tuple[int, int]], updates: int

@@ -85,7 +85,7 @@ async def test_any_number_of_workers_gives_the_trajectories_of_one_process_bit_f
         assert compared(kept(stored)) == alone
 
 
-@settings(max_examples=sweeps.times(100, 10))
+@settings(max_examples=sweeps.times(100, 5))
 @given(
     deaths=st.sets(st.integers(1, 24), min_size=1, max_size=3),
     after=st.integers(0, 30),

@@ -62,7 +62,7 @@ def _digest(text: str) -> str:
 
 
 def chosen() -> list[str]:
-    """The names of some templates: one of those that go alike, those that look far back, and a sixteenth of all.
+    """The names of some templates: one of those that go alike, those that look far back, and some of all.
 
     Another commit chooses others. A whole sweep plays all of them, once for all tests, and these few again.
     """
@@ -75,7 +75,7 @@ def chosen() -> list[str]:
     return sorted({
         *HISTORY_DEPENDENT,
         *(sweeps.part(names, len(names))[0] for names in alike.values()),
-        *sweeps.part(sorted(record), 16),
+        *sweeps.part(sorted(record), 32),
     })  # fmt: skip
 
 

@@ -26,6 +26,8 @@ from tests import sweeps
 from tests.conformance import turn_formats
 from tests.conformance.corpus import corpus
 
+pytestmark = pytest.mark.cases_in_turns(2)
+
 ROWS = turn_formats.recorded()
 LEARNT = [row.template for row in ROWS if row.verdict != Verdict.REFUSED and "<|channel|>" not in row.thought]
 EXACT = [row.template for row in ROWS if row.verdict == Verdict.EXACT]

@@ -33,6 +33,8 @@ from tests import sweeps
 from tests.parsing.learnt import CLASSES
 from tests.parsing.written_turns import WrittenTurn, format_of, formats, schemas_of, turns, write_turn
 
+pytestmark = pytest.mark.cases_in_turns(2)
+
 every_class = pytest.mark.parametrize("name", CLASSES.values(), ids=CLASSES)
 
 

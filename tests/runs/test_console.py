@@ -13,7 +13,7 @@ import pytest
 from runner import Outcome, RunFile
 from tests.repository import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(2)]
 
 WATCHDOG = 100.0
 

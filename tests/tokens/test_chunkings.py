@@ -22,7 +22,7 @@ from tests.tokens.families import model
 pytestmark = pytest.mark.anyio
 
 EVERY_SPLIT_UP_TO = sweeps.times(10, 7)
-SPLITS_OF_LONGER = sweeps.times(500, 60)
+SPLITS_OF_LONGER = sweeps.times(500, 30)
 NEXT = "Go on."
 
 

@@ -20,6 +20,8 @@ from tests.playing import play, talked, twice
 from tests.tokens.episodes import SUM, Adds, bridges, speaking
 from tests.tokens.families import ADD, FAMILIES, MORE, QUESTION, QWEN_CALL, TOOLS_MOVE, called, model, result, says
 
+pytestmark = pytest.mark.cases_in_turns(2)
+
 
 @pytest.fixture
 def anyio_backend() -> str:

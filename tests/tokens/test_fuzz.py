@@ -28,6 +28,8 @@ from tests.conformance.corpus import CLOCK, control_tokens
 from tests.tokens.families import ADD, FAMILIES, called, model, result, says
 from tests.tokens.vocabularies import smollm2
 
+pytestmark = pytest.mark.cases_in_turns(2)
+
 BUNDLED = ("pythonic", "hermes", "pythonic on bytes", "hermes on bytes")
 REAL = (
     *("qwen2.5", "qwen3", "qwen3-coder", "qwen3.6", "glm-4.5", "glm-4.6", "llama-3.1", "llama-3.2", "gpt-oss"),

@@ -1,0 +1,98 @@
+"""Tests that take turns: none is left out for long, and one that is asked for by name is played."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import sweeps, turns
+
+
+class Item:
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__ |= fields
+
+
+def made(
+    function: str, mark: pytest.MarkDecorator | None, *, case: str = "", module: str = "", own: bool = True
+) -> Any:
+    marks = [] if mark is None else [mark.mark]
+    return Item(
+        name=f"{function}[{case}]",
+        originalname=function,
+        path=Path(module or "test_a.py"),
+        own_markers=marks if own else [],
+        get_closest_marker={each.name: each for each in marks}.get,
+    )
+
+
+@pytest.fixture(autouse=True)
+def seed_as_before() -> Iterator[None]:
+    whole, seed = sweeps.whole(), sweeps._seed
+    yield
+    sweeps.begin(whole=whole, seed=seed)
+
+
+def played(items: list[Any], seed: int, *, whole: bool = False) -> list[Any]:
+    sweeps.begin(whole=whole, seed=seed)
+    others = turns.of_others(items)
+    return [item for item in items if item not in others]
+
+
+TWO = pytest.mark.cases_in_turns(2)
+ENGINES = pytest.mark.in_turns("engines")
+ENDS = pytest.mark.in_turns("ends", 2)
+
+
+def test_of_the_cases_of_each_test_two_commits_play_all_and_a_test_without_cases_is_always_played() -> None:
+    cases = [made("test_it", TWO, case=str(number)) for number in range(5)]
+    alone, unmarked = made("test_alone", TWO), made("test_other", None)
+    for seed in (7, 8):
+        assert {alone, unmarked} <= {*played([*cases, alone, unmarked], seed)}
+    first, second = (played(cases, seed) for seed in (7, 8))
+    assert {len(first), len(second)} == {2, 3}
+    assert {*first} | {*second} == {*cases}
+
+
+def test_of_modules_that_take_turns_one_is_played_whole_and_each_comes_round() -> None:
+    modules = [[made(f"test_{number}", ENGINES, module=module, own=False) for number in range(3)] for module in "abc"]
+    every = [test for module in modules for test in module]
+    rounds = [played(every, seed) for seed in range(3)]
+    assert sorted(modules.index(each) for each in rounds) == [0, 1, 2]
+
+
+def test_functions_that_take_turns_do_so_with_all_their_cases_and_across_modules() -> None:
+    functions = [
+        [made(name, ENDS, case=case, module=module) for case in "xy"]
+        for name, module in (("test_1", "a"), ("test_2", "a"), ("test_3", "b"), ("test_4", "b"))
+    ]
+    every = [test for function in functions for test in function]
+    first, second = played(every, 0), played(every, 1)
+    assert len(first) == len(second) == 4
+    assert {*first} | {*second} == {*every}
+    assert all({*function} <= {*first} or {*function} <= {*second} for function in functions)
+
+
+def test_what_is_called_a_unit_goes_together() -> None:
+    unit = [made(name, pytest.mark.in_turns("engines", unit="lent")) for name in ("test_1", "test_2")]
+    other = [made("test_3", pytest.mark.in_turns("engines"))]
+    assert sorted(len(played([*unit, *other], seed)) for seed in (0, 1)) == [1, 2]
+
+
+def test_one_that_is_asked_for_alone_is_played_whatever_the_commit() -> None:
+    for seed in range(4):
+        assert len(played([made("test_1", ENGINES)], seed)) == 1
+        assert len(played([made("test_1", ENDS)], seed)) == 1
+        assert len(played([made("test_1", TWO, case="5")], seed)) == 1
+
+
+def test_a_whole_sweep_plays_all() -> None:
+    every = [
+        *(made("test_it", TWO, case=str(number)) for number in range(5)),
+        *(made(name, ENGINES, module=name) for name in "abc"),
+        *(made(name, ENDS) for name in ("test_1", "test_2", "test_3")),
+    ]
+    assert played(every, 3, whole=True) == every
