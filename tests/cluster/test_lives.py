@@ -316,6 +316,17 @@ async def test_an_engine_that_does_not_start_on_a_worker_is_named_with_the_worke
             await played(Dice, engine)
 
 
+async def test_what_workers_have_sampled_is_still_counted_while_the_fleet_ends() -> None:
+    async with fleet(2) as (engine, _):
+        async with engine:
+            driver = engine.driver
+            await played(Dice, engine, tasks=game_tasks(4))
+            await until(lambda: engine.stats().sampled_tokens > 0)
+            said = engine.stats().sampled_tokens
+        assert driver.hands == []
+        assert driver.sampled_by_the_gone >= said
+
+
 async def test_an_engine_of_another_agent_that_was_entered_here_is_refused() -> None:
     async with fleet(2) as (engine, _), ScriptedEngine("Fine.") as judge:
         await refused(r"engines\['judge'\]: it was entered here", engine, engines={"judge": judge})
