@@ -67,7 +67,7 @@ class Driver:
         """What the first worker said of itself; the others have to be like it."""
         self.lost_count = 0
         """How many workers were lost so far."""
-        self.sampled_by_the_lost = 0
+        self.sampled_by_the_gone = 0
         """Ids that workers sampled that are gone."""
         self.told: deque[str] = deque(maxlen=TOLD)
         """What happened to workers last, for people."""
@@ -171,6 +171,8 @@ class Driver:
         hand.why = hand.why or str(why)
         process.kill()
         del self._hands[seat]
+        if hand.pulse is not None:
+            self.sampled_by_the_gone += hand.pulse.stats.sampled_tokens
         if not self._ending:
             self._note_loss(hand, why)
         hand.gone.set()
@@ -208,8 +210,6 @@ class Driver:
             return
         lost = self.fleet.lost(hand.seat, now)
         self.lost_count += 1
-        if hand.pulse is not None:
-            self.sampled_by_the_lost += hand.pulse.stats.sampled_tokens
         self.launcher.forget(hand.number, hand.joined)
         playing = f"; the {len(lost)} episodes that it played are played again" if lost else ""
         self._tell(f"{hand.name} is lost: {error}{playing}")

@@ -13,7 +13,7 @@ import anyio.to_thread
 from runner.cluster.words import EngineKnown, Joined
 from runner.engines.base import BaseEngine, Engine, vocabulary_size
 from runner.engines.vllm.worker.shared_memory import shared_memory_of
-from runner.errors import EngineDead
+from runner.errors import DeltarunnerError, EngineDead
 from runner.runs.process import collector_settings
 from runner.runs.watchdogs import until_dead
 from runner.version import installed_version
@@ -52,10 +52,17 @@ class EngineProcess:
                     self._joined.set()
                     await self._until_the_end()
         except Exception as error:
+            if isinstance(error, DeltarunnerError) and not self._joined.is_set():
+                error.args = (f"{error} ({self.name})",)  # its files, its cores and its memory are another machine's
             self._failure = error
             raise
         finally:
             self._joined.set()
+
+    @property
+    def name(self) -> str:
+        """What this process is called, for people."""
+        return f"pid {os.getpid()} on {socket.gethostname()}"
 
     async def _until_the_end(self) -> None:
         deaths: list[EngineDead] = []

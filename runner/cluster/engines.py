@@ -132,7 +132,7 @@ class FleetEngine(PlayingEngine):
         return EngineStats(
             **{name: sum(getattr(stats, name) for stats in pulses) for name in _SUMMED},
             kv_usage=max(usages, default=None),
-            sampled_tokens=self.driver.sampled_by_the_lost + sum(stats.sampled_tokens for stats in pulses),
+            sampled_tokens=self.driver.sampled_by_the_gone + sum(stats.sampled_tokens for stats in pulses),
             tokens_per_second=sum(stats.tokens_per_second for stats in pulses),
             weight_version=self.weight_version,
             state=self.state,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,9 +68,13 @@ def require_ray(who: str, address: str | None = None) -> None:
     """
     if importlib.util.find_spec("ray") is None:
         raise BadOption(f"{who} needs Ray: pip install 'deltarunner[ray]'.")
-    if address is not None and address.startswith("ray://"):
+    given = f"{who}(address={address!r})"
+    if address is None:
+        address = os.environ.get("RAY_ADDRESS", "")
+        given = f"{who}: RAY_ADDRESS={address}"
+    if address.startswith("ray://"):
         raise BadOption(
-            f"{who}(address={address!r}): through Ray Client every call would take a detour; start the script on a "
+            f"{given}: through Ray Client every call would take a detour; start the script on a "
             "machine of the cluster, with address='auto'."
         )
 

@@ -35,6 +35,11 @@ STORE_BYTES: Final = 512 * 1024**2
 """The object store of a cluster of our own: weights that are put into it; what does not fit goes to a disk."""
 
 
+RIGHT_ADDRESS: Final = (
+    "Give the address that `ray start --head` told (host:port), 'auto' on a machine of a cluster that stands, or none "
+    "for one of this machine's own."
+)
+
 CONNECT_SECONDS: Final = 10.0
 """How long a cluster that stands may take to answer at all."""
 
@@ -99,10 +104,11 @@ class RayLauncher:
                     **(settings if own else {}),
                 )
             except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
-                where = "on this machine" if own else f"at {address!r}"
-                raise BadOption(
-                    f"{self._who}(address={self._address!r}): no cluster of Ray {where}: {error}"
-                ) from error
+                if own:
+                    raise BadOption(
+                        f"{self._who}: no cluster of Ray could be started on this machine: {error}"
+                    ) from error
+                raise BadOption(f"{self._nowhere(address)}: {str(error).rstrip('.')}. {RIGHT_ADDRESS}") from error
             self._started = True
         self._require_resources(ray.cluster_resources())
         self._desk = ray.remote(num_cpus=0, max_concurrency=CALLS)(LimiterDesk).remote()
@@ -115,10 +121,11 @@ class RayLauncher:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
         except OSError as error:
-            raise BadOption(
-                f"{self._who}(address={self._address!r}): no cluster of Ray at {address!r}: nothing answers there "
-                f"({error}). Give the address that `ray start --head` told, or none for one of this machine's own."
-            ) from None
+            raise BadOption(f"{self._nowhere(address)}: nothing answers there ({error}). {RIGHT_ADDRESS}") from None
+
+    def _nowhere(self, address: str | None) -> str:
+        given = f"address={self._address!r}" if self._address is not None else "RAY_ADDRESS"
+        return f"{self._who}({given}): no cluster of Ray at {address!r}"
 
     def _require_resources(self, there: Mapping[str, float]) -> None:
         for name, each in (("GPU", self._gpus), ("CPU", self._cpus)):
@@ -172,8 +179,9 @@ class RayLauncher:
 
     def pack(self, value: Any, what: str) -> Any:
         """A value pickled as Ray does, which takes classes of a script along."""
+        cloudpickle = _ray().cloudpickle
         try:
-            return _ray().cloudpickle.dumps(value)
+            return cloudpickle.dumps(value)
         except Exception as error:
             raise BadOption(f"{what} be pickled ({error}): make it in lifespan() or setup(), on the worker.") from None
 
@@ -212,7 +220,12 @@ def host_called(name: str) -> WorkerProcess:
 
 def _ray() -> Any:
     # Not at the top, since it takes a second; and as Any, since its types do not know its own options.
-    return importlib.import_module("ray")
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise BadOption(
+            f"Ray is installed here and does not load ({error}): pip install --force-reinstall 'deltarunner[ray]'."
+        ) from error
 
 
 def _clean_up(shared_memory: Sequence[str], folder: str) -> None:

@@ -30,7 +30,7 @@ from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
 from runner.episode.shared import RunShared
-from runner.errors import BadControl, BadEnvironment
+from runner.errors import BadControl, BadEnvironment, BadInput
 from runner.runs.process import exit_now
 from runner.runs.stage import Stage
 from runner.runs.staleness import Staleness
@@ -88,6 +88,11 @@ class Worker(EngineProcess):
         self._halted = False
         self._leases = itertools.count()
 
+    @property
+    def name(self) -> str:
+        """What it is called, for people."""
+        return f"worker {self.number} on {socket.gethostname()}"
+
     async def end(self) -> None:
         """Let `live` return; runs that are open end first."""
         for number in list(self._runs):
@@ -122,6 +127,8 @@ class Worker(EngineProcess):
                 run.opened.set()
                 await run.over.wait()
         except Exception as error:
+            if isinstance(error, BadInput) and not run.opened.is_set():
+                error.args = (f"{error} ({self.name})",)
             run.failure = error
         finally:
             run.opened.set()
@@ -169,13 +176,12 @@ class Worker(EngineProcess):
             sent: RunSent = pickle.loads(packed)
         except ImportError as error:
             raise BadEnvironment(
-                f"worker {self.number} on {socket.gethostname()} cannot import what the run is of ({error}): install "
+                f"{self.name} cannot import what the run is of ({error}): install "
                 f"it on every machine, or give RayEngines(runtime_env={{'working_dir': '.'}})."
             ) from None
         except Exception as error:
             raise BadEnvironment(
-                f"worker {self.number} on {socket.gethostname()} cannot make the run again from what was sent: "
-                f"{type(error).__name__}: {error}"
+                f"{self.name} cannot make the run again from what was sent: {type(error).__name__}: {error}"
             ) from error
         return sent
 
@@ -341,7 +347,9 @@ def _constructed(sent: RunSent) -> Any:
     try:
         return sent.environment(*arguments, **named)
     except (Exception, SystemExit) as error:
-        raise BadEnvironment(f"{sent.environment.__name__} could not be constructed: {error}") from error
+        raise BadEnvironment(
+            f"{sent.environment.__name__} could not be constructed: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _end_stuck(number: int, blocker: Blocker) -> NoReturn:

@@ -62,6 +62,31 @@ def test_without_ray_it_says_what_to_install(folder: Path, monkeypatch: pytest.M
         play(environment="mine.py:Greeting", workers="2")
 
 
+def test_a_ray_that_does_not_load_is_named_before_anything_is_played(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "ray").mkdir()
+    (folder / "ray" / "__init__.py").write_text("raise ImportError('libray.so: no such file')")
+    monkeypatch.syspath_prepend(str(folder))
+    for module in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(BadOption, match=r"Ray is installed here and does not load \(libray.so: no such file\)"):
+        play(environment="mine.py:Greeting", workers="2")
+
+
+def test_ray_client_is_refused_from_the_environment_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_ray()
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    with pytest.raises(BadOption, match=re.escape("RAY_ADDRESS=ray://10.0.0.1:10001: through Ray Client")):
+        play(environment="mine.py:Greeting", workers="2")
+
+
+def test_an_address_that_is_none_is_refused_with_what_one_looks_like(folder: Path) -> None:
+    require_ray()
+    with pytest.raises(BadOption, match=r"no cluster of Ray at 'nowhere'.*'auto' on a machine of a cluster"):
+        play(environment="mine.py:Greeting", workers="2", cluster="nowhere")
+
+
 def test_an_engine_of_messages_has_no_workers(folder: Path) -> None:
     require_ray()
     with pytest.raises(BadOption, match="ChatEngine samples no token ids"):

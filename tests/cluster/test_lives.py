@@ -10,7 +10,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from runner import BadOption, Conversation, EngineDead, Outcome, Run, RunFile, Task, Trajectory
+from runner import BadModel, BadOption, Conversation, EngineDead, Outcome, Run, RunFile, Task, Trajectory
 from runner.cluster.fleet import RESTARTS
 from runner.cluster.words import Joined, WorkerLost
 from runner.options import Concurrency
@@ -297,8 +297,34 @@ async def test_an_environment_that_a_worker_cannot_construct_is_named_with_its_e
     from runner import BadEnvironment
 
     async with fleet(2) as (engine, _):
-        with pytest.raises(BadEnvironment, match="Broken could not be constructed: no such device"):
+        with pytest.raises(
+            BadEnvironment, match=r"Broken could not be constructed: OSError: no such device \(worker \d on "
+        ):
             await played(Broken(), engine)
+
+
+class Missing(ScriptedEngine):
+    """The folder of its model is not on the machine."""
+
+    async def __aenter__(self) -> Missing:
+        raise BadModel("There is no model folder '/models/policy'.")
+
+
+async def test_an_engine_that_does_not_start_on_a_worker_is_named_with_the_worker() -> None:
+    async with fleet(2, Missing("hi")) as (engine, _):
+        with pytest.raises(BadModel, match=r"^There is no model folder '/models/policy'\. \(worker \d on [^ ]+\)$"):
+            await played(Dice, engine)
+
+
+async def test_what_workers_have_sampled_is_still_counted_while_the_fleet_ends() -> None:
+    async with fleet(2) as (engine, _):
+        async with engine:
+            driver = engine.driver
+            await played(Dice, engine, tasks=game_tasks(4))
+            await until(lambda: engine.stats().sampled_tokens > 0)
+            said = engine.stats().sampled_tokens
+        assert driver.hands == []
+        assert driver.sampled_by_the_gone >= said
 
 
 async def test_an_engine_of_another_agent_that_was_entered_here_is_refused() -> None:
