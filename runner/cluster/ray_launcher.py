@@ -44,6 +44,12 @@ CONNECT_SECONDS: Final = 10.0
 """How long a cluster that stands may take to answer at all."""
 
 
+_LOOPBACK: Final = (
+    "Ray takes a loopback address for this machine's address in its network, so a head that was started on loopback "
+    "alone cannot be reached."
+)
+
+
 class RayLauncher:
     """Starts workers on a cluster of Ray.
 
@@ -108,7 +114,10 @@ class RayLauncher:
                     raise BadOption(
                         f"{self._who}: no cluster of Ray could be started on this machine: {error}"
                     ) from error
-                raise BadOption(f"{self._nowhere(address)}: {str(error).rstrip('.')}. {RIGHT_ADDRESS}") from error
+                # Our own connection found somebody there, and Ray looked elsewhere.
+                loopback = f" {_LOOPBACK}" if _is_loopback(address or "") else ""
+                told = str(error).rstrip(".")
+                raise BadOption(f"{self._nowhere(address)}: {told}. {RIGHT_ADDRESS}{loopback}") from error
             self._started = True
         self._require_resources(ray.cluster_resources())
         self._desk = ray.remote(num_cpus=0, max_concurrency=CALLS)(LimiterDesk).remote()
@@ -232,6 +241,11 @@ def _clean_up(shared_memory: Sequence[str], folder: str) -> None:
     release(shared_memory)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 def _place() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,19 @@ def test_an_address_that_is_none_is_refused_with_what_one_looks_like(folder: Pat
     require_ray()
     with pytest.raises(BadOption, match=r"no cluster of Ray at 'nowhere'.*'auto' on a machine of a cluster"):
         play(environment="mine.py:Greeting", workers="2", cluster="nowhere")
+
+
+def test_a_head_on_loopback_alone_is_refused_with_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_ray()
+
+    def init(**_: Any) -> None:
+        raise ConnectionError("10.0.0.1:6511 does not answer")  # where Ray looks for it
+
+    monkeypatch.setattr("ray.init", init)
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        address = f"127.0.0.1:{somebody.getsockname()[1]}"
+        with pytest.raises(BadOption, match=rf"at '{address}': 10.0.0.1:6511 .* loopback alone cannot be reached"):
+            play(environment="mine.py:Greeting", workers="2", cluster=address)
 
 
 def test_an_engine_of_messages_has_no_workers(folder: Path) -> None:
