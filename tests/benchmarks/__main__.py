@@ -23,6 +23,9 @@ NAMES = (
     "endpoint",
     "parity",
     "fleet",
+    "losses",
+    "hosted",
+    "fleet_weights",
     "ranks",
     "verifiers",
 )

@@ -33,6 +33,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "live": {"EPISODES": 8, "SPOKEN": 20, "TICK": 0.01, "SECONDS": 0.05},
     "streams": {"ROUNDS": 1, "STREAMS": 4, "STEPS": 10},
     "fleet": {"ROUNDS": 1, "EPISODES": 4, "WAITING_EPISODES": 4, "WORKERS": 2, "WAIT": 1},
+    "losses": {"ROUNDS": 1, "MACHINES": 1},
+    "hosted": {"ROUNDS": 1, "STREAMS": 2, "LENGTH": 5},
+    "fleet_weights": {"ROUNDS": 1, "LAYERS": 1},
     "endpoint": {"ROUNDS": 1, "ALONE": 3, "STREAMS": 4, "SHORT": 2, "LONG": 5, "SPREAD": 0.1, "TURNS": 9, "LAST": 2},
     "parity": {"ROUNDS": 1, "EPISODES": 2, "TURNS": 2, "WORDS": "one two three"},
     "ranks": {"EPISODES": 4, "TURNS": 2, "PLACES": 2, "WORDS": "one two three"},
@@ -42,7 +45,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 VLLM = ("streams", "parity", "ranks", "verifiers")
 """Those that load vLLM."""
-RAY = ("fleet",)
+RAY = ("fleet", "losses", "hosted", "fleet_weights")
 """Those that start workers."""
 
 

@@ -1,0 +1,81 @@
+"""An engine in a process of its own that this one asks: what a delta of many streams costs on either side."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+
+import anyio
+import psutil
+
+from runner import RayEngine, Sampling, ScriptedEngine
+from runner.engines.base import Engine, GenerationRequest
+from runner.engines.scripted.script import Latency
+from runner.runs.process import collector_settings, on_event_loop
+from tests.benchmarks.figures import Figure, main
+
+ROUNDS = 5
+STREAMS = 256
+LENGTH = 400
+"""Ids of each stream, one a delta."""
+TICK = 0.02
+
+
+def measure() -> Iterator[Figure]:
+    """Deltas of single ids, of streams that are sampled together."""
+    here, there, rate = zip(*on_event_loop(_shared), strict=True)
+    alone = tuple(on_event_loop(_alone))
+    yield Figure("processor time here for a delta of a shared engine", "us", here)
+    yield Figure("processor time of the engine's process for it, the scripted engine's own included", "us", there)
+    yield Figure("processor time of both together in one process", "us", alone)
+    yield Figure("deltas", "/s", rate)
+
+
+def _engine() -> ScriptedEngine:
+    return ScriptedEngine("one two three " * LENGTH, places=STREAMS, chunks=1, latency=Latency(between=1), tick=TICK)
+
+
+async def _shared() -> list[tuple[float, float, float]]:
+    measured = []
+    async with RayEngine(_engine()) as engine:
+        process = psutil.Process(engine.pid)
+        for _ in range(ROUNDS):
+            before = _worked(process)
+            here, seconds = await _read(engine)
+            deltas = STREAMS * LENGTH
+            measured.append((here, (_worked(process) - before) * 1e6 / deltas, deltas / seconds))
+    return measured
+
+
+async def _alone() -> list[float]:
+    async with _engine() as engine:
+        return [(await _read(engine))[0] for _ in range(ROUNDS)]
+
+
+async def _read(engine: Engine) -> tuple[float, float]:
+    """This process's microseconds for each delta, and the seconds that all took."""
+
+    async def read(number: int) -> None:
+        sampling = dataclasses.replace(Sampling.defaults(), max_tokens=LENGTH)
+        request = GenerationRequest(name=f"{number}/main/0", prompt=[5, 6, 7], sampling=sampling, acts_on_deltas=True)
+        async with engine.stream(request) as stream:
+            deltas = [delta async for delta in stream]
+        if sum(len(delta.token_ids) for delta in deltas) != LENGTH:
+            raise AssertionError(f"{len(deltas)} deltas, {stream.finish}")
+
+    with collector_settings():
+        began, worked = time.perf_counter(), time.process_time()
+        async with anyio.create_task_group() as group:
+            for number in range(STREAMS):
+                group.start_soon(read, number)
+        return (time.process_time() - worked) * 1e6 / (STREAMS * LENGTH), time.perf_counter() - began
+
+
+def _worked(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+if __name__ == "__main__":
+    main(measure)
