@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-import anyio
-
-from runner.concurrency.clocks import Clock, WhileSampling
+from runner.concurrency.clocks import Clock, WhileSampling, loop_time
 from runner.engines.base import FinishReason, Session
 from runner.engines.message_engine import MessageEngine, MessageFinish, MessagePiece, MessageRequest, MessageStream
 from runner.episode.forest import Head, Node
@@ -176,7 +174,7 @@ class MessageTurn:
         state = self._state
         state.play.report_activity(f"{state.name}: engine")
         stall_seconds = state.play.limits.configured.stall_seconds
-        began = anyio.current_time()
+        began = loop_time()
         silence = Clock(counts_sampling=True)
         with WhileSampling(), silence:
             try:
@@ -197,11 +195,11 @@ class MessageTurn:
     async def _read(self, pieces: MessageStream, said: _Said, silence: Clock, began: float) -> None:
         stall_seconds = self._state.play.limits.configured.stall_seconds
         patience = math.inf if stall_seconds is None else stall_seconds
-        heard = anyio.current_time()
+        heard = loop_time()
         first: float | None = None
         silence.start(stall_seconds)
         async for piece in pieces:
-            now = anyio.current_time()
+            now = loop_time()
             if first is None:
                 first = now
                 said.timings.first_token = max(0.0, now - began - pieces.waited)

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-import anyio
-
-from runner.concurrency.clocks import Clock, Waiting, WhileSampling
+from runner.concurrency.clocks import Clock, Waiting, WhileSampling, loop_time
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, FinishReason, GenerationRequest
 from runner.episode.turn_listener import TurnListener
 from runner.errors import EngineError, EngineStalled
@@ -235,10 +233,10 @@ async def _read(
     stall_seconds: float | None,
 ) -> None:
     patience = math.inf if stall_seconds is None else stall_seconds
-    admitted = heard = first = anyio.current_time()
+    admitted = heard = first = loop_time()
     silence.start(stall_seconds)
     async for delta in deltas:
-        now = anyio.current_time()
+        now = loop_time()
         if into.end == into.start:
             first = now
             into.timings.first_token = now - admitted
