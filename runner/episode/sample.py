@@ -13,7 +13,7 @@ from runner.episode.turn_listener import TurnListener
 from runner.errors import EngineError, EngineStalled
 from runner.options import Sampling
 from runner.tokens.decode import IncrementalDecoder
-from runner.tokens.log import Source, TokenLog, VersionSpan
+from runner.tokens.log import Source, TokenLog
 from runner.tokens.tokenizer import Tokenizer
 from runner.trajectory import Timings
 from runner.turn_events import IdsSampled, TurnAdmitted
@@ -109,7 +109,8 @@ class Sample:
         if finish.reason is FinishReason.ERROR and self.text is None:
             self.error = self.error or EngineError(f"the engine failed: {finish.stop}")
         self.cached_tokens = finish.cached_tokens
-        self.log.stamp(_clipped(finish.versions, self.end - self.start), self.start)
+        # The engine counts all that it sampled; what came past a stop string is not in the log.
+        self.log.stamp(finish.versions, self.start)
         if self.text is not None:
             self.finish = FinishReason.STOP
         elif self.error is not None:
@@ -251,8 +252,3 @@ async def _read(
         into.keep(delta)
         into.timings.decode = now - first
     silence.lift()
-
-
-def _clipped(spans: Sequence[VersionSpan], length: int) -> list[VersionSpan]:
-    # The engine counts all that it sampled; what came past a stop string is not in the log.
-    return [VersionSpan(s.version, s.start, min(s.end, length)) for s in spans if s.start < length]
