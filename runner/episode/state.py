@@ -297,6 +297,8 @@ class ConversationState:
 
     def _order_segments(self) -> None:
         """Put the segments in the order of their first turns: of turns at the same time, a later one may end first."""
+        if len(self.segments) < 2:
+            return
         first: dict[int, int] = {}
         for node in self.nodes:
             at = id(node.segment)
