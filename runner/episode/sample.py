@@ -199,24 +199,23 @@ async def _sample_once(
     """Whether the engine cut the turn for its trainer, so that it has to be sampled again."""
     stream = engine.stream(request)
     cuts = engine.cuts
-    silence = Clock(counts_sampling=True)
+    silence = Clock(stall_seconds, counts_sampling=True)
     ended = False
-    with silence:
-        try:
-            with Waiting() as waiting:
-                async with stream as deltas:
-                    waiting.over()
-                    into.timings.queued += waiting.seconds
-                    into.begin(*new)
-                    with engine.standstill.watched():
-                        await _read(into, deltas, stops, silence, stall_seconds)
-                    ended = True
-        except EngineError as error:
-            into.error = error
-        finally:
-            if silence.fired:
-                into.error = EngineStalled(f"{request.name}: the engine sent nothing for {stall_seconds:g} s")
-            into.close(stream)
+    try:
+        with Waiting() as waiting:
+            async with stream as deltas:
+                waiting.over()
+                into.timings.queued += waiting.seconds
+                into.begin(*new)
+                with silence, engine.standstill.watched():
+                    await _read(into, deltas, stops, silence)
+                ended = True
+    except EngineError as error:
+        into.error = error
+    finally:
+        if silence.fired:
+            into.error = EngineStalled(f"{request.name}: the engine sent nothing for {stall_seconds:g} s")
+        into.close(stream)
     aborted = ended and into.error is None and into.finish is FinishReason.ABORT
     if aborted and engine.cuts == cuts:  # else it could be sampled again and again
         into.fail(EngineError(f"{request.name}: the engine ended the request by itself"))
@@ -226,16 +225,9 @@ async def _sample_once(
     return aborted
 
 
-async def _read(
-    into: Sample,
-    deltas: DeltaStream,
-    stops: StopStrings | None,
-    silence: Clock,
-    stall_seconds: float | None,
-) -> None:
-    patience = math.inf if stall_seconds is None else stall_seconds
+async def _read(into: Sample, deltas: DeltaStream, stops: StopStrings | None, silence: Clock) -> None:
+    patience = math.inf if silence.seconds is None else silence.seconds
     admitted = heard = first = loop_time()
-    silence.start(stall_seconds)
     async for delta in deltas:
         now = loop_time()
         if into.end == into.start:
@@ -244,11 +236,10 @@ async def _read(
         # Moving the deadline costs a timer, so it moves at an eighth of the patience, not at every delta.
         if now - heard > patience / 8:
             heard = now
-            silence.start(stall_seconds)
+            silence.start(silence.seconds)
         kept = stops.feed(delta.token_ids) if stops is not None else None
         if kept is not None and stops is not None:
             into.stopped(stops, delta, kept)
             break
         into.keep(delta)
         into.timings.decode = now - first
-    silence.lift()
