@@ -69,7 +69,7 @@ class Sample:
         self.log.append_sampled(delta.token_ids, delta.logprobs)
         if delta.top is not None:
             self.log.append_top(self.start, delta.top)
-        self.end = len(self.log)
+        self.end += len(delta.token_ids)
         if self.watch is not None:
             self.watch(IdsSampled(delta.token_ids, delta.logprobs, delta.top))
         if self.listener is not None:

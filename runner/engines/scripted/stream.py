@@ -112,8 +112,9 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
                 raise self._failure
             if self._is_cut and self._delivery is not None:
                 return self._abort(self._delivery)
-            # Without it a reader that is woken at every tick would never hear of its cancellation on asyncio.
-            await checkpoint_if_cancelled()
+            if self._arrived:
+                # Without it a reader that is woken at every tick would never hear of its cancellation on asyncio.
+                await checkpoint_if_cancelled()
             self._news = anyio.Event()
             await self._news.wait()
         return self._next()
