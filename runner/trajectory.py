@@ -101,6 +101,13 @@ class Timings:
     environment: float = 0.0
     """The time that the tools or the step took to answer the turn."""
 
+    def add(self, other: Timings) -> None:
+        """Count the time of another turn too."""
+        self.queued += other.queued
+        self.first_token += other.first_token
+        self.decode += other.decode
+        self.environment += other.environment
+
 
 # These are shown in one line each, whatever they hold. Python shows what a task gave wherever it shows the task, and
 # asyncio does so at the end of every run: all ids, once for each turn, took seconds where there were many.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -10,9 +11,17 @@ from typing import Self
 
 import anyio
 
-__all__ = ["Asking", "Clock", "Standstill", "Waiting", "WhileSampling"]
+__all__ = ["Asking", "Clock", "Standstill", "Waiting", "WhileSampling", "loop_time"]
 
 _running: ContextVar[tuple[Clock, ...]] = ContextVar("running_clocks", default=())
+
+
+def loop_time() -> float:
+    """What `anyio.current_time` says, at a fifth of what that costs: a turn asks for it some twenty times."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:  # another event loop than asyncio's
+        return anyio.current_time()
 
 
 class Clock:
@@ -50,7 +59,7 @@ class Clock:
         self.seconds = seconds
         self._remaining = math.inf if seconds is None else seconds
         if not self._still:
-            self.scope.deadline = anyio.current_time() + self._remaining
+            self._run()
 
     def lift(self) -> None:
         """Take the limit off; the block goes on."""
@@ -82,11 +91,16 @@ class Clock:
             return
         self._still = still
         if not still:
-            if self._remaining != math.inf:
-                self.scope.deadline = anyio.current_time() + self._remaining
+            self._run()
         elif self.scope.deadline != math.inf:
             # A deadline that has passed in this very moment fires when the clock goes on.
-            self._remaining = max(0.0, self.scope.deadline - anyio.current_time())
+            self._remaining = max(0.0, self.scope.deadline - loop_time())
+            self.scope.deadline = math.inf
+
+    def _run(self) -> None:
+        if self._remaining != math.inf:
+            self.scope.deadline = loop_time() + self._remaining
+        elif self.scope.deadline != math.inf:  # moving it costs a timer, and most blocks never had one
             self.scope.deadline = math.inf
 
     def is_over_this_task(self) -> bool:
@@ -136,7 +150,7 @@ class Waiting:
     def begin(self) -> None:
         """Stop the clocks; another task may do it for the one that waits."""
         self._waits = True
-        self.began = anyio.current_time()
+        self.began = loop_time()
         for clock in self._clocks:
             clock.stop()
 
@@ -144,7 +158,7 @@ class Waiting:
         """End the wait, and the clocks go on; a second call does nothing."""
         if self._waits:
             self._waits = False
-            self.seconds = anyio.current_time() - self.began
+            self.seconds = loop_time() - self.began
             for clock in self._clocks:
                 clock.go_on()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
+from types import TracebackType
 
 import anyio
 
@@ -341,11 +341,7 @@ class Conversation:
         """
         self._closed = True
         if self._speech is not None:
-            self._speech.scope.cancel()
-            # Shielded, since an episode that was cancelled itself wants the last tokens too; bounded, since the task
-            # that speaks may be the author's and swallow its cancellation.
-            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + DRAIN_SECONDS):
-                await self._speech.over.wait()
+            await self._speech.cut()
         self._state.close_sessions()
 
     def _node(self, turn: Turn) -> Node:
@@ -354,8 +350,7 @@ class Conversation:
             raise BadOption(f"{turn!r} is no turn of conversation {self.name!r}: give one of its turns.")
         return node
 
-    @contextmanager
-    def _speaking(self) -> Iterator[None]:
+    def _speaking(self) -> _Speech:
         """One `generate` at a time; `close` cuts it, from whatever task it was called in."""
         if self._closed:
             raise self._is_over()
@@ -364,21 +359,37 @@ class Conversation:
                 f"conversation {self.name!r} is already generating: two turns of one agent cannot be sampled at once. "
                 f"Open a second one: self.episode.conversation('another name')."
             )
-        self._speech = _Speech()
-        try:
-            with self._speech.scope:
-                yield
-        finally:
-            self._speech.over.set()
-            self._speech = None
+        return _Speech(self)
 
     def _is_over(self) -> EpisodeOver:
         return EpisodeOver(f"{self._state.play.key.id} is over, and with it the conversation of {self.name!r}")
 
 
-@dataclass(frozen=True, slots=True)
 class _Speech:
-    """A `generate` that is running, and how to end it from another task."""
+    """The block of a `generate`, which another task may cut."""
 
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    over: anyio.Event = field(default_factory=anyio.Event)
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self._scope = anyio.CancelScope()
+        self._over: anyio.Event | None = None  # made only by who waits for it
+
+    def __enter__(self) -> None:
+        self._conversation._speech = self
+        self._scope.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        self._conversation._speech = None
+        if self._over is not None:
+            self._over.set()
+        return bool(self._scope.__exit__(kind, error, traceback))
+
+    async def cut(self) -> None:
+        """Cut it, and wait until what was sampled is kept."""
+        self._scope.cancel()
+        over = self._over = self._over or anyio.Event()
+        # Shielded, since an episode that was cancelled itself wants the last tokens too; bounded, since the task that
+        # speaks may be the author's and swallow its cancellation.
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + DRAIN_SECONDS):
+            await over.wait()

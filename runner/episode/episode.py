@@ -7,11 +7,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import anyio
-
 from runner.chat_requests import Asked
 from runner.checked import whole
-from runner.concurrency.clocks import Waiting
+from runner.concurrency.clocks import Waiting, loop_time
 from runner.endpoint.endpoint import Endpoint, serving
 from runner.episode.conversation import Conversation, open_conversation
 from runner.episode.key import MAIN, task_rng
@@ -238,14 +236,14 @@ class Episode:
             The messages to be added to its conversation; None where `step` ends the episode.
         """
         self.turn = turn
-        began = anyio.current_time()
+        began = loop_time()
         try:
             if turn.tool_calls:
                 answers: list[Message] = await self._play.states[turn.agent].conversation.call_tools(turn)
                 return answers
             return await self._step(turn)
         finally:
-            turn.timings.environment += anyio.current_time() - began
+            turn.timings.environment += loop_time() - began
 
     async def _step(self, turn: Turn) -> list[Message] | None:
         play = self._play

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-import anyio
-
-from runner.concurrency.clocks import Clock, WhileSampling
+from runner.concurrency.clocks import Clock, WhileSampling, loop_time
 from runner.engines.base import FinishReason, Session
 from runner.engines.message_engine import MessageEngine, MessageFinish, MessagePiece, MessageRequest, MessageStream
 from runner.episode.forest import Head, Node
@@ -176,14 +174,15 @@ class MessageTurn:
         state = self._state
         state.play.report_activity(f"{state.name}: engine")
         stall_seconds = state.play.limits.configured.stall_seconds
-        began = anyio.current_time()
-        silence = Clock(counts_sampling=True)
-        with WhileSampling(), silence:
+        began = loop_time()
+        silence = Clock(stall_seconds, counts_sampling=True)
+        with WhileSampling():
             try:
                 async with stream as pieces:
                     said.admitted = True
                     admitted()
-                    await self._read(pieces, said, silence, began)
+                    with silence:
+                        await _read(pieces, said, silence, began)
             except EngineError as error:
                 said.error = error
             finally:
@@ -193,25 +192,6 @@ class MessageTurn:
             said.error = EngineStalled(f"{state.play.key.id}: the server sent nothing for {stall_seconds:g} s")
         if said.error is not None:
             said.finish = MessageFinish(FinishReason.ERROR, str(said.error), said.finish.usage)
-
-    async def _read(self, pieces: MessageStream, said: _Said, silence: Clock, began: float) -> None:
-        stall_seconds = self._state.play.limits.configured.stall_seconds
-        patience = math.inf if stall_seconds is None else stall_seconds
-        heard = anyio.current_time()
-        first: float | None = None
-        silence.start(stall_seconds)
-        async for piece in pieces:
-            now = anyio.current_time()
-            if first is None:
-                first = now
-                said.timings.first_token = max(0.0, now - began - pieces.waited)
-            # Moving the deadline costs a timer, so it moves at an eighth of the patience, not at every piece.
-            if now - heard > patience / 8:
-                heard = now
-                silence.start(stall_seconds)
-            said.keep(piece)
-            said.timings.decode = now - first
-        silence.lift()
 
     # --- what came of it
 
@@ -282,6 +262,23 @@ class MessageTurn:
         turn.segment = state.place_of(segment)
         head.node, head.whole, head.again = node, "", None
         return turn
+
+
+async def _read(pieces: MessageStream, said: _Said, silence: Clock, began: float) -> None:
+    patience = math.inf if silence.seconds is None else silence.seconds
+    heard = loop_time()
+    first: float | None = None
+    async for piece in pieces:
+        now = loop_time()
+        if first is None:
+            first = now
+            said.timings.first_token = max(0.0, now - began - pieces.waited)
+        # Moving the deadline costs a timer, so it moves at an eighth of the patience, not at every piece.
+        if now - heard > patience / 8:
+            heard = now
+            silence.start(silence.seconds)
+        said.keep(piece)
+        said.timings.decode = now - first
 
 
 def _origin(node: Node | None) -> Origin | None:

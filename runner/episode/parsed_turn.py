@@ -89,8 +89,7 @@ def checked_call(
     call: ToolCall, spelling: Spelling | StreamedSpelling, names: Collection[str], chat: ChatModel
 ) -> ToolCall:
     """The call as it was said; one with an error where the name that the model made up would become control ids."""
-    arguments = spelling.healed(call.arguments)
-    call = ToolCall(call.id, spelling.healed(call.name), arguments, error=spelling.healed_error(call.error))
+    call = spelling.healed_call(call)
     if call.error is not None or call.name in names:
         return call
     if chat.tokenizer.control_ids.isdisjoint(chat.tokenizer.encode(call.name)):

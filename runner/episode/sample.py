@@ -7,15 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-import anyio
-
-from runner.concurrency.clocks import Clock, Waiting, WhileSampling
+from runner.concurrency.clocks import Clock, Waiting, WhileSampling, loop_time
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, FinishReason, GenerationRequest
 from runner.episode.turn_listener import TurnListener
 from runner.errors import EngineError, EngineStalled
 from runner.options import Sampling
 from runner.tokens.decode import IncrementalDecoder
-from runner.tokens.log import Source, TokenLog, VersionSpan
+from runner.tokens.log import Source, TokenLog
 from runner.tokens.tokenizer import Tokenizer
 from runner.trajectory import Timings
 from runner.turn_events import IdsSampled, TurnAdmitted
@@ -71,7 +69,7 @@ class Sample:
         self.log.append_sampled(delta.token_ids, delta.logprobs)
         if delta.top is not None:
             self.log.append_top(self.start, delta.top)
-        self.end = len(self.log)
+        self.end += len(delta.token_ids)
         if self.watch is not None:
             self.watch(IdsSampled(delta.token_ids, delta.logprobs, delta.top))
         if self.listener is not None:
@@ -111,7 +109,8 @@ class Sample:
         if finish.reason is FinishReason.ERROR and self.text is None:
             self.error = self.error or EngineError(f"the engine failed: {finish.stop}")
         self.cached_tokens = finish.cached_tokens
-        self.log.stamp(_clipped(finish.versions, self.end - self.start), self.start)
+        # The engine counts all that it sampled; what came past a stop string is not in the log.
+        self.log.stamp(finish.versions, self.start)
         if self.text is not None:
             self.finish = FinishReason.STOP
         elif self.error is not None:
@@ -200,24 +199,23 @@ async def _sample_once(
     """Whether the engine cut the turn for its trainer, so that it has to be sampled again."""
     stream = engine.stream(request)
     cuts = engine.cuts
-    silence = Clock(counts_sampling=True)
+    silence = Clock(stall_seconds, counts_sampling=True)
     ended = False
-    with silence:
-        try:
-            with Waiting() as waiting:
-                async with stream as deltas:
-                    waiting.over()
-                    into.timings.queued += waiting.seconds
-                    into.begin(*new)
-                    with engine.standstill.watched():
-                        await _read(into, deltas, stops, silence, stall_seconds)
-                    ended = True
-        except EngineError as error:
-            into.error = error
-        finally:
-            if silence.fired:
-                into.error = EngineStalled(f"{request.name}: the engine sent nothing for {stall_seconds:g} s")
-            into.close(stream)
+    try:
+        with Waiting() as waiting:
+            async with stream as deltas:
+                waiting.over()
+                into.timings.queued += waiting.seconds
+                into.begin(*new)
+                with silence, engine.standstill.watched():
+                    await _read(into, deltas, stops, silence)
+                ended = True
+    except EngineError as error:
+        into.error = error
+    finally:
+        if silence.fired:
+            into.error = EngineStalled(f"{request.name}: the engine sent nothing for {stall_seconds:g} s")
+        into.close(stream)
     aborted = ended and into.error is None and into.finish is FinishReason.ABORT
     if aborted and engine.cuts == cuts:  # else it could be sampled again and again
         into.fail(EngineError(f"{request.name}: the engine ended the request by itself"))
@@ -227,34 +225,21 @@ async def _sample_once(
     return aborted
 
 
-async def _read(
-    into: Sample,
-    deltas: DeltaStream,
-    stops: StopStrings | None,
-    silence: Clock,
-    stall_seconds: float | None,
-) -> None:
-    patience = math.inf if stall_seconds is None else stall_seconds
-    admitted = heard = first = anyio.current_time()
-    silence.start(stall_seconds)
+async def _read(into: Sample, deltas: DeltaStream, stops: StopStrings | None, silence: Clock) -> None:
+    patience = math.inf if silence.seconds is None else silence.seconds
+    admitted = heard = first = loop_time()
     async for delta in deltas:
-        now = anyio.current_time()
+        now = loop_time()
         if into.end == into.start:
             first = now
             into.timings.first_token = now - admitted
         # Moving the deadline costs a timer, so it moves at an eighth of the patience, not at every delta.
         if now - heard > patience / 8:
             heard = now
-            silence.start(stall_seconds)
+            silence.start(silence.seconds)
         kept = stops.feed(delta.token_ids) if stops is not None else None
         if kept is not None and stops is not None:
             into.stopped(stops, delta, kept)
             break
         into.keep(delta)
         into.timings.decode = now - first
-    silence.lift()
-
-
-def _clipped(spans: Sequence[VersionSpan], length: int) -> list[VersionSpan]:
-    # The engine counts all that it sampled; what came past a stop string is not in the log.
-    return [VersionSpan(s.version, s.start, min(s.end, length)) for s in spans if s.start < length]

@@ -18,7 +18,7 @@ from typing import Any
 import anyio
 
 from runner.chat_requests import ChatRequest
-from runner.concurrency.clocks import Waiting
+from runner.concurrency.clocks import Waiting, loop_time
 from runner.concurrency.exit_stack import ThreadedExitStack
 from runner.concurrency.user_code import AuthorCode, TooSlow
 from runner.engines.base import Session
@@ -74,7 +74,7 @@ class EpisodeState:
     def report_activity(self, what: str) -> None:
         """Say what the episode waits for from now on, for the live display and for whoever looks for a stuck one."""
         self.activity = what
-        self.since = anyio.current_time()
+        self.since = loop_time()
 
     def take_limits(self) -> None:
         """Take over the limits that `setup()` may have given its episode."""
@@ -297,6 +297,8 @@ class ConversationState:
 
     def _order_segments(self) -> None:
         """Put the segments in the order of their first turns: of turns at the same time, a later one may end first."""
+        if len(self.segments) < 2:
+            return
         first: dict[int, int] = {}
         for node in self.nodes:
             at = id(node.segment)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -86,7 +86,7 @@ class CallReader:
         content = [part.strip() for part in parts if isinstance(part, str)]
         return Reading("\n".join(filter(None, content)), calls)
 
-    def parts(self, text: str, schemas: Schemas | None = None, *, begun: bool = False) -> Iterator[str | ReadCall]:
+    def parts(self, text: str, schemas: Schemas | None = None, *, begun: bool = False) -> Iterable[str | ReadCall]:
         """The same in the order of the text: each call, and what stands in front of, between and behind them.
 
         Args:
@@ -163,24 +163,16 @@ class CallReader:
             return (closed or post).end()
         return limit
 
-    def _bare(self, text: str, schemas: Schemas | None) -> Iterator[str | ReadCall]:
+    def _bare(self, text: str, schemas: Schemas | None) -> list[str | ReadCall]:
         """Calls that nothing announces: all the rest of the turn from some place on."""
-        unreadable: tuple[int, list[ReadCall]] | None = None
+        unreadable: list[str | ReadCall] = []
         for start in self._candidates(text, tuple(schemas or ())):
             calls = self._bare_calls(text, start, schemas)
-            if not calls:
-                continue
-            if calls[-1].error is None:
-                yield text[:start]
-                yield from calls
-                return
-            unreadable = unreadable or (start, calls)
-        if unreadable is None:
-            yield text
-            return
-        start, calls = unreadable
-        yield text[:start]
-        yield from calls
+            if calls and calls[-1].error is None:
+                return [text[:start], *calls]
+            if calls:
+                unreadable = unreadable or [text[:start], *calls]
+        return unreadable or [text]
 
     def _bare_calls(self, text: str, start: int, schemas: Schemas | None) -> list[ReadCall]:
         """The calls that all the text from `start` on is; none where it is something else."""
@@ -197,7 +189,7 @@ class CallReader:
         named = schemas is None or not self._by_name or all(call.name in schemas for call in calls)
         return calls if named and not text[end:].strip() else []
 
-    def _candidates(self, text: str, names: tuple[str, ...]) -> Iterator[int]:
+    def _candidates(self, text: str, names: tuple[str, ...]) -> list[int]:
         """Where calls may begin: at the start of a line, or anywhere with the name of a tool."""
         patterns = [self.patterns.line_start, *([self.patterns.named(names)] if names else [])]
         starts = {
@@ -205,7 +197,7 @@ class CallReader:
             for pattern in patterns
             for match in itertools.islice(pattern.finditer(text), MOST_CANDIDATES)
         }
-        yield from sorted(starts)
+        return sorted(starts)
 
     @property
     def _by_name(self) -> bool:
@@ -305,8 +297,8 @@ class CallReader:
             why, at, name = self.patterns.missing(self.patterns.before_arguments, text, at)
             # Where nothing announces calls, a tool's name alone begins none.
             raise _Malformed(why, at, name if self.format.trigger else "")
-        name = head.groupdict().get("name") or ""
-        call_id = head.groupdict().get("id")
+        before = head.groupdict()
+        name = before.get("name") or ""
         schema = (schemas or {}).get(name, {})
         try:
             arguments, at = self.patterns.arguments(text, head.end(), schema, whole)
@@ -315,8 +307,8 @@ class CallReader:
         tail = self.patterns.tail.match(text, at)
         if tail is None:
             raise _Malformed(f"{self.patterns.tail_text!r} is missing behind its arguments", at, name)
-        found = {**tail.groupdict(), **{key: value for key, value in head.groupdict().items() if value}}
-        return ReadCall(found.get("name") or name, arguments, found.get("id") or call_id), tail.end()
+        behind = tail.groupdict()
+        return ReadCall(name or behind.get("name") or "", arguments, before.get("id") or behind.get("id")), tail.end()
 
     def _object(self, text: str, at: int) -> tuple[ReadCall, int]:
         """A call that is one JSON object, its members in any order, others beside them."""

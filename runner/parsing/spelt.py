@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from runner.messages import ToolCall
 from runner.tokens.decode import IncrementalDecoder
 from runner.tokens.tokenizer import Tokenizer
 
@@ -38,9 +39,9 @@ class Spelling:
         """A value that was read from `text`, with its names whole again."""
         return value if self._healer is None else self._healer.healed(value)
 
-    def healed_error(self, why: str | None) -> str | None:
-        """The same for words about the text, which may quote it."""
-        return why if self._healer is None else self._healer.healed_error(why)
+    def healed_call(self, call: ToolCall) -> ToolCall:
+        """The same for a call, whose error may quote the text."""
+        return call if self._healer is None else self._healer.healed_call(call)
 
 
 class StreamedSpelling:
@@ -66,12 +67,13 @@ class StreamedSpelling:
         """A value that was read, with its names whole again."""
         return _healed(value, self._sign) if self._broken else value
 
-    def healed_error(self, why: str | None) -> str | None:
-        """The same for words about the text, which may quote it."""
-        if not why or not self._broken:
-            return why
-        quoted = repr(self._sign)[1:-1]
-        return str(_healed(_once(why, re.escape(quoted)), self._sign))
+    def healed_call(self, call: ToolCall) -> ToolCall:
+        """The same for a call, whose error may quote the text."""
+        if not self._broken:
+            return call
+        quoted = re.escape(repr(self._sign)[1:-1])
+        error = call.error and self.healed(_once(call.error, quoted))
+        return ToolCall(call.id, self.healed(call.name), self.healed(call.arguments), error=error)
 
     def _unspelt(self, piece: str) -> str:
         """The piece with its last character set apart where it completes a name."""

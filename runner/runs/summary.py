@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from runner.engines.base import FinishReason
 from runner.engines.message_engine import Usage
-from runner.trajectory import Outcome, Trajectory, Turn
+from runner.tokens.junction import Anchor, Close, Result, Seam
+from runner.trajectory import Outcome, Timings, Trajectory, Turn
 
 __all__ = ["Mean", "Summary", "TokenCounts", "UsageCounts"]
 
@@ -143,13 +145,13 @@ class Summary:
     resent: int = 0
     """How many requests were sent to servers again, likewise."""
 
-    junctions: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
+    junctions: Counter[tuple[Result, Anchor, Close, Seam]] = field(default_factory=Counter)
     """How often each (result, anchor, close, seam) of a junction came."""
 
     junction_causes: Counter[str] = field(default_factory=Counter)
     """Why some messages were not simply appended, and how often."""
 
-    finishes: Counter[str] = field(default_factory=Counter)
+    finishes: Counter[FinishReason] = field(default_factory=Counter)
     """How many turns finished for each reason."""
 
     calls: int = 0
@@ -164,8 +166,8 @@ class Summary:
     tolerated: Counter[str] = field(default_factory=Counter)
     """How many of these had which difference that changed nothing."""
 
-    times: dict[str, float] = field(default_factory=dict)
-    """Seconds of all turns together, as `queued`, `first_token`, `decode` and `environment`."""
+    times: Timings = field(default_factory=Timings)
+    """Where the time of all turns together went."""
 
     turns: int = 0
     """The turns of all agents."""
@@ -291,7 +293,7 @@ class Summary:
             "metrics": {name: mean.as_dict() for name, mean in self.metrics.items()},
             "pass_at": {str(k): self.pass_at(k) for k in (1 << power for power in range(self.group_size.bit_length()))},
             "turns": self.turns,
-            "finishes": dict(sorted(self.finishes.items())),
+            "finishes": {finish.value: count for finish, count in sorted(self.finishes.items())},
             "calls": self.calls,
             "malformed_calls": self.malformed_calls,
             "requests": dict(sorted(self.requests.items())),
@@ -303,7 +305,7 @@ class Summary:
             "junctions": {"/".join(key): count for key, count in sorted(self.junctions.items())},
             "junction_causes": dict(sorted(self.junction_causes.items())),
             "seconds": self.elapsed,
-            "times": dict(self.times),
+            "times": asdict(self.times),
             "tokens_per_second": self.tokens_per_second,
             "retried": self.retried,
             "stale": self.stale,
@@ -313,7 +315,7 @@ class Summary:
 
     def _add_turn(self, turn: Turn) -> None:
         self.turns += 1
-        self.finishes[turn.finish.value] += 1
+        self.finishes[turn.finish] += 1
         self.tokens.prompt += turn.start
         self.tokens.cached += turn.cached_tokens or 0
         self.tokens.sampled += turn.end - turn.start
@@ -322,14 +324,13 @@ class Summary:
         self.resampled += turn.resampled
         self.calls += len(turn.tool_calls)
         self.malformed_calls += sum(call.error is not None for call in turn.tool_calls)
-        for name in ("queued", "first_token", "decode", "environment"):
-            self.times[name] = self.times.get(name, 0.0) + getattr(turn.timings, name)
+        self.times.add(turn.timings)
         junction = turn.junction
         if junction is not None:
             self.tokens.bridged += junction.inserted
             if junction.cause:
                 self.junction_causes[junction.cause] += 1
-            self.junctions[junction.result.value, junction.anchor.value, junction.close.value, junction.seam.value] += 1
+            self.junctions[junction.result, junction.anchor, junction.close, junction.seam] += 1
 
 
 SOLVED = 1.0

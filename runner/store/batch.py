@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
+from runner.options import Sampling
 from runner.store.codec import origin_values, request_values, segment_values, trajectory_values, turn_values
 from runner.store.columns import Table, encode_text, insertion
 from runner.store.json_values import class_name, encode_json
@@ -88,6 +89,8 @@ class Packer:
         self._next_key = next_key
         self._launch = launch
         self._written: OrderedDict[Hashable, None] = OrderedDict()
+        # Nearly all turns of a run share one object, and taking it apart costs as much as the rest of a turn's row.
+        self._sampled: tuple[Sampling | None, str] = None, ""
 
     def forget(self) -> None:
         """Forget what the file holds: after a transaction that failed it may hold nothing of what was packed."""
@@ -124,9 +127,12 @@ class Packer:
         return self._refer(batch, CONSTRAINTS, kind, kind, constraint.value)
 
     def _sampling(self, batch: Batch, turn: Turn) -> int | None:
-        if turn.sampling is None:
+        sampling = turn.sampling
+        if sampling is None:
             return None
-        return self._refer(batch, SAMPLINGS, "sampling", encode_json(turn.sampling.given()))
+        if sampling is not self._sampled[0]:
+            self._sampled = sampling, encode_json(sampling.given())
+        return self._refer(batch, SAMPLINGS, "sampling", self._sampled[1])
 
     def _refer(self, batch: Batch, table: Table, kind: str, *values: str) -> int:
         """The key of a row that many others refer to; the row itself goes along the first time."""

@@ -15,6 +15,7 @@ import functools
 import json
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
@@ -65,9 +66,10 @@ class Borders:
     def __init__(self, names: Iterable[str]) -> None:
         names = [name for name in names if name]
         self._joined = "\0".join(names)
-        self._heads = frozenset(name[:end] for name in names for end in range(1, len(name)))
+        # What is compared with the end of a text is read from right to left, as that end is.
+        self._heads = frozenset(name[:end][::-1] for name in names for end in range(1, len(name)))
         self._tails = frozenset(name[start:] for name in names for start in range(1, len(name)))
-        self._longest = max(map(len, names), default=0)
+        self._longest = max(map(len, names), default=1)
 
     def touched_by(self, text: str) -> bool:
         """`text` is inside a name, or begins as a name ends, or ends as a name begins; also without its white space."""
@@ -77,10 +79,10 @@ class Borders:
         return any(map(self._begins, {text, text.lstrip()})) or any(map(self._ends, {text, text.rstrip()}))
 
     def _begins(self, text: str) -> bool:
-        return any(text[:end] in self._tails for end in range(1, min(len(text), self._longest) + 1))
+        return not self._tails.isdisjoint(accumulate(text[: self._longest]))
 
     def _ends(self, text: str) -> bool:
-        return any(text[-length:] in self._heads for length in range(1, min(len(text), self._longest) + 1))
+        return not self._heads.isdisjoint(accumulate(text[-self._longest :][::-1]))
 
 
 class AddedTokens:

@@ -99,8 +99,13 @@ class TokenLog:
         self.sources[start:end] = array("b", kept)
 
     def stamp(self, spans: Iterable[VersionSpan], start: int) -> None:
-        """Record weight versions; the spans count from `start`, the first id of the turn."""
-        self.versions.extend(VersionSpan(span.version, start + span.start, start + span.end) for span in spans)
+        """Record weight versions; the spans count from `start`, the first id of the turn, and may go past the last."""
+        end = len(self.ids)
+        self.versions.extend(
+            VersionSpan(span.version, start + span.start, min(start + span.end, end))
+            for span in spans
+            if start + span.start < end
+        )
 
     def mask(self) -> array[int]:
         """The loss mask: 1 for ids sampled in this segment, else 0; shape [length], int8."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import orjson
 
@@ -15,7 +14,7 @@ from runner.tokens.template import ToolSchema
 __all__ = ["AnsweredTurn", "Arrival", "Shape", "is_plain"]
 
 
-@dataclass(frozen=True)  # without slots, since the shape is kept in it
+@dataclass(frozen=True, slots=True)
 class AnsweredTurn:
     """A turn of the model and the messages that answer it: what a bridge is made for."""
 
@@ -35,7 +34,7 @@ class AnsweredTurn:
         """The model's message."""
         return self.history[-1]
 
-    @cached_property
+    @property
     def shape(self) -> Shape:
         """What all answered turns of one kind have in common."""
         turn = self.turn

@@ -6,7 +6,18 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Annotated, Any, NamedTuple, NotRequired, Required, TypeAlias, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    NamedTuple,
+    NotRequired,
+    Required,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import docstring_parser
 from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
@@ -285,10 +296,13 @@ def _without_titles_below(key: str, value: Any) -> Any:
     return without_titles(value)
 
 
+_FINITE_JSON: Final = json.JSONEncoder(allow_nan=False)
+
+
 def _check_by_type(adapter: TypeAdapter[dict[str, Any]]) -> Check:
     def check(raw: Mapping[str, Any]) -> dict[str, Any] | list[str]:
         try:
-            text = json.dumps(raw, allow_nan=False)
+            text = _FINITE_JSON.encode(raw)
         except ValueError:
             return [wording.not_finite()]
         # Strict, since "3" for an int is a slip that training should see and remove; only an int for a float passes,

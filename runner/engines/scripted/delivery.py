@@ -48,12 +48,8 @@ class Delivery:
         """The tick of the first delta, which arrives with its last id."""
         return self.begins + max(0, self.cuts[0] - 1 if self.cuts else 0) * self.between
 
-    def delta(self, index: int) -> Delta:
-        start = self.cuts[index - 1] if index else 0
-        last = index == len(self.cuts) - 1
-        return self.piece(start, self.cuts[index], self.finish if last else None)
-
     def piece(self, start: int, end: int, finish: Finish | None) -> Delta:
+        """The ids from `start` to `end` as they are sent."""
         logprobs = self.logprobs[start:end] if self.logprobs is not None else None
         top = self.top.part(start, end) if self.top is not None else None
         return Delta(self.ids[start:end], logprobs, finish, top)

@@ -186,7 +186,7 @@ class ModelCall:
         """Random numbers of this turn: they follow from the engine's seed and the request's, or its prompt."""
         return random.Random(derive_seed("scripted", self._seed, self.key))
 
-    @cached_property
+    @property
     def key(self) -> int:
         """What this turn's random numbers hang on: the request's seed, or a hash of its prompt where it has none."""
         request = self.request

@@ -112,8 +112,9 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
                 raise self._failure
             if self._is_cut and self._delivery is not None:
                 return self._abort(self._delivery)
-            # Without it a reader that is woken at every tick would never hear of its cancellation on asyncio.
-            await checkpoint_if_cancelled()
+            if self._arrived:
+                # Without it a reader that is woken at every tick would never hear of its cancellation on asyncio.
+                await checkpoint_if_cancelled()
             self._news = anyio.Event()
             await self._news.wait()
         return self._next()
@@ -156,14 +157,14 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         self._stamps.mark(version, max(sampled, self.sent))
 
     def _next(self) -> Delta:
-        assert self._delivery is not None
-        delta = self._delivery.delta(self._read)
+        delivery = self._delivery
+        assert delivery is not None
+        start, end = delivery.cuts[self._read - 1] if self._read else 0, delivery.cuts[self._read]
         self._read += 1
-        told = delta.finish
-        if told is None:
-            return delta
-        self.finish = Finish(told.reason, told.stop, self._stamps.spans(self.sent), told.cached_tokens)
-        return Delta(delta.token_ids, delta.logprobs, self.finish, delta.top)
+        told = delivery.finish if self._read == len(delivery.cuts) else None
+        if told is not None:
+            self.finish = Finish(told.reason, told.stop, self._stamps.spans(self.sent), told.cached_tokens)
+        return delivery.piece(start, end, self.finish)
 
     def _drain(self) -> None:
         while self._read < self._arrived:

@@ -284,9 +284,13 @@ class Bridger:
         """Fields that hold control text which must not become control ids."""
         if not self.content_safe:
             return []
-        said = [(index, message) for index, message in enumerate(messages) if message["role"] not in _TRUSTED]
-        values = ((index, name, message.get(name)) for index, message in said for name in FIELDS)
-        return [(index, name) for index, name, value in values if value and self._holds_control(str(value))]
+        return [
+            (index, name)
+            for index, message in enumerate(messages)
+            if message["role"] not in _TRUSTED
+            for name in FIELDS
+            if (value := message.get(name)) and self._holds_control(str(value))
+        ]
 
     def _holds_control(self, text: str) -> bool:
         return self._word_holds(text) if len(text) <= WORD else self.tokenizer.holds_control(text)

@@ -143,10 +143,11 @@ class Locality:
     # --- what is learnt of a shape
 
     def _bridgeable_kind(self, answered: AnsweredTurn) -> _Kind:
-        kind = self._kinds.get(answered.shape)
+        shape = answered.shape
+        kind = self._kinds.get(shape)
         if kind is None:
             with self._learning:
-                kind = self._kinds.get(answered.shape) or self._learn(answered)
+                kind = self._kinds.get(shape) or self._learn(answered)
         if kind.refusal is not None:
             # One refusal serves many turns, and an exception gathers the frames of everyone who raises it.
             raise Unbridgeable(kind.refusal.property, kind.refusal.explanation)
