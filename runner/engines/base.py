@@ -84,6 +84,10 @@ class Delta:
     top: TopLogprobs | None = None
     """The likeliest ids in the place of each, as many as `Sampling.logprobs`; None where none were asked for."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Between processes they go by thousands, and what dataclasses do by themselves takes eight times as long.
+        return Delta, (self.token_ids, self.logprobs, self.finish, self.top)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
