@@ -124,8 +124,8 @@ class Driver:
             # How long an engine takes to start is its own affair; a worker that no machine has room for is not there.
             if anyio.current_time() - began > self._stall_seconds and self._there < self.fleet.least:
                 raise EngineDead(
-                    f"for {self._stall_seconds:g} s there was room for {self._there} workers, of at least "
-                    f"{self.fleet.least}: the cluster has too few free cores or GPUs. {self._not_placed}".rstrip()
+                    f"for {self._stall_seconds:g} s there was room for {self._there} of at least {self.fleet.least} "
+                    f"workers: the cluster has too few free cores or GPUs. {self._not_placed}".rstrip()
                 )
             with anyio.move_on_after(PULSE_SECONDS):
                 await self._next_change()

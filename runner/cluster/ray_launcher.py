@@ -7,9 +7,11 @@ import importlib
 import logging
 import os
 import pickle
+import re
 import shutil
 import socket
 import sys
+import threading
 from abc import abstractmethod
 from collections.abc import Awaitable, Generator, Mapping, Sequence
 from functools import partial
@@ -38,6 +40,20 @@ STORE_BYTES: Final = 512 * 1024**2
 
 CONNECT_SECONDS: Final = 10.0
 """How long a cluster that stands may take to answer at all."""
+
+
+class Connection:
+    """This process's connection to a cluster: Ray has one of it, so that who leaves last ends it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.launchers: set[RayLauncher] = set()
+        """Who uses it."""
+        self.ours = False
+        """Whether a launcher made it; else it was there before, and stays."""
+
+
+_CONNECTION: Final = Connection()
 
 
 class RayLauncher:
@@ -69,14 +85,38 @@ class RayLauncher:
         self._gpus = gpus
         self._who = who
         self._runtime_env = dict(runtime_env or {})
-        self._started = False
         self._desk: Any = None
 
     async def open(self) -> None:
         """Reach the cluster, or start one."""
-        await anyio.to_thread.run_sync(self._connect)
+        try:
+            await anyio.to_thread.run_sync(self._connect)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self.close()
+            raise
 
     def _connect(self) -> None:
+        with _CONNECTION.lock:
+            self._reach()
+            _CONNECTION.launchers.add(self)
+        ray = _ray()
+        self._require_resources(ray.cluster_resources())
+        # With the driver, since another machine may die, and where it is killed all the same, as Ray does with whatever
+        # is on a machine without memory, an empty one takes its place and is asked again.
+        self._desk = (
+            ray.remote(LimiterDesk)
+            .options(
+                num_cpus=0,
+                max_concurrency=CALLS,
+                max_restarts=-1,
+                max_task_retries=-1,
+                scheduling_strategy=_on_node(_place(), soft=True),
+            )
+            .remote()
+        )
+
+    def _reach(self) -> None:
         ray = _ray()
         if ray.is_initialized() and self._runtime_env:
             raise BadOption(
@@ -104,9 +144,7 @@ class RayLauncher:
                 raise BadOption(
                     f"{self._who}(address={self._address!r}): no cluster of Ray {where}: {error}"
                 ) from error
-            self._started = True
-        self._require_resources(ray.cluster_resources())
-        self._desk = ray.remote(num_cpus=0, max_concurrency=CALLS)(LimiterDesk).remote()
+            _CONNECTION.ours = True
 
     def _require_listener(self, address: str) -> None:
         """Ask by ourselves first: Ray would go on asking for minutes."""
@@ -138,9 +176,11 @@ class RayLauncher:
         if self._desk is not None:
             ray.kill(self._desk)
             self._desk = None
-        if self._started:
-            self._started = False
-            ray.shutdown()
+        with _CONNECTION.lock:
+            _CONNECTION.launchers.discard(self)
+            if _CONNECTION.ours and not _CONNECTION.launchers:
+                _CONNECTION.ours = False
+                ray.shutdown()
 
     def start(self, engine: BaseEngine, number: int) -> WorkerProcess:
         """A new worker, which may wait for a machine."""
@@ -187,8 +227,7 @@ class RayLauncher:
         self._desk.forget.remote(worker)
         if joined is not None and (joined.shared_memory or joined.folder):
             # Ray kills all that a worker has started together with it, Python's own tracker of shared memory included.
-            strategies = importlib.import_module("ray.util.scheduling_strategies")
-            there = strategies.NodeAffinitySchedulingStrategy(joined.place, soft=False)
+            there = _on_node(joined.place, soft=False)
             clean = _ray().remote(_clean_up).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
             clean.remote(joined.shared_memory, joined.folder)
 
@@ -281,7 +320,7 @@ class RayAnswer:
 
 
 def _why(error: Exception) -> str:
-    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
     if isinstance(error, RayTaskError):
         return f"it failed: {error.cause!r}"
@@ -289,6 +328,9 @@ def _why(error: Exception) -> str:
         return "its machine cannot be reached"
     if isinstance(error, ActorDiedError):
         return "its process died"
+    if isinstance(error, OutOfMemoryError):
+        used = re.search(r"was (\S+ used / \S+ limit)", str(error))
+        return "its machine was short of memory, and Ray ended it" + (f": {used[1]}" if used is not None else "")
     return str(error).strip().splitlines()[0]
 
 
@@ -322,6 +364,12 @@ def _clean_up(shared_memory: Sequence[str], folder: str) -> None:
 def _place() -> str:
     node: str = _ray().get_runtime_context().get_node_id()
     return node
+
+
+def _on_node(place: str, *, soft: bool) -> Any:
+    """Where something is to run; `soft` is for elsewhere, if need be."""
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    return strategies.NodeAffinitySchedulingStrategy(place, soft=soft)
 
 
 def _search() -> tuple[str, ...]:

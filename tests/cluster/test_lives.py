@@ -142,7 +142,7 @@ def test_a_fleet_that_no_machine_has_room_for_ends_the_start_by_name() -> None:
     async def run() -> None:
         async with fleet(2, stall_seconds=100) as (engine, launcher):
             launcher.on_start = lambda worker: setattr(worker, "silent", worker.worker.number == 1)
-            with pytest.raises(EngineDead, match="for 100 s there was room for 1 workers, of at least 2"):
+            with pytest.raises(EngineDead, match="for 100 s there was room for 1 of at least 2 workers"):
                 await played(Dice, engine)
             assert anyio.current_time() > 100
 
