@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -124,8 +124,8 @@ class Driver:
             # How long an engine takes to start is its own affair; a worker that no machine has room for is not there.
             if anyio.current_time() - began > self._stall_seconds and self._there < self.fleet.least:
                 raise EngineDead(
-                    f"for {self._stall_seconds:g} s there was room for {self._there} workers, of at least "
-                    f"{self.fleet.least}: the cluster has too few free cores or GPUs. {self._not_placed}".rstrip()
+                    f"for {self._stall_seconds:g} s there was room for {self._there} of at least {self.fleet.least} "
+                    f"workers: the cluster has too few free cores or GPUs. {self._not_placed}".rstrip()
                 )
             with anyio.move_on_after(PULSE_SECONDS):
                 await self._next_change()
@@ -181,25 +181,22 @@ class Driver:
     async def _until_gone(self, hand: Hand) -> Exception:
         errors: list[Exception] = []
 
-        async def live() -> None:
+        async def until_lost(step: Callable[[Hand], Awaitable[None]]) -> None:
             try:
-                await hand.process.send("live")
-                errors.append(WorkerLost("it ended"))
+                await step(hand)
             except (WorkerLost, DeltarunnerError) as error:
                 errors.append(error)
-            both.cancel_scope.cancel()
+                steps.cancel_scope.cancel()
 
-        async def bring_in_and_listen() -> None:
-            try:
-                await self._bring_in(hand)
-                await self._listen(hand)
-            except (WorkerLost, DeltarunnerError) as error:
-                errors.append(error)
-                both.cancel_scope.cancel()
+        async def bring_in(hand: Hand) -> None:
+            await self._meet(hand)
+            # Listened to from here on: it is waited for by whoever wants something of all workers.
+            steps.start_soon(until_lost, self._listen)
+            await self._admit(hand)
 
-        async with anyio.create_task_group() as both:
-            both.start_soon(live)
-            both.start_soon(bring_in_and_listen)
+        async with anyio.create_task_group() as steps:
+            steps.start_soon(until_lost, _live)
+            steps.start_soon(until_lost, bring_in)
         return WorkerLost(hand.why) if hand.why else errors[0]
 
     def _note_loss(self, hand: Hand, error: Exception) -> None:
@@ -246,12 +243,14 @@ class Driver:
 
     # --- a worker comes in
 
-    async def _bring_in(self, hand: Hand) -> None:
+    async def _meet(self, hand: Hand) -> None:
         await hand.process.send("hello")
         hand.placed = True
         joined: Joined = await hand.process.send("join")
         self._require_like_the_first(hand, joined)
         hand.joined, hand.version = joined, joined.weight_version
+
+    async def _admit(self, hand: Hand) -> None:
         async with self.settled:
             if self.catch != Catch():
                 await hand.process.send("catch_up", self.catch)
@@ -464,3 +463,8 @@ class Driver:
         """An episode is over, or is not to be played any more."""
         self.fleet.done(ticket)
         self.seat_waiting()
+
+
+async def _live(hand: Hand) -> None:
+    await hand.process.send("live")
+    raise WorkerLost("it ended")

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import itertools
 import pickle
+import re
 from collections import defaultdict
 from collections.abc import Awaitable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -84,7 +85,8 @@ class RayWorker:
             self._lose(error)
         else:
             for number, packed in told.result():
-                answer = self._answers.pop(number)
+                if (answer := self._answers.pop(number, None)) is None:  # it was given up meanwhile
+                    continue
                 try:
                     answer.set_result(pickle.loads(packed))
                 except Exception as error:  # of a class that is not here
@@ -135,7 +137,7 @@ class RayAnswer:
 
 
 def _why(error: BaseException) -> str:
-    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
     if isinstance(error, RayTaskError):
         return f"it failed: {error.cause!r}"
@@ -143,6 +145,9 @@ def _why(error: BaseException) -> str:
         return "its machine cannot be reached"
     if isinstance(error, ActorDiedError):
         return "its process died"
+    if isinstance(error, OutOfMemoryError):
+        used = re.search(r"was (\S+ used / \S+ limit)", str(error))
+        return "its machine was short of memory, and Ray ended it" + (f": {used[1]}" if used is not None else "")
     return str(error).strip().splitlines()[0]
 
 

@@ -9,6 +9,7 @@ import pickle
 import shutil
 import socket
 import sys
+import threading
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -50,6 +51,20 @@ _LOOPBACK: Final = (
 )
 
 
+class Connection:
+    """This process's connection to a cluster: Ray has one of it, so that who leaves last ends it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.launchers: set[RayLauncher] = set()
+        """Who uses it."""
+        self.ours = False
+        """Whether a launcher made it; else it was there before, and stays."""
+
+
+_CONNECTION: Final = Connection()
+
+
 class RayLauncher:
     """Starts workers on a cluster of Ray.
 
@@ -79,14 +94,38 @@ class RayLauncher:
         self._gpus = gpus
         self._who = who
         self._runtime_env = dict(runtime_env or {})
-        self._started = False
         self._desk: Any = None
 
     async def open(self) -> None:
         """Reach the cluster, or start one."""
-        await anyio.to_thread.run_sync(self._connect)
+        try:
+            await anyio.to_thread.run_sync(self._connect)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self.close()
+            raise
 
     def _connect(self) -> None:
+        with _CONNECTION.lock:
+            self._reach()
+            _CONNECTION.launchers.add(self)
+        ray = _ray()
+        self._require_resources(ray.cluster_resources())
+        # With the driver, since another machine may die, and where it is killed all the same, as Ray does with whatever
+        # is on a machine without memory, an empty one takes its place and is asked again.
+        self._desk = (
+            ray.remote(LimiterDesk)
+            .options(
+                num_cpus=0,
+                max_concurrency=CALLS,
+                max_restarts=-1,
+                max_task_retries=-1,
+                scheduling_strategy=_on_node(_place(), soft=True),
+            )
+            .remote()
+        )
+
+    def _reach(self) -> None:
         ray = _ray()
         if ray.is_initialized() and self._runtime_env:
             raise BadOption(
@@ -118,9 +157,7 @@ class RayLauncher:
                 loopback = f" {_LOOPBACK}" if _is_loopback(address or "") else ""
                 told = str(error).rstrip(".")
                 raise BadOption(f"{self._nowhere(address)}: {told}. {RIGHT_ADDRESS}{loopback}") from error
-            self._started = True
-        self._require_resources(ray.cluster_resources())
-        self._desk = ray.remote(num_cpus=0, max_concurrency=CALLS)(LimiterDesk).remote()
+            _CONNECTION.ours = True
 
     def _require_listener(self, address: str) -> None:
         """Ask by ourselves first: Ray would go on asking for minutes."""
@@ -153,9 +190,11 @@ class RayLauncher:
         if self._desk is not None:
             ray.kill(self._desk)
             self._desk = None
-        if self._started:
-            self._started = False
-            ray.shutdown()
+        with _CONNECTION.lock:
+            _CONNECTION.launchers.discard(self)
+            if _CONNECTION.ours and not _CONNECTION.launchers:
+                _CONNECTION.ours = False
+                ray.shutdown()
 
     def start(self, engine: BaseEngine, number: int) -> WorkerProcess:
         """A new worker, which may wait for a machine."""
@@ -205,8 +244,7 @@ class RayLauncher:
         self._desk.forget.remote(worker)
         if joined is not None and (joined.shared_memory or joined.folder):
             # Ray kills all that a worker has started together with it, Python's own tracker of shared memory included.
-            strategies = importlib.import_module("ray.util.scheduling_strategies")
-            there = strategies.NodeAffinitySchedulingStrategy(joined.place, soft=False)
+            there = _on_node(joined.place, soft=False)
             clean = _ray().remote(_clean_up).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
             clean.remote(joined.shared_memory, joined.folder)
 
@@ -251,6 +289,12 @@ def _is_loopback(address: str) -> bool:
 def _place() -> str:
     node: str = _ray().get_runtime_context().get_node_id()
     return node
+
+
+def _on_node(place: str, *, soft: bool) -> Any:
+    """Where something is to run; `soft` is for elsewhere, if need be."""
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    return strategies.NodeAffinitySchedulingStrategy(place, soft=soft)
 
 
 def _search() -> tuple[str, ...]:

@@ -35,3 +35,12 @@ def cluster(shared_cluster: Standing, monkeypatch: pytest.MonkeyPatch) -> Standi
     """The same, as the one that a run takes which names none."""
     monkeypatch.setenv("RAY_ADDRESS", shared_cluster.address)
     return shared_cluster
+
+
+@pytest.fixture
+def small_cluster(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standing]:
+    """A cluster with room for one worker, of this test alone."""
+    require_ray()
+    with standing(short_folder, cpus=1) as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster

@@ -1,11 +1,15 @@
 """A cluster of Ray in a process of its own, for tests; and whether anything of such a process is left.
 
 Usage: python -m tests.cluster.ray_cluster FOLDER CPUS. It says its address, and adds and kills nodes as stdin says.
+The actors of its runs are known by their titles and by the folder in which they work, whoever is their parent by then.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +23,7 @@ import pytest
 
 from tests.repository import ROOT
 
-__all__ = ["Standing", "family", "require_ray", "standing", "until_gone"]
+__all__ = ["Standing", "actors", "family", "require_ray", "send", "standing", "until_gone"]
 
 WATCHDOG = 120.0
 
@@ -43,6 +47,24 @@ def family(pid: int) -> set[int]:
             for child in children.read_text().split():
                 found |= family(int(child))
     return found
+
+
+def actors(kind: str = "(WorkerActor|HostActor|LimiterDesk)") -> set[int]:
+    """The processes of Ray that are an actor of ours, of one kind or of any."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            title = (process / "cmdline").read_bytes().decode(errors="replace")
+            if re.match(f"ray::{kind}", title) and (process / "cwd").readlink() == ROOT:
+                found.add(int(process.name))
+    return found
+
+
+def send(what: signal.Signals, pids: Collection[int]) -> None:
+    """Send a signal to those of these processes that are there."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, what)
 
 
 def until_gone(pids: Collection[int]) -> None:
@@ -70,24 +92,27 @@ class Standing:
     address: str
     process: subprocess.Popen[str]
 
-    def tell(self, order: str) -> None:
-        """Have it `add` a node, or `kill` the one that was added last; returns when it is so."""
+    def tell(self, order: str) -> int:
+        """Have it `add` a node with one core, or `add 3`, or `kill` the last one; gives the pid of its raylet."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{order}\n")
         self.process.stdin.flush()
-        assert self.process.stdout.readline().strip() == order
+        done, raylet = self.process.stdout.readline().split()
+        assert done == order.split()[0]
+        return int(raylet)
 
 
 @contextmanager
-def standing(folder: Path, *, cpus: int = CPUS) -> Iterator[Standing]:
-    """A cluster, and after the block nothing of it."""
+def standing(folder: Path, *, cpus: int = CPUS, **settings: str) -> Iterator[Standing]:
+    """A cluster with these environment variables, and after the block nothing of it."""
     command = [sys.executable, "-m", "tests.cluster.ray_cluster", str(folder), str(cpus)]
     with (
         (folder / "cluster.log").open("w") as log,
         subprocess.Popen(
             command,
             cwd=ROOT,
+            env={**os.environ, **settings},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -114,14 +139,15 @@ def main() -> None:
     node: Mapping[str, Any] = {"include_dashboard": False, "object_store_memory": 100 * 1024**2}
     cluster: Any = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": int(cpus), "temp_dir": folder})
     print(f"address {cluster.address}", flush=True)
-    added = []
+    added: list[Any] = []
     for line in sys.stdin:
-        order = line.strip()
+        order, *cores = line.split()
         if order == "add":
-            added.append(cluster.add_node(num_cpus=1, object_store_memory=100 * 1024**2))
-        elif order == "kill":
+            added.append(cluster.add_node(num_cpus=int([*cores, 1][0]), object_store_memory=100 * 1024**2))
+        raylet = added[-1].all_processes["raylet"][0].process.pid
+        if order == "kill":
             cluster.remove_node(added.pop(), allow_graceful=False)
-        print(order, flush=True)
+        print(order, raylet, flush=True)
     cluster.shutdown()
 
 

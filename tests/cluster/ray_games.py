@@ -22,7 +22,7 @@ from runner.engines.scripted.script import Answer, Latency, ModelCall, call
 from runner.runs.process import on_event_loop
 from tests.faults.crowd import Crowd, talk
 
-__all__ = ["Crowd", "Hangs", "Leased", "Poison", "Says", "Slow", "Sworn", "TalksLong", "slow_crowd"]
+__all__ = ["Crowd", "Hangs", "Hungry", "Leased", "Poison", "Says", "Slow", "Sworn", "TalksLong", "slow_crowd"]
 
 GROUP_SIZE = 4
 
@@ -106,6 +106,24 @@ class Poison(Environment):
         if self.task.id == "poison":
             os.kill(os.getpid(), signal.SIGKILL)
         return "water"
+
+    @reward
+    def alive(self) -> bool:
+        return True
+
+
+class Hungry(Environment):
+    """One of its episodes takes memory, up to 2 GB, and keeps it."""
+
+    def tasks(self) -> list[Task]:
+        return [Task(id=name, prompt=name) for name in ("a", "b", "hungry", "c", "d")]
+
+    async def step(self, turn: Turn) -> str | None:
+        taken: list[bytes] = []
+        while self.task.id == "hungry" and len(taken) < 40:
+            taken.append(bytes(range(256)) * (50 * 2**12))
+            await anyio.sleep(0.1)
+        return None
 
     @reward
     def alive(self) -> bool:

@@ -15,7 +15,7 @@ from runner.cluster.fleet import RESTARTS
 from runner.cluster.words import Joined, WorkerLost
 from runner.options import Concurrency
 from runner.testing import ScriptedEngine, VirtualClock, assert_exact
-from tests.cluster.in_process import InProcess
+from tests.cluster.in_process import InProcess, InProcessWorker
 from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played, until
 
 pytestmark = pytest.mark.anyio
@@ -142,7 +142,7 @@ def test_a_fleet_that_no_machine_has_room_for_ends_the_start_by_name() -> None:
     async def run() -> None:
         async with fleet(2, stall_seconds=100) as (engine, launcher):
             launcher.on_start = lambda worker: setattr(worker, "silent", worker.worker.number == 1)
-            with pytest.raises(EngineDead, match="for 100 s there was room for 1 workers, of at least 2"):
+            with pytest.raises(EngineDead, match="for 100 s there was room for 1 of at least 2 workers"):
                 await played(Dice, engine)
             assert anyio.current_time() > 100
 
@@ -382,3 +382,28 @@ def _give_the_second_one(launcher: InProcess, engine: Any) -> None:
             worker.worker.engine = engine
 
     launcher.on_start = give
+
+
+def test_a_worker_that_falls_silent_while_it_joins_is_dismissed_and_holds_up_nobody() -> None:
+    async def run() -> None:
+        async with fleet(2) as (engine, launcher), engine:
+            await engine.update_weights("new")
+
+            def fall_silent(joins: InProcessWorker) -> None:
+                async def hang(catch: Any) -> None:
+                    joins.silent = True
+                    await anyio.sleep_forever()
+
+                if joins.worker.number == 2:
+                    joins.worker.catch_up = hang
+
+            launcher.on_start = fall_silent
+            launcher.workers[0].kill()
+            await until(lambda: 2 in launcher.workers and launcher.workers[2].silent)
+            assert (await engine.update_weights("newer")).version == "2"
+            await until(lambda: len(engine.workers()) == 2)
+            assert launcher.workers[2].killed
+            assert {each.version for each in engine.workers()} == {"2"}
+            assert any("worker 2 on" in told and "said nothing for 90 s" in told for told in engine.events)
+
+    VirtualClock().run(run)

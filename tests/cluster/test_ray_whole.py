@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
@@ -13,20 +12,11 @@ import anyio.to_thread
 import pytest
 
 from runner import Outcome, RayEngines, Run, RunFile, ScriptedEngine
-from tests.cluster.ray_cluster import Standing, family, require_ray, standing, until_gone
+from tests.cluster.ray_cluster import Standing, family, require_ray, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hangs, Poison, Slow, crowd, drinks
 from tests.cluster.test_ray import WATCHDOG, announcing, played
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.whole]
-
-
-@pytest.fixture
-def small_cluster(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standing]:
-    """A cluster with room for one worker, of this test alone."""
-    require_ray()
-    with standing(short_folder, cpus=1) as cluster:
-        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-        yield cluster
 
 
 async def test_a_late_machine_gives_a_worker_and_its_death_loses_nothing(

@@ -1,0 +1,330 @@
+"""What else may happen on a real cluster of Ray, in full: kills at random moments, silence, too few workers, memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import re
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import psutil
+import pytest
+
+from runner import EngineDead, Outcome, RayEngines, Run, RunFile, ScriptedEngine, Trajectory
+from runner.cluster import driver
+from runner.cluster.ray_calls import RayWorker
+from runner.cluster.words import Played
+from runner.engines.vllm.worker.shared_memory import shared_memory_of
+from tests.cluster.ray_cluster import Standing, actors, family, require_ray, send, standing, until_gone
+from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hungry, crowd, slow_crowd
+from tests.cluster.test_ray import WATCHDOG, announcing, played, without_attempts
+from tests.faults.comparing import by_key, stored
+from tests.sweeps import random_of
+
+pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.whole]
+
+OPTIONS: dict[str, Any] = {"group_size": GROUP_SIZE, "seed": 9}
+
+KILLS = 6
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """After each of these no actor of its runs is there, and no shared memory that no process has."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    until_gone(actors())
+    made = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(("psm_", "vllm_"))}
+    used = {name for process in Path("/proc").glob("[0-9]*") for name in shared_memory_of(int(process.name))}
+    # What goes meanwhile was somebody else's.
+    assert not {name for name in made - used if Path("/dev/shm", name).exists()}
+
+
+async def until(true: Callable[[], object]) -> None:
+    with anyio.fail_after(WATCHDOG):
+        while not true():  # noqa: ASYNC110  # nobody tells
+            await anyio.sleep(0.05)
+
+
+async def assert_as_one_process(announced: list[Trajectory], file: Path, tasks: int) -> None:
+    """What was announced of a crowd is what was committed and what one process gives, and nothing came twice."""
+    one = file.with_name("one.db")
+    expected = by_key(await played(Crowd(tasks), crowd(), file=one, **OPTIONS))
+    got, committed = by_key(announced), stored(file)
+    assert without_attempts(got) == expected
+    assert without_attempts(committed) == stored(one)
+    assert got == {key: committed[key] for key in got}
+    with RunFile(file) as run_file:
+        assert run_file.complete
+
+
+@asynccontextmanager
+async def killing(choose: random.Random, times: int) -> AsyncIterator[list[int]]:
+    """Kills workers meanwhile, those that just start and the desk of limiters among them; gives their pids."""
+    killed: list[int] = []
+
+    async def kill() -> None:
+        while len(killed) < times:
+            await anyio.sleep(choose.uniform(0.2, 2.0))
+            if there := sorted(actors() - {*killed}):
+                killed.append(choose.choice(there))
+                send(signal.SIGKILL, killed[-1:])
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(kill)
+        yield killed
+        group.cancel_scope.cancel()
+
+
+async def test_kills_of_random_workers_at_random_moments_lose_nothing_and_nothing_comes_twice(
+    cluster: Standing, tmp_path: Path
+) -> None:
+    engine = RayEngines(slow_crowd(), workers=(1, 3))
+    file = tmp_path / "run.db"
+    announced: list[Trajectory] = []
+    with anyio.fail_after(2 * WATCHDOG):
+        async with (
+            Run(Crowd(24), engine, file=file, retries=KILLS, **OPTIONS) as run,
+            killing(random_of("kills of workers"), KILLS) as killed,
+        ):
+            async for trajectory in run:
+                announced.append(trajectory)
+                # Whoever reads holds the workers up, so that the kills come at moments of the whole run.
+                await until(lambda: len(killed) >= len(announced) * KILLS // (24 * GROUP_SIZE * 2))
+    assert len(killed) == KILLS
+    assert any("is lost: its process died" in event for event in engine.events)
+    await assert_as_one_process(announced, file, 24)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds instead of a minute and a half."""
+    monkeypatch.setattr(driver, "SILENT_SECONDS", 4.0)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
+    """The answers that came when their worker was taken for dead already."""
+    heard = RayWorker._heard
+    seen: list[Played] = []
+
+    def note(worker: Any, told: Any) -> None:
+        if worker._lost is not None and told.exception() is None:
+            answers = [pickle.loads(packed) for _, packed in told.result()]
+            seen.extend(answer for answer in answers if isinstance(answer, Played))
+        heard(worker, told)
+
+    monkeypatch.setattr(RayWorker, "_heard", note)
+    return seen
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_stopped_worker_is_dismissed_and_what_it_answers_when_it_goes_on_is_dropped(
+    cluster: Standing, tmp_path: Path, late: list[Played], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray: Any = pytest.importorskip("ray")
+    end, spared = ray.kill, []
+    # The order to end does not arrive, as where a network is cut: only so does it ever answer again.
+    monkeypatch.setattr(ray, "kill", lambda actor: spared.append(actor))
+    engine = RayEngines(slow_crowd(), workers=2)
+    file = tmp_path / "run.db"
+    announced: list[Trajectory] = []
+    with anyio.fail_after(WATCHDOG):
+        async with Run(Crowd(24), engine, file=file, **OPTIONS) as run:
+            async for trajectory in run:
+                announced.append(trajectory)
+                if len(announced) == 5:
+                    victim = max(engine.workers(), key=lambda worker: worker.playing)
+                    send(signal.SIGSTOP, [victim.pid])
+                    await until(lambda: any("is lost" in event for event in engine.events))
+                    send(signal.SIGCONT, [victim.pid])
+                    await until(lambda: late)
+                    monkeypatch.setattr(ray, "kill", end)
+                    end(spared[0])
+    assert [event for event in engine.events if "is lost" in event] == [
+        f"worker {victim.number} on {victim.node} is lost: it has said nothing for 4 s; "
+        f"the {victim.playing} episodes that it played are played again"
+    ]
+    assert len(late) <= victim.playing
+    await assert_as_one_process(announced, file, 24)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_stopped_worker_is_ended_though_it_cannot_hear(cluster: Standing, tmp_path: Path) -> None:
+    engine = RayEngines(slow_crowd(), workers=2)
+    file = tmp_path / "run.db"
+    announced: list[Trajectory] = []
+    with anyio.fail_after(2 * WATCHDOG):
+        async with Run(Crowd(24), engine, file=file, **OPTIONS) as run:
+            async for trajectory in run:
+                announced.append(trajectory)
+                if len(announced) == 5:
+                    victim = max(engine.workers(), key=lambda worker: worker.playing)
+                    send(signal.SIGSTOP, [victim.pid])
+    try:
+        await anyio.to_thread.run_sync(until_gone, [victim.pid])
+    finally:
+        send(signal.SIGKILL, {victim.pid} & actors())
+    await assert_as_one_process(announced, file, 24)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_a_silent_machine_is_taken_for_dead_and_nothing_is_lost(
+    small_cluster: Standing, tmp_path: Path, *, comes_back: bool
+) -> None:
+    raylet = await anyio.to_thread.run_sync(small_cluster.tell, "add")
+    engine = RayEngines(slow_crowd(), workers=(1, 2))
+    file = tmp_path / "run.db"
+    stopped: set[int] = set()
+    announced: list[Trajectory] = []
+    try:
+        with anyio.fail_after(2 * WATCHDOG):
+            async with Run(Crowd(24), engine, file=file, **OPTIONS) as run:
+                await until(lambda: len(engine.workers()) == 2)
+                async for trajectory in run:
+                    announced.append(trajectory)
+                    if len(announced) == 5:
+                        stopped = family(raylet)
+                        victims = [worker for worker in engine.workers() if worker.pid in stopped]
+                        assert [worker.playing > 0 for worker in victims] == [True]
+                        send(signal.SIGSTOP, stopped)
+                        await until(lambda: any("is lost" in event for event in engine.events))
+                        if comes_back:
+                            send(signal.SIGCONT, stopped)
+    finally:
+        send(signal.SIGCONT if comes_back else signal.SIGKILL, stopped)
+    assert [event for event in engine.events if "is lost" in event]
+    await assert_as_one_process(announced, file, 24)
+
+
+async def test_fewer_workers_than_the_least_have_room_and_the_start_ends_by_name(small_cluster: Standing) -> None:
+    await anyio.to_thread.run_sync(small_cluster.tell, "add 3")
+    engine = RayEngines(crowd(), workers=2, cpus=2, stall_seconds=20)  # four cores, but no two of them on the first one
+    with pytest.raises(
+        EngineDead, match="for 20 s there was room for 1 of at least 2 workers: the cluster has too few"
+    ):
+        await played(Crowd(2), engine, **OPTIONS)
+
+
+async def test_a_run_that_loses_a_machine_for_good_waits_and_ends_by_name_and_goes_on_with_fewer_workers(
+    small_cluster: Standing, tmp_path: Path
+) -> None:
+    await anyio.to_thread.run_sync(small_cluster.tell, "add")
+    engine = RayEngines(slow_crowd(), workers=2, stall_seconds=20)
+    file = tmp_path / "run.db"
+    announced: list[Trajectory] = []
+
+    async def play() -> None:
+        async with Run(Crowd(200), engine, file=file, **OPTIONS) as run:
+            async for trajectory in run:
+                announced.append(trajectory)
+                if len(announced) == 5:
+                    await anyio.to_thread.run_sync(small_cluster.tell, "kill")
+
+    words = "for 20 s there were fewer than 2 workers, 1 now. The last thing that happened: .* is lost: "
+    with anyio.fail_after(2 * WATCHDOG), pytest.raises(EngineDead, match=words):
+        await play()
+    before, committed = by_key(announced), stored(file)
+    assert before == {key: committed[key] for key in before}
+    # What was in flight is kept as partial, and played again.
+    announced = [trajectory for trajectory in announced if not trajectory.outcome.cut_short]
+    assert len(announced) >= 5
+    with anyio.fail_after(2 * WATCHDOG):
+        announced += await played(Crowd(200), RayEngines(crowd(), workers=1), file=file, **OPTIONS)
+    await assert_as_one_process(announced, file, 200)
+
+
+async def test_two_drivers_on_one_cluster_do_not_disturb_one_another_though_one_is_killed(
+    cluster: Standing, tmp_path: Path
+) -> None:
+    file, other = tmp_path / "run.db", tmp_path / "other.db"
+    with announcing(file, 2) as stays, announcing(other, 2) as dies:
+        assert stays.stdout is not None
+        assert dies.stdout is not None
+        for _ in range(9):
+            dies.stdout.readline()
+        os.kill(dies.pid, signal.SIGKILL)
+        lines = stays.stdout.readlines()
+        dies.stdout.readlines()
+    assert stays.returncode == 0
+    assert len({*lines}) == len(lines) == 1 + 12 * GROUP_SIZE * 2
+    await played(Crowd(12), crowd(), file=tmp_path / "one.db", **OPTIONS)
+    assert stored(file) == stored(tmp_path / "one.db")
+    await played(Crowd(12), RayEngines(crowd(), workers=1), file=other, **OPTIONS)
+    assert without_attempts(stored(other)) == stored(tmp_path / "one.db")
+
+
+async def test_two_runs_of_one_process_on_workers_do_not_end_one_another(cluster: Standing, tmp_path: Path) -> None:
+    long, short = tmp_path / "long.db", tmp_path / "short.db"
+    async with anyio.create_task_group() as group:
+        for file, tasks, engine in ((long, 12, slow_crowd()), (short, 1, crowd())):
+            fleet = RayEngines(engine, workers=1)
+            group.start_soon(partial(played, Crowd(tasks), fleet, file=file, **OPTIONS))
+    for file, tasks in ((long, 12), (short, 1)):
+        one = tmp_path / f"one {tasks}.db"
+        await played(Crowd(tasks), crowd(), file=one, **OPTIONS)
+        assert stored(file) == stored(one)
+
+
+@pytest.fixture
+def nearly_full(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cluster whose machine counts as full with 1.2 GB more than it has in use, half of which is Ray's soon."""
+    require_ray()
+    threshold = 1 - (psutil.virtual_memory().available - 1.2e9) / psutil.virtual_memory().total
+    settings = {"RAY_memory_usage_threshold": f"{threshold:.4f}", "RAY_memory_monitor_refresh_ms": "100"}
+    with standing(short_folder, cpus=1, **settings) as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield
+
+
+@asynccontextmanager
+async def undisturbed() -> AsyncIterator[None]:
+    """Skips the test once other processes take or give memory, from which Ray cannot tell its own."""
+    before = used_by_others()
+
+    async def watch() -> None:
+        samples = [0.0]
+        # For a moment what a killed process had is nobody's.
+        while min(samples[-10:]) < 0.6e9:
+            await anyio.sleep(0.2)
+            samples.append(abs(used_by_others() - before))
+        pytest.skip(f"other processes took or gave {samples[-1] / 1e9:.1f} GB meanwhile")
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch)
+        yield
+        group.cancel_scope.cancel()
+
+
+def used_by_others() -> int:
+    used = psutil.virtual_memory().total - psutil.virtual_memory().available
+    for pid in family(os.getpid()):
+        with suppress(psutil.NoSuchProcess):
+            used -= psutil.Process(pid).memory_full_info().uss  # what they share with one another is used once
+    return used
+
+
+@pytest.mark.usefixtures("nearly_full")
+async def test_an_episode_that_takes_all_memory_fails_by_name_and_the_others_are_played(tmp_path: Path) -> None:
+    engine = RayEngines(ScriptedEngine("hi"), workers=1)
+    file = tmp_path / "run.db"
+    async with undisturbed():
+        got = await played(Hungry(), engine, file=file)
+    by_task = {trajectory.task.id: trajectory for trajectory in got}
+    assert {name for name, each in by_task.items() if each.outcome is Outcome.COMPLETED} == {"a", "b", "c", "d"}
+    memory = r"its machine was short of memory, and Ray ended it: \S+ used / \S+ limit"
+    assert by_task["hungry"].outcome is Outcome.ENGINE_ERROR
+    assert re.match(rf"3 workers were lost while playing it, the last one .*: {memory}", by_task["hungry"].error)
+    lost = [event for event in engine.events if "is lost" in event]
+    assert len(lost) == 3
+    assert all(re.search(memory, event) for event in lost)
+    assert len(stored(file)) == 5
