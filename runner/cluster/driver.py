@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,6 +14,7 @@ from typing import Any, Final
 import anyio
 from anyio.abc import TaskGroup
 
+from runner.cluster.asking import ask
 from runner.cluster.fleet import Fleet, Seat, SeatState, Ticket
 from runner.cluster.hand import Hand
 from runner.cluster.words import Catch, EngineKnown, Joined, Launcher, Pulse, WorkerLost
@@ -44,6 +45,7 @@ END_SECONDS: Final = 30.0
 class _Run:
     packed: bytes
     clock: datetime
+    is_draining: bool = False
 
 
 class Driver:
@@ -251,17 +253,36 @@ class Driver:
         hand.joined, hand.version = joined, joined.weight_version
 
     async def _admit(self, hand: Hand) -> None:
+        opened: set[int] = set()
+        while not await self._admitted(hand, opened):
+            # Outside the lock: what an author does in `lifespan()` may take its time, or never end.
+            for number, run in list(self._runs.items()):
+                if number not in opened:
+                    opened.add(number)
+                    await self._open_on(hand, number, run)
+        self._change()
+
+    async def _admitted(self, hand: Hand, opened: set[int]) -> bool:
+        """Bring a worker to where the others are, and let it play; not where a run has begun meanwhile."""
         async with self.settled:
+            if not opened >= self._runs.keys():
+                return False
             if self.catch != Catch():
-                await hand.process.send("catch_up", self.catch)
+                with anyio.move_on_after(self._stall_seconds) as limit:
+                    await hand.process.send("catch_up", self.catch)
+                if limit.cancelled_caught:
+                    raise WorkerLost(f"it did not catch up with the others in {self._stall_seconds:g} s")
+            for number in opened - self._runs.keys():
+                hand.process.send("close_run", number)
             for number, run in self._runs.items():
-                await self._open_on(hand, number, run)
+                if run.is_draining:
+                    hand.process.send("drain", number)
             if self.catch.readable:
                 self.has_weights(hand, self.catch.version or hand.version)
             else:
                 self.fleet.waits(hand.seat)
                 self._tell(f"{hand.name} waits for the next weights: a transfer brought those of the others")
-        self._change()
+        return True
 
     def has_weights(self, hand: Hand, version: str) -> None:
         """A worker has the weights of this version, and plays from now on where it did not."""
@@ -321,35 +342,7 @@ class Driver:
 
     async def ask_all(self, call: str, *arguments: Any) -> dict[Hand, Any]:
         """`ask` all workers."""
-        return await self.ask(self.members, call, *arguments)
-
-    async def ask(self, hands: Iterable[Hand], call: str, *arguments: Any) -> dict[Hand, Any]:
-        """Have a method called on workers at once; gives the answers of those that are still there.
-
-        A worker that raises where another one does not is dismissed: it is not like the others any more.
-
-        Raises:
-            DeltarunnerError: all of them raised; the first one's.
-        """
-        answers: dict[Hand, Any] = {}
-        errors: dict[Hand, DeltarunnerError] = {}
-
-        async def ask(hand: Hand) -> None:
-            try:
-                answers[hand] = await hand.process.send(call, *arguments)
-            except WorkerLost:
-                pass
-            except DeltarunnerError as error:
-                errors[hand] = error
-
-        async with anyio.create_task_group() as group:
-            for hand in hands:
-                group.start_soon(ask, hand)
-        if errors and not answers:
-            raise next(iter(errors.values()))
-        for hand, error in errors.items():
-            hand.dismiss(f"{call}: {error}")
-        return answers
+        return await ask(self.members, call, *arguments)
 
     def require_alive(self) -> None:
         """Return if there are enough workers, or may be soon.
@@ -421,6 +414,7 @@ class Driver:
 
     def drain(self, number: int) -> None:
         """Tell every worker that no further episode of a run begins."""
+        self._runs[number].is_draining = True
         for hand in self.members:
             hand.process.send("drain", number)
 

@@ -10,6 +10,7 @@ import anyio
 
 from runner.cluster.fleet import Seat
 from runner.cluster.words import Joined, PlayingNow, Pulse, WorkerProcess
+from runner.errors import BadInput
 
 __all__ = ["Hand", "Heard"]
 
@@ -70,6 +71,10 @@ class Hand:
         for number, attempt in self.attempts.items():
             playing = told.get(number)
             attempt.hear(playing, self.ahead + (youngest if playing is None else playing.since))
+
+    def naming(self, error: BadInput) -> BadInput:
+        """What this worker refuses, and that it is this one."""
+        return type(error)(f"{error} ({self.name})")
 
     def dismiss(self, why: str) -> None:
         """End it; what it plays is played again by others."""

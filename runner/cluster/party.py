@@ -62,14 +62,21 @@ class Party:
             hand.dismiss(str(why))
         self._push_limit()
 
-    async def ask(self, call: str, arguments: Callable[[Hand], tuple[Any, ...]]) -> dict[Hand, Any]:
+    async def ask(
+        self, call: str, arguments: Callable[[Hand], tuple[Any, ...]], *, compares: bool = False
+    ) -> dict[Hand, Any]:
         """Have a method called on all that are left; gives what those answered that are left then.
 
         A worker that refuses what others do is not like them, and is lost; where another one was lost they refuse for
         that, and are left.
 
+        Args:
+            call: the method.
+            arguments: what it is given, by worker.
+            compares: whether it touches nothing, so that who refuses speaks for all.
+
         Raises:
-            BadInput: all of them refuse, and none was lost; the first one's.
+            BadInput: all of them refuse, or one does where they compare, and none was lost; the first one's.
         """
         answers: dict[Hand, Any] = {}
         refusals: dict[Hand, BadInput] = {}
@@ -90,8 +97,9 @@ class Party:
             for hand in self.hands:
                 group.start_soon(ask, hand)
         if refusals and not self.lost:
-            if not answers:
-                raise next(iter(refusals.values()))
+            hand, refusal = next(iter(refusals.items()))
+            if not answers or compares:
+                raise hand.naming(refusal) if answers else refusal
             for hand, error in refusals.items():
                 self.lose(hand, error)
         return answers

@@ -78,6 +78,7 @@ class FleetAttempt:
         self.activity = "a worker"
         self.since = anyio.current_time()
         self._player = player
+        self._last_try = last_try
         self._episode = key.task.id, key.visit, key.index
         deaths = player.deaths[self._episode]
         self._ticket = Ticket(group=self._episode[:2], again=deaths > 0, last_chance=last_try and deaths > 0)
@@ -157,7 +158,7 @@ class FleetAttempt:
     def _lost(self, lost: WorkerLost, hand: Hand) -> list[Trajectory]:
         deaths = self._player.deaths
         deaths[self._episode] += 1
-        number = deaths[self._episode]
+        number = deaths.pop(self._episode) if self._last_try else deaths[self._episode]
         workers = "1 worker was" if number == 1 else f"{number} workers were"
         error = f"{workers} lost while playing it, the last one {hand.name}: {hand.why or lost}"
         # One that the run itself ended is what it was ended as.

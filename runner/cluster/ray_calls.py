@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import io
 import itertools
 import pickle
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 from uuid import uuid4
 
 import anyio
 
-from runner.cluster.words import WorkerLost
-from runner.errors import DeltarunnerError, EngineError
+from runner.cluster.words import Stored, WorkerLost
+from runner.errors import BadOption, DeltarunnerError, EngineError
 
 __all__ = ["AnsweringActor", "RayWorker"]
 
-Call: TypeAlias = tuple[int, str, tuple[Any, ...]]
-"""Its number, the method, what it is given."""
+_SCRIPT: Final = b"__main__"
+"""Classes of a script are sent by value, as only Ray does."""
+
+Call: TypeAlias = tuple[int, str, Any]
+"""Its number, the method, what it is given: pickled, or as it is where only Ray can send it."""
 
 Answer: TypeAlias = tuple[int, bytes]
 """The number of the call, and what came of it, pickled."""
@@ -58,7 +62,7 @@ class RayWorker:
             return RayAnswer(answer)
         number = next(self._numbers)
         self._answers[number] = answer
-        self._calls.append((number, call, arguments))
+        self._calls.append((number, call, _wrapped(arguments)))
         if len(self._calls) == 1:
             loop.call_later(self._tick, self._send)
         return RayAnswer(answer)
@@ -69,11 +73,18 @@ class RayWorker:
             return
         try:
             self._take.remote(self._name, calls)
-        except Exception as error:  # Ray's, of what it cannot send
-            for number, *_ in calls:
-                _fail(self._answers.pop(number), error)
+        except Exception:  # Ray's, of what it cannot send
+            for call in calls:
+                self._send_alone(call)
         if self._answers and not self._hears:
             self._hear()
+
+    def _send_alone(self, call: Call) -> None:
+        number, name, _ = call
+        try:
+            self._take.remote(self._name, [call])
+        except Exception as error:
+            _fail(self._answers.pop(number), BadOption(f"{name}: what is sent to a worker cannot be pickled: {error}"))
 
     def _hear(self) -> None:
         self._hears = True
@@ -211,16 +222,18 @@ class AnsweringActor:
             for call in calls:
                 group.start_soon(self._answer, caller, *call)
 
-    async def _answer(self, caller: _Caller, number: int, call: str, arguments: tuple[Any, ...]) -> None:
-        answer: Any
+    async def _answer(self, caller: _Caller, number: int, call: str, wrapped: Any) -> None:
+        answer: Any = Failed("it was cut")
         try:
+            arguments = pickle.loads(wrapped) if isinstance(wrapped, bytes) else wrapped
             answer = await getattr(self.process, call)(*arguments)
         except DeltarunnerError as error:
             answer = Raised(error)
         except Exception as error:  # whatever it is, who called is told
             answer = Failed(repr(error))
-        caller.answers.append((number, _packed(answer)))
-        caller.some.set()
+        finally:
+            caller.answers.append((number, _packed(answer)))
+            caller.some.set()
 
     async def answers(self, name: str) -> list[Answer]:
         """What came of this caller's calls since it last heard, as soon as there is any."""
@@ -229,6 +242,25 @@ class AnsweringActor:
         await anyio.sleep(self.tick)
         answers, caller.answers, caller.some = caller.answers, [], anyio.Event()
         return answers
+
+
+class _Packer(pickle.Pickler):
+    """Leaves to Ray what lies in its store, whose owners it counts."""
+
+    def persistent_id(self, value: Any) -> None:
+        if isinstance(value, Stored):
+            raise pickle.PicklingError("it lies in Ray's store")
+
+
+def _wrapped(arguments: tuple[Any, ...]) -> Any:
+    """Pickled each by itself: what cannot be read at the other end is then the trouble of its own call alone."""
+    buffer = io.BytesIO()
+    try:
+        _Packer(buffer).dump(arguments)
+    except Exception:
+        return arguments
+    packed = buffer.getvalue()
+    return arguments if _SCRIPT in packed else packed
 
 
 def _packed(answer: Any) -> bytes:

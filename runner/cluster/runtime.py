@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from runner.cluster.asking import compare
 from runner.cluster.driver import Driver
 from runner.cluster.hand import Hand
 from runner.cluster.transfers import FleetTransfers
@@ -16,6 +17,7 @@ from runner.engines.gate import AdmissionGate
 from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
 from runner.engines.weights import LocalTransfer, WeightTransfer
+from runner.errors import BadInput
 
 __all__ = ["FleetRuntime"]
 
@@ -70,7 +72,13 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
             return CheckedUpdate(version, time.monotonic() - began, given)
         self.transfers.forget()
         weights = await self.driver.launcher.put(given)
-        seconds = await self.driver.ask_all("check_weights", weights, version)
+        hands = self.driver.members
+        try:
+            seconds = await compare(hands, "check_weights", weights, version)
+        except BadInput:
+            for hand in hands:
+                hand.process.send("forget_checked")
+            raise
         return CheckedUpdate(version, max(seconds.values(), default=0.0), weights)
 
     async def apply_update(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:

@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from runner.cluster.asking import ask
 from runner.cluster.driver import Driver
 from runner.cluster.hand import Hand
 from runner.cluster.party import GRACE_SECONDS, Party
@@ -23,7 +24,7 @@ from runner.engines.state import PauseMode, WeightUpdate
 from runner.engines.transfers import Announced, TransferStep, send_parts
 from runner.engines.vllm.trainer_end import TrainerEnd, forms_of_source, worker_said
 from runner.engines.weights import LocalTransfer, WeightTransfer, forms_of_transfer
-from runner.errors import BadWeights, DeltarunnerError, EngineError
+from runner.errors import BadInput, BadWeights, DeltarunnerError, EngineError
 
 __all__ = ["FleetTransfers"]
 
@@ -195,7 +196,7 @@ class FleetTransfers:
         return self._met
 
     async def _count_ranks(self, hands: Sequence[Hand]) -> None:
-        devices = await self._driver.ask(hands, "control", "devices")
+        devices = await ask(hands, "control", "devices")
         # One that has no model takes part all the same.
         self._ranks = {hand: len(devices[hand]) or 1 for hand in hands if hand in devices}
 
@@ -213,7 +214,11 @@ class FleetTransfers:
         self.forget()
         self._party = party = Party(hands)
         announced = await self._driver.launcher.put(await self._announced(transfer))
-        answers = await party.ask("check_weights", lambda _: (announced, version))
+        try:
+            answers = await party.ask("check_weights", lambda _: (announced, version), compares=True)
+        except BadInput:
+            self._forget_checked()
+            raise
         if not answers or (party.lost and isinstance(transfer, WeightTransfer) and self._is_ranked(transfer)):
             return False
         if not self._is_met(transfer, party.hands):
@@ -221,12 +226,15 @@ class FleetTransfers:
                 await self._meet(transfer)
             finally:
                 if self._met is None:
-                    for hand in party.hands:
-                        hand.process.send("forget_checked")
+                    self._forget_checked()
         if self._met is None:
             return False
         self._compared = version, frozenset(party.hands)
         return True
+
+    def _forget_checked(self) -> None:
+        for hand in self._party.hands:
+            hand.process.send("forget_checked")
 
     async def _announced(self, transfer: WeightTransfer | LocalTransfer) -> Announced:
         if isinstance(transfer, LocalTransfer):
@@ -342,7 +350,7 @@ class FleetTransfers:
         finally:
             if not sends:
                 with anyio.CancelScope(shield=True):
-                    await self._driver.ask(party.hands, "go_on", number)
+                    await ask(party.hands, "go_on", number)
         if not sends:
             return None
         self.forget()

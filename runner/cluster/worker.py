@@ -30,7 +30,7 @@ from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
 from runner.episode.shared import RunShared
-from runner.errors import BadControl, BadEnvironment, BadInput
+from runner.errors import BadControl, BadEnvironment, BadInput, BadTask
 from runner.runs.process import exit_now
 from runner.runs.stage import Stage
 from runner.runs.staleness import Staleness
@@ -121,7 +121,7 @@ class Worker(EngineProcess):
             packed: a `RunSent`.
             clock: the time that chat templates see.
         """
-        run = self._runs[number] = WorkerRun()
+        run = self._runs.setdefault(number, WorkerRun())  # it may have been asked for already
         try:
             async with self._set_up(run, number, packed, clock):
                 run.opened.set()
@@ -140,7 +140,7 @@ class Worker(EngineProcess):
         Raises:
             BadInput: it cannot be played here.
         """
-        run = self._runs[number]
+        run = self._runs.setdefault(number, WorkerRun())
         await run.opened.wait()
         if run.failure is not None:
             raise run.failure
@@ -202,7 +202,7 @@ class Worker(EngineProcess):
     async def play(self, run_number: int, number: int, packed: bytes) -> Played:
         """Play an attempt at an episode to its end; which one, is an `EpisodeKey` that was pickled."""
         run = self._runs[run_number]
-        key: EpisodeKey = pickle.loads(packed)
+        key = self._key(packed)
         play = run.plays[number] = Play(run.shared, key)
         if number in run.cut:  # the word of it was faster
             play.cancel(run.cut.pop(number))
@@ -212,6 +212,16 @@ class Worker(EngineProcess):
             del run.plays[number]
         # The driver has the task, and its reader shall find the very object that it gave.
         return Played([replace(each, task=NO_TASK) for each in trajectories], play.faults, play.permanent)
+
+    def _key(self, packed: bytes) -> EpisodeKey:
+        try:
+            key: EpisodeKey = pickle.loads(packed)
+        except Exception as error:
+            raise BadTask(
+                f"{self.name} cannot read a task that was sent to it ({error}): what a task holds has to be importable "
+                "on every machine."
+            ) from error
+        return key
 
     async def cancel(self, run_number: int, number: int, ending: Ending | None) -> None:
         """Cut an attempt where it stands; `play` then gives what there is of it."""

@@ -10,7 +10,7 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner import BadControl, BadOption, BadWeights, EngineDead, Run, Sampling, Trajectory
+from runner import BadControl, BadOption, BadWeights, EngineDead, EngineError, Run, Sampling, Trajectory
 from runner.engines.state import EngineState
 from runner.testing import VirtualClock
 from tests import sweeps
@@ -73,17 +73,36 @@ async def test_weights_that_one_worker_refuses_with_the_others_change_nothing_an
         assert (await engine.update_weights("good")).version == "1"
 
 
-@pytest.mark.parametrize("stage", ["check_weights", "update_weights"])
-def test_a_worker_that_fails_alone_is_replaced_and_the_next_one_begins_with_the_new_weights(stage: str) -> None:
+async def test_weights_that_one_worker_alone_refuses_change_nothing_and_it_is_named_and_stays() -> None:
+    async with fleet(2) as (engine, launcher), engine:
+        blind = launcher.workers[1]
+        blind.fail_in["check_weights"] = BadWeights("no such folder: /models/new")
+        with pytest.raises(BadWeights, match=r"no such folder: /models/new \(worker 1 on "):
+            await engine.update_weights("/models/new")
+        assert [each.number for each in engine.workers()] == [0, 1]
+        assert [asked_of(worker, "update_weights") for worker in launcher.alive] == [[], []]
+        await anyio.wait_all_tasks_blocked()
+        assert launcher.workers[0].worker._checked is None, "what will not be loaded is kept"
+        blind.fail_in.clear()
+        assert (await engine.update_weights("/models/new")).version == "1"
+
+
+@pytest.mark.parametrize(
+    ("stage", "error"),
+    [("check_weights", EngineError("its engine hangs")), ("update_weights", BadWeights("its disk is full"))],
+)
+def test_a_worker_that_fails_alone_is_replaced_and_the_next_one_begins_with_the_new_weights(
+    stage: str, error: Exception
+) -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher), engine:
-            launcher.workers[1].fail_in[stage] = BadWeights("its disk is full")
+            launcher.workers[1].fail_in[stage] = error
             await engine.update_weights("new", version="seven")
             await until(lambda: len(engine.workers()) == 2)
             assert launcher.workers[1].killed
             assert {each.version for each in engine.workers()} == {"seven"}
             assert asked_of(launcher.workers[2], "catch_up", "play") == ["catch_up"]
-            assert "its disk is full" in engine.driver.told[-1]
+            assert str(error) in engine.driver.told[-1]
             got = await played(Dice, engine)
             assert {version for each in got for version in versions(each)} == {"seven"}
 

@@ -407,3 +407,40 @@ def test_a_worker_that_falls_silent_while_it_joins_is_dismissed_and_holds_up_nob
             assert any("worker 2 on" in told and "said nothing for 90 s" in told for told in engine.events)
 
     VirtualClock().run(run)
+
+
+@pytest.mark.parametrize("stage", ["lifespan", "catch_up"])
+def test_a_worker_that_joins_without_end_holds_up_neither_the_trainer_nor_the_end_of_the_run(stage: str) -> None:
+    async def run() -> None:
+        async with fleet((1, 2), stall_seconds=60) as (engine, launcher), engine:
+            await until(lambda: len(engine.workers()) == 2)
+            await engine.update_weights("new")
+
+            def hang(joins: InProcessWorker) -> None:
+                async def for_ever(*_: Any) -> None:
+                    await anyio.sleep_forever()
+
+                setattr(joins.worker, "run_opened" if stage == "lifespan" else "catch_up", for_ever)
+
+            launcher.on_start = hang
+            async with Run(Dice, engine, tasks=game_tasks(8), retries=9) as run:
+                launcher.workers[0].kill()
+                await until(lambda: 2 in launcher.workers)
+                await engine.pause()
+                await engine.resume()
+                got = [trajectory async for trajectory in run]
+            assert len(got) == 8
+            assert any("did not catch up" in told for told in engine.events) is (stage == "catch_up")
+
+    VirtualClock().run(run)
+
+
+async def test_a_worker_that_joins_a_run_that_drains_is_told() -> None:
+    async with fleet((1, 2)) as (engine, launcher), Run(Dice, engine, tasks=game_tasks(40), retries=9) as run:
+        await until(lambda: len(engine.workers()) == 2)
+        await anext(run)
+        run.drain()
+        launcher.workers[0].kill()
+        await until(lambda: 2 in launcher.workers and any(call == "drain" for call, _ in launcher.workers[2].calls))
+        async for _ in run:
+            pass
