@@ -17,16 +17,13 @@ import numpy as np
 from anyio.abc import TaskGroup
 from anyio.lowlevel import current_token
 
-from runner.cluster.hosting import Ended, News, Sent
+from runner.cluster.hosting import STATS_SECONDS, Ended, News, Sent
 from runner.cluster.words import EngineKnown, Joined, WorkerLost, WorkerProcess
 from runner.engines.base import Delta, DeltaStream, Engine, EngineStats, Finish, FinishReason, GenerationRequest
 from runner.engines.gate import Session, affinity_beside
 from runner.errors import DeltarunnerError, EngineDead, EngineError
 
 __all__ = ["HostedEngine"]
-
-STATS_SECONDS: Final = 1.0
-"""The host is asked this often what it does."""
 
 DRAIN_SECONDS: Final = 10.0
 """How long a stream that is left waits for what was still under way."""
@@ -74,6 +71,7 @@ class HostedEngine(Engine):
             try:
                 joined: Joined = await process.send("join")
                 known: EngineKnown = await process.send("engine_known")
+                await process.send("greet", self._name)
             except WorkerLost as lost:
                 raise EngineDead(f"the engine's process did not start: {lost}") from lost
             self._joined, self._process, self._death = joined, process, None
@@ -120,7 +118,7 @@ class HostedEngine(Engine):
     async def look(self) -> None:
         """Ask what the engine does now, for `stats`."""
         assert self._process is not None, "it was entered"
-        self._stats = await self._process.send("stats")
+        self._stats = await self._process.send("stats", self._name)
 
     def _die(self, why: str) -> None:
         if self._death is None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import anyio
 
 from runner.cluster.engine_process import EngineProcess
 from runner.engines.base import BaseEngine, Delta, Engine, EngineStats, Finish, GenerationRequest, Session
-from runner.errors import DeltarunnerError
+from runner.errors import DeltarunnerError, EngineDead
 
-__all__ = ["Ended", "EngineHost", "News", "Sent"]
+__all__ = ["STATS_SECONDS", "Ended", "EngineHost", "News", "Sent"]
+
+STATS_SECONDS: Final = 1.0
+"""Each client asks this often what the engine does, and so says that it is there."""
+
+SILENT: Final = 90.0
+"""A client that was not heard for so many seconds is let go: a process that died says nothing, and holds room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +47,15 @@ News: TypeAlias = Delta | Ended | DeltarunnerError | None
 class _Client:
     """One who asks."""
 
+    heard: float
+    """When it was heard last, in the seconds that its host has listened."""
     news: list[tuple[int, News]] = field(default_factory=list)
     """What its streams said since it last heard, each by its number, in order."""
     some: anyio.Event = field(default_factory=anyio.Event)
     """Set when there is some."""
     streams: dict[int, anyio.CancelScope] = field(default_factory=dict)
-    cut: set[int] = field(default_factory=set)
-    """Streams that were to be left when they had not begun, or were over."""
+    cut: dict[int, float] = field(default_factory=dict)
+    """Streams that were to be left when they had not begun, or were over, and when that was said."""
     sessions: dict[int, Session] = field(default_factory=dict)
 
     def tell(self, number: int, news: News) -> None:
@@ -61,16 +68,39 @@ class EngineHost(EngineProcess):
 
     def __init__(self, engine: BaseEngine, place: str = "") -> None:
         super().__init__(engine, place)
-        self._clients: defaultdict[str, _Client] = defaultdict(_Client)
+        self._clients: dict[str, _Client] = {}
+        self._listened = 0.0
+        self._last_heard = 0.0
+
+    async def greet(self, client_name: str) -> None:
+        """A client comes; those who do not, or have left, are told of nothing."""
+        self._clients[client_name] = _Client(self._listened)
+
+    def _hear(self, client_name: str) -> _Client:
+        """Take note that a client is there, and let those go that were silent for too long."""
+        if client_name not in self._clients:
+            raise EngineDead(f"it did not hear of this process for {SILENT:g} s, and let it go")
+        now = anyio.current_time()
+        # Only so much of each pause counts: while this process itself stood still, it heard nobody.
+        self._listened += min(now - self._last_heard, 2 * STATS_SECONDS)
+        self._last_heard = now
+        client = self._clients[client_name]
+        client.heard = self._listened
+        client.cut = {number: said for number, said in client.cut.items() if self._listened - said < SILENT}
+        for name in [name for name, other in self._clients.items() if self._listened - other.heard > SILENT]:
+            self._let_go(name)
+        return client
 
     async def stream(self, client_name: str, number: int, sent: Sent) -> None:
         """Sample a request to its end, or until it is cut; what it says is among the client's news."""
-        client = self._clients[client_name]
+        client = self._clients.get(client_name)
+        if client is None:
+            return
         engine = self.engine
         assert isinstance(engine, Engine), "a host has an engine of token ids"
         with anyio.CancelScope() as scope:
             client.streams[number] = scope
-            if number in client.cut:  # the word of it was faster
+            if client.cut.pop(number, None) is not None:  # the word of it was faster
                 scope.cancel()
             try:
                 request = replace(sent.request, session=self._session(client, sent))
@@ -94,39 +124,57 @@ class EngineHost(EngineProcess):
             client.sessions[sent.session] = self.engine.session(late=sent.late, beside=beside)
         return client.sessions[sent.session]
 
-    async def cut(self, client: str, number: int) -> None:
+    async def cut(self, client_name: str, number: int) -> None:
         """Leave a stream, wherever it stands."""
-        known = self._clients[client]
-        if number in known.streams:
-            known.streams[number].cancel()
+        client = self._clients.get(client_name)
+        if client is None:
+            return
+        if number in client.streams:
+            client.streams[number].cancel()
         else:
-            known.cut.add(number)
+            client.cut[number] = self._listened
 
     async def news(self, client_name: str) -> list[tuple[int, News]]:
-        """What this client's streams have said since it last asked, as soon as there is any."""
-        client = self._clients[client_name]
+        """What this client's streams have said since it last asked, as soon as there is any; nothing once it has left.
+
+        Raises:
+            EngineDead: it was let go.
+        """
+        client = self._hear(client_name)
         await client.some.wait()
+        if self._clients.get(client_name) is not client:
+            return []
         news, client.news, client.some = client.news, [], anyio.Event()
         return news
 
-    async def close_session(self, client: str, session: int) -> None:
+    async def close_session(self, client_name: str, session: int) -> None:
         """Give a session's room back."""
-        closed = self._clients[client].sessions.pop(session, None)
+        client = self._clients.get(client_name)
+        closed = client.sessions.pop(session, None) if client is not None else None
         if closed is not None:
             self.engine.close_session(closed)
 
     async def leave(self, client_name: str) -> None:
         """A client is gone: its streams are cut, its sessions closed."""
+        self._let_go(client_name)
+
+    def _let_go(self, client_name: str) -> None:
         client = self._clients.pop(client_name, None)
         if client is None:
             return
+        client.some.set()
         for scope in client.streams.values():
             scope.cancel()
         for session in client.sessions.values():
             self.engine.close_session(session)
 
-    async def stats(self) -> EngineStats:
-        """What the engine is doing, for all clients together."""
+    async def stats(self, client_name: str) -> EngineStats:
+        """What the engine is doing, for all clients together.
+
+        Raises:
+            EngineDead: this client was let go.
+        """
+        self._hear(client_name)
         return self.engine.stats()
 
     async def call(self, name: str, *arguments: Any) -> Any:

@@ -22,7 +22,19 @@ from runner.engines.scripted.script import Answer, Latency, ModelCall, call
 from runner.runs.process import on_event_loop
 from tests.faults.crowd import Crowd, talk
 
-__all__ = ["Crowd", "Hangs", "Hungry", "Leased", "Poison", "Says", "Slow", "Sworn", "TalksLong", "slow_crowd"]
+__all__ = [
+    "Crowd",
+    "Endless",
+    "Hangs",
+    "Hungry",
+    "Leased",
+    "Poison",
+    "Says",
+    "Slow",
+    "Sworn",
+    "TalksLong",
+    "slow_crowd",
+]
 
 GROUP_SIZE = 4
 
@@ -186,6 +198,26 @@ class Says(Environment):
 
     @reward
     def spoke(self) -> bool:
+        return True
+
+
+class Endless(Environment):
+    """Says who plays it, and speaks until it is cut."""
+
+    def __init__(self, diary: str) -> None:
+        self.diary = diary
+
+    def tasks(self) -> Iterator[Task]:
+        for number in range(100):
+            yield Task(id=str(number), prompt="hello")
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        _write(self.diary, f"spoke {os.getpid()}")
+        await anyio.sleep_forever()
+
+    @reward
+    def there(self) -> bool:
         return True
 
 

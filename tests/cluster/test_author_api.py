@@ -24,16 +24,22 @@ ENVIRONMENTS = {
 }
 
 
+def test_there_are_sixteen_of_them() -> None:
+    assert len(ENVIRONMENTS) == 16
+
+
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 async def test_an_environment_of_the_authors_api_plays_on_two_workers(
     environment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers_played: list[int] = []
+    groups: set[str] = set()
 
     async def play_all(environment: type[Environment[Any]], replies: Any, **options: Any) -> list[Trajectory]:
         engine = replies if isinstance(replies, ScriptedEngine) else ScriptedEngine(replies)
         async with in_process() as launcher:
             trajectories = await played(environment, FleetEngine(engine, launcher, 2), **options)
+            groups.update(trajectory.task.id for trajectory in trajectories)
             workers_played.extend(
                 number for number, worker in launcher.workers.items() if "play" in (call for call, _ in worker.calls)
             )
@@ -49,4 +55,4 @@ async def test_an_environment_of_the_authors_api_plays_on_two_workers(
     monkeypatch.setattr(author_api, "play", play)
     plays: Callable[[], Awaitable[None]] = ENVIRONMENTS[environment]
     await plays()
-    assert workers_played
+    assert len(workers_played) == min(2, len(groups)), "members of a group are company on one worker"

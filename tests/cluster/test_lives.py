@@ -37,6 +37,13 @@ class Waiting(Dice):
         await anyio.sleep_forever()
 
 
+class WaitingAtFirst(Waiting):
+    """The same until something has happened, and afterwards as usual."""
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await (Dice if EVENTS else Waiting).rollout(self, conversation)
+
+
 async def test_drain_begins_nothing_more_and_plays_what_was_begun_to_its_end() -> None:
     async with fleet(2) as (engine, _), Run(Dice, engine, tasks=game_tasks(200)) as run:
         got = []
@@ -51,7 +58,7 @@ async def test_an_episode_that_is_cut_comes_back_with_what_it_has_and_is_played_
     tmp_path: Any,
 ) -> None:
     file = tmp_path / "run.db"
-    async with fleet(2) as (engine, launcher), Run(Waiting, engine, file=file) as run:
+    async with fleet(2) as (engine, launcher), Run(WaitingAtFirst, engine, file=file) as run:
         await until(lambda: all(worker.worker.engine.stats().sampled_tokens for worker in launcher.alive))
         run.cancel()
         got = [trajectory async for trajectory in run]
@@ -62,9 +69,13 @@ async def test_an_episode_that_is_cut_comes_back_with_what_it_has_and_is_played_
         assert_exact(each)
     with RunFile(file) as stored:
         assert {row.id for row in stored} == {each.id for each in got}
+    EVENTS.append("the first run is over")
     async with fleet(1) as (engine, _):
-        again = await played(Dice, engine, tasks=game_tasks(8))
-    assert len(again) == 8
+        again = await played(WaitingAtFirst, engine, file=file)
+    assert {each.id for each in again} >= {each.id for each in got}
+    with RunFile(file) as stored:
+        assert stored.outcomes() == {Outcome.COMPLETED: 8}
+        assert stored.complete
 
 
 async def test_leaving_the_run_early_keeps_what_was_being_played_as_partial(tmp_path: Any) -> None:

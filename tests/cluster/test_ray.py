@@ -34,6 +34,7 @@ from runner import (
 from runner.cli.app import app
 from runner.cli.run import run_command
 from runner.cli.settings import RunSettings
+from tests.cluster.playing import until
 from tests.cluster.ray_cluster import Standing, family, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Leased, Sworn, crowd, slow_crowd
 from tests.faults.comparing import by_key, stored
@@ -148,6 +149,50 @@ async def test_an_environment_of_the_script_itself_is_played(cluster: Standing, 
     with anyio.fail_after(WATCHDOG):
         done = await anyio.run_process([sys.executable, str(script)], env=environ, check=False)
     assert done.stdout == b"1.0 6\n", done.stderr.decode()
+
+
+ENDLESS = """
+import sys
+from runner import Concurrency, RayEngines, ScriptedEngine, run
+from tests.cluster.ray_games import Endless
+
+if __name__ == "__main__":
+    engine = RayEngines(ScriptedEngine("hi"), workers=2)
+    run(Endless(sys.argv[1]), engine, file=sys.argv[2], concurrency=Concurrency(episodes=4))
+"""
+
+
+def endless(script: Path, diary: Path, file: Path) -> subprocess.Popen[bytes]:
+    script.write_text(ENDLESS)
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, str(script), str(diary), str(file)]
+    return subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE)
+
+
+@pytest.mark.in_turns("on Ray", 2)
+async def test_ctrl_c_drains_the_workers_and_a_second_one_keeps_what_they_play_as_partial(
+    cluster: Standing, tmp_path: Path
+) -> None:
+    diary, file = tmp_path / "diary", tmp_path / "run.db"
+    diary.touch()
+    with endless(tmp_path / "endless.py", diary, file) as process:
+        assert process.stderr is not None
+        await until(lambda: len(diary.read_text().splitlines()) == 4 or process.poll() is not None)
+        pids = {int(line.split()[1]) for line in diary.read_text().splitlines()}
+        process.send_signal(signal.SIGINT)
+        while b"finishing 4 episodes; press Ctrl-C again" not in (line := process.stderr.readline()):
+            assert line, "it ended at the first one"
+        process.send_signal(signal.SIGINT)
+        # Python ends by the signal itself, which a shell tells as 130.
+        _, errors = await anyio.to_thread.run_sync(process.communicate, None, WATCHDOG)
+    assert process.returncode in (130, -signal.SIGINT), errors.decode()
+    assert b"stopping 4 episodes, kept as partial" in errors
+    assert len(pids) == 2
+    await anyio.to_thread.run_sync(until_gone, pids)
+    with RunFile(file) as run_file:
+        assert run_file.outcomes() == {Outcome.CANCELLED: 4}
+        assert {trajectory.text for trajectory in run_file.trajectories()} == {"hi"}
+        assert not run_file.complete
 
 
 AUTHOR = """

@@ -1,7 +1,7 @@
 """The environments that the author's API was drawn for: each is writable without a further concept.
 
-Of the sixteen, the agent that speaks to an OpenAI endpoint is in tests/endpoint, and OpenEnv and MCP stand here as the
-servers of tools that they are to an author. tests/cluster plays them all on two workers.
+OpenEnv and MCP stand here as the servers of tools that they are to an author. tests/cluster plays them all on two
+workers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import anyio
+import openai
 import pytest
 
 from runner import (
@@ -397,6 +398,30 @@ async def test_an_environment_behind_a_connection_is_stepped() -> None:
             return self.total == 3
 
     assert (await play(Remote, lambda turn: "1")).reward == 1.0
+
+
+async def test_an_agent_that_speaks_to_an_openai_endpoint() -> None:
+    class Agent(Environment):
+        def tasks(self) -> list[Task]:
+            return tasks(4)
+
+        async def rollout(self, conversation: Conversation) -> None:
+            async with (
+                self.episode.serve(train=True) as endpoint,
+                openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client,
+            ):
+                messages: list[Any] = [{"role": "user", "content": str(self.task.prompt)}]
+                for _ in range(2):
+                    said = await client.chat.completions.create(model="any", messages=messages)
+                    messages.append({"role": "assistant", "content": said.choices[0].message.content})
+                    messages.append({"role": "user", "content": "And now?"})
+
+        @reward
+        def went_on(self) -> bool:
+            return [turn.text for turn in self.episode.turns] == ["First.", "Second."]
+
+    played = await play_all(Agent, ["First.", "Second."])
+    assert [t.reward for t in played] == [1.0] * 4
 
 
 async def test_a_curriculum() -> None:

@@ -1,0 +1,177 @@
+"""One engine and several processes that ask it, of which some die: what they held is there for the others."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import pytest
+
+from runner import EngineDead, Sampling
+from runner.cluster.hosted import HostedEngine
+from runner.cluster.hosting import SILENT, STATS_SECONDS, Sent
+from runner.engines.base import DeltaStream, GenerationRequest, Session
+from runner.testing import Latency, ScriptedEngine, VirtualClock
+from tests.cluster.in_process import Answer, HostedHere, InProcessWorker
+
+LET_GO = SILENT + 3 * STATS_SECONDS
+
+
+class Line:
+    """How a guest reaches the host, until it is cut as by a death: nothing is heard on either side any more."""
+
+    def __init__(self, process: InProcessWorker) -> None:
+        self.is_cut = False
+        self._process = process
+
+    def send(self, call: str, *arguments: Any) -> Awaitable[Any]:
+        return Answer() if self.is_cut else self._process.send(call, *arguments)
+
+    def kill(self) -> None: ...
+
+
+class Guest(HostedEngine):
+    """The engine of a host that is there."""
+
+    def __init__(self, owner: HostedHere) -> None:
+        super().__init__()
+        self.line = Line(owner.process)
+
+    async def _reach(self, exit_stack: AsyncExitStack) -> Line:
+        return self.line
+
+
+def asks(session: Session | None = None, max_tokens: int = 4) -> GenerationRequest:
+    sampling = replace(Sampling.defaults(), max_tokens=max_tokens, temperature=0.0)
+    return GenerationRequest(name="e/main/0", prompt=list(range(60, 70)), sampling=sampling, session=session)
+
+
+def shared(play: Callable[[HostedHere, Guest], Awaitable[None]], **settings: Any) -> None:
+    """Play with an owner of an engine that says an id a second, and a guest of it."""
+
+    async def main() -> None:
+        engine = ScriptedEngine("word " * 2000, latency=Latency(between=1), tick=1.0, **settings)
+        async with HostedHere(engine) as owner, Guest(owner) as guest:
+            await play(owner, guest)
+
+    VirtualClock().run(main)
+
+
+async def said(stream: DeltaStream) -> list[int]:
+    async with stream:
+        return [token for delta in [each async for each in stream] for token in delta.token_ids]
+
+
+@asynccontextmanager
+async def begun(engine: HostedEngine, session: Session) -> AsyncIterator[None]:
+    """A session that has spoken and is not closed, and a stream of it that has begun."""
+    async with engine.stream(asks(session, 4000)) as stream:
+        await anext(aiter(stream))
+        yield
+
+
+def test_what_a_process_that_died_held_of_a_shared_engine_is_given_to_the_others() -> None:
+    async def play(owner: HostedHere, guest: Guest) -> None:
+        engine: Any = owner.host.engine
+        async with begun(guest, guest.session()):
+            guest.line.is_cut = True
+            with anyio.move_on_after(SILENT / 2):
+                await said(owner.stream(asks(owner.session())))
+                raise AssertionError("there was a place")
+            assert (engine.stats().open, engine.stats().live_sessions) == (1, 1)
+            await anyio.sleep(SILENT)
+            assert (engine.stats().open, engine.stats().live_sessions) == (0, 0)
+            assert len(owner.host._clients) == 1
+            assert len(await said(owner.stream(asks(owner.session())))) == 4
+            assert engine.stats().live_sessions == 1
+
+    shared(play, places=1)
+
+
+def test_a_process_that_lives_is_not_let_go_however_little_it_asks() -> None:
+    async def play(owner: HostedHere, guest: Guest) -> None:
+        session = guest.session()
+        await said(guest.stream(asks(session)))
+        await anyio.sleep(5 * LET_GO)
+        assert guest.is_alive()
+        assert owner.host.engine.stats().live_sessions == 1
+
+    shared(play)
+
+
+def test_nobody_is_let_go_because_the_host_itself_stood_still() -> None:
+    async def play(owner: HostedHere, guest: Guest) -> None:
+        owner.process.held_in["stats"] = anyio.Event()
+        await anyio.sleep(5 * LET_GO)
+        owner.process.held_in["stats"].set()
+        await anyio.sleep(3)
+        assert len(owner.host._clients) == 2
+        assert guest.is_alive()
+
+    shared(play)
+
+
+def test_one_that_was_let_go_and_comes_back_is_told_so() -> None:
+    async def play(owner: HostedHere, guest: Guest) -> None:
+        async with guest.stream(asks(guest.session(), 4000)) as stream:
+            guest.line.is_cut = True
+            await anyio.sleep(LET_GO)
+            guest.line.is_cut = False
+            with pytest.raises(EngineDead, match=f"did not hear of this process for {SILENT:g} s, and let it go"):
+                [each async for each in stream]
+        assert not guest.is_alive()
+        assert len(owner.host._clients) == 1
+
+    shared(play)
+
+
+def test_leaving_wakes_who_waits_for_news() -> None:
+    async def play(owner: HostedHere, guest: Guest) -> None:
+        host = owner.host
+        await host.greet("third")
+        answer = owner.process.send("news", "third")
+        await anyio.sleep(1)
+        await host.leave("third")
+        with anyio.fail_after(1):
+            assert await answer == []
+
+    shared(play)
+
+
+def test_a_word_that_comes_late_brings_nobody_back() -> None:
+    async def play(owner: HostedHere, guest: Guest) -> None:
+        host = owner.host
+        before = set(host._clients)
+        await host.greet("third")
+        await host.leave("third")
+        await host.cut("third", 1)
+        await host.close_session("third", 1)
+        await host.stream("third", 2, Sent(asks(), session=3, late=False, beside=None))
+        with pytest.raises(EngineDead):
+            await host.news("third")
+        with pytest.raises(EngineDead):
+            await host.stats("third")
+        assert set(host._clients) == before
+        assert host.engine.stats().live_sessions == 0
+
+    shared(play)
+
+
+def test_a_cut_may_come_before_its_stream_and_one_that_comes_after_is_forgotten() -> None:
+    async def play(owner: HostedHere, guest: Guest) -> None:
+        host = owner.host
+        name = guest._name
+        (client,) = (client for known, client in host._clients.items() if known == name)
+        await host.cut(name, 7)
+        with anyio.fail_after(1):
+            await host.stream(name, 7, Sent(asks(max_tokens=4000), session=None, late=False, beside=None))
+        assert not client.cut
+        await host.cut(name, 7)
+        assert client.cut
+        await anyio.sleep(LET_GO)
+        assert not client.cut
+
+    shared(play)

@@ -1,0 +1,107 @@
+"""The desk that lets the episodes of all workers into their run's limiters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import pytest
+
+from runner import BadOption, EngineError
+from runner.cluster.limiters import LeasedLimiter
+from tests.cluster.in_process import InProcess, InProcessDesk, in_process
+
+pytestmark = pytest.mark.anyio
+
+RUN, OTHER_RUN = 1, 2
+
+
+class Asking:
+    """Asks a desk for leases, each in a task of its own, and knows what was answered."""
+
+    def __init__(self, launcher: InProcess) -> None:
+        self.desk = launcher.desk
+        self.answers: dict[tuple[int, int], bool] = {}
+        self._group = launcher.group
+
+    async def acquire(self, worker: int, lease: int, *, run: int = RUN, limit: int = 1) -> None:
+        async def ask() -> None:
+            self.answers[worker, lease] = await self.desk.acquire(run, "door", limit, worker, lease)
+
+        self._group.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+
+    async def settled(self, done: Any) -> dict[tuple[int, int], bool]:
+        await done
+        await anyio.wait_all_tasks_blocked()
+        return self.answers
+
+
+@pytest.fixture
+async def asking() -> AsyncIterator[Asking]:
+    async with in_process() as launcher:
+        yield Asking(launcher)
+
+
+async def test_workers_share_a_limit_and_get_in_in_the_order_in_which_they_asked(asking: Asking) -> None:
+    for held in ((0, 0), (1, 0), (0, 1), (2, 0)):
+        await asking.acquire(*held, limit=2)
+    assert asking.answers == {(0, 0): True, (1, 0): True}
+    assert list(await asking.settled(asking.desk.release(1, 0))) == [(0, 0), (1, 0), (0, 1)]
+    assert list(await asking.settled(asking.desk.release(0, 0)))[3:] == [(2, 0)]
+
+
+async def test_a_lease_that_is_given_up_while_it_waits_is_refused_and_takes_no_place(asking: Asking) -> None:
+    for worker in range(3):
+        await asking.acquire(worker, 0)
+    assert await asking.settled(asking.desk.release(1, 0)) == {(0, 0): True, (1, 0): False}
+    assert await asking.settled(asking.desk.release(0, 0)) == {(0, 0): True, (1, 0): False, (2, 0): True}
+
+
+async def test_a_worker_that_is_forgotten_gives_back_what_it_held_and_waits_no_more(asking: Asking) -> None:
+    for held in ((0, 0), (0, 1), (1, 0)):
+        await asking.acquire(*held)
+    assert await asking.settled(asking.desk.forget(0)) == {(0, 0): True, (0, 1): False, (1, 0): True}
+
+
+async def test_a_worker_that_was_forgotten_gets_nothing_more(asking: Asking) -> None:
+    await asking.desk.forget(0)
+    await asking.acquire(0, 0)  # it was on its way
+    await asking.acquire(1, 0)
+    assert asking.answers == {(0, 0): False, (1, 0): True}
+
+
+async def test_runs_do_not_share_a_limiter_and_one_that_is_over_leaves_none(asking: Asking) -> None:
+    await asking.acquire(0, 0)
+    await asking.acquire(0, 1, run=OTHER_RUN)
+    assert asking.answers == {(0, 0): True, (0, 1): True}
+    with pytest.raises(BadOption, match=r"limiter\('door', 2\): it was opened with 1 before"):
+        await asking.desk.acquire(RUN, "door", 2, 1, 0)
+    await asking.desk.close_run(RUN)
+    await asking.acquire(1, 1, limit=2)
+    assert asking.answers[1, 1], "a limiter of this name may be another one now"
+    with pytest.raises(BadOption, match="it was opened with 1 before"):
+        await asking.desk.acquire(OTHER_RUN, "door", 2, 1, 2)
+    await asking.settled(asking.desk.release(0, 0))  # of the limiter that is no more
+
+
+async def test_a_block_is_not_entered_when_its_worker_was_given_up_while_it_waited() -> None:
+    async with in_process() as launcher:
+        leases = itertools.count()
+        doors = [LeasedLimiter(InProcessDesk(launcher), leases, RUN, worker, "door", 1) for worker in (0, 1)]
+        await doors[0].acquire_on_behalf_of("first")
+        told = []
+
+        async def enter() -> None:
+            try:
+                await doors[1].acquire_on_behalf_of("second")
+            except EngineError as error:
+                told.append(str(error))
+
+        launcher.group.start_soon(enter)
+        await anyio.wait_all_tasks_blocked()
+        await launcher.desk.forget(1)
+        await anyio.wait_all_tasks_blocked()
+        assert told == ["limiter('door', 1): worker 1 was given up meanwhile."]
