@@ -45,6 +45,9 @@ CONNECT_SECONDS: Final = 10.0
 """How long a cluster that stands may take to answer at all."""
 
 
+_ONCE: Final = {"max_task_retries": 0}
+"""For words to the limiters that need not arrive: Ray would print on stdout that it tries again."""
+
 _LOOPBACK: Final = (
     "Ray takes a loopback address for this machine's address in its network, so a head that was started on loopback "
     "alone cannot be reached."
@@ -241,7 +244,7 @@ class RayLauncher:
 
     def forget(self, worker: int, joined: Joined | None) -> None:
         """Give back the leases of a worker that is gone, and shared memory whose names it left on its machine."""
-        self._desk.forget.remote(worker)
+        self._desk.forget.options(**_ONCE).remote(worker)
         if joined is not None and (joined.shared_memory or joined.folder):
             # Ray kills all that a worker has started together with it, Python's own tracker of shared memory included.
             there = _on_node(joined.place, soft=False)
@@ -250,7 +253,7 @@ class RayLauncher:
 
     def forget_run(self, run: int) -> None:
         """Forget the limiters of a run."""
-        self._desk.close_run.remote(run)
+        self._desk.close_run.options(**_ONCE).remote(run)
 
 
 def host_called(name: str) -> WorkerProcess:
