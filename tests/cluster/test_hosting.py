@@ -9,8 +9,9 @@ from typing import Any
 
 import anyio
 import pytest
+from anyio.abc import TaskGroup
 
-from runner import EngineDead, Sampling
+from runner import DeltarunnerError, EngineDead, Sampling
 from runner.cluster.hosted import HostedEngine
 from runner.cluster.hosting import SILENT, STATS_SECONDS, Sent
 from runner.engines.base import DeltaStream, GenerationRequest, Session
@@ -21,14 +22,34 @@ LET_GO = SILENT + 3 * STATS_SECONDS
 
 
 class Line:
-    """How a guest reaches the host, until it is cut as by a death: nothing is heard on either side any more."""
+    """How a guest reaches the host; once it is cut, the host hears nothing more, as of a process that died or stands.
 
-    def __init__(self, process: InProcessWorker) -> None:
+    What was said meanwhile arrives when it goes on.
+    """
+
+    def __init__(self, process: InProcessWorker, group: TaskGroup) -> None:
         self.is_cut = False
         self._process = process
+        self._group = group
+        self._held: list[tuple[Answer, str, tuple[Any, ...]]] = []
 
     def send(self, call: str, *arguments: Any) -> Awaitable[Any]:
-        return Answer() if self.is_cut else self._process.send(call, *arguments)
+        if not self.is_cut:
+            return self._process.send(call, *arguments)
+        answer = Answer()
+        self._held.append((answer, call, arguments))
+        return answer
+
+    def go_on(self) -> None:
+        self.is_cut = False
+        for held in self._held:
+            self._group.start_soon(self._pass_on, *held)
+
+    async def _pass_on(self, answer: Answer, call: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            answer.succeed(await self._process.send(call, *arguments))
+        except DeltarunnerError as error:
+            answer.fail(error)
 
     def kill(self) -> None: ...
 
@@ -38,7 +59,7 @@ class Guest(HostedEngine):
 
     def __init__(self, owner: HostedHere) -> None:
         super().__init__()
-        self.line = Line(owner.process)
+        self.line = Line(owner.process, owner.process._launcher.group)
 
     async def _reach(self, exit_stack: AsyncExitStack) -> Line:
         return self.line
@@ -119,7 +140,7 @@ def test_one_that_was_let_go_and_comes_back_is_told_so() -> None:
         async with guest.stream(asks(guest.session(), 4000)) as stream:
             guest.line.is_cut = True
             await anyio.sleep(LET_GO)
-            guest.line.is_cut = False
+            guest.line.go_on()
             with pytest.raises(EngineDead, match=f"did not hear of this process for {SILENT:g} s, and let it go"):
                 [each async for each in stream]
         assert not guest.is_alive()
