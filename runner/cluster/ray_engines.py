@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +29,7 @@ class RayEngines(FleetEngine):
         workers: how many; or the least to begin with and the most, which join as machines come: (8, 64).
         address: of a cluster of Ray that stands, or "auto"; by default RAY_ADDRESS, or one that is started here.
         cpus: what a worker takes of Ray's count of processor cores.
-        gpus: the same for GPUs; by default as many as the engine's arguments ask for, none where there are none.
+        gpus: the same for GPUs; by default as many as the engine's arguments ask for, none where the cluster has none.
         runtime_env: passed to Ray, such as {"working_dir": "."} for machines that do not see this one's files.
         stall_seconds: how long there may be fewer workers than the least before the run ends.
 
@@ -53,7 +54,8 @@ class RayEngines(FleetEngine):
             "RayEngines",
             address=address,
             cpus=cpus,
-            gpus=gpus_of(engine) if gpus is None else gpus,
+            gpus=gpus,
+            engine_gpus=gpus_of(engine),
             runtime_env=runtime_env,
         )
         super().__init__(engine, launcher, workers, stall_seconds=stall_seconds)
@@ -80,13 +82,8 @@ def require_ray(who: str, address: str | None = None) -> None:
 
 
 def gpus_of(engine: Any) -> int:
-    """How many GPUs a worker needs for this engine, by its arguments; 0 where this machine's vLLM has none."""
-    given: Mapping[str, Any] = getattr(engine, "given", {})
-    sizes = [given.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline", "data")]
-    return sizes[0] * sizes[1] * sizes[2] if given and _has_gpus() else 0
-
-
-def _has_gpus() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available())
+    """How many GPUs this engine takes by its arguments, on a machine that has any; 0 where it has none to give."""
+    given: Mapping[str, Any] | None = getattr(engine, "given", None)
+    if given is None:
+        return 0
+    return math.prod(given.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline", "data"))

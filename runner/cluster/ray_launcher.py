@@ -75,7 +75,8 @@ class RayLauncher:
         who: what errors call whoever wants a cluster.
         address: of a cluster that stands; None takes RAY_ADDRESS, or else starts one on this machine.
         cpus: what each of them takes of Ray's count.
-        gpus: the same.
+        gpus: the same; None takes `engine_gpus` where the cluster has any, since this machine may be one without.
+        engine_gpus: how many the engine of each takes where it finds some.
         runtime_env: passed to Ray, for workers on machines that do not see this one's files.
     """
 
@@ -85,7 +86,8 @@ class RayLauncher:
         *,
         address: str | None,
         cpus: float,
-        gpus: float,
+        gpus: float | None,
+        engine_gpus: int = 0,
         runtime_env: Mapping[str, Any] | None,
     ) -> None:
         self._address = address
@@ -94,7 +96,9 @@ class RayLauncher:
         self.most = 1
         """How many there are to be at most."""
         self._cpus = cpus
-        self._gpus = gpus
+        self._given_gpus = gpus
+        self._engine_gpus = engine_gpus
+        self._gpus = gpus or 0.0
         self._who = who
         self._runtime_env = dict(runtime_env or {})
         self._desk: Any = None
@@ -113,7 +117,11 @@ class RayLauncher:
             self._reach()
             _CONNECTION.launchers.add(self)
         ray = _ray()
-        self._require_resources(ray.cluster_resources())
+        there = ray.cluster_resources()
+        if self._given_gpus is None:
+            self._gpus = self._engine_gpus if there.get("GPU", 0) else 0
+        self._require_resources(there)
+        self._require_a_machine(ray.nodes())
         # With the driver, since another machine may die, and where it is killed all the same, as Ray does with whatever
         # is on a machine without memory, an empty one takes its place and is asked again.
         self._desk = (
@@ -183,6 +191,30 @@ class RayLauncher:
                     f"{self._who}: {self.least} workers of {each:g} {name} each need {each * self.least:g}, and the "
                     f"cluster has {there.get(name, 0):g}. Give fewer workers, or more machines."
                 )
+
+    def _require_a_machine(self, nodes: Sequence[Mapping[str, Any]]) -> None:
+        """Ray would say nothing, and wait for a machine that is large enough."""
+
+        def has(node: Mapping[str, Any]) -> tuple[float, float]:
+            there = node["Resources"]
+            return there.get("GPU", 0), there.get("CPU", 0)
+
+        def room(node: Mapping[str, Any]) -> tuple[bool, float, float]:
+            gpus, cpus = has(node)
+            return gpus >= self._gpus and cpus >= self._cpus, gpus if self._gpus else 0, cpus
+
+        largest = max((node for node in nodes if node["Alive"]), key=room)
+        if not room(largest)[0]:
+            raise BadOption(
+                f"{self._who}: a worker needs {self.needs} on one machine, and the largest one, "
+                f"{largest['NodeManagerHostname']}, has {_counted(*has(largest))}. Give smaller sizes (the engine's "
+                "tensor_parallel_size and the like, or cpus= and gpus=), or a larger machine."
+            )
+
+    @property
+    def needs(self) -> str:
+        """What each of them takes of one machine, for people; known once the cluster is reached."""
+        return _counted(self._gpus, self._cpus)
 
     async def close(self) -> None:
         """Leave the cluster, and end it where it is ours."""
@@ -282,6 +314,10 @@ def _clean_up(shared_memory: Sequence[str], folder: str) -> None:
     release(shared_memory)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _counted(gpus: float, cpus: float) -> str:
+    return f"{gpus:g} GPU and {cpus:g} CPU"
 
 
 def _is_loopback(address: str) -> bool:

