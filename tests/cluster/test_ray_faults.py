@@ -176,7 +176,16 @@ async def test_a_stopped_worker_is_ended_though_it_cannot_hear(cluster: Standing
     await assert_as_one_process(announced, file, 24)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.fixture
+def at_the_head(small_cluster: Standing) -> Iterator[None]:
+    """This process belongs to the first machine, and not to one that is added: who is on a machine dies with it."""
+    ray: Any = pytest.importorskip("ray")
+    ray.init(address=small_cluster.address, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("impatient", "at_the_head")
 @pytest.mark.parametrize("comes_back", [True, False])
 async def test_a_silent_machine_is_taken_for_dead_and_nothing_is_lost(
     small_cluster: Standing, tmp_path: Path, *, comes_back: bool
@@ -215,6 +224,7 @@ async def test_fewer_workers_than_the_least_have_room_and_the_start_ends_by_name
         await played(Crowd(2), engine, **OPTIONS)
 
 
+@pytest.mark.usefixtures("at_the_head")
 async def test_a_run_that_loses_a_machine_for_good_waits_and_ends_by_name_and_goes_on_with_fewer_workers(
     small_cluster: Standing, tmp_path: Path
 ) -> None:
