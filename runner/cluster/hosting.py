@@ -77,7 +77,7 @@ class EngineHost(EngineProcess):
         self._clients[client_name] = _Client(self._listened)
 
     def _hear(self, client_name: str) -> _Client:
-        """Take note that a client is there, and let those go that were silent for too long."""
+        """Take note that a client is there."""
         if client_name not in self._clients:
             raise EngineDead(f"it did not hear of this process for {SILENT:g} s, and let it go")
         now = anyio.current_time()
@@ -86,10 +86,12 @@ class EngineHost(EngineProcess):
         self._last_heard = now
         client = self._clients[client_name]
         client.heard = self._listened
+        return client
+
+    def _let_the_silent_go(self, client: _Client) -> None:
         client.cut = {number: said for number, said in client.cut.items() if self._listened - said < SILENT}
         for name in [name for name, other in self._clients.items() if self._listened - other.heard > SILENT]:
             self._let_go(name)
-        return client
 
     async def stream(self, client_name: str, number: int, sent: Sent) -> None:
         """Sample a request to its end, or until it is cut; what it says is among the client's news."""
@@ -174,7 +176,8 @@ class EngineHost(EngineProcess):
         Raises:
             EngineDead: this client was let go.
         """
-        self._hear(client_name)
+        # Here and not at each news, of which there are many a second.
+        self._let_the_silent_go(self._hear(client_name))
         return self.engine.stats()
 
     async def call(self, name: str, *arguments: Any) -> Any:

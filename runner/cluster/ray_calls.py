@@ -88,7 +88,11 @@ class RayWorker:
 
     def _hear(self) -> None:
         self._hears = True
-        told = asyncio.wrap_future(self._actor.answers.remote(self._name).future())
+        try:
+            told = asyncio.wrap_future(self._actor.answers.remote(self._name).future())
+        except Exception as error:  # Ray's own, where it was left meanwhile
+            self._lose(WorkerLost(f"nobody can ask it any more: {error}"))
+            return
         told.add_done_callback(self._heard)
 
     def _heard(self, told: asyncio.Future[Any]) -> None:

@@ -162,7 +162,8 @@ async def test_a_part_is_sent_when_every_worker_has_the_one_before_and_all_come_
             assert len(source.sent) == max(0, number - 1)
             released, slow.held_in["take_step"] = slow.held_in["take_step"], anyio.Event()
             released.set()
-            await until(lambda now=number + 2: len(asked_of(slow, "take_step")) == now)  # type: ignore[misc]
+            wanted = number + 2
+            await until(lambda wanted=wanted: len(asked_of(slow, "take_step")) == wanted)  # type: ignore[misc]  # of this round
         slow.held_in["take_step"].set()
     for worker in launcher.alive:
         steps = [arguments for call, arguments in worker.calls if call == "take_step"]
