@@ -287,6 +287,8 @@ class Driver:
 
     def has_weights(self, hand: Hand, version: str) -> None:
         """A worker has the weights of this version, and plays from now on where it did not."""
+        if hand.gone.is_set():
+            return  # it died between its answer and the hearing of it, and another one may have its seat
         hand.version = version
         if hand.seat.state is not SeatState.READY:
             assert hand.joined is not None, "it has an engine"

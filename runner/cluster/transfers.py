@@ -137,7 +137,7 @@ class FleetTransfers:
         driver = self._driver
         met = self._met_elsewhere()
         members = [hand for hand in driver.members if hand in met.ranks]
-        if not met.is_of(members):
+        if not members or not met.is_of(members):
             self._party = Party(members)
             self._party.lost = {hand: hand.why for hand in met.ranks if hand not in members}
             raise self._broken_off()

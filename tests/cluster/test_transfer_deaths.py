@@ -129,6 +129,33 @@ def test_of_a_trainer_elsewhere_that_waits_for_a_dead_worker_nothing_is_taken(at
     by_virtual_time(run)
 
 
+def test_weights_from_elsewhere_are_not_sent_where_all_that_met_the_trainer_are_lost() -> None:
+    async def run() -> None:
+        async with fleet(2) as (engine, launcher), engine:
+            checked = await engine.check_update(unranked(), version="new")
+            for worker in launcher.alive:
+                worker.kill()
+            await until(lambda: members(engine) == {2, 3})
+            with pytest.raises(
+                EngineError, match=r"weights are the old ones: worker 0 on \S+ was lost .*; worker 1 on"
+            ):
+                await engine.apply_update(checked)
+            assert of_version(launcher) == ["scripted", "scripted"]
+
+    by_virtual_time(run)
+
+
+async def test_a_worker_that_dies_as_it_says_that_it_has_the_weights_is_given_nothing_to_play() -> None:
+    async with fleet((1, 2)) as (engine, launcher), engine:
+        await until(lambda: len(engine.workers()) == 2)
+        hand = next(hand for hand in engine.driver.members if hand.number == 1)
+        launcher.workers[1].kill()
+        await hand.gone.wait()
+        engine.driver.has_weights(hand, "new")
+        assert hand.seat not in engine.driver.fleet.ready
+        assert len(await played(Dice, engine)) == 8
+
+
 @pytest.mark.parametrize("kind", [elsewhere, unranked])
 def test_weights_from_elsewhere_that_the_least_workers_have_are_an_update(kind: Callable[[], WeightTransfer]) -> None:
     async def run() -> None:
@@ -316,19 +343,27 @@ def test_versions_never_go_back_and_nothing_is_lost_whatever_dies_under_transfer
         known, failures = ["scripted"], []
         async with fleet((1, 3)) as (engine, launcher), Run(Dice, engine, tasks=game_tasks(40), retries=9) as run:
 
+            async def give(kind: str) -> None:
+                known.append(version := f"v{len(known)}")
+                given = {"here": here(source), "folder": "a folder"}.get(kind) or unranked()
+                try:
+                    await engine.update_weights(given, version=version)
+                except EngineDead:
+                    raise
+                except EngineError as error:
+                    failures.append(str(error))
+                else:
+                    assert {worker.version for worker in engine.workers()} <= {version}
+                await anyio.sleep(0.1)
+
             async def train() -> None:
-                for number, kind in enumerate(given_kinds):
-                    known.append(version := f"v{number}")
-                    given = {"here": here(source), "folder": "a folder"}.get(kind) or unranked()
-                    try:
-                        await engine.update_weights(given, version=version)
-                    except EngineDead:
-                        raise
-                    except EngineError as error:
-                        failures.append(str(error))
-                    else:
-                        assert {worker.version for worker in engine.workers()} <= {version}
-                    await anyio.sleep(0.1)
+                for kind in given_kinds:
+                    await give(kind)
+                while True:
+                    # Where all that had them died, those that came since can do nothing but wait for weights.
+                    if engine.driver.fleet.behind and not engine.driver.fleet.ready:
+                        await give("folder")
+                    await anyio.sleep(1)
 
             async def kill() -> None:
                 for steps, which in kills:
@@ -342,8 +377,9 @@ def test_versions_never_go_back_and_nothing_is_lost_whatever_dies_under_transfer
                 group.start_soon(train)
                 group.start_soon(kill)
                 got += [trajectory async for trajectory in run]
+                group.cancel_scope.cancel()
         assert len(compared(got)) == 40
-        assert all("was lost" in failure for failure in failures)
+        assert all("was lost" in failure for failure in failures), failures
         for each in got:
             numbers = [known.index(version) for version in versions(each)]
             assert numbers == sorted(numbers)
