@@ -306,9 +306,12 @@ async def test_a_task_that_cannot_be_sent_ends_the_run_by_its_name() -> None:
             await played(Dice, engine, tasks=[*game_tasks(2), bad])
 
 
-async def test_an_environment_that_a_worker_cannot_construct_is_named_with_its_error() -> None:
+async def test_an_environment_that_a_worker_cannot_construct_is_named_with_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from runner import BadEnvironment
 
+    monkeypatch.setattr(Broken, "made", 0)
     async with fleet(2) as (engine, _):
         with pytest.raises(
             BadEnvironment, match=r"Broken could not be constructed: OSError: no such device \(worker \d on "
