@@ -23,6 +23,19 @@ def by_key(trajectories: Iterable[Trajectory]) -> dict[tuple[str, int, int, str]
     return made
 
 
+def differing(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
+    """The fields in which two such collections differ, with both values: a readable part of what may be megabytes."""
+    missing = ("not there", {})
+    found = {}
+    for key in one.keys() | other.keys():
+        (kind, fields), (other_kind, others) = one.get(key, missing), other.get(key, missing)
+        values = {name: (fields.get(name), others.get(name)) for name in fields.keys() | others.keys()}
+        unequal = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+        if unequal or kind != other_kind:
+            found[key] = unequal
+    return found
+
+
 def stored(file: Path) -> dict[tuple[str, int, int, str], Any]:
     """What a run file holds of each agent, those that are not trained included, attempts that were retried not."""
     with RunFile(file) as run_file:
