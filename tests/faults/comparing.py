@@ -25,7 +25,7 @@ def by_key(trajectories: Iterable[Trajectory]) -> dict[tuple[str, int, int, str]
 
 def differing(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
     """The fields in which two such collections differ, with both values: a readable part of what may be megabytes."""
-    missing = ("not there", {})
+    missing: tuple[Any, dict[str, Any]] = ("not there", {})
     found = {}
     for key in one.keys() | other.keys():
         (kind, fields), (other_kind, others) = one.get(key, missing), other.get(key, missing)
