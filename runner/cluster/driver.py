@@ -203,12 +203,10 @@ class Driver:
         return WorkerLost(hand.why) if hand.why else errors[0]
 
     def _note_loss(self, hand: Hand, error: Exception) -> None:
-        now = anyio.current_time()
         if not hand.placed and isinstance(error, WorkerLost):
-            self._not_placed = str(error)
-            self.fleet.not_placed(hand.seat, now)
+            self._note_not_placed(hand, str(error))
             return
-        lost = self.fleet.lost(hand.seat, now)
+        lost = self.fleet.lost(hand.seat, anyio.current_time())
         self.lost_count += 1
         self.launcher.forget(hand.number, hand.joined)
         playing = f"; the {len(lost)} episodes that it played are played again" if lost else ""
@@ -219,6 +217,13 @@ class Driver:
             self._fail_start(error)
         elif self.fleet.hopeless:
             self._fail_start(EngineDead(f"workers die as they start: {error}"))
+
+    def _note_not_placed(self, hand: Hand, why: str) -> None:
+        self.fleet.not_placed(hand.seat, anyio.current_time())
+        # Once a reason: it is tried again every moment, as long as the machines are elsewhere.
+        if why != self._not_placed:
+            self._not_placed = why
+            self._tell(f"{hand.name} was not started: {why}")
 
     def _tell(self, event: str) -> None:
         self.told.append(event)
@@ -366,7 +371,8 @@ class Driver:
         """
         fleet = self.fleet
         waiting = f" {len(fleet.behind)} wait for the next weights." if fleet.behind else ""
-        last = waiting + (f" The last thing that happened: {self.told[-1]}" if self.told else "")
+        # Two of them: a worker that is not started says little without the loss before it.
+        last = waiting + (f" What happened last: {'; '.join(list(self.told)[-2:])}" if self.told else "")
         if fleet.hopeless:
             raise EngineDead(f"{len(fleet.ready)} workers are left of at least {fleet.least}.{last}")
         if self._short_since is not None and anyio.current_time() - self._short_since > self._stall_seconds:

@@ -48,6 +48,8 @@ CONNECT_SECONDS: Final = 10.0
 _ONCE: Final = {"max_task_retries": 0}
 """For words to the limiters that need not arrive: Ray would print on stdout that it tries again."""
 
+_AUTH_MODE: Final = "RAY_AUTH_MODE"
+
 _LOOPBACK: Final = (
     "Ray takes a loopback address for this machine's address in its network, so a head that was started on loopback "
     "alone cannot be reached."
@@ -63,6 +65,8 @@ class Connection:
         """Who uses it."""
         self.ours = False
         """Whether a launcher made it; else it was there before, and stays."""
+        self.auth_mode: str | None = None
+        """How this process was to show who it is to clusters before it was made."""
 
 
 _CONNECTION: Final = Connection()
@@ -147,6 +151,7 @@ class RayLauncher:
             own = address is None
             if address is not None:
                 self._require_listener(address)
+            auth_mode = os.environ.get(_AUTH_MODE)
             settings: dict[str, Any] = {
                 "include_dashboard": False,
                 "num_cpus": max(os.cpu_count() or 1, round(self.most * self._cpus)),
@@ -169,6 +174,7 @@ class RayLauncher:
                 told = str(error).rstrip(".")
                 raise BadOption(f"{self._nowhere(address)}: {told}. {RIGHT_ADDRESS}{loopback}") from error
             _CONNECTION.ours = True
+            _CONNECTION.auth_mode = auth_mode
 
     def _require_listener(self, address: str) -> None:
         """Ask by ourselves first: Ray would go on asking for minutes."""
@@ -230,6 +236,7 @@ class RayLauncher:
             if _CONNECTION.ours and not _CONNECTION.launchers:
                 _CONNECTION.ours = False
                 ray.shutdown()
+                _set_auth_mode(_CONNECTION.auth_mode)
 
     def start(self, engine: BaseEngine, number: int) -> WorkerProcess:
         """A new worker, which may wait for a machine."""
@@ -308,6 +315,23 @@ def _ray() -> Any:
         raise BadOption(
             f"Ray is installed here and does not load ({error}): pip install --force-reinstall 'deltarunner[ray]'."
         ) from error
+
+
+def _set_auth_mode(mode: str | None) -> None:
+    """Have the next cluster treated as if this process had reached none before.
+
+    Who starts a cluster of its own asks for tokens from then on, as Ray has it; one that stands and knows no tokens
+    would end every actor as soon as it is made.
+    """
+    if os.environ.get(_AUTH_MODE) == mode:
+        return
+    # Ray keeps what it has read where a variable is gone, so that the default is to be said once.
+    os.environ[_AUTH_MODE] = mode or "disabled"
+    raylet = importlib.import_module("ray._raylet")
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+    if mode is None:
+        del os.environ[_AUTH_MODE]
 
 
 def _clean_up(shared_memory: Sequence[str], folder: str) -> None:

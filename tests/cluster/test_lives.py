@@ -162,6 +162,22 @@ def test_a_fleet_that_no_machine_has_room_for_ends_the_start_by_name() -> None:
     VirtualClock().run(run)
 
 
+def test_why_a_worker_was_not_started_is_told_once_a_reason_while_it_is_tried_again() -> None:
+    async def run() -> None:
+        async with fleet(2, stall_seconds=100) as (engine, launcher):
+            reasons = iter(["its machine is full"] * 3 + ["its machine is gone"] * 200)
+            launcher.on_start = lambda worker: worker.kill(next(reasons)) if worker.worker.number else None
+            with pytest.raises(EngineDead, match=r"room for 1 of at least 2 workers: .*\. its machine is gone"):
+                await played(Dice, engine)
+            assert [event.partition(" was not started: ")[2] for event in engine.driver.told] == [
+                "its machine is full",
+                "its machine is gone",
+            ]
+            assert len(launcher.workers) > 5
+
+    VirtualClock().run(run)
+
+
 def test_a_run_ends_by_name_when_its_workers_are_gone_for_too_long() -> None:
     async def run() -> None:
         async with fleet(2, stall_seconds=20) as (engine, launcher):

@@ -72,6 +72,19 @@ async def test_a_cluster_of_ones_own_is_gone_with_the_run(monkeypatch: pytest.Mo
     await anyio.to_thread.run_sync(until_gone, started)
 
 
+async def test_a_standing_cluster_is_played_on_before_and_after_one_of_ones_own(
+    cluster: Standing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = []
+    for address in (cluster.address, None, cluster.address):
+        if address is None:
+            monkeypatch.delenv("RAY_ADDRESS")
+        trajectories = await played(Crowd(2), RayEngines(crowd(), workers=2, address=address), group_size=GROUP_SIZE)
+        assert len(trajectories) == 2 * GROUP_SIZE * 2
+        modes.append(os.environ.get("RAY_AUTH_MODE"))
+    assert len({*modes}) == 1
+
+
 async def test_a_worker_whose_loop_hangs_ends_and_its_episodes_are_played_again(
     cluster: Standing, tmp_path: Path
 ) -> None:

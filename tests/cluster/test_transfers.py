@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -12,6 +13,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from runner import BadWeights, Run, WeightTransfer
 from runner.cluster.transfers import _on_a_free_port
+from tests.cluster.in_process import InProcessWorker
 from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played, until
 from tests.cluster.rehearsed_trainer import Info, Parts, part
 from tests.cluster.sending import KINDS, by_virtual_time, either, elsewhere, here, inits, members, of_version, sizes
@@ -20,6 +22,10 @@ from tests.cluster.test_control import asked_of, state_of, versions
 pytestmark = pytest.mark.anyio
 
 TRANSFER_CALLS = ("check_weights", "meet", "stand_still", "receive_weights", "go_on")
+
+
+def asked_times(worker: InProcessWorker, call: str, times: int) -> bool:
+    return len(asked_of(worker, call)) == times
 
 
 # --- who meets whom
@@ -141,7 +147,7 @@ async def test_nobody_stands_still_before_all_have_met_and_nobody_receives_befor
                 ("meet", "stand_still"),
                 ("stand_still", "take_step"),
             ):
-                await until(lambda at=at: asked_of(last, at))  # type: ignore[misc]  # of this round
+                await until(partial(asked_of, last, at))
                 await anyio.wait_all_tasks_blocked()
                 assert not asked_of(first, after), f"{after} before the last one has done {at}"
                 assert state_of(first) == ("paused" if at == "stand_still" else "running")
@@ -162,8 +168,7 @@ async def test_a_part_is_sent_when_every_worker_has_the_one_before_and_all_come_
             assert len(source.sent) == max(0, number - 1)
             released, slow.held_in["take_step"] = slow.held_in["take_step"], anyio.Event()
             released.set()
-            wanted = number + 2
-            await until(lambda wanted=wanted: len(asked_of(slow, "take_step")) == wanted)  # type: ignore[misc]  # of this round
+            await until(partial(asked_times, slow, "take_step", number + 2))
         slow.held_in["take_step"].set()
     for worker in launcher.alive:
         steps = [arguments for call, arguments in worker.calls if call == "take_step"]
