@@ -96,7 +96,7 @@ def announcing(file: Path, workers: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
 
 
-@pytest.mark.in_turns("on Ray", 2)
+@pytest.mark.in_turns("on Ray", 3)
 async def test_kill_9_of_the_driver_ends_its_workers_and_the_same_command_goes_on_with_other_ones(
     cluster: Standing, tmp_path: Path
 ) -> None:
@@ -141,7 +141,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.in_turns("on Ray", 2)
+@pytest.mark.in_turns("on Ray", 3)
 async def test_an_environment_of_the_script_itself_is_played(cluster: Standing, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -169,7 +169,7 @@ def endless(script: Path, diary: Path, file: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE)
 
 
-@pytest.mark.in_turns("on Ray", 2)
+@pytest.mark.in_turns("on Ray", 3)
 async def test_ctrl_c_drains_the_workers_and_a_second_one_keeps_what_they_play_as_partial(
     cluster: Standing, tmp_path: Path
 ) -> None:
@@ -211,7 +211,7 @@ def command(**options: Any) -> int:
     return run_command(RunSettings(**options), lambda settings: ScriptedEngine("hi"))
 
 
-@pytest.mark.in_turns("on Ray", 2)
+@pytest.mark.in_turns("on Ray", 3)
 @pytest.mark.parametrize("kind", ["class", "program"])
 def test_deltarunner_run_with_workers_plays_what_lies_in_a_file_and_agent_programs(
     cluster: Standing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: str
@@ -318,7 +318,7 @@ async def test_more_processors_or_gpus_than_there_are_are_refused_with_both_numb
     await refused(Holds(1), BadOption, "2 workers of 1 GPU each need 2, and the cluster has 0", gpus=1)
 
 
-@pytest.mark.in_turns("on Ray", 2)
+@pytest.mark.in_turns("on Ray", 3)
 async def test_a_limiter_holds_across_workers(cluster: Standing, tmp_path: Path) -> None:
     diary = tmp_path / "diary"
     trajectories = await played(Leased(str(diary)), RayEngines(ScriptedEngine("hi"), workers=2))
@@ -329,7 +329,7 @@ async def test_a_limiter_holds_across_workers(cluster: Standing, tmp_path: Path)
     assert len({pid for _, pid in lines}) == 2, "both had episodes to play"
 
 
-@pytest.mark.in_turns("on Ray", 2)
+@pytest.mark.in_turns("on Ray", 3)
 async def test_a_lifespan_is_entered_once_on_each_worker_and_on_the_driver_and_left_again(
     cluster: Standing, tmp_path: Path
 ) -> None:

@@ -43,7 +43,7 @@ def outcomes(folder: Path) -> dict[Outcome, int]:
         return run_file.outcomes()
 
 
-@pytest.mark.in_turns("starts and ends", 3)
+@pytest.mark.in_turns("starts and ends", 6)
 def test_the_first_ctrl_c_alone_lets_episodes_finish(playing: Terminal, tmp_path: Path) -> None:
     playing.press(CTRL_C)
     playing.read_until("press Ctrl-C again to stop them now", seconds=END)
@@ -56,7 +56,7 @@ def test_the_first_ctrl_c_alone_lets_episodes_finish(playing: Terminal, tmp_path
     assert engine_processes(tmp_path) == []
 
 
-@pytest.mark.in_turns("starts and ends", 3)
+@pytest.mark.in_turns("starts and ends", 6)
 def test_the_first_ctrl_c_drains_and_the_second_keeps_partial_episodes(playing: Terminal, tmp_path: Path) -> None:
     playing.press(CTRL_C)
     playing.read_until("press Ctrl-C again to stop them now", seconds=END)
@@ -71,7 +71,7 @@ def test_the_first_ctrl_c_drains_and_the_second_keeps_partial_episodes(playing: 
     assert engine_processes(tmp_path) == []
 
 
-@pytest.mark.in_turns("starts and ends", 3)
+@pytest.mark.in_turns("starts and ends", 6)
 def test_the_third_ctrl_c_exits_at_once(playing: Terminal, tmp_path: Path) -> None:
     for _ in range(3):
         playing.press(CTRL_C)
@@ -82,7 +82,7 @@ def test_the_third_ctrl_c_exits_at_once(playing: Terminal, tmp_path: Path) -> No
     assert alive == []
 
 
-@pytest.mark.in_turns("starts and ends", 3)
+@pytest.mark.in_turns("starts and ends", 6)
 def test_ctrl_c_gives_up_an_engine_that_is_starting(tmp_path: Path, demo_model_folder: Path) -> None:
     with Terminal([DELTARUNNER, "run", "calculator", "--file", "run.db"], folder=tmp_path) as terminal:
         terminal.read_until_like(r"starting the engine, ([3-9]|\d\d) s", seconds=END)

@@ -121,7 +121,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert alive == []
 
 
-@pytest.mark.in_turns("starts and ends", 3)
+@pytest.mark.in_turns("starts and ends", 6)
 @pytest.mark.parametrize(
     ("runner", "started"),
     [
@@ -157,7 +157,7 @@ def test_ctrl_c_spares_the_engine_and_after_kill_9_no_engine_process_and_no_sock
     assert not folder.exists()
 
 
-@pytest.mark.in_turns("starts and ends", 3)
+@pytest.mark.in_turns("starts and ends", 6)
 def test_after_kill_9_in_the_middle_of_a_start_no_engine_process_is_alive(runner: subprocess.Popen[str]) -> None:
     assert runner.stdout is not None
     assert runner.stdout.readline() == "started EngineCore\n"
@@ -182,7 +182,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.in_turns("starts and ends", 3)
+@pytest.mark.in_turns("starts and ends", 6)
 def test_stdout_is_the_programs_and_an_end_that_was_asked_for_warns_of_nothing(
     demo_model_folder: Path, tmp_path: Path
 ) -> None:
@@ -208,7 +208,7 @@ def generation() -> GenerationRequest:
     return GenerationRequest(name="only", prompt=[1, 2], sampling=sampling)
 
 
-@pytest.mark.in_turns("starts and ends", 3)
+@pytest.mark.in_turns("starts and ends", 6)
 @pytest.mark.anyio
 async def test_a_model_that_cannot_be_loaded_says_why_and_leaves_no_process_and_no_socket(
     demo_model_folder: Path, tmp_path: Path, around: Path, monkeypatch: pytest.MonkeyPatch
@@ -229,7 +229,7 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_leaves_no_process_and_
         await engine.health()
 
 
-@pytest.mark.in_turns("starts and ends", 3)
+@pytest.mark.in_turns("starts and ends", 6)
 @pytest.mark.anyio
 async def test_an_engine_that_could_not_start_starts_once_it_can(demo_model_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
@@ -247,7 +247,7 @@ async def test_an_engine_that_could_not_start_starts_once_it_can(demo_model_fold
             pytest.fail("it was admitted")
 
 
-@pytest.mark.in_turns("starts and ends", 3)
+@pytest.mark.in_turns("starts and ends", 6)
 @pytest.mark.anyio
 @pytest.mark.parametrize("sizes", [{}, TWO_RANKS], ids=["one rank", "two"])
 async def test_cancelling_a_start_ends_what_it_started(
