@@ -222,7 +222,8 @@ def test_deltarunner_run_with_workers_plays_what_lies_in_a_file_and_agent_progra
         Path("greeting_of_a_file.py").write_text(AUTHOR)
         asked: dict[str, Any] = {"environment": "greeting_of_a_file.py:Greeting"}
         assert command(**asked, workers="2", file=Path("w.db"), episodes=4) == 0
-        assert command(**asked, workers="1-3", file=Path("w.db"), json=True) == 0
+        monkeypatch.delenv("RAY_ADDRESS")
+        assert command(**asked, workers="1-3", cluster=cluster.address, file=Path("w.db"), json=True) == 0
         assert "which has 4 episodes already: going on" in capfd.readouterr().err
     else:
         Path("tasks.jsonl").write_text("".join(f'{{"id": "{n}", "prompt": "make it"}}\n' for n in range(6)))
