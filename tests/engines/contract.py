@@ -162,7 +162,7 @@ ENGINES: dict[str, Any] = {
     "remote, sglang's": remote(ServerDialect.SGLANG),
     "remote, sglang's, incremental": remote(ServerDialect.SGLANG, incremental=True),
     "remote, a real one": pytest.param(
-        remote_on_vllm, marks=[pytest.mark.engine, pytest.mark.in_turns("real servers", unit="remote")]
+        remote_on_vllm, marks=[pytest.mark.engine, pytest.mark.in_turns("unusual engines", 5, unit="remote")]
     ),
     "vllm, somebody else's": pytest.param(lent_vllm, marks=pytest.mark.engine("float32_engine")),
     "vllm": pytest.param(vllm, marks=pytest.mark.engine("float32_engine")),

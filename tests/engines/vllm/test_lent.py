@@ -212,7 +212,7 @@ async def somebodys(small_model_folder: Path, anyio_backend: str) -> AsyncIterat
 @pytest.mark.anyio
 @pytest.mark.engine
 @pytest.mark.apart
-@pytest.mark.in_turns("other engines", unit="of somebody else")
+@pytest.mark.in_turns("unusual engines", 5, unit="of somebody else")
 async def test_a_seed_samples_the_same_ids_as_the_owner_gets_of_its_own_generate(somebodys: Any) -> None:
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import SamplingParams
@@ -235,7 +235,7 @@ async def test_a_seed_samples_the_same_ids_as_the_owner_gets_of_its_own_generate
 @pytest.mark.anyio
 @pytest.mark.engine
 @pytest.mark.apart
-@pytest.mark.in_turns("other engines", unit="of somebody else")
+@pytest.mark.in_turns("unusual engines", 5, unit="of somebody else")
 async def test_a_run_over_it_leaves_it_running_and_another_run_says_the_same(somebodys: Any) -> None:
     async with VllmEngine.over(somebodys, template="pythonic") as engine:
         first = await play(engine)
@@ -263,7 +263,7 @@ CANNOT: dict[str, Callable[[VllmEngine], Awaitable[object]]] = {
 @pytest.mark.anyio
 @pytest.mark.engine
 @pytest.mark.apart
-@pytest.mark.in_turns("other engines", unit="of somebody else")
+@pytest.mark.in_turns("unusual engines", 5, unit="of somebody else")
 async def test_what_is_its_owners_is_refused_by_name(somebodys: Any) -> None:
     async with VllmEngine.over(somebodys, template="pythonic") as engine:
         for control in CANNOT.values():
@@ -275,7 +275,7 @@ async def test_what_is_its_owners_is_refused_by_name(somebodys: Any) -> None:
 @pytest.mark.anyio
 @pytest.mark.engine
 @pytest.mark.apart
-@pytest.mark.in_turns("other engines", unit="of somebody else")
+@pytest.mark.in_turns("unusual engines", 5, unit="of somebody else")
 async def test_an_owner_that_shuts_it_down_ends_our_turns_with_a_word(somebodys: Any) -> None:
     async with VllmEngine.over(somebodys, template="pythonic") as engine:
         async with engine.stream(asked(max_tokens=900)) as stream:
