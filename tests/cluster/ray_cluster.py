@@ -106,13 +106,15 @@ class Standing:
 @contextmanager
 def standing(folder: Path, *, cpus: int = CPUS, **settings: str) -> Iterator[Standing]:
     """A cluster with these environment variables, and after the block nothing of it."""
+    # Where Ray notes the address of the machine's cluster: nobody else is to find this one, and Ray does not make it.
+    (folder / "ray").mkdir()
     command = [sys.executable, "-m", "tests.cluster.ray_cluster", str(folder), str(cpus)]
     with (
         (folder / "cluster.log").open("w") as log,
         subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, **settings},
+            env={**os.environ, "RAY_TMPDIR": str(folder), **settings},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
