@@ -16,7 +16,17 @@ from runner.messages import Message, ToolCall
 from runner.tokens.tokenizer import without_surrogates
 from runner.trajectory import Segment, Trajectory, Turn
 
-__all__ = ["Passage", "Span", "decoder", "headline", "passages", "printable", "printable_line", "transcript"]
+__all__ = [
+    "Passage",
+    "Span",
+    "decoder",
+    "headline",
+    "passages",
+    "printable",
+    "printable_line",
+    "shown_line",
+    "transcript",
+]
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -258,6 +268,11 @@ def printable(text: str) -> str:
 def printable_line(text: str) -> str:
     """`text` as `printable` gives it, with its line breaks and tabs written as escapes, for a table or a list."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def shown_line(text: str) -> str:
+    """What a place of one line shows of a text that may have several."""
+    return printable(text.partition("\n")[0])
 
 
 def _code(match: re.Match[str]) -> str:

@@ -14,20 +14,19 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from runner.concurrency.loop_lag import LATE_SECONDS
 from runner.runs.figures import (
-    LATE_SECONDS,
     WRITES_OTHERWISE,
     Figures,
     Stuck,
     as_time,
     calls_in_words,
     ranks_in_words,
-    shown_line,
     worker_in_words,
     writes_otherwise,
 )
 from runner.runs.reporter import PlainReporter, WatchingReporter
-from runner.transcript import printable
+from runner.transcript import printable, shown_line
 
 __all__ = ["LiveDisplay", "PlainDisplay", "display_for", "live_view"]
 

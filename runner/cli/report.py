@@ -14,8 +14,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runner.concurrency.loop_lag import LagMonitor
-from runner.runs.figures import LATE_SECONDS, WRITES_OTHERWISE, as_time, writes_otherwise
+from runner.concurrency.loop_lag import LATE_SECONDS, LagMonitor
+from runner.runs.figures import WRITES_OTHERWISE, as_time, writes_otherwise
 from runner.runs.reporter import discard
 from runner.transcript import printable, printable_line
 

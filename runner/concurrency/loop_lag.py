@@ -18,12 +18,12 @@ from runner.concurrency.exit_stack import ThreadedExitStack
 from runner.concurrency.threads import Workers
 from runner.concurrency.user_code import is_foreign
 
-__all__ = ["Blocker", "LagMonitor"]
+__all__ = ["LATE_SECONDS", "Blocker", "LagMonitor"]
 
 TICK = 0.02
 """Seconds between two marks that the loop leaves."""
-LATE = 0.05
-"""Seconds by which a mark is late before anybody is blamed, at the default tick."""
+LATE_SECONDS = 0.05
+"""Seconds by which a mark is late before anybody is blamed, at the default tick, and before a lag is told of."""
 STUCK_SECONDS = 60.0
 """Seconds of standstill after which the run is told that its loop is stuck."""
 
@@ -68,7 +68,7 @@ class LagMonitor:
         """How long the loop stands still before `on_stuck` is called; a minute by default."""
         self._workers = workers
         self._tick_seconds = tick
-        self._late = tick * LATE / TICK
+        self._late = tick * LATE_SECONDS / TICK
         self._lags: deque[float] = deque(maxlen=3000)  # a minute of ticks
         self._seconds: dict[tuple[str, bool, bool], float] = {}
         self._mark = 0.0

@@ -13,13 +13,12 @@ from typing import Final
 
 import anyio
 
-from runner.concurrency.loop_lag import Blocker
+from runner.concurrency.loop_lag import LATE_SECONDS, Blocker
 from runner.runs.player import Attempt, FleetWorker, PlayingEngine
 from runner.runs.run import Run
-from runner.transcript import printable
+from runner.transcript import shown_line
 
 __all__ = [
-    "LATE_SECONDS",
     "WAITED_SECONDS",
     "WRITES_OTHERWISE",
     "Figures",
@@ -29,13 +28,9 @@ __all__ = [
     "calls_in_words",
     "in_words",
     "ranks_in_words",
-    "shown_line",
     "worker_in_words",
     "writes_otherwise",
 ]
-
-LATE_SECONDS: Final = 0.05
-"""An event loop that is later than this is told of, with whose code makes it so."""
 
 RATE_SECONDS: Final = 5.0
 """Seconds over which the pace is measured."""
@@ -247,11 +242,6 @@ def worker_in_words(worker: FleetWorker) -> str:
     if worker.oldest:
         parts.append(f"{shown_line(worker.oldest)} for {worker.waited:.0f} s")
     return ", ".join(parts)
-
-
-def shown_line(text: str) -> str:
-    """What a place of one line shows of a text that may have several."""
-    return printable(text.partition("\n")[0])
 
 
 def in_words(figures: Figures) -> Iterator[str]:

@@ -14,11 +14,11 @@ from typing import IO, Final
 import anyio
 import anyio.to_thread
 
-from runner.runs.figures import Figures, Gauge, in_words, shown_line, worker_in_words
+from runner.runs.figures import Figures, Gauge, in_words, worker_in_words
 from runner.runs.player import PlayingEngine
 from runner.runs.run import Run
 from runner.trajectory import Trajectory
-from runner.transcript import printable
+from runner.transcript import printable, shown_line
 
 __all__ = ["PlainReporter", "Reporter", "WatchingReporter", "discard"]
 
