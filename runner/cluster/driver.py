@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -17,10 +17,11 @@ from anyio.abc import TaskGroup
 from runner.cluster.asking import ask
 from runner.cluster.engine_process import versions_here
 from runner.cluster.fleet import Fleet, Seat, SeatState, Ticket
-from runner.cluster.hand import Hand
+from runner.cluster.hand import Hand, absence
 from runner.cluster.words import Catch, EngineKnown, Joined, Launcher, Pulse, WorkerLost
 from runner.engines.base import BaseEngine
 from runner.errors import BadOption, DeltarunnerError, EngineDead, unwrapped
+from runner.runs.player import Absence
 
 __all__ = ["Driver"]
 
@@ -257,7 +258,7 @@ class Driver:
         self._not_placed = ""
         joined: Joined = await hand.process.send("join")
         self._require_like_the_first(hand, joined)
-        hand.joined, hand.version = joined, joined.weight_version
+        hand.joined, hand.version, hand.heard = joined, joined.weight_version, anyio.current_time()
 
     async def _admit(self, hand: Hand) -> None:
         opened: set[int] = set()
@@ -345,6 +346,11 @@ class Driver:
         """The same, and those that play once they have the next weights."""
         states = SeatState.READY, SeatState.WAITING
         return [hand for seat, hand in self._hands.items() if seat.state in states and not hand.why]
+
+    @property
+    def absent(self) -> Counter[Absence | None]:
+        """Why the workers of the other seats do not play, in counts."""
+        return Counter(absence(seat, self._hands.get(seat)) for seat in self.fleet.seats)
 
     async def known(self) -> EngineKnown:
         """What is known of the engine, from the first worker that answers.

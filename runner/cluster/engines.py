@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import fields, replace
 from datetime import datetime
@@ -25,7 +25,7 @@ from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
 from runner.episode.shared import RunShared
 from runner.errors import BadControl, BadEnvironment, BadOption
 from runner.runs.options import check_engine
-from runner.runs.player import FleetWorker, Player, PlayingEngine
+from runner.runs.player import Absence, FleetWorker, Player, PlayingEngine
 from runner.runs.stage import Stage
 
 __all__ = ["FleetEngine"]
@@ -119,11 +119,18 @@ class FleetEngine(PlayingEngine):
         return self._driver.told if self._driver is not None else ()
 
     def workers(self) -> list[FleetWorker]:
-        """The workers that play, as they were when they were last heard."""
+        """The workers that play, in the order of their numbers, as they were when they were last heard."""
         if self._driver is None:
             return []
-        now = anyio.current_time()
-        return [_shown(hand, now) for hand in self._driver.hands]
+        now, newest = anyio.current_time(), self.weight_version
+        return [_shown(hand, now, newest) for hand in self._driver.hands]
+
+    def absent(self) -> Mapping[Absence, int]:
+        """Why the other workers do not play, and of how many that is so."""
+        if self._driver is None:
+            return {}
+        counted = self._driver.absent
+        return {why: counted[why] for why in Absence if counted[why]}
 
     def stats(self) -> EngineStats:
         """What all workers' engines do, added up."""
@@ -237,18 +244,21 @@ def _range(kind: str, workers: int | tuple[int, int]) -> tuple[int, int]:
     return least, most
 
 
-def _shown(hand: Hand, now: float) -> FleetWorker:
+def _shown(hand: Hand, now: float, newest: str) -> FleetWorker:
     assert hand.joined is not None, "it plays"
     pulse = hand.pulse
-    oldest = min(pulse.oldest, key=lambda play: play.since, default=None) if pulse is not None else None
+    oldest = pulse.oldest[0] if pulse is not None and pulse.oldest else None
+    # An update is over when all have answered, and who has exchanged its weights before says so by its pulse.
+    exchanged = pulse is not None and pulse.stats.weight_version == newest
     return FleetWorker(
         number=hand.number,
         node=hand.joined.node,
         pid=hand.joined.pid,
         playing=len(hand.seat.tickets),
-        version=hand.version,
+        width=hand.seat.width,
+        version=newest if exchanged else hand.version,
         lag=pulse.lag if pulse is not None else 0.0,
-        silent=now - hand.heard if hand.heard else 0.0,
+        silent=now - hand.heard,
         oldest=oldest.activity if oldest is not None else "",
         waited=now - hand.ahead - oldest.since if oldest is not None else 0.0,
     )

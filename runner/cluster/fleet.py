@@ -31,6 +31,8 @@ class SeatState(enum.StrEnum):
 
     EMPTY = "empty"
     """No worker is there: none was started yet, or the last one died and the next one waits for its time."""
+    UNPLACED = "unplaced"
+    """No machine took its worker; the next one waits for its time."""
     STARTING = "starting"
     """A worker was asked for; it starts, or waits for a machine."""
     WAITING = "waiting"
@@ -78,7 +80,7 @@ class Seat:
     @property
     def is_empty(self) -> bool:
         """Whether no worker is there, and none starts."""
-        return self.state in (SeatState.EMPTY, SeatState.RESTING)
+        return self.state in (SeatState.EMPTY, SeatState.UNPLACED, SeatState.RESTING)
 
     @property
     def load(self) -> float:
@@ -171,7 +173,7 @@ class Fleet:
 
     def not_placed(self, seat: Seat, now: float) -> None:
         """No machine took the seat's worker: it never was, and is asked for again in a while."""
-        seat.state, seat.free_at = SeatState.EMPTY, now + ROOM_SECONDS
+        seat.state, seat.free_at = SeatState.UNPLACED, now + ROOM_SECONDS
 
     # --- episodes
 

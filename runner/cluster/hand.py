@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import anyio
 
-from runner.cluster.fleet import Seat
+from runner.cluster.fleet import Seat, SeatState
 from runner.cluster.words import Joined, PlayingNow, Pulse, WorkerProcess
 from runner.errors import BadInput
+from runner.runs.player import Absence
 
-__all__ = ["Hand", "Heard"]
+__all__ = ["Hand", "Heard", "absence"]
+
+_ABSENCES: Final = {
+    SeatState.UNPLACED: Absence.UNPLACED,
+    SeatState.WAITING: Absence.WAITING,
+    SeatState.RESTING: Absence.RESTING,
+}
 
 
 class Heard(Protocol):
@@ -41,7 +48,7 @@ class Hand:
     pulse: Pulse | None = None
     """What it said last."""
     heard: float = 0.0
-    """When that was, in the event loop's time."""
+    """When it said anything last, in the event loop's time."""
     ahead: float = 0.0
     """How far this event loop's time is ahead of its. Measured once, so that what stands still there does here."""
     attempts: dict[int, Heard] = field(default_factory=dict)
@@ -80,3 +87,19 @@ class Hand:
         """End it; what it plays is played again by others."""
         self.why = self.why or why
         self.process.kill()
+
+
+def absence(seat: Seat, hand: Hand | None) -> Absence | None:
+    """Why the worker of a seat does not play; None where it does.
+
+    Args:
+        seat: one of the fleet.
+        hand: the worker that is there, or starts; None where there is none.
+    """
+    if seat.state is SeatState.STARTING:
+        return Absence.STARTING if hand is not None and hand.placed else Absence.UNPLACED
+    if seat.state is SeatState.EMPTY:
+        return Absence.LOST if seat.deaths else Absence.UNPLACED  # it never had one while the machines are reached
+    if hand is not None and hand.why:  # its seat plays as long as its end is waited for
+        return Absence.LOST
+    return _ABSENCES.get(seat.state)

@@ -143,7 +143,7 @@ class Pulse:
     """How late its event loop is, 99th percentile, in seconds."""
     playing: int
     oldest: list[PlayingNow] = field(default_factory=list)
-    """The episodes that have waited longest for one thing."""
+    """The episodes that have waited longest for one thing, the longest first."""
 
 
 class WorkerProcess(Protocol):

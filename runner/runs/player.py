@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,7 +19,7 @@ from runner.runs.stage import Stage
 from runner.tokens.log import TokenLog
 from runner.trajectory import Trajectory
 
-__all__ = ["Attempt", "FleetWorker", "LocalPlayer", "Player", "PlayingEngine", "width_of"]
+__all__ = ["Absence", "Attempt", "FleetWorker", "LocalPlayer", "Player", "PlayingEngine", "width_of"]
 
 
 class Attempt(Protocol):
@@ -106,6 +107,8 @@ class FleetWorker:
     """Its process there."""
     playing: int
     """How many episodes it plays."""
+    width: int
+    """How many it plays at most."""
     version: str
     """The version of its weights."""
     lag: float
@@ -116,6 +119,21 @@ class FleetWorker:
     """What that episode of its waits for that has waited longest; "" where it plays none."""
     waited: float
     """How many seconds that is."""
+
+
+class Absence(enum.StrEnum):
+    """Why fewer workers of a fleet play than there are to be; what is worth knowing most comes first."""
+
+    RESTING = "resting after deaths"
+    """Its place is empty: workers died there too often, and the next one may take an hour to be started."""
+    LOST = "just lost"
+    """It is gone, and the next one is started in a moment."""
+    WAITING = "waiting for weights"
+    """It has all but the weights of the others, which are nowhere to be read: it plays with the next ones."""
+    STARTING = "starting"
+    """It has a machine, and its engine starts or is brought to where the others are."""
+    UNPLACED = "without a machine"
+    """No machine has room for it so far."""
 
 
 class PlayingEngine(Engine):
@@ -135,7 +153,11 @@ class PlayingEngine(Engine):
 
     @abstractmethod
     def workers(self) -> list[FleetWorker]:
-        """The workers that play, as they were when they were last heard."""
+        """The workers that play, in the order of their numbers, as they were when they were last heard."""
+
+    @abstractmethod
+    def absent(self) -> Mapping[Absence, int]:
+        """Why the other workers do not play, and of how many that is so."""
 
     @abstractmethod
     def packed(self, stage: Stage) -> bytes:

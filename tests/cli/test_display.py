@@ -255,7 +255,16 @@ def test_what_keeps_stdout_while_the_display_is_shown_does_not_write_over_it() -
 
 
 WORKER = FleetWorker(
-    number=3, node="node-7", pid=1, playing=64, version="12", lag=0.25, silent=90.0, oldest="search()", waited=340.0
+    number=3,
+    node="node-7",
+    pid=1,
+    playing=64,
+    width=64,
+    version="12",
+    lag=0.25,
+    silent=90.0,
+    oldest="search()",
+    waited=340.0,
 )
 
 
