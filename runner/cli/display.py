@@ -14,6 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from runner.cli.workers_shown import joined, workers_shown
 from runner.concurrency.loop_lag import LATE_SECONDS
 from runner.runs.figures import (
     WRITES_OTHERWISE,
@@ -22,7 +23,6 @@ from runner.runs.figures import (
     as_time,
     calls_in_words,
     ranks_in_words,
-    worker_in_words,
     writes_otherwise,
 )
 from runner.runs.reporter import PlainReporter, WatchingReporter
@@ -94,25 +94,29 @@ class LiveDisplay(_OnConsole):
 
 def live_view(figures: Figures, title: str, *, width: int, height: int) -> RenderableType:
     """What the live display shows."""
-    lines: list[RenderableType] = [Text(title, style="bold", no_wrap=True, overflow="ellipsis")]
+    above: list[RenderableType] = [Text(title, style="bold", no_wrap=True, overflow="ellipsis")]
     if width >= NARROW and figures.total:
-        lines.append(_bar(figures.total, figures.done, width))
-    lines += [_counts(figures, width), _pace(figures)]
-    if figures.workers is not None:
-        lines += _workers(figures)
+        above.append(_bar(figures.total, figures.done, width))
+    above += [_counts(figures, width), _pace(figures)]
+    below: list[RenderableType] = []
     if figures.blocker is not None:
-        lines.append(Text(f"slow loop: {figures.blocker.where} {figures.blocker.advice}", style="yellow"))
+        below.append(Text(f"slow loop: {figures.blocker.where} {figures.blocker.advice}", style="yellow"))
     if figures.malformed:
         advice = f": {WRITES_OTHERWISE}" if writes_otherwise(figures.calls, figures.malformed) else ""
-        lines.append(
+        below.append(
             Text(calls_in_words(figures.calls, figures.malformed) + advice, style="yellow" if advice else "dim")
         )
     if figures.fault:
-        lines.append(Text(f"last fault: {figures.fault}", style="red", no_wrap=True, overflow="ellipsis"))
-    room = height - len(lines) - 3
+        below.append(Text(f"last fault: {figures.fault}", style="red", no_wrap=True, overflow="ellipsis"))
+    room = height - len(above) - len(below) - 3
+    if figures.fleet is not None:
+        # The episodes that have waited longest keep a third of what is left, as far as they need it.
+        workers = workers_shown(figures.fleet, width=width, room=room - min(len(figures.slowest), max(0, room // 3)))
+        above += workers
+        room -= len(workers)
     if figures.slowest and room > 0:
-        lines.append(_slowest(figures.slowest[:room], width))
-    return Group(*lines)
+        below.append(_slowest(figures.slowest[:room], width))
+    return Group(*above, *below)
 
 
 def _bar(total: int, done: int, width: int) -> Table:
@@ -127,7 +131,7 @@ def _counts(figures: Figures, width: int) -> Text:
         parts += [(f"{figures.running} running", ""), (f"{figures.waiting} waiting for the engine", "")]
         parts += [(ranks_in_words(figures.ranks), "")] if figures.ranks else []
     parts.append((f"{figures.failed} failed", "red" if figures.failed else "dim"))
-    return _joined(parts)
+    return joined(parts)
 
 
 def _pace(figures: Figures) -> Text:
@@ -139,21 +143,7 @@ def _pace(figures: Figures) -> Text:
     left = figures.remaining
     parts.append((as_time(figures.elapsed) + (f", {as_time(left)} left" if left is not None else ""), ""))
     parts.append((f"loop lag {1000 * figures.lag:.0f} ms", "yellow" if figures.lag > LATE_SECONDS else "dim"))
-    return _joined(parts)
-
-
-def _workers(figures: Figures) -> Iterator[Text]:
-    style = "yellow" if figures.few_workers else "" if figures.workers == figures.most_workers else "bold"
-    yield Text(f"{figures.workers} of {figures.most_workers} workers", style)
-    for worker in figures.late_workers:
-        yield Text(f"  {worker_in_words(worker)}", "yellow", no_wrap=True, overflow="ellipsis")
-
-
-def _joined(parts: Sequence[tuple[str, str]]) -> Text:
-    line = Text()
-    for text, style in parts:
-        line.append(" · " if line else "", "dim").append(text, style)
-    return line
+    return joined(parts)
 
 
 def _slowest(slowest: Sequence[Stuck], width: int) -> Table:

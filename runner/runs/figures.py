@@ -14,12 +14,12 @@ from typing import Final
 import anyio
 
 from runner.concurrency.loop_lag import LATE_SECONDS, Blocker
-from runner.runs.player import Attempt, FleetWorker, PlayingEngine
+from runner.runs.fleet_figures import FleetFigures, fleet_in_words
+from runner.runs.player import Attempt, PlayingEngine
 from runner.runs.run import Run
 from runner.transcript import shown_line
 
 __all__ = [
-    "WAITED_SECONDS",
     "WRITES_OTHERWISE",
     "Figures",
     "Gauge",
@@ -28,7 +28,6 @@ __all__ = [
     "calls_in_words",
     "in_words",
     "ranks_in_words",
-    "worker_in_words",
     "writes_otherwise",
 ]
 
@@ -36,13 +35,7 @@ RATE_SECONDS: Final = 5.0
 """Seconds over which the pace is measured."""
 
 SLOWEST: Final = 5
-"""So many episodes that have waited longest are told of, and so many workers that are late or stuck."""
-
-SILENT_SECONDS: Final = 15.0
-"""A worker that was not heard for so long is told of: it should be every five seconds at least."""
-
-WAITED_SECONDS: Final = 60.0
-"""A worker is told of where an episode of its has waited so long for one thing."""
+"""So many episodes that have waited longest are told of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +107,8 @@ class Figures:
     blocker: Blocker | None = None
     """Whose code makes the loop late, where it is."""
 
-    workers: int | None = None
-    """How many workers play, where the engine has workers."""
-
-    most_workers: int = 0
-    """How many there are to be at most."""
-
-    few_workers: bool = False
-    """Whether there are fewer than there have to be."""
-
-    late_workers: tuple[FleetWorker, ...] = ()
-    """Those that are late, silent, or behind with their weights, or have an episode that does not get on."""
+    fleet: FleetFigures | None = None
+    """The workers, where the engine has workers, and while they play."""
 
     news: tuple[str, ...] = ()
     """What happened to workers since the figures were read last."""
@@ -151,7 +135,7 @@ class Figures:
 
 
 class Gauge:
-    """Reads the figures of a run; cheap enough for four times a second with ten thousand episodes in flight."""
+    """Reads the figures of a run; cheap enough for four times a second with ten thousand episodes, or 500 workers."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
@@ -166,8 +150,6 @@ class Gauge:
         blockers = run.lag.blockers(1) if lag > LATE_SECONDS else []
         reward = summary.reward
         engine = run.engine if isinstance(run.engine, PlayingEngine) else None
-        workers = engine.workers() if engine is not None else []
-        playing = engine is not None and not run.over  # afterwards they end, one by one
         return Figures(
             total=total,
             before=before,
@@ -185,10 +167,7 @@ class Gauge:
             elapsed=summary.elapsed,
             lag=lag,
             blocker=blockers[0] if blockers else None,
-            workers=len(workers) if playing else None,
-            most_workers=engine.most if engine is not None else 0,
-            few_workers=engine is not None and len(workers) < engine.least,
-            late_workers=_late(workers, engine.weight_version) if engine is not None else (),
+            fleet=_fleet(engine) if engine is not None and not run.over else None,  # then they end, one by one
             news=self._news(engine.events) if engine is not None else (),
             slowest=tuple(_stuck(play) for play in heapq.nsmallest(SLOWEST, run.plays, key=attrgetter("since"))),
             fault=shown_line(last_fault or (summary.faults[-1] if summary.faults else "")),
@@ -217,39 +196,23 @@ def _stuck(play: Attempt) -> Stuck:
     return Stuck(shown_line(play.key.id), play.turns_taken, shown_line(play.activity), waited)
 
 
-def _late(workers: Sequence[FleetWorker], version: str) -> tuple[FleetWorker, ...]:
-    late = (worker for worker in workers if any(_troubles(worker, version)))
-    return tuple(heapq.nlargest(SLOWEST, late, key=lambda worker: (worker.silent, worker.waited, worker.lag)))
-
-
-def _troubles(worker: FleetWorker, version: str) -> Iterator[bool]:
-    yield worker.silent > SILENT_SECONDS
-    yield worker.waited > WAITED_SECONDS
-    yield worker.lag > LATE_SECONDS
-    yield worker.version != version
-
-
-def worker_in_words(worker: FleetWorker) -> str:
-    """A worker in words."""
-    parts = [
-        f"worker {worker.number} on {shown_line(worker.node)}",
-        f"{worker.playing} playing",
-        f"weights {shown_line(worker.version)}",
-        f"loop lag {1000 * worker.lag:.0f} ms",
-    ]
-    if worker.silent > SILENT_SECONDS:
-        parts.append(f"silent for {worker.silent:.0f} s")
-    if worker.oldest:
-        parts.append(f"{shown_line(worker.oldest)} for {worker.waited:.0f} s")
-    return ", ".join(parts)
+def _fleet(engine: PlayingEngine) -> FleetFigures:
+    workers = tuple(engine.workers())
+    return FleetFigures(
+        workers=workers,
+        most=engine.most,
+        few=len(workers) < engine.least,
+        version=engine.weight_version,
+        absent=engine.absent(),
+    )
 
 
 def in_words(figures: Figures) -> Iterator[str]:
     """The figures in words."""
     yield f"{figures.done} of {figures.total} episodes" if figures.total else f"{figures.done} episodes"
     yield f"{figures.running} running"
-    if figures.workers is not None:
-        yield f"{figures.workers} of {figures.most_workers} workers"
+    if figures.fleet is not None:
+        yield fleet_in_words(figures.fleet)
     if figures.waiting:
         yield f"{figures.waiting} waiting for the engine"
     if figures.ranks:

@@ -14,7 +14,8 @@ from typing import IO, Final
 import anyio
 import anyio.to_thread
 
-from runner.runs.figures import Figures, Gauge, in_words, worker_in_words
+from runner.runs.figures import Figures, Gauge, in_words
+from runner.runs.fleet_figures import absent_in_words, worker_in_words
 from runner.runs.player import PlayingEngine
 from runner.runs.run import Run
 from runner.trajectory import Trajectory
@@ -116,7 +117,11 @@ class WatchingReporter(Reporter):
 
 def _workers_so_far(run: Run) -> str:
     engine = run.engine
-    return f", {len(engine.workers())} of {engine.least} workers" if isinstance(engine, PlayingEngine) else ""
+    if not isinstance(engine, PlayingEngine):
+        return ""
+    least = engine.least if engine.least == engine.most else f"at least {engine.least}"
+    absent = "; ".join(absent_in_words(engine.absent()))
+    return f", {len(engine.workers())} of {least} workers" + (f" ({absent})" if absent else "")
 
 
 class PlainReporter(WatchingReporter):
@@ -147,7 +152,7 @@ class PlainReporter(WatchingReporter):
         self.say(", ".join(in_words(figures)))
         if figures.blocker is not None:
             self.say(f"{figures.blocker.where} {figures.blocker.advice}")
-        for worker in figures.late_workers:
+        for worker in figures.fleet.troubled() if figures.fleet is not None else ():
             self.say(f"  {worker_in_words(worker)}")
 
     def _stopping(self, figures: Figures) -> None:

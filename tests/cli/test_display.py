@@ -1,6 +1,5 @@
 """What is shown of a run while it plays."""
 
-import dataclasses
 import io
 import math
 import sys
@@ -17,7 +16,6 @@ from runner import (
     Concurrency,
     Conversation,
     Environment,
-    FleetWorker,
     Limits,
     Run,
     ScriptedEngine,
@@ -252,28 +250,3 @@ def test_what_keeps_stdout_while_the_display_is_shown_does_not_write_over_it() -
     before = sys.stdout, sys.stderr
     with shown._shown():
         assert (sys.stdout, sys.stderr) == before
-
-
-WORKER = FleetWorker(
-    number=3,
-    node="node-7",
-    pid=1,
-    playing=64,
-    width=64,
-    version="12",
-    lag=0.25,
-    silent=90.0,
-    oldest="search()",
-    waited=340.0,
-)
-
-
-def test_workers_are_counted_and_the_late_ones_are_named_with_what_is_stuck() -> None:
-    figures = dataclasses.replace(FIGURES, workers=7, most_workers=8, late_workers=(WORKER,))
-    lines = [line.strip() for line in drawn(figures, width=160)]
-    assert "7 of 8 workers" in lines
-    told = "worker 3 on node-7, 64 playing, weights 12, loop lag 250 ms, silent for 90 s, search() for 340 s"
-    assert told in lines
-    assert not any("workers" in line for line in drawn(FIGURES, width=160)), "one process has none"
-    assert "7 of 8 workers" in list(in_words(figures))
-    assert max(map(len, drawn(figures, width=50))) <= 50

@@ -1,4 +1,4 @@
-"""What is seen of workers while a run plays: how many, which of them are late, and what happened to those lost."""
+"""What is seen of workers while a run plays: which they are, what each does, what happened to those lost."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from runner import Conversation, Environment, Limits, Run, ScriptedEngine, Task,
 from runner.cluster.driver import PULSE_SECONDS
 from runner.cluster.engines import FleetEngine
 from runner.errors import RunStuck
-from runner.runs.figures import WAITED_SECONDS, Gauge, in_words
+from runner.runs.figures import Figures, Gauge, in_words
+from runner.runs.fleet_figures import SILENT_SECONDS, WAITED_SECONDS, FleetFigures, Trouble
+from runner.runs.player import Absence
 from runner.runs.reporter import PlainReporter
 from runner.testing import VirtualClock
-from tests.cluster.in_process import InProcess, in_process
+from tests.cluster.in_process import InProcess, InProcessWorker, in_process
 
 pytestmark = pytest.mark.anyio
 
@@ -54,6 +56,11 @@ async def until_pulses(run: Run) -> None:
     await checkpoint()
 
 
+def fleet_seen(figures: Figures) -> FleetFigures:
+    assert figures.fleet is not None, "the engine has workers, and they play"
+    return figures.fleet
+
+
 LONG = Limits.defaults().lifted()
 
 
@@ -62,19 +69,104 @@ async def test_figures_count_the_workers_and_name_what_their_episodes_wait_for()
         gauge = Gauge()
         await until_pulses(run)
         figures = gauge.read(run)
-        assert (figures.workers, figures.most_workers, figures.few_workers) == (2, 2, False)
-        assert not any(worker.waited > WAITED_SECONDS for worker in figures.late_workers)
+        seen = fleet_seen(figures)
+        assert (len(seen.workers), seen.most, seen.few, seen.absent) == (2, 2, False, {})
+        assert seen.troubled() == []
         assert "2 of 2 workers" in list(in_words(figures))
         assert len(figures.slowest) == 5
         for stuck in figures.slowest:
             assert re.fullmatch(r"limiter .*, on worker [01] on \S+", stuck.activity), stuck
             assert stuck.turns == 1
         await anyio.sleep(120)
-        late = gauge.read(run).late_workers
-        assert sorted((worker.number, worker.playing) for worker in late) == [(0, 8), (1, 8)]
+        seen = fleet_seen(gauge.read(run))
+        late = seen.troubled()
+        assert sorted((worker.number, worker.playing, worker.width) for worker in late) == [(0, 8, 16), (1, 8, 16)]
         assert all(worker.waited > WAITED_SECONDS for worker in late)
         assert all(worker.oldest.startswith("limiter") for worker in late)
+        assert all(seen.troubles(worker) == [Trouble.STUCK] for worker in late)
         run.cancel()
+
+
+async def test_while_an_update_waits_for_one_worker_the_others_are_seen_with_their_new_weights() -> None:
+    async with in_process() as launcher, Run(Waiting, engine := fleet_of(launcher, 3), limits=LONG) as run:
+        gauge = Gauge()
+        await until_pulses(run)
+        assert {worker.version for worker in fleet_seen(gauge.read(run)).workers} == {"scripted"}
+        held = launcher.workers[1].held_in["update_weights"] = anyio.Event()
+        async with anyio.create_task_group() as updating:
+            updating.start_soon(engine.update_weights, "new")
+            await until_pulses(run)
+            figures = gauge.read(run)
+            assert [worker.version for worker in fleet_seen(figures).workers] == ["1", "scripted", "1"]
+            assert [worker.number for worker in fleet_seen(figures).troubled()] == [1]
+            assert "3 of 3 workers (1 on weights scripted, behind 1)" in list(in_words(figures))
+            held.set()
+        figures = gauge.read(run)
+        assert {worker.version for worker in fleet_seen(figures).workers} == {"1"}
+        assert "3 of 3 workers" in list(in_words(figures))
+        run.cancel()
+
+
+async def test_a_worker_that_joined_and_said_nothing_since_is_seen_to_be_silent() -> None:
+    async with in_process() as launcher:
+
+        def mute(worker: InProcessWorker) -> None:
+            worker.held_in["pulse"] = anyio.Event()
+
+        launcher.on_start = mute
+        async with Run(Waiting, fleet_of(launcher, 1), limits=LONG) as run:
+            await anyio.sleep(2 * SILENT_SECONDS)
+            seen = fleet_seen(Gauge().read(run))
+            assert [seen.troubles(worker) for worker in seen.workers] == [[Trouble.SILENT]]
+            run.cancel()
+
+
+async def test_of_those_that_do_not_play_it_is_counted_what_they_do() -> None:
+    async with in_process() as launcher:
+
+        def begin(worker: InProcessWorker) -> None:
+            match worker.worker.number:
+                case 1 | 2:
+                    worker.silent = True  # no machine has it
+                case 3:
+                    worker.held_in["join"] = anyio.Event()
+                case number if number >= 4:
+                    worker.killed_in = "join"  # in one seat, again and again
+
+        launcher.on_start = begin
+        async with Run(Waiting, fleet_of(launcher, (1, 5)), limits=LONG) as run:
+            gauge = Gauge()
+            await anyio.sleep(0.1)
+            figures = gauge.read(run)
+            lost = {Absence.LOST: 1, Absence.STARTING: 1, Absence.UNPLACED: 2}
+            assert (len(fleet_seen(figures).workers), fleet_seen(figures).absent) == (1, lost)
+            assert "1 of 5 workers (1 just lost; 1 starting; 2 without a machine)" in list(in_words(figures))
+            await anyio.sleep(60)
+            resting = {Absence.RESTING: 1, Absence.STARTING: 1, Absence.UNPLACED: 2}
+            assert fleet_seen(gauge.read(run)).absent == resting
+            launcher.workers[3].held_in["join"].set()
+            await anyio.sleep(0.1)
+            assert fleet_seen(gauge.read(run)).absent == {Absence.RESTING: 1, Absence.UNPLACED: 2}
+            run.cancel()
+
+
+async def test_a_worker_that_is_being_ended_does_not_play_any_more() -> None:
+    async with in_process() as launcher, Run(Waiting, engine := fleet_of(launcher, (1, 2)), limits=LONG) as run:
+        await until_pulses(run)
+        engine.driver.hands[1].dismiss("for the test")
+        seen = fleet_seen(Gauge().read(run))
+        assert ([worker.number for worker in seen.workers], seen.absent) == ([0], {Absence.LOST: 1})
+        run.cancel()
+
+
+async def test_a_worker_that_no_machine_takes_is_without_one_between_two_tries_as_well() -> None:
+    async with in_process() as launcher:
+        launcher.on_start = lambda worker: worker.kill("its machine is full") if worker.worker.number else None
+        async with Run(Waiting, fleet_of(launcher, (1, 2)), limits=LONG) as run:
+            for _ in range(20):
+                await anyio.sleep(0.7)
+                assert fleet_seen(Gauge().read(run)).absent == {Absence.UNPLACED: 1}
+            run.cancel()
 
 
 async def test_a_worker_that_is_lost_is_news_once_and_a_fault_of_the_summary() -> None:
@@ -86,7 +178,7 @@ async def test_a_worker_that_is_lost_is_news_once_and_a_fault_of_the_summary() -
         await checkpoint()
         await anyio.sleep(0.1)
         figures = gauge.read(run)
-        assert (figures.workers, figures.most_workers) == (1, 2)
+        assert (len(fleet_seen(figures).workers), fleet_seen(figures).most) == (1, 2)
         (event,) = figures.news
         assert re.match(r"worker 1 on \S+ is lost: its process died; the \d+ episodes .* are played again", event)
         assert gauge.read(run).news == ()
@@ -115,6 +207,31 @@ async def test_plain_lines_tell_of_a_lost_worker_and_it_is_the_last_fault() -> N
         run.cancel()
     assert any(line.startswith("worker 0 on") for line in reporter.said), reporter.said
     assert reporter.last_fault.startswith("worker 0 on")
+
+
+class Starting(Said):
+    def _starting(self, seconds: float, workers: str) -> None:
+        self.said.append(workers)
+
+
+@pytest.mark.parametrize(("workers", "told"), [(2, "1 of 2 workers"), ((2, 3), "1 of at least 2 workers")])
+async def test_while_a_fleet_starts_it_is_said_what_is_waited_for(workers: int | tuple[int, int], told: str) -> None:
+    reporter = Starting()
+    async with in_process() as launcher, anyio.create_task_group() as watching:
+
+        def begin(worker: InProcessWorker) -> None:
+            worker.silent = worker.worker.number == 1
+            if worker.worker.number == 2:
+                worker.held_in["join"] = anyio.Event()
+
+        launcher.on_start = begin
+        run = Run(Waiting, fleet_of(launcher, workers), limits=LONG)
+        watching.start_soon(reporter.watch, run)
+        watching.start_soon(run.__aenter__)
+        await anyio.sleep(5)
+        watching.cancel_scope.cancel()
+    absent = "1 without a machine" if workers == 2 else "1 starting; 1 without a machine"
+    assert reporter.said[-1] == f", {told} ({absent})"
 
 
 async def test_a_fleet_where_nothing_happens_is_stuck_and_says_on_which_worker_who_waits_for_what() -> None:

@@ -1,0 +1,161 @@
+"""How the live display shows workers: a row for each where there is room, else for those that are worth a look."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final, TypeAlias
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from runner.runs.fleet_figures import FleetFigures, Trouble, behind_in_words, versions_in_words
+from runner.runs.player import Absence, FleetWorker
+from runner.transcript import shown_line
+
+__all__ = ["joined", "workers_shown"]
+
+ALL_COLUMNS: Final = 70
+"""In fewer columns of the terminal only the most important figures of a worker have one."""
+
+NODE: Final = 20
+"""The widest name of a node."""
+
+VERSION: Final = 12
+"""The widest version of weights."""
+
+_COLUMNS: Final = ("worker", "node", "playing", "weights", "lag", "silent", "longest wait")
+_FEWER_COLUMNS: Final = ("worker", "playing", "longest wait")
+_WORDS: Final = ("node", "weights", "longest wait")
+"""The columns that begin at their left; the others are figures, and end at their right."""
+
+Cell: TypeAlias = tuple[str, str]
+"""A text and its style."""
+
+
+def workers_shown(fleet: FleetFigures, *, width: int, room: int) -> list[Text]:
+    """The workers in lines: no more of them than there is room for, but one at least.
+
+    Args:
+        fleet: what there is to be seen of them.
+        width: columns of the terminal.
+        room: lines.
+    """
+    counts = _counts(fleet, width)[: max(1, room)]
+    room -= len(counts)
+    if len(fleet.workers) < room:  # with the names of the columns
+        return [*counts, *_table(fleet.workers, fleet, width)]
+    rows = fleet.worth_a_look(max(0, room - 2))  # with those, and the line for all others
+    told = {worker.number for worker in rows}
+    rest = [worker for worker in fleet.workers if worker.number not in told]
+    return [*counts, *_table(rows, fleet, width), *([_rest(rest, fleet, more=bool(rows))] if rest and room > 0 else [])]
+
+
+def _counts(fleet: FleetFigures, width: int) -> list[Text]:
+    """How many play, and what the others do, in as many lines as it takes."""
+    playing = len(fleet.workers)
+    style = "yellow" if fleet.few else "" if playing == fleet.most else "bold"
+    lines = [[(f"{playing} of {fleet.most} workers", style)]]
+    parts = [(behind, "yellow") for behind in behind_in_words(fleet)]
+    for why, count in fleet.absent.items():
+        parts.append((f"{count} {why.value}", "yellow" if why is Absence.RESTING else ""))
+    for part in parts:
+        if joined([*lines[-1], part]).cell_len <= width:
+            lines[-1].append(part)
+        else:
+            lines.append([("  " + part[0], part[1])])
+    return [joined(line, no_wrap=True) for line in lines]
+
+
+def _table(workers: Sequence[FleetWorker], fleet: FleetFigures, width: int) -> list[Text]:
+    if not workers:
+        return []
+    whole = width >= ALL_COLUMNS
+    columns = _COLUMNS if whole else _FEWER_COLUMNS
+    rows: list[Sequence[Cell]] = [[(name, "dim") for name in columns]]
+    rows += [(_cells if whole else _fewer_cells)(worker, fleet.troubles(worker), width) for worker in workers]
+    # Aligned by hand: a table of rich's takes seven times as long, some times a second, beside the event loop.
+    widths = [max(cell_len(text) for text, _ in column) for column in zip(*rows, strict=True)]
+    return [_aligned(row, columns, widths) for row in rows]
+
+
+def _cells(worker: FleetWorker, troubles: Collection[Trouble], width: int) -> list[Cell]:
+    def styled(trouble: Trouble, calm: str = "dim") -> str:
+        return "yellow" if trouble in troubles else calm
+
+    return [
+        (str(worker.number), "yellow" if troubles else ""),
+        (_short(worker.node, min(NODE, width // 6)), ""),
+        (f"{worker.playing}/{worker.width}", ""),
+        (_short(worker.version, min(VERSION, width // 8)), styled(Trouble.BEHIND)),
+        (_lag(worker.lag), styled(Trouble.LATE)),
+        (f"{worker.silent:.0f} s", styled(Trouble.SILENT)),
+        (_wait(worker), styled(Trouble.STUCK, "")),
+    ]
+
+
+def _fewer_cells(worker: FleetWorker, troubles: Collection[Trouble], _: int) -> list[Cell]:
+    # What has no column of its own is told where it is wrong.
+    told = [f"silent for {worker.silent:.0f} s"] if Trouble.SILENT in troubles else []
+    told += [f"weights {_short(worker.version, VERSION)}"] if Trouble.BEHIND in troubles else []
+    told += [f"lag {_lag(worker.lag)}"] if Trouble.LATE in troubles else []
+    wait = _wait(worker)
+    style = "yellow" if troubles else ""
+    return [
+        (str(worker.number), style),
+        (f"{worker.playing}/{worker.width}", ""),
+        (", ".join([*told, wait.lstrip()]) if told else wait, style),
+    ]
+
+
+def _aligned(row: Sequence[Cell], columns: Sequence[str], widths: Sequence[int]) -> Text:
+    line = Text(no_wrap=True, overflow="ellipsis")
+    for (text, style), column, wide in zip(row, columns, widths, strict=True):
+        pad = " " * (wide - cell_len(text))
+        line.append("  " if line else "").append(text + pad if column in _WORDS else pad + text, style or None)
+    line.rstrip()  # else the end of a column of short words would be cut, and marked as cut
+    return line
+
+
+def _wait(worker: FleetWorker) -> str:
+    return f"{worker.waited:4.0f} s for {shown_line(worker.oldest)}" if worker.oldest else ""
+
+
+def _lag(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms"
+
+
+def _rest(workers: Sequence[FleetWorker], fleet: FleetFigures, *, more: bool) -> Text:
+    """Those that have no row, in one line."""
+    nodes = {worker.node for worker in workers}
+    where = shown_line(next(iter(nodes))) if len(nodes) == 1 else f"{len(nodes)} nodes"
+    parts = [(f"{len(workers)}{' more' if more else ''} on {where}", "")]
+    troubled = sum(bool(fleet.troubles(worker)) for worker in workers)
+    if troubled:
+        parts.append((f"{troubled} in trouble", "yellow"))
+    playing = [worker.playing for worker in workers]
+    parts.append((_range(min(playing), max(playing)) + " playing", ""))
+    parts.append((f"lag up to {_lag(max(worker.lag for worker in workers))}", "dim"))
+    if len({worker.version for worker in workers}) > 1:
+        parts.append((f"weights {versions_in_words(workers)}", ""))
+    return joined(parts, no_wrap=True)
+
+
+def _range(least: int, most: int) -> str:
+    return f"{least}" if least == most else f"{least}-{most}"
+
+
+def _short(name: str, most: int) -> str:
+    """A name without its middle where it is long: machines are told apart by how theirs end, and known by the start."""
+    name = shown_line(name)
+    if len(name) <= most:
+        return name
+    end = (most - 1) * 2 // 3
+    return f"{name[: most - 1 - end]}…{name[-end:]}"
+
+
+def joined(parts: Sequence[Cell], *, no_wrap: bool = False) -> Text:
+    """Texts with their styles as one line, which goes on in the next one where it is too long, or is cut there."""
+    line = Text(no_wrap=no_wrap, overflow="ellipsis" if no_wrap else None)
+    for text, style in parts:
+        line.append(" · " if line else "", "dim").append(text, style)
+    return line

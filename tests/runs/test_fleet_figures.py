@@ -1,0 +1,119 @@
+"""What is to be seen of a fleet's workers: who is in trouble, who is worth a look, and what is said of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from runner import FleetWorker
+from runner.concurrency.loop_lag import LATE_SECONDS
+from runner.runs.fleet_figures import (
+    SILENT_SECONDS,
+    WAITED_SECONDS,
+    FleetFigures,
+    Trouble,
+    fleet_in_words,
+    versions_in_words,
+    worker_in_words,
+)
+from runner.runs.player import Absence
+
+
+def worker(number: int, **otherwise: Any) -> FleetWorker:
+    well = FleetWorker(
+        number=number,
+        node=f"node-{number // 8}",
+        pid=number,
+        playing=60,
+        width=64,
+        version="13",
+        lag=0.003,
+        silent=1.0,
+        oldest="main: engine",
+        waited=4.0,
+    )
+    return replace(well, **otherwise)
+
+
+def fleet(*workers: FleetWorker, **otherwise: Any) -> FleetFigures:
+    return FleetFigures(**{"workers": workers, "most": len(workers), "version": "13", **otherwise})
+
+
+def numbers(workers: list[FleetWorker]) -> list[int]:
+    return [worker.number for worker in workers]
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "troubles"),
+    [
+        ({}, []),
+        ({"silent": SILENT_SECONDS + 1}, [Trouble.SILENT]),
+        ({"waited": WAITED_SECONDS + 1}, [Trouble.STUCK]),
+        ({"version": "12"}, [Trouble.BEHIND]),
+        ({"lag": LATE_SECONDS + 1}, [Trouble.LATE]),
+        ({"lag": LATE_SECONDS + 1, "silent": SILENT_SECONDS + 1}, [Trouble.SILENT, Trouble.LATE]),
+    ],
+)
+def test_a_worker_is_in_trouble_where_it_is_silent_stuck_behind_or_late(
+    otherwise: dict[str, Any], troubles: list[Trouble]
+) -> None:
+    seen = fleet(worker(0, **otherwise))
+    assert seen.troubles(seen.workers[0]) == troubles
+    assert len(seen.troubled()) == bool(troubles)
+
+
+def test_the_worst_come_first_and_what_is_right_with_a_worker_counts_for_nothing() -> None:
+    late, behind = worker(0, lag=0.2, silent=4.9), worker(1, version="12", silent=4.8)
+    stuck, silent = worker(2, waited=90.0, silent=0.1), worker(3, silent=20.0)
+    assert numbers(fleet(late, behind, stuck, silent, worker(4)).troubled()) == [3, 2, 1, 0]
+    assert numbers(fleet(late, behind, stuck, silent).troubled(2)) == [3, 2]
+    alike = [worker(number, version="12", lag=0.001 * (number % 7)) for number in range(20)]
+    assert numbers(fleet(*alike).troubled(3)) == [0, 1, 2]
+
+
+def test_of_many_workers_those_in_trouble_are_worth_a_look_and_those_that_play_least_and_most() -> None:
+    many = [worker(number) for number in range(500)]
+    many[300] = worker(300, waited=340.0)
+    many[117] = worker(117, silent=90.0)
+    many[200], many[40] = worker(200, playing=2), worker(40, playing=64)
+    looked_at = numbers(fleet(*many).worth_a_look(8))
+    assert looked_at[:2] == [117, 300], "in trouble, and in the order of their numbers"
+    assert len(looked_at) == 6
+    assert {200, 40} < set(looked_at[2:])
+    assert numbers(fleet(*many).worth_a_look(1)) == [117]
+    assert numbers(fleet(*many).worth_a_look(0)) == []
+    assert len(fleet(*[replace(each, version="12") for each in many]).worth_a_look(8)) == 8
+
+
+def test_few_workers_are_all_worth_a_look() -> None:
+    assert numbers(fleet(*[worker(number) for number in range(8)]).worth_a_look(8)) == list(range(8))
+
+
+def test_how_many_play_is_said_with_who_is_behind_and_what_those_do_that_do_not_play() -> None:
+    well = [worker(number) for number in range(3)]
+    assert fleet_in_words(fleet(*well)) == "3 of 3 workers"
+    absent = {Absence.RESTING: 1, Absence.WAITING: 2, Absence.UNPLACED: 56}
+    assert fleet_in_words(fleet(*well, most=62, absent=absent)) == (
+        "3 of 62 workers (1 resting after deaths; 2 waiting for weights; 56 without a machine)"
+    )
+    old, older = worker(3, version="12"), worker(4, version="11")
+    assert fleet_in_words(fleet(*well, old)) == "4 of 4 workers (1 on weights 12, behind 13)"
+    assert fleet_in_words(fleet(*well, old, replace(old, number=5), older)) == (
+        "6 of 6 workers (3 on weights 12 x2, 11 x1, behind 13)"
+    )
+
+
+def test_of_many_versions_only_those_that_most_workers_have_are_told_apart() -> None:
+    assert versions_in_words([worker(number, version=str(number)) for number in range(5)]) == (
+        "0 x1, 1 x1, 2 x1 and 2 others"
+    )
+
+
+def test_a_worker_in_words_says_all_that_is_known_of_it() -> None:
+    told = worker_in_words(worker(3, node="node-7", lag=0.25, silent=90.0, oldest="search()", waited=340.0))
+    assert told == (
+        "worker 3 on node-7, 60 of 64 playing, weights 13, loop lag 250 ms, silent for 90 s, search() for 340 s"
+    )
+    assert worker_in_words(worker(3, oldest="")) == "worker 3 on node-0, 60 of 64 playing, weights 13, loop lag 3 ms"
