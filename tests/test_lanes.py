@@ -9,6 +9,8 @@ from collections import Counter, defaultdict
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["pytester"]
 
 WATCHDOG = 120.0

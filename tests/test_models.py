@@ -23,6 +23,8 @@ from runner.tokens.template import ChatTemplate
 from runner.tokens.tool_support import missing_tool_property
 from tests.conformance.corpus import corpus
 
+pytestmark = pytest.mark.slow
+
 
 def test_demo_model_is_complete_and_knows_its_stop_id(demo_model_folder: Path) -> None:
     config = json.loads((demo_model_folder / "config.json").read_text())

@@ -266,6 +266,7 @@ def test_templates_of_public_models(name: str, expected: Mapping[str, Any]) -> N
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "fault", "words"),
     [
@@ -289,6 +290,7 @@ def test_what_cannot_be_used_is_named(text: str, fault: Fault, words: str) -> No
     assert "'tiny'" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("test", "doing"),
     [

@@ -111,6 +111,7 @@ def _asked() -> Calculator:
     return environment
 
 
+@pytest.mark.slow
 def test_a_model_that_is_saved_goes_on_in_float32(small_model_folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -16,6 +16,8 @@ from runner.cli.settings import RunSettings
 from runner.engines.scripted.script import call
 from runner.transcript import printable, printable_line
 
+pytestmark = pytest.mark.slow
+
 AUTHOR = r'''
 from runner import Environment, Task, reward, tool
 

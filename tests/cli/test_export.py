@@ -18,6 +18,8 @@ from runner.cli.app import app
 from runner.cli.run import run_command
 from runner.cli.settings import RunSettings
 
+pytestmark = pytest.mark.slow
+
 AUTHOR = """
 from runner import Environment, Task, reward
 

@@ -95,6 +95,7 @@ def test_the_wheel_carries_the_whole_skeleton_and_no_template_of_a_chat_beside_i
 # --- what is written
 
 
+@pytest.mark.slow
 def test_what_is_written_passes_its_own_tests(tmp_path: Path) -> None:
     project = tmp_path / "word-game"
     write_project(Names.of("word-game"), project)

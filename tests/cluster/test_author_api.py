@@ -15,7 +15,7 @@ from tests.cluster.in_process import in_process
 from tests.cluster.playing import played
 from tests.environment import test_author_api as author_api
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 ENVIRONMENTS = {
     name.removeprefix("test_"): function

@@ -17,7 +17,7 @@ from tests import sweeps
 from tests.cluster.in_process import InProcessWorker
 from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played, until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 def versions(trajectory: Trajectory) -> list[str]:

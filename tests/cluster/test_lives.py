@@ -16,7 +16,7 @@ from runner.testing import VirtualClock, assert_exact
 from tests.cluster.in_process import InProcessWorker
 from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played, until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 EVENTS: list[str] = []
 """What environments of this module did; workers are in this process."""

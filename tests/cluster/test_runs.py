@@ -20,7 +20,7 @@ from tests import sweeps
 from tests.cluster.in_process import InProcess, InProcessWorker
 from tests.cluster.playing import Dice, Grouped, compared, dice_engine, fleet, played
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 def kill_at(launcher: InProcess, plays: set[int], *, after: int = 0) -> None:

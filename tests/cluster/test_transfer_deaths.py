@@ -21,7 +21,7 @@ from tests.cluster.rehearsed_trainer import Parts
 from tests.cluster.sending import KINDS, by_virtual_time, either, elsewhere, here, members, of_version, unranked
 from tests.cluster.test_control import asked_of, state_of, versions
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 # --- who dies meanwhile
@@ -98,7 +98,8 @@ def test_who_hangs_where_another_one_died_is_ended_after_the_grace_and_its_episo
 def test_a_broadcast_that_hangs_in_the_trainer_here_is_given_up_and_sent_again() -> None:
     async def run() -> None:
         source = Parts(hangs=True)
-        async with fleet(2) as (engine, launcher), engine, anyio.create_task_group() as group:
+        # Its thread hangs for real seconds, in which virtual time runs on: no worker is to be lost by that.
+        async with fleet(2, stall_seconds=1e6) as (engine, launcher), engine, anyio.create_task_group() as group:
             group.start_soon(engine.update_weights, here(source))
             await until(lambda: source.sent == list(source.names))
             launcher.workers[1].kill()

@@ -19,7 +19,7 @@ from tests.cluster.rehearsed_trainer import Info, Parts, part
 from tests.cluster.sending import KINDS, by_virtual_time, either, elsewhere, here, inits, members, of_version, sizes
 from tests.cluster.test_control import asked_of, state_of, versions
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 TRANSFER_CALLS = ("check_weights", "meet", "stand_still", "receive_weights", "go_on")
 

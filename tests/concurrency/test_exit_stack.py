@@ -184,6 +184,7 @@ async def test_an_exit_that_blocks_the_loop_is_named_with_its_episode_and_what_t
     assert "enter it in a synchronous setup()" in blocker.advice
 
 
+@pytest.mark.slow
 def test_a_database_whose_query_never_ends_costs_its_own_episode_only() -> None:
     script = """
     import sqlite3

@@ -368,6 +368,7 @@ JSON: Any = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(changes=st.lists(st.tuples(st.sampled_from(places(RICH)), JSON), min_size=1, max_size=3))
 def test_whatever_a_body_holds_it_is_read_or_refused(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
     given = deepcopy(RICH)

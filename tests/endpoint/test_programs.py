@@ -20,7 +20,11 @@ from runner.testing import ScriptedEngine
 from tests.endpoint.serving import served, until
 from tests.playing import Plain
 
-pytestmark = [pytest.mark.anyio, pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at /proc")]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at /proc"),
+    pytest.mark.slow,
+]
 
 ASKS = """
 import json, os, sys, urllib.request

@@ -14,7 +14,7 @@ from runner.testing import Reply
 from runner.tokens.template import ChatTemplate
 from tests.parsing.families import family
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 POOR = ChatTemplate(
     """{% for t in tools or [] %}{{ t | tojson }}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +44,7 @@ def reply_of(calls: bool, number: int) -> Any:
     return call("run", command="ls") if calls else ["It is done", "It is the end"][number % 2]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(batches, min_size=1, max_size=6), st.lists(st.booleans(), min_size=20, max_size=20))
 def test_every_path_of_a_tree_is_exact_and_each_id_is_trained_once(steps: list[list[Ask]], calls: list[bool]) -> None:

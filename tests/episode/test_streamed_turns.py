@@ -119,6 +119,7 @@ def family_turn(parser: TurnParser, cut: int) -> str:
     return text[: len(text) - cut]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweeps.part(list(FAMILIES), 3))
 @pytest.mark.parametrize("cut", [0, 9], ids=["whole", "cut"])
 async def test_what_is_heard_is_what_the_turn_says_in_the_formats_of_families(name: str, cut: int) -> None:

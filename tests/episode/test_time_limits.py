@@ -438,6 +438,7 @@ def asking(environment: Asks, **options: Any) -> tuple[Trajectory, list[str]]:
     return VirtualClock().run(played)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", HOOKS)
 def test_the_clock_of_a_hook_stands_still_while_another_agent_speaks_in_it(hook: str) -> None:
     trajectory, faults = asking(Asks(hook))
@@ -447,6 +448,7 @@ def test_the_clock_of_a_hook_stands_still_while_another_agent_speaks_in_it(hook:
     assert trajectory.seconds > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", HOOKS)
 def test_the_clock_of_a_hook_goes_on_when_the_other_agent_has_spoken(hook: str) -> None:
     trajectory, faults = asking(Asks(hook, seconds=6))

@@ -13,7 +13,7 @@ from runner import Concurrency, Environment, Outcome, Run, ScriptedEngine, Task,
 from runner.concurrency.loop_lag import Blocker
 from runner.engines.scripted.script import Answer, Latency, ModelCall, call
 
-pytestmark = [pytest.mark.anyio, pytest.mark.both_backends, pytest.mark.timing]
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends, pytest.mark.timing, pytest.mark.slow]
 
 SLEEPERS = 50
 SIBLINGS = 14

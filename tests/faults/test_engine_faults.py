@@ -27,7 +27,7 @@ from tests.faults.clocks import ASYNCIO, TRIO, put_forward
 from tests.faults.comparing import by_key
 from tests.faults.suspects import AsyncPupils, Pupils, SyncPupils, speak
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 WATCHDOG = 60.0
 

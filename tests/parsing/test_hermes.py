@@ -120,6 +120,7 @@ def test_a_megabyte_of_garbage_is_one_malformed_call(text: str) -> None:
     assert [bool(call.error) for call in parsed.calls] == [True]
 
 
+@pytest.mark.slow
 def test_many_malformed_calls_are_all_told() -> None:
     assert all(call.error for call in parse("<tool_call>{</tool_call>\n" * 20_000).calls)
 

@@ -132,6 +132,7 @@ def said_in(form: CallFormat, name: str) -> st.SearchStrategy[list[Said]]:
     return st.lists(st.builds(Said, NAMES, arguments), min_size=1, max_size=1 if form.between is None else 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweeps.part(EXACT, 16))
 @settings(max_examples=sweeps.times(50, 20))
 @given(data=st.data())

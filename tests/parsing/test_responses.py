@@ -231,6 +231,7 @@ async def test_an_episode_with_tools_is_played_and_verified(tmp_path: Path) -> N
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.slow
 async def test_a_run_is_resumed_only_as_it_was_read(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     for _ in range(2):

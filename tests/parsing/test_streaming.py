@@ -109,6 +109,7 @@ def test_any_cutting_tells_what_reading_the_whole_gives(
     assert_told_as_read(format_of(name), turn, how, known, seed)
 
 
+@pytest.mark.slow
 @settings(max_examples=sweeps.times(60, 30), deadline=None)
 @any_turn
 def test_any_cutting_tells_the_same_in_the_formats_of_the_corpus(
@@ -139,6 +140,7 @@ def test_no_cut_of_a_turn_tells_a_call_that_was_not_said(name: str, turn: Writte
     assert_nothing_unsaid(format_of(name), turn, seed)
 
 
+@pytest.mark.slow
 @settings(max_examples=sweeps.times(40, 15), deadline=None)
 @given(turn=turns, seed=st.integers(0, 2**32))
 def test_no_cut_tells_one_in_the_formats_of_the_corpus(turn: WrittenTurn, seed: int) -> None:

@@ -18,7 +18,7 @@ from runner.tokens.template import ChatTemplate, Renderer
 from tests.histories import COUNTING, HIDDEN, OPENER, PLAIN, Twice, template
 from tests.playing import Plain, play, recording, talked, talking, tasks
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 async def test_a_template_that_counts_is_followed_at_every_turn() -> None:

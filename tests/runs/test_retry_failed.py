@@ -18,6 +18,8 @@ from runner.store.reader import EpisodeRow
 from runner.testing import ScriptedEngine, assert_exact
 from tests.playing import Plain, recording, tasks
 
+pytestmark = pytest.mark.slow
+
 FAILING: set[str] = set()
 """Episodes whose judge is down."""
 

@@ -14,6 +14,8 @@ from runner import BadOption, BadTask, Conversation, Environment, Sampling, Scri
 from runner.engines.base import GenerationRequest
 from runner.testing import QueuedEngine, call, play_cancelled
 
+pytestmark = pytest.mark.slow
+
 
 class Opens(Environment):
     """Opens something in setup() that close() closes, which is too late for a cut in between."""

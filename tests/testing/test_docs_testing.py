@@ -12,6 +12,8 @@ from runner.testing import QueuedEngine, strategies  # noqa: F401  # the latter 
 from tests.repository import DOCS
 from tests.testing.inner import PLAIN
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["pytester"]
 
 PAGE = (DOCS / "testing.md").read_text(encoding="utf-8")

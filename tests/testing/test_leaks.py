@@ -19,6 +19,8 @@ from runner.engines.base import GenerationRequest, Session
 from runner.options import Sampling
 from runner.testing import Fault, Latency, Leaked, Reply, ScriptedEngine, no_leaks
 
+pytestmark = pytest.mark.slow
+
 
 def request(session: Session | None = None) -> GenerationRequest:
     return GenerationRequest(name="e/main/0", prompt=[1], sampling=Sampling.defaults(), session=session)

@@ -10,6 +10,8 @@ import pytest
 from runner import pytest_plugin
 from tests.testing.inner import run, run_apart
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["pytester"]
 
 ONE = """

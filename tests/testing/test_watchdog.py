@@ -13,7 +13,7 @@ from runner import BadOption
 from runner.testing import LoopWatchdog, leaks
 from tests.testing.inner import run
 
-pytestmark = pytest.mark.timing
+pytestmark = [pytest.mark.timing, pytest.mark.slow]
 
 pytest_plugins = ["pytester"]
 

@@ -19,7 +19,7 @@ from tests import sweeps
 from tests.playing import Plain, play_all
 from tests.tokens.families import model
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 EVERY_SPLIT_UP_TO = sweeps.times(10, 7)
 SPLITS_OF_LONGER = sweeps.times(500, 30)

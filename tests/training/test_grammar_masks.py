@@ -417,6 +417,7 @@ COMPACT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what vLLM imports warns
 @pytest.mark.parametrize(("compact", "texts"), [(False, TEXTS), (True, COMPACT)], ids=["any whitespace", "compact"])
 def test_masks_are_those_of_vllms_own_backend_for_every_kind_of_constraint(

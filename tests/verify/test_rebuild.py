@@ -41,6 +41,8 @@ from tests.verifying import (
     verify,
 )
 
+pytestmark = pytest.mark.slow
+
 # --- what was not touched
 
 
