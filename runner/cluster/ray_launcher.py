@@ -1,28 +1,24 @@
-"""Workers as actors of Ray: with `ray_calls` the only module that imports Ray."""
+"""Workers as actors of Ray, on a cluster that stands or one that is started here."""
 
 from __future__ import annotations
 
 import importlib
 import logging
 import os
-import pickle
 import shutil
 import socket
 import sys
 import threading
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import anyio.to_thread
 
 from runner.cluster.arrays import as_arrays, as_tensors
-from runner.cluster.engine_process import EngineProcess
-from runner.cluster.hosting import EngineHost
 from runner.cluster.limiters import LimiterDesk
-from runner.cluster.ray_calls import AnsweringActor, RayWorker
+from runner.cluster.ray_actors import EngineActor, HostActor, WorkerActor, node_here, ray_module
+from runner.cluster.ray_calls import RayWorker
 from runner.cluster.words import Joined, Stored, WorkerProcess
-from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
 from runner.engines.vllm.worker.shared_memory import release
 from runner.errors import BadOption, EngineDead
@@ -84,6 +80,9 @@ class RayLauncher:
         runtime_env: passed to Ray, for workers on machines that do not see this one's files.
     """
 
+    worker_kind: type[EngineActor] = WorkerActor
+    """What runs inside the actor of a worker."""
+
     def __init__(
         self,
         who: str,
@@ -120,7 +119,7 @@ class RayLauncher:
         with _CONNECTION.lock:
             self._reach()
             _CONNECTION.launchers.add(self)
-        ray = _ray()
+        ray = ray_module()
         there = ray.cluster_resources()
         if self._given_gpus is None:
             self._gpus = self._engine_gpus if there.get("GPU", 0) else 0
@@ -135,13 +134,13 @@ class RayLauncher:
                 max_concurrency=CALLS,
                 max_restarts=-1,
                 max_task_retries=-1,
-                scheduling_strategy=_on_node(_place(), soft=True),
+                scheduling_strategy=_on_node(node_here(), soft=True),
             )
             .remote()
         )
 
     def _reach(self) -> None:
-        ray = _ray()
+        ray = ray_module()
         if ray.is_initialized() and self._runtime_env:
             raise BadOption(
                 f"{self._who}(runtime_env=...): Ray is initialised in this process already; give it to ray.init(...)."
@@ -228,7 +227,7 @@ class RayLauncher:
         await anyio.to_thread.run_sync(self._disconnect)
 
     def _disconnect(self) -> None:
-        ray = _ray()
+        ray = ray_module()
         if self._desk is not None:
             ray.kill(self._desk)
             self._desk = None
@@ -241,8 +240,8 @@ class RayLauncher:
 
     def start(self, engine: BaseEngine, number: int) -> WorkerProcess:
         """A new worker, which may wait for a machine."""
-        actor = self._actor(WorkerActor).remote(self._packed(engine), _search(), number, self._desk)
-        return RayWorker(actor, tick=WorkerActor.tick)
+        actor = self._actor(self.worker_kind).remote(self._packed(engine), _search(), number, self._desk)
+        return RayWorker(actor, tick=self.worker_kind.tick)
 
     def start_host(self, engine: BaseEngine, name: str) -> WorkerProcess:
         """A process that has an engine for all who know its name."""
@@ -251,7 +250,7 @@ class RayLauncher:
 
     def _actor(self, kind: type[Any], **options: Any) -> Any:
         return (
-            _ray()
+            ray_module()
             .remote(kind)
             .options(
                 num_cpus=self._cpus,
@@ -270,7 +269,7 @@ class RayLauncher:
 
     def pack(self, value: Any, what: str) -> Any:
         """A value pickled as Ray does, which takes classes of a script along."""
-        cloudpickle = _ray().cloudpickle
+        cloudpickle = ray_module().cloudpickle
         try:
             return cloudpickle.dumps(value)
         except Exception as error:
@@ -288,7 +287,7 @@ class RayLauncher:
         if joined is not None and (joined.shared_memory or joined.folder):
             # Ray kills all that a worker has started together with it, Python's own tracker of shared memory included.
             there = _on_node(joined.place, soft=False)
-            clean = _ray().remote(_clean_up).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+            clean = ray_module().remote(_clean_up).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
             clean.remote(joined.shared_memory, joined.folder)
 
     def forget_run(self, run: int) -> None:
@@ -303,19 +302,9 @@ def host_called(name: str) -> WorkerProcess:
         EngineDead: there is none any more.
     """
     try:
-        return RayWorker(_ray().get_actor(name), tick=HostActor.tick)
+        return RayWorker(ray_module().get_actor(name), tick=HostActor.tick)
     except ValueError as error:
         raise EngineDead("the engine's process is gone") from error
-
-
-def _ray() -> Any:
-    # Not at the top, since it takes a second; and as Any, since its types do not know its own options.
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise BadOption(
-            f"Ray is installed here and does not load ({error}): pip install --force-reinstall 'deltarunner[ray]'."
-        ) from error
 
 
 def _set_auth_mode(mode: str | None) -> None:
@@ -350,11 +339,6 @@ def _is_loopback(address: str) -> bool:
     return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
-def _place() -> str:
-    node: str = _ray().get_runtime_context().get_node_id()
-    return node
-
-
 def _on_node(place: str, *, soft: bool) -> Any:
     """Where something is to run; `soft` is for elsewhere, if need be."""
     strategies = importlib.import_module("ray.util.scheduling_strategies")
@@ -366,56 +350,6 @@ def _search() -> tuple[str, ...]:
     return tuple(map(os.path.abspath, sys.path))
 
 
-class EngineActor(AnsweringActor):
-    """An `EngineProcess` inside an actor."""
-
-    def __init__(self, packed: bytes, search: tuple[str, ...], *arguments: Any) -> None:
-        super().__init__()
-        sys.path.extend(folder for folder in search if folder not in sys.path and os.path.isdir(folder))
-        self.process = self.make(pickle.loads(packed), *arguments)
-
-    @abstractmethod
-    def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
-        """The object whose methods are called."""
-
-
-class WorkerActor(EngineActor):
-    """A `Worker` in an actor."""
-
-    tick = 0.01  # episodes take seconds, and short ones are many
-
-    def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
-        """A worker of this number, which asks this desk for leases."""
-        number, desk = arguments
-        return Worker(engine, number, RayDesk(desk), _place())
-
-
-class HostActor(EngineActor):
-    """An `EngineHost` in an actor."""
-
-    tick = 0.0  # who asks waits for the first id; what comes while a call of Ray's is made goes with the next one
-
-    def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
-        """A host."""
-        return EngineHost(engine, _place())
-
-
-class RayDesk:
-    """The desk of limiters, as a worker reaches it."""
-
-    def __init__(self, desk: Any) -> None:
-        self._desk = desk
-
-    async def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> bool:
-        """Wait for a lease."""
-        granted: bool = await self._desk.acquire.remote(run, name, limit, worker, lease)
-        return granted
-
-    def release(self, worker: int, lease: int) -> None:
-        """Give a lease back."""
-        self._desk.release.remote(worker, lease)
-
-
 class StoredInRay(Stored):
     """A value in Ray's store."""
 
@@ -424,9 +358,9 @@ class StoredInRay(Stored):
 
     def read(self) -> Any:
         """The value; its tensors are views of the store and take no memory of the worker's own."""
-        ray = _ray()
+        ray = ray_module()
         return as_tensors(ray.get(self._reference))
 
 
 def _in_store(value: Any) -> StoredInRay:
-    return StoredInRay(_ray().put(as_arrays(value)))
+    return StoredInRay(ray_module().put(as_arrays(value)))

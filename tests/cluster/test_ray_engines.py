@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import anyio
@@ -11,12 +14,15 @@ import anyio.to_thread
 import pytest
 
 from runner import Outcome, RayEngines, Run, Trajectory, VllmEngine
+from runner.cluster.hand import Hand
 from tests.cluster.playing import until
 from tests.cluster.ray_cluster import Standing, family, until_gone
 from tests.cluster.ray_games import TalksLong
+from tests.repository import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.engine, pytest.mark.apart, pytest.mark.whole]
 
+VERSIONS = ["default", "new", "from a folder"]
 START = 400.0
 WATCHDOG = 200.0
 
@@ -25,15 +31,29 @@ def versions(trajectory: Trajectory) -> list[str]:
     return [span.version for segment in trajectory.segments for span in segment.log.versions]
 
 
+def on_two_workers(model: Path) -> RayEngines:
+    """Engines that share the cores of a test."""
+    inner = VllmEngine(str(model), max_num_seqs=4, max_model_len=512)
+    on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    return RayEngines(inner, workers=(1, 2), gpus=0, runtime_env={"env_vars": on_cpu})
+
+
+def left_by(hands: Iterable[Hand]) -> list[Path]:
+    """What the processes of these workers' engines leave in memory and on disk where they are all killed."""
+    found: list[Path] = []
+    for hand in hands:
+        assert hand.joined is not None
+        found += [Path("/dev/shm", name) for name in hand.joined.shared_memory] + [Path(hand.joined.folder)]
+    return found
+
+
 async def test_two_real_engines_take_new_weights_under_episodes_and_one_that_is_killed_leaves_nothing(
     cluster: Standing, small_model_folder: Path
 ) -> None:
     from safetensors.torch import load_file
 
     weights = load_file(small_model_folder / "model.safetensors")
-    inner = VllmEngine(str(small_model_folder), max_num_seqs=4, max_model_len=512)
-    on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-    engine = RayEngines(inner, workers=(1, 2), gpus=0, runtime_env={"env_vars": on_cpu})
+    engine = on_two_workers(small_model_folder)
     got: list[Trajectory] = []
     orphans: set[int] = set()
     left: list[Path] = []
@@ -48,12 +68,13 @@ async def test_two_real_engines_take_new_weights_under_episodes_and_one_that_is_
                         update = await engine.update_weights(weights, mode="keep", version="new")
                         assert update.version == "new"
                         assert {worker.version for worker in engine.workers()} == {"new"}
+                    if len(got) == 2:
+                        update = await engine.update_weights(small_model_folder, version="from a folder")
+                        assert {worker.version for worker in engine.workers()} == {"from a folder"}
                     if len(got) == 3:
                         victim = max(engine.workers(), key=lambda worker: worker.playing)
                         orphans = family(victim.pid)
-                        (joined,) = (hand.joined for hand in engine.driver.hands if hand.number == victim.number)
-                        assert joined is not None
-                        left = [Path("/dev/shm", name) for name in joined.shared_memory] + [Path(joined.folder)]
+                        left = left_by([hand for hand in engine.driver.hands if hand.number == victim.number])
                         assert len(left) > 1
                         assert all(path.exists() for path in left)
                         assert len(orphans) > 1, "vLLM has processes of its own"
@@ -63,5 +84,53 @@ async def test_two_real_engines_take_new_weights_under_episodes_and_one_that_is_
     assert len({trajectory.id for trajectory in got}) == len(got) == 16
     assert {trajectory.outcome for trajectory in got} == {Outcome.TOKEN_LIMIT}
     for trajectory in got:
-        assert sorted(versions(trajectory), key=["default", "new"].index) == versions(trajectory)
-    assert "new" in versions(got[-1])
+        assert sorted(versions(trajectory), key=VERSIONS.index) == versions(trajectory)
+    assert "from a folder" in versions(got[-1])
+
+
+TALKERS = """
+import sys
+from pathlib import Path
+import anyio
+from runner import Run
+from runner.runs.process import on_event_loop
+from tests.cluster.ray_games import TalksLong
+from tests.repository import ROOT
+from tests.cluster.test_ray_engines import left_by, on_two_workers
+
+async def talk():
+    engine = on_two_workers(Path(sys.argv[1]))
+    async with engine:
+        while len(engine.workers()) < 2:
+            await anyio.sleep(0.2)
+        async with Run(TalksLong, engine, group_size=8) as run:
+            print(*(worker.pid for worker in engine.workers()), flush=True)
+            print(*left_by(engine.driver.hands), flush=True)
+            async for trajectory in run:
+                print(trajectory.id, flush=True)
+
+on_event_loop(talk)
+"""
+
+
+def talking(model: Path) -> subprocess.Popen[str]:
+    """A driver in a process of its own, which says what its workers are."""
+    command = [sys.executable, "-c", TALKERS, str(model)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True)
+
+
+async def test_kill_9_of_a_driver_with_real_engines_leaves_no_process_no_shared_memory_and_no_folder(
+    cluster: Standing, small_model_folder: Path
+) -> None:
+    with anyio.fail_after(START), talking(small_model_folder) as driver:
+        assert driver.stdout is not None
+        pids, paths, first = [await anyio.to_thread.run_sync(driver.stdout.readline) for _ in range(3)]
+        started = family(driver.pid).union(*(family(int(pid)) for pid in pids.split()))
+        left = [Path(path) for path in paths.split()]
+        assert first, "they play"
+        assert len(started) >= 5, "the driver, two workers, and vLLM's processes"
+        assert all(path.exists() for path in left)
+        assert len(left) > 2
+        os.kill(driver.pid, signal.SIGKILL)
+        await anyio.to_thread.run_sync(until_gone, started)
+        await until(lambda: not any(path.exists() for path in left))
