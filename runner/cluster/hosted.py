@@ -17,7 +17,8 @@ import numpy as np
 from anyio.abc import TaskGroup
 from anyio.lowlevel import current_token
 
-from runner.cluster.hosting import STATS_SECONDS, Ended, News, Sent
+from runner.cluster.hosting import STATS_SECONDS, Sent
+from runner.cluster.news import Ended, News, each_of
 from runner.cluster.words import EngineKnown, Joined, WorkerLost, WorkerProcess
 from runner.engines.base import Delta, DeltaStream, Engine, EngineStats, Finish, FinishReason, GenerationRequest
 from runner.engines.gate import Session, affinity_beside
@@ -102,9 +103,9 @@ class HostedEngine(Engine):
     async def _hear(self, process: WorkerProcess) -> None:
         try:
             while True:
-                for number, news in await process.send("news", self._name):
-                    if number in self._streams:
-                        self._streams[number].hear(news)
+                for number, news in each_of(await process.send("news", self._name)):
+                    if (stream := self._streams.get(number)) is not None:
+                        stream.hear(news)
         except (WorkerLost, DeltarunnerError) as error:
             self._die(str(error))
 
@@ -235,7 +236,7 @@ class HostedStream(DeltaStream):
         self._inside = False
         self._ended: Ended | None = None
         self._failure: DeltarunnerError | None = None
-        self._news = anyio.Event()
+        self._news: anyio.Event | None = None  # made only by a reader that has to wait
 
     def hear(self, news: News) -> None:
         """Take what the host says of it."""
@@ -249,7 +250,9 @@ class HostedStream(DeltaStream):
             self.admitted = True
         else:
             self._failure = self._failure or news
-        self._news.set()
+        if self._news is not None:
+            self._news.set()
+            self._news = None
 
     async def _next_news(self) -> None:
         self._news = anyio.Event()

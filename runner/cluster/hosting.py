@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import anyio
 
 from runner.cluster.engine_process import EngineProcess
-from runner.engines.base import BaseEngine, Delta, Engine, EngineStats, Finish, GenerationRequest, Session
+from runner.cluster.news import Bulletin, Ended, News, Outbox
+from runner.engines.base import BaseEngine, Engine, EngineStats, GenerationRequest, Session
 from runner.errors import DeltarunnerError, EngineDead
 
-__all__ = ["STATS_SECONDS", "Ended", "EngineHost", "News", "Sent"]
+__all__ = ["STATS_SECONDS", "EngineHost", "Sent"]
 
 STATS_SECONDS: Final = 1.0
 """Each client asks this often what the engine does, and so says that it is there."""
@@ -30,27 +31,14 @@ class Sent:
     beside: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A stream was left."""
-
-    rest: list[Delta]
-    """What was drained while it was."""
-    finish: Finish | None
-
-
-News: TypeAlias = Delta | Ended | DeltarunnerError | None
-"""What a stream says: a delta, its end, or why it failed; None once its request was let in."""
-
-
 @dataclass(eq=False, slots=True)
 class _Client:
     """One who asks."""
 
     heard: float
     """When it was heard last, in the seconds that its host has listened."""
-    news: list[tuple[int, News]] = field(default_factory=list)
-    """What its streams said since it last heard, each by its number, in order."""
+    outbox: Outbox = field(default_factory=Outbox)
+    """What its streams said since it last heard."""
     some: anyio.Event = field(default_factory=anyio.Event)
     """Set when there is some."""
     streams: dict[int, anyio.CancelScope] = field(default_factory=dict)
@@ -59,8 +47,9 @@ class _Client:
     sessions: dict[int, Session] = field(default_factory=dict)
 
     def tell(self, number: int, news: News) -> None:
-        self.news.append((number, news))
-        self.some.set()
+        if not self.outbox:
+            self.some.set()
+        self.outbox.put(number, news)
 
 
 class EngineHost(EngineProcess):
@@ -136,7 +125,7 @@ class EngineHost(EngineProcess):
         else:
             client.cut[number] = self._listened
 
-    async def news(self, client_name: str) -> list[tuple[int, News]]:
+    async def news(self, client_name: str) -> Bulletin:
         """What this client's streams have said since it last asked, as soon as there is any; nothing once it has left.
 
         Raises:
@@ -146,8 +135,8 @@ class EngineHost(EngineProcess):
         await client.some.wait()
         if self._clients.get(client_name) is not client:
             return []
-        news, client.news, client.some = client.news, [], anyio.Event()
-        return news
+        client.some = anyio.Event()
+        return client.outbox.take()
 
     async def close_session(self, client_name: str, session: int) -> None:
         """Give a session's room back."""

@@ -24,21 +24,24 @@ TICK = 0.02
 
 def measure() -> Iterator[Figure]:
     """Deltas of single ids, of streams that are sampled together."""
-    here, there, rate = zip(*on_event_loop(_shared), strict=True)
+    here, there, rate = zip(*on_event_loop(_shared, TICK), strict=True)
+    hurried, _, most = zip(*on_event_loop(_shared, 0.0), strict=True)
     alone = tuple(on_event_loop(_alone))
-    yield Figure("processor time here for a delta of a shared engine", "us", here)
+    yield Figure("processor time here for a delta of a shared engine that is never idle", "us", hurried, under=6.0)
+    yield Figure("deltas of that", "/s", most)
+    yield Figure(f"processor time here for a delta of one with {1 / TICK:.0f} steps a second", "us", here)
     yield Figure("processor time of the engine's process for it, the scripted engine's own included", "us", there)
     yield Figure("processor time of both together in one process", "us", alone)
-    yield Figure("deltas", "/s", rate)
+    yield Figure("deltas of that", "/s", rate)
 
 
-def _engine() -> ScriptedEngine:
-    return ScriptedEngine("one two three " * LENGTH, places=STREAMS, chunks=1, latency=Latency(between=1), tick=TICK)
+def _engine(tick: float) -> ScriptedEngine:
+    return ScriptedEngine("one two three " * LENGTH, places=STREAMS, chunks=1, latency=Latency(between=1), tick=tick)
 
 
-async def _shared() -> list[tuple[float, float, float]]:
+async def _shared(tick: float) -> list[tuple[float, float, float]]:
     measured = []
-    async with RayEngine(_engine()) as engine:
+    async with RayEngine(_engine(tick)) as engine:
         process = psutil.Process(engine.pid)
         for _ in range(ROUNDS):
             before = _worked(process)
@@ -49,7 +52,7 @@ async def _shared() -> list[tuple[float, float, float]]:
 
 
 async def _alone() -> list[float]:
-    async with _engine() as engine:
+    async with _engine(TICK) as engine:
         return [(await _read(engine))[0] for _ in range(ROUNDS)]
 
 

@@ -1,0 +1,75 @@
+"""What streams said arrives as it was said: every id, every bit of a log-probability, in the order of each stream."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.cluster.news import Deltas, Ended, News, Outbox, each_of
+from runner.engines.base import Delta, Finish, FinishReason
+from runner.errors import EngineDead
+from runner.tokens.top_logprobs import TopLogprobs
+
+ids = st.integers(0, 2**31 - 1)
+logprobs = st.floats(max_value=0.0, allow_nan=False)
+sampled = st.lists(st.tuples(ids, logprobs), max_size=4)
+
+
+def delta(sampled: list[tuple[int, float]], *, with_logprobs: bool, finish: Finish | None) -> Delta:
+    return Delta(
+        [token_id for token_id, _ in sampled], [logprob for _, logprob in sampled] if with_logprobs else None, finish
+    )
+
+
+deltas = st.builds(
+    delta, sampled, with_logprobs=st.booleans(), finish=st.none() | st.just(Finish(FinishReason.STOP, stop=7))
+)
+news: st.SearchStrategy[News] = st.none() | deltas | st.builds(Ended, st.lists(deltas, max_size=2), st.none())
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**62), news)))
+def test_whatever_streams_say_arrives_in_order_and_bit_for_bit(said: list[tuple[int, News]]) -> None:
+    outbox = Outbox()
+    for number, each in said:
+        outbox.put(number, each)
+    assert bool(outbox) == bool(said)
+    assert list(each_of(pickle.loads(pickle.dumps(outbox.take())))) == said
+    assert outbox.take() == []
+
+
+def test_deltas_in_a_row_go_as_one_object_however_many_streams_they_are_of() -> None:
+    outbox = Outbox()
+    for number in range(100):
+        outbox.put(number, Delta([number, number], [-0.5, -1.5]))
+    (only,) = outbox.take()
+    assert isinstance(only, Deltas)
+    assert list(only) == [(number, Delta([number, number], [-0.5, -1.5])) for number in range(100)]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        Delta([1], [-0.1], top=TopLogprobs.of([{1: -0.1, 2: -3.0}], 2)),
+        Delta([1], [-0.1], Finish(FinishReason.LENGTH)),
+        Delta([1], None),
+    ],
+)
+def test_what_says_more_than_ids_goes_as_it_is(said: News) -> None:
+    outbox = Outbox()
+    outbox.put(1, Delta([5], [-2.0]))
+    outbox.put(1, said)
+    outbox.put(1, Delta([6], [-2.5]))
+    taken = outbox.take()
+    assert len(taken) == 3
+    assert list(each_of(taken)) == [(1, Delta([5], [-2.0])), (1, said), (1, Delta([6], [-2.5]))]
+
+
+def test_a_failure_keeps_its_place() -> None:
+    outbox = Outbox()
+    failure = EngineDead("it died")
+    outbox.put(1, Delta([5], [-2.0]))
+    outbox.put(1, failure)
+    assert [each for _, each in each_of(outbox.take())][1] is failure
