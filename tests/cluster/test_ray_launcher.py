@@ -45,7 +45,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(ray_engines, "require_ray", lambda *_: None)
     monkeypatch.setattr(ray_engine, "require_ray", lambda *_: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray_launcher, "_ray", lambda: fake)
+    monkeypatch.setattr(ray_launcher, "ray_module", lambda: fake)
     monkeypatch.setattr(ray_launcher, "_on_node", lambda place, soft: None)
     return fake
 
