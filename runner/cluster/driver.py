@@ -39,6 +39,9 @@ SILENT_SECONDS: Final = 90.0
 TOLD: Final = 100
 """So much of what happened to workers is kept."""
 
+UNLOCKED_ROUNDS: Final = 3
+"""So often a worker that joins catches up with the others while these go on."""
+
 END_SECONDS: Final = 30.0
 """How long workers may take to end by themselves."""
 
@@ -57,7 +60,8 @@ class Driver:
         launcher: starts workers.
         engine: what each worker is to have; entered by nobody.
         fleet: the books.
-        stall_seconds: how long the fleet may have fewer workers than the least before it counts as dead.
+        stall_seconds: how long the fleet may have fewer workers than the least before it counts as dead, and a worker
+            may hang in a call that another one has answered before it is dismissed.
     """
 
     def __init__(self, launcher: Launcher, engine: BaseEngine, fleet: Fleet, *, stall_seconds: float) -> None:
@@ -75,8 +79,9 @@ class Driver:
         """Ids that workers sampled that are gone."""
         self.told: deque[str] = deque(maxlen=TOLD)
         """What happened to workers last, for people."""
+        self.stall_seconds = stall_seconds
+        """How long the fleet may lack workers, and how much later than others one of them may answer."""
         self._engine = engine
-        self._stall_seconds = stall_seconds
         self._numbers = itertools.count()
         self._attempts = itertools.count()
         self._run_numbers = itertools.count()
@@ -126,9 +131,9 @@ class Driver:
             if self._failure is not None:
                 raise self._failure
             # How long an engine takes to start is its own affair; a worker that no machine has room for is not there.
-            if anyio.current_time() - began > self._stall_seconds and self._there < self.fleet.least:
+            if anyio.current_time() - began > self.stall_seconds and self._there < self.fleet.least:
                 raise EngineDead(
-                    f"for {self._stall_seconds:g} s there was room for {self._there} of at least {self.fleet.least} "
+                    f"for {self.stall_seconds:g} s there was room for {self._there} of at least {self.fleet.least} "
                     f"workers: the cluster has too few free cores or GPUs. {self._not_placed}".rstrip()
                 )
             with anyio.move_on_after(PULSE_SECONDS):
@@ -262,24 +267,46 @@ class Driver:
 
     async def _admit(self, hand: Hand) -> None:
         opened: set[int] = set()
-        while not await self._admitted(hand, opened):
-            # Outside the lock: what an author does in `lifespan()` may take its time, or never end.
+        caught = Catch()
+        for rounds in itertools.count():
+            # Outside the lock, since it takes as long as an engine loads: many join at once, and no update waits.
+            # One that others overtake again and again is brought in under it in the end.
+            if rounds < UNLOCKED_ROUNDS and not caught.has_what(self.catch):
+                caught = await self._catch_up(hand, self.catch)
+            if await self._admitted(hand, opened, caught, waits=rounds < UNLOCKED_ROUNDS):
+                break
+            # Outside it as well: what an author does in `lifespan()` may take its time, or never end.
             for number, run in list(self._runs.items()):
                 if number not in opened:
                     opened.add(number)
                     await self._open_on(hand, number, run)
         self._change()
 
-    async def _admitted(self, hand: Hand, opened: set[int]) -> bool:
-        """Bring a worker to where the others are, and let it play; not where a run has begun meanwhile."""
+    async def _catch_up(self, hand: Hand, catch: Catch) -> Catch:
+        with anyio.move_on_after(self.stall_seconds) as limit:
+            await hand.process.send("catch_up", catch)
+        if limit.cancelled_caught:
+            raise WorkerLost(f"it did not catch up with the others in {self.stall_seconds:g} s")
+        return catch
+
+    async def _admitted(self, hand: Hand, opened: set[int], caught: Catch, *, waits: bool) -> bool:
+        """Let a worker play that is where the others are; not where these have gone on meanwhile, or begun a run.
+
+        Args:
+            hand: the worker.
+            opened: the runs that it has set up.
+            caught: what it has been brought to.
+            waits: whether it may be brought further before.
+        """
         async with self.settled:
             if not opened >= self._runs.keys():
                 return False
-            if self.catch != Catch():
-                with anyio.move_on_after(self._stall_seconds) as limit:
-                    await hand.process.send("catch_up", self.catch)
-                if limit.cancelled_caught:
-                    raise WorkerLost(f"it did not catch up with the others in {self._stall_seconds:g} s")
+            if not caught.has_what(self.catch):
+                if waits:
+                    return False
+                await self._catch_up(hand, self.catch)
+            if self.catch.paused or self.catch.asleep:
+                await hand.process.send("stand", self.catch.asleep)
             for number in opened - self._runs.keys():
                 hand.process.send("close_run", number)
             for number, run in self._runs.items():
@@ -368,7 +395,7 @@ class Driver:
 
     async def ask_all(self, call: str, *arguments: Any) -> dict[Hand, Any]:
         """`ask` all workers."""
-        return await ask(self.members, call, *arguments)
+        return await ask(self.members, call, *arguments, patience=self.stall_seconds)
 
     def require_alive(self) -> None:
         """Return if there are enough workers, or may be soon.
@@ -382,9 +409,9 @@ class Driver:
         last = waiting + (f" What happened last: {'; '.join(list(self.told)[-2:])}" if self.told else "")
         if fleet.hopeless:
             raise EngineDead(f"{len(fleet.ready)} workers are left of at least {fleet.least}.{last}")
-        if self._short_since is not None and anyio.current_time() - self._short_since > self._stall_seconds:
+        if self._short_since is not None and anyio.current_time() - self._short_since > self.stall_seconds:
             raise EngineDead(
-                f"for {self._stall_seconds:g} s there were fewer than {fleet.least} workers, {len(fleet.ready)} now."
+                f"for {self.stall_seconds:g} s there were fewer than {fleet.least} workers, {len(fleet.ready)} now."
                 f"{last}"
             )
 

@@ -74,7 +74,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         weights = await self.driver.launcher.put(given)
         hands = self.driver.members
         try:
-            seconds = await compare(hands, "check_weights", weights, version)
+            seconds = await compare(hands, "check_weights", weights, version, patience=self.driver.stall_seconds)
         except BadInput:
             for hand in hands:
                 hand.process.send("forget_checked")

@@ -196,7 +196,7 @@ class FleetTransfers:
         return self._met
 
     async def _count_ranks(self, hands: Sequence[Hand]) -> None:
-        devices = await ask(hands, "control", "devices")
+        devices = await ask(hands, "control", "devices", patience=self._driver.stall_seconds)
         # One that has no model takes part all the same.
         self._ranks = {hand: len(devices[hand]) or 1 for hand in hands if hand in devices}
 
@@ -350,7 +350,7 @@ class FleetTransfers:
         finally:
             if not sends:
                 with anyio.CancelScope(shield=True):
-                    await ask(party.hands, "go_on", number)
+                    await ask(party.hands, "go_on", number, patience=GRACE_SECONDS)
         if not sends:
             return None
         self.forget()

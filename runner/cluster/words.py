@@ -95,6 +95,11 @@ class Catch:
     """How deep the fleet sleeps; 0 where it does not."""
     paused: bool = False
 
+    def has_what(self, newer: Catch) -> bool:
+        """Whether a worker that was brought here has the weights and adapters of a newer state."""
+        same_weights = self.version == newer.version or not newer.readable
+        return same_weights and self.adapters == newer.adapters
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSent:

@@ -80,6 +80,7 @@ class Worker(EngineProcess):
         self.number = number
         self._desk = desk
         self._runs: dict[int, WorkerRun] = {}
+        self._caught = Catch()
         self._checked: CheckedUpdate | None = None
         self._relay: RelayedTransfer | None = None
         self._halt = anyio.Lock()
@@ -147,9 +148,9 @@ class Worker(EngineProcess):
 
     @asynccontextmanager
     async def _set_up(self, run: WorkerRun, number: int, packed: bytes, clock: datetime) -> AsyncIterator[None]:
-        sent = self._unpacked(packed)
+        # In a thread: an author's constructor may read for minutes, and the driver hears this event loop meanwhile.
+        sent, environment = await anyio.to_thread.run_sync(self._made, packed, abandon_on_cancel=True)
         options = sent.options
-        environment = _constructed(sent)
         workers = Workers(options.concurrency.threads)
         stage = Stage(
             environment=environment,
@@ -170,6 +171,10 @@ class Worker(EngineProcess):
             staleness = Staleness(self.engine, options.max_version_lag)
             exit_stack.enter_context(staleness.cutting(run.plays.values()))
             yield
+
+    def _made(self, packed: bytes) -> tuple[RunSent, Any]:
+        sent = self._unpacked(packed)
+        return sent, _constructed(sent)
 
     def _unpacked(self, packed: bytes) -> RunSent:
         try:
@@ -334,16 +339,22 @@ class Worker(EngineProcess):
         return await getattr(self.engine, call)(*arguments, **named)
 
     async def catch_up(self, catch: Catch) -> None:
-        """Bring the engine to where the others are."""
-        engine = self.engine
-        if catch.version and catch.readable:
+        """Bring the engine to the weights and adapters that the others have; again where these have gone on."""
+        engine, caught = self.engine, self._caught
+        if catch.readable and catch.version != caught.version:
             await engine.update_weights(await _read(catch.weights), version=catch.version)
+        for name in {adapter[0] for adapter in caught.adapters} - {adapter[0] for adapter in catch.adapters}:
+            await engine.remove_adapter(name)
         for adapter in catch.adapters:
-            await self.add_adapter(*adapter)
-        if catch.paused or catch.asleep:
-            await engine.pause()
-        if catch.asleep:
-            await engine.sleep(catch.asleep)
+            if adapter not in caught.adapters:
+                await self.add_adapter(*adapter)
+        self._caught = catch
+
+    async def stand(self, asleep: int) -> None:
+        """Pause the engine as the others are, which also sleep where that is not 0."""
+        await self.engine.pause()
+        if asleep:
+            await self.engine.sleep(asleep)
 
 
 async def _read(given: Any) -> Any:

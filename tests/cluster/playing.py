@@ -15,7 +15,7 @@ from runner.engines.scripted.script import Latency, ModelCall
 from runner.testing import ScriptedEngine
 from tests.cluster.in_process import InProcess, in_process
 
-__all__ = ["Dice", "Grouped", "Judged", "compared", "dice_engine", "fleet", "game_tasks", "played", "until"]
+__all__ = ["WATCHDOG", "Dice", "Grouped", "Judged", "compared", "dice_engine", "fleet", "game_tasks", "played", "until"]
 
 
 WATCHDOG = 60.0
@@ -90,9 +90,9 @@ async def played(
         return got
 
 
-async def until(true: Callable[[], object]) -> None:
+async def until(true: Callable[[], object], *, within: float = WATCHDOG) -> None:
     """Wait until something is so."""
-    with anyio.fail_after(WATCHDOG):
+    with anyio.fail_after(within):
         while not true():  # noqa: ASYNC110  # it looks at what workers do, who tell nobody
             await anyio.sleep(0.01)
 

@@ -10,14 +10,32 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner import BadControl, BadOption, BadWeights, EngineDead, EngineError, Run, Sampling, Trajectory
+from runner import (
+    BadControl,
+    BadOption,
+    BadWeights,
+    Conversation,
+    EngineDead,
+    EngineError,
+    Run,
+    Sampling,
+    Trajectory,
+)
+from runner.engines.scripted.script import Latency
 from runner.engines.state import EngineState
-from runner.testing import VirtualClock
+from runner.testing import ScriptedEngine, VirtualClock
 from tests import sweeps
 from tests.cluster.in_process import InProcessWorker
 from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+class Once(Dice):
+    """Speaks once."""
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate()
 
 
 def versions(trajectory: Trajectory) -> list[str]:
@@ -107,6 +125,119 @@ def test_a_worker_that_fails_alone_is_replaced_and_the_next_one_begins_with_the_
             assert {version for each in got for version in versions(each)} == {"seven"}
 
     VirtualClock().run(run)
+
+
+HANGS = {
+    "check_weights": lambda engine: engine.update_weights("new"),
+    "update_weights": lambda engine: engine.update_weights("new"),
+    "control": lambda engine: engine.pause("keep"),
+    "add_adapter": lambda engine: engine.add_adapter("poet", "folder"),
+}
+"""Calls for a trainer that a worker may hang in, and what makes them."""
+
+
+@pytest.mark.parametrize("call", HANGS)
+def test_a_worker_that_hangs_where_another_one_has_answered_is_replaced_and_the_call_returns(call: str) -> None:
+    async def run() -> None:
+        async with fleet(2, stall_seconds=40.0) as (engine, launcher), engine:
+            launcher.workers[1].held_in[call] = anyio.Event()
+            began = anyio.current_time()
+            await HANGS[call](engine)
+            assert 40 < anyio.current_time() - began < 50
+            await until(lambda: len(engine.workers()) == 2)
+            assert f"{call}: it did not answer within 40 s" in engine.events[0]
+            assert launcher.workers[1].killed
+            now, joined = (launcher.workers[number].worker.engine for number in (0, 2))
+            assert joined.weight_version == now.weight_version
+            assert joined.state == now.state
+            assert set(joined.adapters) == set(now.adapters)
+
+    VirtualClock().run(run)
+
+
+def test_a_worker_whose_turns_are_waited_for_is_not_late_however_long_they_are() -> None:
+    async def run() -> None:
+        # Its turn takes twenty times as long as the patience with it.
+        talker = ScriptedEngine("word " * 400, latency=Latency(first=1, between=1), tick=1.0, places=2)
+        async with fleet(2, talker, stall_seconds=20.0) as (engine, launcher), engine:
+            async with Run(Once, engine, tasks=game_tasks(1)) as run:
+                await until(lambda: any(worker.playing for worker in engine.workers()))
+                await engine.update_weights("new", mode="wait")
+                (trajectory,) = [each async for each in run]
+            assert versions(trajectory) == ["scripted"]
+            assert trajectory.sampled > 390
+            assert len(launcher.workers) == 2, "nobody was dismissed"
+            assert {worker.version for worker in engine.workers()} == {"1"}
+
+    VirtualClock().run(run)
+
+
+@pytest.mark.parametrize("joiners", [1, 6])
+def test_workers_catch_up_side_by_side_and_an_update_waits_for_none_of_them(joiners: int) -> None:
+    async def run() -> None:
+        async with fleet((1, joiners + 1)) as (engine, launcher), engine:
+            await until(lambda: len(engine.workers()) == joiners + 1)
+            await engine.update_weights("new")
+            launcher.on_start = lambda worker: load_slowly(worker, 60.0)
+            for number in range(joiners):
+                launcher.workers[number + 1].kill()
+            began = anyio.current_time()
+            await anyio.sleep(10)
+            await engine.update_weights("newer")
+            assert anyio.current_time() - began < 11
+            await until(lambda: len(engine.workers()) == joiners + 1, within=200)
+            # Sixty seconds for what they were overtaken by, and sixty for what is newest.
+            assert 120 <= anyio.current_time() - began < 130
+            assert {worker.worker.engine.weight_version for worker in launcher.alive} == {"2"}
+
+    VirtualClock().run(run)
+
+
+def test_a_worker_that_updates_overtake_again_and_again_is_brought_in_all_the_same() -> None:
+    async def run() -> None:
+        async with fleet((1, 2)) as (engine, launcher), engine:
+            await until(lambda: len(engine.workers()) == 2)
+            await engine.update_weights("new")
+            launcher.on_start = lambda worker: load_slowly(worker, 60.0)
+            launcher.workers[1].kill()
+            for _ in range(12):
+                await anyio.sleep(40)
+                await engine.update_weights("newer")
+            assert len(engine.workers()) == 2
+            assert {worker.worker.engine.weight_version for worker in launcher.alive} == {"13"}
+
+    VirtualClock().run(run)
+
+
+def test_a_worker_that_is_overtaken_as_it_joins_has_the_adapters_that_are_left() -> None:
+    async def run() -> None:
+        async with fleet((1, 2)) as (engine, launcher), engine:
+            await until(lambda: len(engine.workers()) == 2)
+            await engine.add_adapter("poet", "folder")
+            await engine.add_adapter("clerk", "folder")
+            launcher.on_start = lambda worker: load_slowly(worker, 60.0)
+            launcher.workers[1].kill()
+            await anyio.sleep(10)
+            await engine.remove_adapter("clerk")
+            await engine.add_adapter("poet", "folder")
+            await engine.add_adapter("judge", "folder")
+            await until(lambda: len(engine.workers()) == 2, within=200)
+            here, joined = (launcher.workers[number].worker.engine.adapters for number in (0, 2))
+            assert dict(joined) == dict(here)
+            assert set(joined) == {"poet", "judge"}
+
+    VirtualClock().run(run)
+
+
+def load_slowly(worker: InProcessWorker, seconds: float) -> None:
+    """Let it catch up in so many seconds, its event loop free meanwhile."""
+    catch_up = worker.worker.catch_up
+
+    async def slower(catch: Any) -> None:
+        await anyio.sleep(seconds)
+        await catch_up(catch)
+
+    worker.worker.catch_up = slower
 
 
 def test_a_worker_that_joins_late_has_the_newest_weights_adapters_and_state_before_its_first_episode() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import anyio
@@ -14,7 +15,7 @@ from runner.cluster.words import WorkerLost
 from runner.options import Concurrency
 from runner.testing import VirtualClock, assert_exact
 from tests.cluster.in_process import InProcessWorker
-from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played, until
+from tests.cluster.playing import WATCHDOG, Dice, compared, dice_engine, fleet, game_tasks, played, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -353,6 +354,7 @@ def test_a_worker_that_joins_without_end_holds_up_neither_the_trainer_nor_the_en
                 await engine.resume()
                 got = [trajectory async for trajectory in run]
             assert len(got) == 8
+            await anyio.sleep(60)
             assert any("did not catch up" in told for told in engine.events) is (stage == "catch_up")
 
     VirtualClock().run(run)
@@ -367,3 +369,31 @@ async def test_a_worker_that_joins_a_run_that_drains_is_told() -> None:
         await until(lambda: 2 in launcher.workers and any(call == "drain" for call, _ in launcher.workers[2].calls))
         async for _ in run:
             pass
+
+
+class SlowToConstruct(Dice):
+    """Once it is held, its constructor waits to be let go, as one that reads a large file."""
+
+    held = threading.Event()
+    go = threading.Event()
+
+    def __init__(self) -> None:
+        if self.held.is_set():
+            EVENTS.append("constructs")
+            assert self.go.wait(WATCHDOG), "nothing else happened meanwhile"
+
+
+async def test_a_worker_is_heard_while_its_environment_is_slow_to_construct() -> None:
+    environment = SlowToConstruct()
+    async with fleet(2) as (engine, launcher), engine, anyio.create_task_group() as group:
+
+        async def let_go_once_all_are_heard() -> None:
+            await until(lambda: EVENTS == ["constructs"] * 2)
+            for worker in launcher.alive:
+                await worker.send("pulse")
+            SlowToConstruct.go.set()
+
+        SlowToConstruct.held.set()
+        group.start_soon(let_go_once_all_are_heard)
+        got = await played(environment, engine)
+    assert {each.outcome for each in got} == {Outcome.COMPLETED}
