@@ -29,6 +29,7 @@ from runner.episode.model import ChatModel, MessageModel
 from runner.episode.rewriting import before
 from runner.episode.state import ConversationState, EpisodeState
 from runner.episode.turn import take_turn
+from runner.episode.turn_settings import TurnAudience
 from runner.errors import BadMessage, ContextFull, EpisodeOver
 from runner.messages import canonical_json
 from runner.options import Sampling
@@ -218,16 +219,13 @@ class ChatDesk:
         self._histories.ask(attempt)
         self._play.limits.context_rewritten(thread.name)
         known, told = len(thread.nodes), None if job.relay is None else job.relay.put
+        audience = TurnAudience(
+            self._handle(thread),
+            tell=told if told is not None and _streams(thread, tools, asked) else None,
+            watch=told,
+        )
         try:
-            return await take_turn(
-                thread,
-                head,
-                sampling,
-                asked.tool_choice,
-                handle=self._handle(thread),
-                tell=told if told is not None and _streams(thread, tools, asked) else None,
-                watch=told,
-            )
+            return await take_turn(thread, head, sampling, asked.tool_choice, audience=audience)
         except BaseException as error:
             if isinstance(error, ContextFull) and not thread.counted:
                 self._play.limits.context_rewritten(thread.name)  # the client was told, and that is all

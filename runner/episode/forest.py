@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from runner.messages import Message
 from runner.tools.tool import Tool
-from runner.trajectory import Segment, Turn
+from runner.trajectory import Origin, Segment, Turn
 
 __all__ = ["Head", "Node"]
 
@@ -55,6 +55,11 @@ class Node:
         return self.segment.messages[self.answered : self.start]
 
     @property
+    def origin(self) -> Origin:
+        """The turn, as a segment names it that follows."""
+        return Origin(self.turn.agent, self.turn.number, self.turn)
+
+    @property
     def spoken(self) -> Node:
         """The turn that its message began in."""
         node = self
@@ -98,6 +103,11 @@ class Head:
     def seen(self) -> list[Message]:
         """The messages that what is queued comes behind."""
         return [] if self.node is None or self.whole else self.node.messages
+
+    @property
+    def origin(self) -> Origin | None:
+        """The turn that a segment follows which begins here; None where no turn stands before."""
+        return None if self.node is None else self.node.origin
 
     def copied(self) -> Head:
         """The same place, for another turn that is asked there."""
